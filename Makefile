@@ -1,0 +1,43 @@
+# Every target works on a fresh clone: the virtual environment is made on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := .demo
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all check format clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Stillroom needs Python 3.11 or newer, this is {v[0]}.{v[1]}; run: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed  ## make .venv and install Stillroom with its tools
+
+demo: $(VENV)/.installed  ## index the sample corpus, ask it questions, show sources and timing
+	@BIN=$(BIN) DEMO=$(DEMO) bash examples/demo.sh
+
+test: $(VENV)/.installed  ## the tests a change must pass: offline, without a GPU, minutes
+	$(BIN)/pytest -m 'not slow and not gpu'
+
+test-all: $(VENV)/.installed  ## the slow and statistical checks too
+	$(BIN)/pytest
+
+check: $(VENV)/.installed  ## formatting, lint, strict types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed  ## format and fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the virtual environment, caches and the demo's knowledge base
+	rm -rf $(VENV) $(DEMO) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist src/*.egg-info

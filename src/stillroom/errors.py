@@ -1,0 +1,95 @@
+"""The whole exception tree. Catch `StillroomError` for everything that is not a bug in Stillroom.
+
+    StillroomError
+    |-- ConfigError                     a setting is unknown or impossible
+    |-- UsageError                      a call or request that can never work as written
+    |   |-- PromptTooLongError          the prompt and its answer do not fit the model
+    |   `-- UnknownDocumentError        no such document in the knowledge base
+    |-- ModelError                      a checkpoint could not be used
+    |   |-- ModelNotFoundError          no such folder, hub name or file
+    |   `-- UnsupportedModelError       the checkpoint needs something that is not implemented
+    |-- KnowledgeBaseError              a knowledge base could not be used
+    |   |-- KnowledgeBaseNotFoundError  there is none at that path
+    |   |-- IncompatibleKnowledgeBaseError  other format version, embedder or chunker
+    |   |-- CorruptKnowledgeBaseError   a file of it is damaged
+    |   |-- KnowledgeBaseBusyError      another process is writing to it
+    |   `-- EmptyKnowledgeBaseError     it holds no documents yet
+    |-- DocumentError                   one document could not be read; the others go on
+    `-- EngineError                     generation failed
+        |-- EngineClosedError           the engine was shut down
+        `-- RequestAbortedError         the request was cancelled before it finished
+
+A message says what is wrong and what to do about it. Asserts guard our own logic and are not errors of a user.
+"""
+
+
+class StillroomError(Exception):
+    """Root of everything Stillroom raises on purpose."""
+
+
+class ConfigError(StillroomError):
+    """A setting is unknown, of the wrong type or impossible together with another."""
+
+
+class UsageError(StillroomError):
+    """The call can never work as written; the message says what to change."""
+
+
+class PromptTooLongError(UsageError):
+    """The prompt plus the tokens asked for exceed what the model or the KV pool can hold."""
+
+
+class UnknownDocumentError(UsageError):
+    """The knowledge base holds no document of that name."""
+
+
+class ModelError(StillroomError):
+    """A checkpoint could not be used."""
+
+
+class ModelNotFoundError(ModelError):
+    """There is no such folder or hub name, or a file of the checkpoint is missing."""
+
+
+class UnsupportedModelError(ModelError):
+    """The checkpoint needs an architecture or a feature that Stillroom does not have."""
+
+
+class KnowledgeBaseError(StillroomError):
+    """A knowledge base could not be used."""
+
+
+class KnowledgeBaseNotFoundError(KnowledgeBaseError):
+    """There is no knowledge base at that path."""
+
+
+class IncompatibleKnowledgeBaseError(KnowledgeBaseError):
+    """The knowledge base was made with another format version, embedder or chunker."""
+
+
+class CorruptKnowledgeBaseError(KnowledgeBaseError):
+    """A file of the knowledge base is damaged."""
+
+
+class KnowledgeBaseBusyError(KnowledgeBaseError):
+    """Another process is writing to the knowledge base."""
+
+
+class EmptyKnowledgeBaseError(KnowledgeBaseError):
+    """The knowledge base holds no documents yet."""
+
+
+class DocumentError(StillroomError):
+    """One document could not be read."""
+
+
+class EngineError(StillroomError):
+    """Generation failed."""
+
+
+class EngineClosedError(EngineError):
+    """The engine was shut down while, or before, the request ran."""
+
+
+class RequestAbortedError(EngineError):
+    """The request was cancelled before it finished."""

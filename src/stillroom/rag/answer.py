@@ -1,0 +1,77 @@
+"""What a question comes back with. The field names are those of `stillroom ask --json`."""
+
+from dataclasses import dataclass
+
+from stillroom.config.settings import SearchMode
+from stillroom.core.ids import RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskOptions:
+    """What one question may set; None takes the configuration's default."""
+
+    mode: SearchMode | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One chunk that was put into the prompt."""
+
+    document: str
+    """Document id: the file's path, with `#record` for one record of a JSONL file."""
+    chunk_id: str
+    text: str
+    score: float
+    """The score that ranked it; higher is better."""
+    scores: dict[str, float]
+    """The score from each retriever that found it."""
+    position: int
+    """Place in the prompt, from 1."""
+    heading: str
+    """`Title > Section`; empty where the document has none."""
+    start_line: int
+    """First line in the file, from 1; 0 where the format has no lines."""
+    end_line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time went, in seconds. TTFT counts from the question's arrival and so includes retrieval."""
+
+    retrieval_seconds: float
+    ttft_seconds: float
+    """Time to the first token."""
+    tpot_seconds: float
+    """Time per output token after the first: (total - TTFT) / (tokens - 1); 0 for a single token."""
+    total_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseReport:
+    """How much of the prompt's KV came from a cache."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens whose KV was taken from a cache and not computed."""
+    num_recomputed_tokens: int
+    """Tokens of cached chunks that were computed again to repair them (selective recompute)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished answer."""
+
+    request_id: RequestId
+    text: str
+    token_ids: tuple[int, ...]
+    """Generated tokens, without the end-of-sequence token."""
+    finish_reason: str
+    """`stop`: the model ended the answer. `length`: `max_tokens` was reached."""
+    sources: tuple[Source, ...]
+    timing: Timing
+    reuse: ReuseReport
