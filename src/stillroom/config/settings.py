@@ -81,8 +81,9 @@ class RuntimeConfig:
     """`auto`: the checkpoint's own."""
     block_size: int = 16
     """Tokens per KV block. Larger: shorter block tables, coarser sharing."""
-    kv_bytes: int = 512 * 1024 * 1024
-    """Memory for KV blocks, in bytes. It bounds how many tokens all running requests hold together."""
+    kv_bytes: int = 2 * 1024**3
+    """Memory for KV blocks, in bytes. It bounds how many tokens all running requests hold together. On a CPU pages
+    that were never written cost nothing."""
     max_num_seqs: int = 32
     """Requests that run at the same time; others wait."""
     max_num_batched_tokens: int = 512

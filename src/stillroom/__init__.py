@@ -1,0 +1,35 @@
+"""Stillroom: a RAG serving engine that keeps an organisation's knowledge prepared.
+
+from stillroom import Stillroom
+
+room = Stillroom.open("kb")
+room.add("docs/")
+print(room.ask("How do I rotate keys?").text)
+"""
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stillroom.config.settings import StillroomConfig
+    from stillroom.rag.answer import Answer, AskOptions
+    from stillroom.rag.room import Stillroom
+
+__all__ = ["Answer", "AskOptions", "Stillroom", "StillroomConfig", "__version__"]
+__version__ = version("stillroom")
+
+_HOMES = {
+    "Answer": "stillroom.rag.answer",
+    "AskOptions": "stillroom.rag.answer",
+    "Stillroom": "stillroom.rag.room",
+    "StillroomConfig": "stillroom.config.settings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported on first use: `import stillroom` and `stillroom --help` do not wait for PyTorch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stillroom' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,137 @@
+"""The engine in a thread of its own, so that any thread or event loop can submit and listen.
+
+All state of the scheduler is touched by that one thread only; others talk to it through a queue of commands. Every
+submitted request gets exactly one last event, whatever happens: a finish, a cancellation or the engine's own failure.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from stillroom.core.ids import RequestId
+from stillroom.core.request import FinishReason, Request
+from stillroom.engine.engine import Engine, TokenEvent
+from stillroom.errors import EngineClosedError, EngineError
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[[TokenEvent], None]
+"""Called from the engine's thread with each event of one request; must return quickly."""
+
+
+class AsyncEngine:
+    """A running engine. Close it, or use it as a context manager."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[RequestId, Listener] = {}
+        self._closing = threading.Lock()  # orders every submit before, or after, the final None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="stillroom-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_blocks(self) -> int:
+        return self._engine.scheduler.kv.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._engine.scheduler.kv.pool.num_free
+
+    @property
+    def num_waiting(self) -> int:
+        return self._engine.scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self._engine.scheduler.num_running
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Start a request; its events go to the listener.
+
+        Raises:
+            PromptTooLongError: it can never run.
+            EngineClosedError: the engine was closed.
+        """
+        self._engine.scheduler.check(request)
+
+        def start() -> None:
+            self._listeners[request.request_id] = listener
+            self._engine.submit(request)
+
+        with self._closing:
+            if self._is_closed:
+                raise EngineClosedError("the engine is closed; open the knowledge base again")
+            self._commands.put(start)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Stop a request at the next step; its last event says `aborted`. Harmless if it has ended."""
+
+        def stop() -> None:
+            event = self._engine.cancel(request_id)
+            if event is not None:
+                self._dispatch(event)
+
+        self._commands.put(stop)
+
+    def close(self) -> None:
+        """Abort what runs and stop the thread. Idempotent."""
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                self._commands.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> "AsyncEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while self._take_commands():
+            try:
+                events = self._engine.step()
+            except Exception as error:  # a failed step must not strand those who wait for its tokens
+                logger.exception("a step failed; its requests are aborted")
+                self._abort_all(EngineError(f"generation failed: {error}"))
+                continue
+            for event in events:
+                self._dispatch(event)
+        self._abort_all(EngineClosedError("the engine was closed before the answer was complete"))
+
+    def _take_commands(self) -> bool:
+        """Carry out what was asked since the last step, waiting for something if there is no work; False to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _dispatch(self, event: TokenEvent) -> None:
+        is_last = event.finish_reason is not None
+        listeners = self._listeners
+        listener = listeners.pop(event.request_id) if is_last else listeners[event.request_id]
+        try:
+            listener(event)
+        except Exception:  # one broken listener (a closed event loop, say) must not stop the others
+            logger.exception("the listener of %s failed", event.request_id)
+            if not is_last:
+                listeners.pop(event.request_id)
+                listeners[event.request_id] = _ignore
+                self.cancel(event.request_id)
+
+    def _abort_all(self, error: EngineError) -> None:
+        now = self._engine.clock.monotonic()
+        for request_id in list(self._listeners):
+            self._engine.cancel(request_id)
+            self._dispatch(TokenEvent(request_id, None, FinishReason.ABORTED, now, error))
+
+
+def _ignore(event: TokenEvent) -> None:
+    """Stands in for a listener that failed, until its request has ended."""

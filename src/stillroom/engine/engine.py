@@ -1,0 +1,70 @@
+"""The step loop: scheduler decides, runner computes, events come out. Synchronous and single-threaded.
+
+`async_engine` runs it in a thread of its own; tests run it by hand.
+"""
+
+from dataclasses import dataclass
+
+from stillroom.core.clock import Clock
+from stillroom.core.ids import RequestId
+from stillroom.core.request import FinishReason, Request
+from stillroom.runner.torch_runner import Runner
+from stillroom.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Something happened to a request: a token, its end, or both."""
+
+    request_id: RequestId
+    token_id: int | None
+    """The new token; None if the request ended without one."""
+    finish_reason: FinishReason | None
+    """Set on the last event of a request."""
+    at: float
+    """Seconds on the engine's monotonic clock."""
+    error: Exception | None = None
+    """Why the request was aborted by the engine, if it was."""
+
+
+class Engine:
+    """Requests in, token events out, one step at a time."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            PromptTooLongError: it can never run.
+        """
+        self.scheduler.add(request)
+
+    def cancel(self, request_id: RequestId) -> TokenEvent | None:
+        """Forget a request; its blocks are free from now on. None if it had ended already."""
+        if not self.scheduler.abort(request_id):
+            return None
+        return TokenEvent(request_id, None, FinishReason.ABORTED, self.clock.monotonic())
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step; nothing if there is nothing to run."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        result = self.runner.execute(batch)
+        now = self.clock.monotonic()
+        return [
+            TokenEvent(update.request_id, update.token_id, update.finish_reason, now)
+            for update in self.scheduler.update(batch, result)
+        ]
+
+    def check_integrity(self) -> None:
+        """Every block is accounted for; see `Scheduler.check_integrity`."""
+        self.scheduler.check_integrity()

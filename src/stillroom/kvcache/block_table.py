@@ -1,0 +1,65 @@
+"""One sequence's map from token position to slot. Segments start on a fresh block; nothing else does.
+
+Invariant: `slots[p]` is the slot of position p for p < `num_slots`; slots are distinct, and each lies in one of
+`block_ids`. A segment may leave its last block part-empty: those slots are addressed by nobody, so no padding is
+ever attended to, and a chunk's blocks can be shared at any depth. Design: docs/runtime.md
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.core.ids import BlockId
+
+
+def num_blocks_for(segment_lengths: Sequence[int], block_size: int) -> int:
+    """Blocks that segments of these lengths take, each starting on a fresh block."""
+    return sum(-(-length // block_size) for length in segment_lengths)
+
+
+class BlockTable:
+    """Blocks of one sequence in order of position, and the slot of each of its tokens."""
+
+    def __init__(self, block_size: int, max_tokens: int) -> None:
+        self.block_size = block_size
+        self.block_ids: list[BlockId] = []
+        self.num_slots = 0
+        self._slots: NDArray[np.int64] = np.empty(max_tokens, dtype=np.int64)
+        self._room = 0
+        """Unused slots at the end of the last block."""
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """Shape [num_slots]: a view, in order of position."""
+        return self._slots[: self.num_slots]
+
+    @property
+    def is_full(self) -> bool:
+        """No slot is left in the last block: the next token needs a fresh one."""
+        return self._room == 0
+
+    def append_segment(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
+        """Slots for `num_tokens` more tokens, starting at the beginning of the first of these blocks."""
+        size = self.block_size
+        assert len(block_ids) == -(-num_tokens // size), (len(block_ids), num_tokens)
+        first_slots = np.asarray(block_ids, dtype=np.int64) * size
+        slots = (first_slots[:, None] + np.arange(size)).reshape(-1)[:num_tokens]
+        self._slots[self.num_slots : self.num_slots + num_tokens] = slots
+        self.num_slots += num_tokens
+        self.block_ids.extend(block_ids)
+        self._room = len(block_ids) * size - num_tokens
+
+    def append_token(self) -> None:
+        """A slot for one more token in the last block, which must not be full."""
+        assert self._room > 0, "the last block is full"
+        self._slots[self.num_slots] = self._slots[self.num_slots - 1] + 1
+        self.num_slots += 1
+        self._room -= 1
+
+    def clear(self) -> list[BlockId]:
+        """Forget everything; returns the blocks for the caller to release."""
+        block_ids, self.block_ids = self.block_ids, []
+        self.num_slots = 0
+        self._room = 0
+        return block_ids

@@ -1,0 +1,106 @@
+"""Finding a checkpoint's folder and reading its files. Knows names and formats, nothing about arithmetic."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from stillroom.config.settings import BUNDLED_MODEL
+from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+
+_BUNDLED_FOLDER = Path(__file__).parent / "bundled" / "microworld"
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+def resolve(model: str) -> Path:
+    """The folder of a checkpoint: the bundled one, a local folder, or a hub name (downloaded once, then cached).
+
+    Raises:
+        ModelNotFoundError: there is no such folder, and the hub has no such name or cannot be reached.
+    """
+    if model == BUNDLED_MODEL:
+        return _BUNDLED_FOLDER
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelNotFoundError(f"{model} is not a folder; give a checkpoint's folder, a hub name or 'bundled'")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:  # the hub client raises many kinds; all mean the same to the user
+        raise ModelNotFoundError(
+            f"no folder {model!r} here, and the model hub did not deliver it ({type(error).__name__}); "
+            "check the name and the network, or give the folder of a downloaded checkpoint"
+        ) from error
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """One of the checkpoint's JSON files.
+
+    Raises:
+        ModelNotFoundError: it is missing.
+        ModelError: it is not a JSON object.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise ModelNotFoundError(f"{folder} has no {name}; is it the folder of a Hugging Face checkpoint?")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); download the checkpoint again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} should hold a JSON object; download the checkpoint again")
+    return content
+
+
+class WeightFiles:
+    """The tensors of a checkpoint by name, from one `model.safetensors` or from its shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of = self._find()
+        self._open: dict[str, Any] = {}
+
+    def _find(self) -> dict[str, str]:
+        if (self.folder / "model.safetensors.index.json").is_file():
+            weight_map = read_json(self.folder, "model.safetensors.index.json").get("weight_map", {})
+            return {str(name): str(file) for name, file in weight_map.items()}
+        if not (self.folder / "model.safetensors").is_file():
+            if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.gguf")):
+                raise UnsupportedModelError(f"{self.folder} has no safetensors weights; convert the checkpoint first")
+            raise ModelNotFoundError(f"{self.folder} has no model.safetensors")
+        with self._reading("model.safetensors") as file:
+            return dict.fromkeys(file.keys(), "model.safetensors")
+
+    def _reading(self, file: str) -> Any:
+        path = self.folder / file
+        if not path.is_file():
+            raise ModelNotFoundError(f"{self.folder} lacks {file}, which its index names; download it again")
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is damaged ({error}); download it again") from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor, in the checkpoint's dtype, on the CPU.
+
+        Raises:
+            ModelError: the checkpoint has no tensor of that name, or its file is damaged.
+        """
+        file = self._file_of.get(name)
+        if file is None:
+            raise ModelError(f"{self.folder} has no tensor {name}; the weights do not match config.json")
+        if file not in self._open:
+            self._open[file] = self._reading(file)
+        try:
+            tensor: torch.Tensor = self._open[file].get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self.folder / file}: {error}; download it again") from None
+        return tensor

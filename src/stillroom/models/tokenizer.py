@@ -1,0 +1,125 @@
+"""Text to tokens and back. Text from documents and users can never become a special token.
+
+Two ways in: `encode_template` for what the prompt format itself writes (special tokens are parsed), and `encode_text`
+for everything that comes from outside, where `<|im_end|>` is just nine characters.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from stillroom.errors import ModelError, ModelNotFoundError
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """A checkpoint's fast tokenizer. Thread-safe."""
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self._hf = hf_tokenizer
+        self._backend = hf_tokenizer.backend_tokenizer
+        self._lock = Lock()  # one setting of the backend switches between the two ways in
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """The tokenizer of a checkpoint's folder.
+
+        Raises:
+            ModelNotFoundError: the folder has none.
+            ModelError: its files are damaged.
+        """
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            raise ModelNotFoundError(f"{folder} has no tokenizer.json; Stillroom needs the checkpoint's tokenizer")
+        from transformers import AutoTokenizer
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True))
+        except Exception as error:  # the library raises whatever its parsers raise
+            raise ModelError(f"the tokenizer in {folder} could not be loaded: {error}") from error
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token_id: int | None = self._hf.eos_token_id
+        return token_id
+
+    @property
+    def bos_token(self) -> str:
+        """The text of the begin token, empty if there is none."""
+        return str(self._hf.bos_token or "")
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The text of every token that `encode_template` parses and `encode_text` does not."""
+        return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
+
+    @cached_property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
+        """The messages in the checkpoint's chat template, up to where the assistant begins to speak.
+
+        Raises:
+            ModelError: the template refuses these messages.
+        """
+        # `enable_thinking` is read by the templates that know it (Qwen3): an answer should start at once.
+        switches = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        try:
+            return str(self._hf.apply_chat_template(list(messages), **switches))
+        except Exception as error:  # a template may raise anything
+            raise ModelError(f"the checkpoint's chat template failed: {error}") from error
+
+    def encode_template(self, text: str) -> list[int]:
+        """Tokens of text that the prompt format wrote: special tokens count as such. Nothing is added."""
+        return self._encode(text, is_template=True)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Tokens of text from outside: special tokens in it are ordinary characters. Nothing is added."""
+        return self._encode(text, is_template=False)
+
+    def _encode(self, text: str, is_template: bool) -> list[int]:
+        with self._lock:
+            self._backend.encode_special_tokens = not is_template
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the tokens, without special ones."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+
+class IncrementalDetokenizer:
+    """Text as tokens arrive, never half a character. The pieces together are the text of all tokens.
+
+    A token's text depends on its neighbours (leading blanks, bytes of one character), so each piece is the difference
+    of two decodings of a short window: [prefix, read) is out already, [read, end) waits until it ends in whole
+    characters.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._prefix = 0
+        self._read = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; empty while a character is unfinished."""
+        self._ids.extend(token_ids)
+        piece = self._pending()
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return piece
+
+    def flush(self) -> str:
+        """What is left at the end, half a character included."""
+        piece = self._pending()
+        self._prefix, self._read = self._read, len(self._ids)
+        return piece
+
+    def _pending(self) -> str:
+        known = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        return self._tokenizer.decode(self._ids[self._prefix :])[len(known) :]

@@ -1,0 +1,97 @@
+"""Rotary position embedding: inverse frequencies for each scaling scheme, and the rotation itself (rotate-half).
+
+The schemes follow the checkpoints' own definition as transformers reads it; the tests compare every one with it.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# T tokens, H heads, D head dimension
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """The part of a checkpoint's configuration that decides its rotations."""
+
+    head_dim: int
+    theta: float
+    max_positions: int
+    kind: str = "default"
+    """default | linear | llama3 | yarn."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """The scheme's own numbers, as they stand in the checkpoint."""
+
+
+SUPPORTED_KINDS = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+def inverse_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    """Angle per position for each pair of dimensions, float32 [D / 2], and the factor on cos and sin."""
+    assert spec.kind in SUPPORTED_KINDS, spec.kind
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    plain = 1.0 / (spec.theta**exponents)
+    if spec.kind == "linear":
+        return plain / float(spec.parameters["factor"]), 1.0
+    if spec.kind == "llama3":
+        return _llama3(plain, spec), 1.0
+    if spec.kind == "yarn":
+        return _yarn(plain, spec)
+    return plain, 1.0
+
+
+def _llama3(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    factor = float(spec.parameters["factor"])
+    low, high = float(spec.parameters["low_freq_factor"]), float(spec.parameters["high_freq_factor"])
+    old_length = float(spec.parameters["original_max_position_embeddings"])
+    turns = old_length * plain / (2 * math.pi)  # full rotations within the original context
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return plain / factor * (1 - keep) + plain * keep
+
+
+def _yarn(plain: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    """YaRN (arXiv 2309.00071): blend by number of rotations, and a temperature on attention."""
+    numbers = spec.parameters
+    factor = float(numbers["factor"])
+    old_length = float(numbers.get("original_max_position_embeddings") or spec.max_positions)
+
+    def dimension_of(num_rotations: float) -> float:
+        return spec.head_dim * math.log(old_length / (num_rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low = dimension_of(float(numbers.get("beta_fast") or 32))
+    high = dimension_of(float(numbers.get("beta_slow") or 1))
+    if numbers.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    ramp = (torch.arange(spec.head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    keep = 1.0 - ramp.clamp(0.0, 1.0)
+    return plain / factor * (1 - keep) + plain * keep, _yarn_attention_factor(factor, numbers)
+
+
+def _yarn_attention_factor(factor: float, numbers: dict[str, Any]) -> float:
+    def m_scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if numbers.get("attention_factor") is not None:
+        return float(numbers["attention_factor"])
+    if numbers.get("mscale") and numbers.get("mscale_all_dim"):
+        return m_scale(float(numbers["mscale"])) / m_scale(float(numbers["mscale_all_dim"]))
+    return m_scale(1.0)
+
+
+def cos_sin(
+    inv_freq: torch.Tensor, factor: float, positions_T: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine for each position, computed in float32, each [T, 1, D] in `dtype`."""
+    angles = positions_T.float()[:, None] * inv_freq[None, :]
+    angles_T1D = torch.cat((angles, angles), dim=-1)[:, None, :]
+    return (angles_T1D.cos() * factor).to(dtype), (angles_T1D.sin() * factor).to(dtype)
+
+
+def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+    """Every head of every token rotated to its position; same shape and dtype."""
+    first, second = x_THD.chunk(2, dim=-1)
+    return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D

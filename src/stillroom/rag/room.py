@@ -1,0 +1,186 @@
+"""`Stillroom`: the one class a Python program needs. Documents in; searches, answers and streams out.
+
+Opening is cheap: the embedder loads with the first search or add, the model with the first question. Thread-safe.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.config.settings import SearchMode, StillroomConfig
+from stillroom.core.clock import Clock, SystemClock
+from stillroom.core.document import DocumentInfo, SearchResult
+from stillroom.errors import EngineClosedError
+from stillroom.rag.answer import Answer, AskOptions
+from stillroom.rag.generator import Generator, build_generator
+from stillroom.rag.pipeline import Pipeline
+from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
+from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.telemetry.metrics import Metrics
+
+
+class Stillroom:
+    """A knowledge base and the model that answers from it.
+
+    Example:
+        >>> with Stillroom.open("kb") as room:  # doctest: +SKIP
+        ...     room.add("docs/")
+        ...     print(room.ask("How do I rotate keys?").text)
+    """
+
+    def __init__(self, kb: KnowledgeBase, config: StillroomConfig, metrics: Metrics, clock: Clock) -> None:
+        self.config = config
+        self.metrics = metrics
+        self._kb = kb
+        self._clock = clock
+        self._loading = Lock()
+        self._generator: Generator | None = None
+        self._is_closed = False
+        self._publish_corpus()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        model: str | Path | None = None,
+        config: StillroomConfig | None = None,
+        create: bool = True,
+    ) -> "Stillroom":
+        """Open the knowledge base at `path`, or make one there.
+
+        Args:
+            model: `bundled`, a checkpoint's folder or a hub name; overrides `config.runtime.model`.
+            create: make a new knowledge base where there is none.
+
+        Raises:
+            KnowledgeBaseError: there is none (and `create` is false), or it cannot be used as it is.
+        """
+        config = config or StillroomConfig()
+        if model is not None:
+            config = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, model=str(model)))
+        clock = SystemClock()
+        kb = KnowledgeBase.open(Path(path), config, create=create, clock=clock)
+        return cls(kb, config, Metrics(), clock)
+
+    # Documents
+
+    def add(self, *paths: str | Path, progress: Callable[[AddProgress], None] | None = None) -> AddReport:
+        """Index files and folders; what has not changed since the last time costs nothing.
+
+        Files that cannot be read are listed in the report and do not stop the others. Interrupting loses nothing that
+        was finished; adding the same paths again does the rest.
+
+        Raises:
+            KnowledgeBaseBusyError: another process is writing to this knowledge base.
+            UsageError: a path does not exist.
+        """
+        try:
+            return self._kb.add([Path(path) for path in paths], progress=progress)
+        finally:
+            self._publish_corpus()
+
+    def remove(self, *targets: str) -> RemoveReport:
+        """Forget documents: by document id, by file, or all under a folder.
+
+        Raises:
+            UnknownDocumentError: a target matches nothing.
+        """
+        try:
+            return self._kb.remove(list(targets))
+        finally:
+            self._publish_corpus()
+
+    def documents(self) -> list[DocumentInfo]:
+        """What is indexed, by document id."""
+        return self._kb.documents()
+
+    # Search
+
+    def search(self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:
+        """The chunks that match best, best first. None takes the configuration's default."""
+        return self._kb.search(query, mode=mode, top_k=top_k)
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Embeddings [len(texts), dimension] by the knowledge base's embedder, each of length 1."""
+        return self._kb.embed(texts)
+
+    # Answers
+
+    def ask(self, question: str, options: AskOptions | None = None) -> Answer:
+        """Answer a question from the documents.
+
+        Raises:
+            UsageError: the question is empty, an option is out of range, or the prompt does not fit the model.
+            EmptyKnowledgeBaseError: there is nothing to search.
+            ModelError: the model cannot be loaded.
+            EngineError: generation failed.
+        """
+        stream = self.stream(question, options)
+        for _ in stream:
+            pass
+        return stream.answer
+
+    def stream(self, question: str, options: AskOptions | None = None) -> AnswerStream:
+        """The answer piece by piece; its sources are known at once. Raises as `ask`."""
+        return self._pipeline().stream(question, options or AskOptions())
+
+    async def astream(self, question: str, options: AskOptions | None = None) -> AsyncAnswerStream:
+        """`stream` for an event loop: nothing blocks it."""
+        pipeline = await asyncio.to_thread(self._pipeline)
+        return await pipeline.astream(question, options or AskOptions())
+
+    # Life
+
+    @property
+    def model_name(self) -> str:
+        """The model's name, as it was given."""
+        return self._generator.model.name if self._generator else self.config.runtime.model
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in all; 0 before the model is loaded."""
+        return self._generator.engine.num_blocks if self._generator else 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no running request uses."""
+        return self._generator.engine.num_free_blocks if self._generator else 0
+
+    def warm_up(self) -> None:
+        """Load the embedder and the model now instead of with the first question."""
+        self._pipeline()
+        self._kb.embed(["warm up"])
+
+    def close(self) -> None:
+        """Stop generating and close the files. Idempotent."""
+        with self._loading:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        if self._generator is not None:
+            self._generator.engine.close()
+        self._kb.close()
+
+    def __enter__(self) -> "Stillroom":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _pipeline(self) -> Pipeline:
+        with self._loading:
+            if self._is_closed:
+                raise EngineClosedError("this Stillroom was closed; open it again")
+            if self._generator is None:
+                self._generator = build_generator(self.config.runtime, self._clock)
+        return Pipeline(self._kb, self._generator, self.config, self.metrics, self._clock)
+
+    def _publish_corpus(self) -> None:
+        self.metrics.set_corpus(self._kb.num_documents, self._kb.num_chunks)

@@ -1,0 +1,161 @@
+"""An answer as it comes: `AnswerStream` for threads, `AsyncAnswerStream` for event loops, one collector behind both.
+
+The engine's thread pushes token events; the stream turns them into text and, with the last one, into an `Answer`.
+Leaving a stream early cancels its request.
+"""
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+from stillroom.core.ids import RequestId
+from stillroom.core.request import FinishReason
+from stillroom.engine.engine import TokenEvent
+from stillroom.errors import RequestAbortedError, UsageError
+from stillroom.models.tokenizer import IncrementalDetokenizer
+from stillroom.rag.answer import Answer, ReuseReport, Source, Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What is known of an answer before its first token."""
+
+    request_id: RequestId
+    arrival: float
+    """Seconds on the engine's clock when the question came in."""
+    retrieval_seconds: float
+    sources: tuple[Source, ...]
+    num_prompt_tokens: int
+
+
+class AnswerCollector:
+    """Token events in, pieces of text out, and the `Answer` at the end."""
+
+    def __init__(
+        self, started: Started, detokenizer: IncrementalDetokenizer, on_finish: Callable[[Answer], None]
+    ) -> None:
+        self.started = started
+        self.answer: Answer | None = None
+        self._detokenizer = detokenizer
+        self._on_finish = on_finish
+        self._token_ids: list[int] = []
+        self._pieces: list[str] = []
+        self._first_at: float | None = None
+
+    def feed(self, event: TokenEvent) -> str:
+        """The text this event completes.
+
+        Raises:
+            EngineError: the engine gave the request up, or it was cancelled.
+        """
+        if event.finish_reason is FinishReason.ABORTED:
+            raise event.error or RequestAbortedError(f"{event.request_id} was cancelled")
+        if self._first_at is None:
+            self._first_at = event.at
+        piece = ""
+        if event.token_id is not None:
+            self._token_ids.append(event.token_id)
+            piece = self._detokenizer.push([event.token_id])
+        if event.finish_reason is not None:
+            piece += self._detokenizer.flush()
+        self._pieces.append(piece)
+        if event.finish_reason is not None:
+            self.answer = self._finish(event.finish_reason, event.at)
+            self._on_finish(self.answer)
+        return piece
+
+    def _finish(self, reason: FinishReason, at: float) -> Answer:
+        started, count = self.started, len(self._token_ids)
+        first = at if self._first_at is None else self._first_at
+        return Answer(
+            request_id=started.request_id,
+            text="".join(self._pieces),
+            token_ids=tuple(self._token_ids),
+            finish_reason=reason.value,
+            sources=started.sources,
+            timing=Timing(
+                retrieval_seconds=started.retrieval_seconds,
+                ttft_seconds=first - started.arrival,
+                tpot_seconds=(at - first) / (count - 1) if count > 1 else 0.0,
+                total_seconds=at - started.arrival,
+            ),
+            reuse=ReuseReport(started.num_prompt_tokens, num_cached_tokens=0, num_recomputed_tokens=0),
+        )
+
+
+class _Stream:
+    """What both kinds of stream share."""
+
+    def __init__(self, collector: AnswerCollector, cancel: Callable[[], None]) -> None:
+        self._collector = collector
+        self._cancel = cancel
+        self._is_over = False
+
+    @property
+    def request_id(self) -> RequestId:
+        return self._collector.started.request_id
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What the answer is made from; known before its first token."""
+        return self._collector.started.sources
+
+    @property
+    def answer(self) -> Answer:
+        """The finished answer.
+
+        Raises:
+            UsageError: the stream was not read to its end.
+        """
+        if self._collector.answer is None:
+            raise UsageError("the answer is not complete; read the stream to its end first")
+        return self._collector.answer
+
+    def cancel(self) -> None:
+        """Stop generating; the blocks are free after the current step. Harmless when the answer is complete."""
+        self._is_over = True
+        if self._collector.answer is None:
+            self._cancel()
+
+    def _feed(self, event: TokenEvent) -> str:
+        self._is_over = event.finish_reason is not None
+        return self._collector.feed(event)
+
+
+class AnswerStream(_Stream):
+    """Iterate over pieces of text."""
+
+    def __init__(
+        self, collector: AnswerCollector, events: "queue.SimpleQueue[TokenEvent]", cancel: Callable[[], None]
+    ) -> None:
+        super().__init__(collector, cancel)
+        self._events = events
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces as they come; raises EngineError if generation fails or is cancelled."""
+        try:
+            while not self._is_over:
+                if piece := self._feed(self._events.get()):
+                    yield piece
+        finally:
+            self.cancel()
+
+
+class AsyncAnswerStream(_Stream):
+    """Iterate over pieces of text with `async for`."""
+
+    def __init__(
+        self, collector: AnswerCollector, events: "asyncio.Queue[TokenEvent]", cancel: Callable[[], None]
+    ) -> None:
+        super().__init__(collector, cancel)
+        self._events = events
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Pieces as they come; raises EngineError if generation fails or is cancelled."""
+        try:
+            while not self._is_over:
+                if piece := self._feed(await self._events.get()):
+                    yield piece
+        finally:
+            self.cancel()

@@ -1,0 +1,81 @@
+"""Executes one step on the device: packs the batch, runs the decoder, samples. Decides nothing.
+
+Numbers cross the border once per step in each direction: the packed batch goes to the device, the sampled tokens come
+back.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stillroom.core.batch import Batch, ScheduledSequence, StepResult
+from stillroom.kvstore.device import DeviceStore
+from stillroom.models.decoder import Decoder, PackedInput
+from stillroom.ops.attention import AttentionSpan
+from stillroom.ops.sampling import sample
+
+
+class Runner(Protocol):
+    """Whatever can execute a step: the real decoder, or a model of its cost."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Compute the batch's tokens, write their KV, and sample where asked."""
+        ...
+
+
+class TorchRunner:
+    """The decoder on a torch device, with its KV in a `DeviceStore`."""
+
+    def __init__(self, decoder: Decoder, store: DeviceStore) -> None:
+        self.decoder = decoder
+        self.store = store
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> StepResult:
+        """See `Runner.execute`."""
+        hidden_TM = self.decoder.hidden_states(self._pack(batch), self.store.layer)
+        sampling, rows, end = [], [], 0
+        for sequence in batch.sequences:
+            end += sequence.num_scheduled_tokens
+            if sequence.sample is not None:
+                sampling.append((sequence.request_id, sequence.sample))
+                rows.append(end - 1)  # only a sequence's last token predicts something new
+        if not sampling:
+            return StepResult({})
+        logits_BV = self.decoder.logits(hidden_TM[rows])
+        token_ids = sample(
+            logits_BV,
+            [spec.temperature for _, spec in sampling],
+            [spec.top_p for _, spec in sampling],
+            [spec.uniform for _, spec in sampling],
+        )
+        return StepResult({request_id: token for (request_id, _), token in zip(sampling, token_ids, strict=True)})
+
+    def _pack(self, batch: Batch) -> PackedInput:
+        sequences, device = batch.sequences, self.decoder.device
+        spans, start = [], 0
+        for sequence in sequences:
+            end = start + sequence.num_scheduled_tokens
+            spans.append(AttentionSpan(start, end, self._context(sequence), len(sequence.slots)))
+            start = end
+        positions = [np.arange(s.first_position, len(s.slots)) for s in sequences]
+        return PackedInput(
+            token_ids_T=_tensor(np.concatenate([s.token_ids for s in sequences]), device),
+            positions_T=_tensor(np.concatenate(positions), device),
+            slots_T=_tensor(np.concatenate([s.slots[s.first_position :] for s in sequences]), device),
+            spans=spans,
+        )
+
+    def _context(self, sequence: ScheduledSequence) -> slice | torch.Tensor:
+        """A slice where the slots happen to be one run, so that attention reads them in place."""
+        slots = sequence.slots
+        first, last = int(slots[0]), int(slots[-1])
+        if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
+            return slice(first, last + 1)
+        return _tensor(slots, self.decoder.device)
+
+
+def _tensor(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -1,0 +1,71 @@
+"""The running state of one request. Only the scheduler changes it.
+
+Positions: [0, num_computed) have their KV in slots; [num_computed, num_tokens) are known tokens that must still run. A
+sequence decodes when exactly one token is left to run and it was sampled; otherwise it prefills.
+"""
+
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.core.ids import RequestId
+from stillroom.core.request import FinishReason, Request
+from stillroom.kvcache.block_table import BlockTable
+
+
+class Status(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """Waiting again, with its blocks taken away; what it generated is kept and runs once more as prompt."""
+    FINISHED = "finished"
+
+
+class Sequence:
+    """A request on its way: its tokens so far, and where their KV is."""
+
+    def __init__(self, request: Request, table: BlockTable) -> None:
+        self.request = request
+        self.table = table
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_prompt_tokens = request.prompt.num_tokens
+        self.num_tokens = self.num_prompt_tokens
+        self.num_computed = 0
+        self._token_ids: NDArray[np.int64] = np.empty(
+            self.num_prompt_tokens + request.sampling.max_tokens, dtype=np.int64
+        )
+        self._token_ids[: self.num_tokens] = request.prompt.token_ids
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_generated > 0 and self.num_to_compute == 1
+
+    @property
+    def segment_lengths(self) -> list[int]:
+        """Lengths of the prompt's segments; what was generated continues the last one."""
+        lengths = [len(segment.token_ids) for segment in self.request.prompt.segments]
+        lengths[-1] += self.num_generated
+        return lengths
+
+    def tokens(self, start: int, end: int) -> NDArray[np.int64]:
+        """Shape [end - start]: a view of the tokens at these positions."""
+        return self._token_ids[start:end]
+
+    def append(self, token_id: int) -> None:
+        """A sampled token."""
+        self._token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1

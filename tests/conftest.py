@@ -1,0 +1,31 @@
+"""Fixtures for all tests; offline, whatever the machine's environment says."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs the shared data, or a GPU, where there is none."""
+    import torch
+
+    skips = {
+        "shared": None if SHARED.is_dir() else pytest.mark.skip(reason="needs ../shared"),
+        "gpu": None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device"),
+    }
+    for item in items:
+        for marker, skip in skips.items():
+            if skip is not None and item.get_closest_marker(marker):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real data and models beside the checkout; tests that use it carry the marker `shared`."""
+    return SHARED

@@ -1,0 +1,78 @@
+"""An engine on a checkpoint, run by hand: every step is followed by an integrity check."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stillroom.config.settings import RuntimeConfig
+from stillroom.core.ids import RequestId
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import FinishReason, Request, SamplingParams
+from stillroom.engine.engine import Engine
+from stillroom.models.loader import load_decoder
+from stillroom.rag.generator import build_engine
+from tests.fakes import ManualClock
+
+
+def engine_on(
+    folder: Path, *, num_blocks: int = 256, max_num_seqs: int = 32, max_num_batched_tokens: int = 512
+) -> Engine:
+    """An engine whose KV pool has exactly `num_blocks` blocks."""
+    decoder = load_decoder(folder, device="cpu")
+    spec = decoder.spec
+    per_block = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize * 16
+    config = RuntimeConfig(
+        kv_bytes=num_blocks * per_block, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+    return build_engine(decoder, config, ManualClock())
+
+
+def request(
+    name: str,
+    segments: Sequence[Sequence[int]],
+    max_tokens: int = 64,
+    stop: Sequence[int] = (),
+    **sampling: float,
+) -> Request:
+    """A request whose prompt has these segments: system, chunks, question."""
+    kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(segments) - 2), SegmentKind.QUESTION][-len(segments) :]
+    prompt = SegmentedPrompt(tuple(Segment(k, tuple(ids)) for k, ids in zip(kinds, segments, strict=True)))
+    params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+    return Request(request_id=RequestId(name), prompt=prompt, sampling=params, stop_token_ids=frozenset(stop))
+
+
+def random_segments(rng: np.random.Generator, vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
+    return [rng.integers(3, vocab_size, size=length).tolist() for length in lengths]
+
+
+class Run:
+    """Drives an engine and collects what each request produced."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.num_steps = 0
+
+    def submit(self, *requests: Request) -> None:
+        for one in requests:
+            self.tokens[one.request_id] = []
+            self.engine.submit(one)
+
+    def step(self) -> None:
+        for event in self.engine.step():
+            if event.token_id is not None:
+                self.tokens[event.request_id].append(event.token_id)
+            if event.finish_reason is not None:
+                self.reasons[event.request_id] = event.finish_reason
+        self.engine.check_integrity()
+        self.num_steps += 1
+        assert self.num_steps < 5000, "the engine makes no progress"
+
+    def finish(self) -> None:
+        """Run until nothing is left; every block is free then."""
+        while self.engine.has_work:
+            self.step()
+        pool = self.engine.scheduler.kv.pool
+        assert pool.num_free == pool.num_blocks

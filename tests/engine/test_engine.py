@@ -1,0 +1,109 @@
+"""Tokens do not depend on what else runs: random arrivals, cancellations and preemptions against one request alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stillroom.core.ids import RequestId
+from stillroom.core.request import FinishReason, Request
+from tests.engine.harness import Run, engine_on, random_segments, request
+from tests.fakes import random_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    random_checkpoint(path, "Llama", num_hidden_layers=2)
+    return path
+
+
+def tokens_alone(folder: Path, one: Request) -> list[int]:
+    run = Run(engine_on(folder))
+    run.submit(one)
+    run.finish()
+    return run.tokens[one.request_id]
+
+
+def make_requests(seed: int, count: int) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(count):
+        lengths = rng.integers(1, 30, size=rng.integers(1, 5)).tolist()
+        temperature = float(rng.choice([0.0, 0.8]))
+        made.append(
+            request(
+                f"r{index}",
+                random_segments(rng, 301, lengths),
+                max_tokens=int(rng.integers(1, 40)),
+                temperature=temperature,
+                seed=index,
+            )
+        )
+    return made
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    arrivals=st.lists(st.integers(0, 3), min_size=4, max_size=8),
+    num_blocks=st.sampled_from([12, 20, 200]),
+    budget=st.sampled_from([4, 17, 512]),
+    cancel_after=st.integers(1, 25),
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_arrivals_preemption_and_cancellation_change_no_token(
+    folder: Path, seed: int, arrivals: list[int], num_blocks: int, budget: int, cancel_after: int
+) -> None:
+    requests = make_requests(seed, len(arrivals))
+    run = Run(engine_on(folder, num_blocks=num_blocks, max_num_batched_tokens=budget, max_num_seqs=4))
+    for one, pause in zip(requests, arrivals, strict=True):
+        run.submit(one)
+        for _ in range(pause):
+            run.step()
+    cancelled = requests[seed % len(requests)]
+    for _ in range(cancel_after):
+        run.step()
+    run.engine.cancel(cancelled.request_id)
+    run.engine.check_integrity()
+    run.finish()
+    for one in requests:
+        expected = tokens_alone(folder, one)
+        if one is cancelled and one.request_id not in run.reasons:
+            assert run.tokens[one.request_id] == expected[: len(run.tokens[one.request_id])]
+        else:
+            assert run.tokens[one.request_id] == expected
+
+
+def test_a_small_pool_really_preempts(folder: Path) -> None:
+    run = Run(engine_on(folder, num_blocks=9, max_num_seqs=4))
+    requests = [request(name, [[7] * 20, [8] * 11], max_tokens=40) for name in "abcd"]
+    run.submit(*requests)
+    seen = set()
+    while run.engine.has_work:
+        run.step()
+        seen.add((run.engine.scheduler.num_running, run.engine.scheduler.num_waiting))
+    assert (2, 2) in seen and (1, 3) in seen, "two were admitted, and one of them was preempted"
+    assert all(run.tokens[one.request_id] == tokens_alone(folder, one) for one in requests)
+
+
+def test_the_stop_token_ends_generation(folder: Path) -> None:
+    prompt = [[5, 6, 7, 8]]
+    free = tokens_alone(folder, request("free", prompt, max_tokens=20))
+    stop = free[4]
+    run = Run(engine_on(folder))
+    run.submit(request("stopped", prompt, max_tokens=20, stop=[stop]))
+    run.finish()
+    assert run.tokens["stopped"] == free[: free.index(stop)]
+    assert run.reasons["stopped"] is FinishReason.STOP
+
+
+def test_seeds_make_samples_repeatable_and_different(folder: Path) -> None:
+    prompt = [[5, 6, 7, 8]]
+    drawn = [tokens_alone(folder, request("a", prompt, temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_cancelling_an_unknown_request_is_harmless(folder: Path) -> None:
+    assert engine_on(folder).cancel(RequestId("nobody")) is None

@@ -1,0 +1,51 @@
+"""What the tests use in place of time, and small models with random weights in place of large ones."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class ManualClock:
+    """Time that stands still until it is told to move."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def unix(self) -> float:
+        return self.now
+
+
+BASE: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,  # large enough that greedy choices are not near ties
+}
+
+
+def random_checkpoint(folder: Path, kind: str, *, seed: int = 0, shards: bool = False, **settings: Any) -> Any:
+    """A random checkpoint of a transformers architecture (`Llama`, `Qwen3`, ...), saved; returns the oracle model."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**{**BASE, **settings})
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():  # biases and norms start as zeros and ones, which would hide mistakes
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, max_shard_size="60KB" if shards else "1GB")
+    return model

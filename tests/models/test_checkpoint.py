@@ -1,0 +1,133 @@
+"""What a checkpoint may look like, and what is said of one that cannot be used."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stillroom.errors import (
+    ConfigError,
+    ModelError,
+    ModelNotFoundError,
+    StillroomError,
+    UnsupportedModelError,
+)
+from stillroom.models.checkpoint import resolve
+from stillroom.models.loader import load_decoder, load_model
+from stillroom.models.spec import spec_from_config
+from tests.fakes import random_checkpoint
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 301,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random_checkpoint(tmp_path, "Llama", num_hidden_layers=1)
+    return tmp_path
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_both_layouts_of_rope_settings_mean_the_same() -> None:
+    old = spec_from_config({**CONFIG, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    new = spec_from_config({**CONFIG, "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}})
+    assert (old.rope.theta, old.rope.kind) == (new.rope.theta, new.rope.kind) == (5e5, "linear")
+    assert spec_from_config(CONFIG).rope.theta == 10000.0
+
+
+def test_windows_follow_each_family() -> None:
+    assert spec_from_config({**CONFIG, "model_type": "mistral", "sliding_window": 8}).windows == (8,) * 4
+    qwen = {**CONFIG, "model_type": "qwen2", "sliding_window": 8, "max_window_layers": 3}
+    assert spec_from_config(qwen).windows == (None,) * 4, "Qwen slides only when told to"
+    assert spec_from_config({**qwen, "use_sliding_window": True}).windows == (None, None, None, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; Stillroom runs llama, mistral"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        spec_from_config({**CONFIG, **changes})
+
+
+def test_dtype_auto_is_the_checkpoints_own(folder: Path) -> None:
+    assert load_decoder(folder, device="cpu").dtype is torch.float32
+    assert load_decoder(folder, device="cpu", dtype="bfloat16").dtype is torch.bfloat16
+    edit(folder, dtype="bfloat16")
+    assert load_decoder(folder, device="cpu").dtype is torch.bfloat16
+
+
+def test_weights_that_do_not_fit_the_configuration(folder: Path) -> None:
+    edit(folder, intermediate_size=100)
+    with pytest.raises(ModelError, match=r"has shape .* config\.json implies"):
+        load_decoder(folder, device="cpu")
+    edit(folder, intermediate_size=96, num_hidden_layers=2)
+    with pytest.raises(ModelError, match=r"no tensor model\.layers\.1\."):
+        load_decoder(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
+        (lambda f: (f / "config.json").unlink(), r"has no config\.json"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 64), "damaged"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-50]),
+            "damaged",
+        ),
+        (lambda f: (f / "model.safetensors").unlink(), r"no model\.safetensors"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "convert the checkpoint"),
+    ],
+)
+def test_damaged_checkpoints_are_clear_errors(folder: Path, damage: Any, message: str) -> None:
+    damage(folder)
+    with pytest.raises(ModelError, match=message):
+        load_decoder(folder, device="cpu")
+
+
+def test_a_lost_shard_is_named(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, "Llama", shards=True)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[-1]
+    shard.unlink()
+    with pytest.raises(ModelNotFoundError, match=shard.name):
+        load_decoder(tmp_path, device="cpu")
+
+
+def test_names_that_lead_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="is not a folder"):
+        resolve(str(tmp_path / "absent"))
+    with pytest.raises(ModelNotFoundError, match="the model hub did not deliver it"):
+        resolve("nobody/no-such-model")
+
+
+def test_a_device_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="device 'abacus'"):
+        load_decoder(folder, device="abacus")
+    assert issubclass(ConfigError, StillroomError)
+
+
+def test_the_bundled_model_loads_with_its_end_token() -> None:
+    model = load_model("bundled", device="cpu")
+    assert model.name == "bundled"
+    assert model.stop_token_ids == {3}
+    assert model.decoder.spec.max_positions == 2048
