@@ -1,0 +1,105 @@
+"""How log records look: one line each, on stderr, as text or as JSON. Called once, by whoever owns the process.
+
+Modules log with `logging.getLogger(__name__)` and nothing else.
+"""
+
+import json
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+_TALKATIVE = (
+    "asyncio",
+    "faiss",
+    "filelock",
+    "fsspec",
+    "httpcore",
+    "httpx",
+    "huggingface_hub",
+    "sentence_transformers",
+    "transformers",
+    "urllib3",
+    "uvicorn.access",
+    "uvicorn.error",
+)
+"""Libraries whose records below WARNING say nothing that a user of Stillroom asked for."""
+
+
+def configure_logging(level: str | int = "WARNING", *, as_json: bool = False) -> None:
+    """Send the records of this process to stderr. Calling it again replaces the earlier settings.
+
+    Args:
+        level: of Stillroom's own records; those of libraries start at WARNING, unless this is DEBUG.
+        as_json: one JSON object a line, with the stack trace of an exception; text shows its last frame only.
+    """
+    number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
+    if not isinstance(number, int):
+        raise ValueError(f"{level!r} is not a logging level")
+    handler = _StderrHandler()
+    handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter())
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, _StderrHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(number)
+    quiet = logging.NOTSET if number <= logging.DEBUG else max(number, logging.WARNING)
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(quiet)
+    if quiet:  # transformers sets its own level when it is first imported, from these
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at that moment, which a progress display or a test may have replaced."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        raise AttributeError("the stream is always sys.stderr")
+
+
+class _TextFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.000Z WARNING stillroom.engine: message`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"
+        if record.exc_info and record.exc_info[1] is not None:
+            line += f" [{_last_frame(record.exc_info[1])}]"
+        return line.replace("\n", "\\n")
+
+
+class _JsonFormatter(logging.Formatter):
+    """The same as an object: time, level, logger, message and, with an exception, traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": _time(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _last_frame(error: BaseException) -> str:
+    """`ValueError: bad (file.py:12)`."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    where = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame else ""
+    return f"{type(error).__name__}: {error}{where}"
