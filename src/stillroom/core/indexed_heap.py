@@ -1,0 +1,123 @@
+"""A binary heap that knows where each item is: look-up, re-key and removal by item (llmds 3.6).
+
+Equal keys leave in the order in which they came, so that every decision made with it is reproducible. Invariants, which
+`check_integrity` tests: a parent never comes after its child, and the map of places is exact.
+"""
+
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class IndexedHeap(Generic[T]):
+    """Items with float keys, smallest first (or largest first with `is_max`).
+
+    O(log n): push, pop, remove, update. O(1): look-up, peek. Items are distinct and hashable.
+    """
+
+    def __init__(self, *, is_max: bool = False) -> None:
+        self._sign = -1.0 if is_max else 1.0
+        self._entries: list[tuple[float, int, T]] = []  # (signed key, arrival, item)
+        self._places: dict[T, int] = {}
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._places
+
+    def __iter__(self) -> Iterator[T]:
+        """All items, in no particular order."""
+        return iter(self._places)
+
+    def key_of(self, item: T) -> float:
+        """Raises KeyError if the item is not here."""
+        return self._sign * self._entries[self._places[item]][0]
+
+    def push(self, item: T, key: float) -> None:
+        """Add a new item."""
+        assert item not in self._places, f"{item!r} is in the heap already; update it"
+        self._arrivals += 1
+        self._entries.append((self._sign * key, self._arrivals, item))
+        self._up(len(self._entries) - 1)
+
+    def peek(self) -> tuple[T, float]:
+        """The first item and its key. Raises IndexError when empty."""
+        key, _, item = self._entries[0]
+        return item, self._sign * key
+
+    def pop(self) -> tuple[T, float]:
+        """Take out the first item, with its key. Raises IndexError when empty."""
+        item, key = self.peek()
+        self.remove(item)
+        return item, key
+
+    def remove(self, item: T) -> float:
+        """Take out any item; returns its key. Raises KeyError if it is not here."""
+        place = self._places.pop(item)
+        key = self._entries[place][0]
+        last = self._entries.pop()
+        if place < len(self._entries):
+            self._settle(place, last)
+        return self._sign * key
+
+    def update(self, item: T, key: float) -> None:
+        """Give an item another key; it keeps its arrival among equals. Raises KeyError if it is not here."""
+        place = self._places[item]
+        self._settle(place, (self._sign * key, self._entries[place][1], item))
+
+    def decrease_key(self, item: T, key: float) -> None:
+        """`update` to a smaller key: toward the first in a min-heap, away from it in a max-heap (llmds 3.6.1)."""
+        assert key <= self.key_of(item), f"{key} is larger than the key of {item!r}"
+        self.update(item, key)
+
+    def increase_key(self, item: T, key: float) -> None:
+        """`update` to a larger key: away from the first in a min-heap, toward it in a max-heap (llmds 3.6.1)."""
+        assert key >= self.key_of(item), f"{key} is smaller than the key of {item!r}"
+        self.update(item, key)
+
+    def check_integrity(self) -> None:
+        """The heap order and the map of places hold."""
+        assert len(self._places) == len(self._entries)
+        for place, entry in enumerate(self._entries):
+            assert self._places[entry[2]] == place, f"{entry[2]!r} is not where the map says"
+            assert place == 0 or self._entries[(place - 1) // 2][:2] < entry[:2], f"order is broken at {place}"
+
+    def _settle(self, place: int, entry: tuple[float, int, T]) -> None:
+        """Put an entry into a place that it may not fit, and let it rise or sink from there."""
+        self._entries[place] = entry
+        if place > 0 and entry < self._entries[(place - 1) // 2]:
+            self._up(place)
+        else:
+            self._down(place)
+
+    def _up(self, place: int) -> None:
+        entries, places = self._entries, self._places
+        entry = entries[place]
+        while place > 0:
+            parent = (place - 1) // 2
+            above = entries[parent]
+            if entry >= above:  # arrivals differ, so items are never compared
+                break
+            entries[place] = above
+            places[above[2]] = place
+            place = parent
+        entries[place] = entry
+        places[entry[2]] = place
+
+    def _down(self, place: int) -> None:
+        entries, places = self._entries, self._places
+        entry, count = entries[place], len(entries)
+        while (child := 2 * place + 1) < count:
+            if child + 1 < count and entries[child + 1] < entries[child]:
+                child += 1
+            below = entries[child]
+            if below >= entry:
+                break
+            entries[place] = below
+            places[below[2]] = place
+            place = child
+        entries[place] = entry
+        places[entry[2]] = place

@@ -1,0 +1,81 @@
+"""The sketch against exact counts."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stillroom.core.count_min import CountMinSketch, SketchShape
+from stillroom.errors import ConfigError
+
+SMALL = SketchShape(width=7, depth=3)  # small enough that everything collides
+
+
+@given(st.lists(st.integers(0, 30).map(lambda n: bytes([n])), max_size=300))
+def test_it_never_underestimates(stream: list[bytes]) -> None:
+    sketch = CountMinSketch(SMALL)
+    for item in stream:
+        returned = sketch.add(item)
+        assert returned == sketch.estimate(item)
+    counts = Counter(stream)
+    assert all(sketch.estimate(item) >= count for item, count in counts.items())
+    assert sketch.total == len(stream)
+
+
+@given(st.lists(st.integers(0, 30).map(lambda n: bytes([n])), max_size=300), st.integers(1, 50))
+def test_ageing_keeps_at_least_the_aged_count(stream: list[bytes], halve_every: int) -> None:
+    sketch, aged, since = CountMinSketch(SMALL, halve_every=halve_every), Counter[bytes](), 0
+    for item in stream:
+        sketch.add(item)
+        aged[item] += 1
+        since += 1
+        if since == halve_every:
+            aged, since = Counter({key: count // 2 for key, count in aged.items()}), 0
+    assert all(sketch.estimate(item) >= count for item, count in aged.items())
+
+
+def test_the_error_bound_holds_on_a_skewed_stream() -> None:
+    shape = SketchShape.for_error(epsilon=0.01, delta=0.01)
+    stream = np.random.default_rng(0).zipf(1.2, size=20_000) % 5000
+    sketch, counts = CountMinSketch(shape), Counter(stream.tolist())
+    for item in stream.tolist():
+        sketch.add(str(item).encode())
+    errors = np.array([sketch.estimate(str(item).encode()) - count for item, count in counts.items()])
+    assert errors.min() >= 0
+    assert (errors > shape.epsilon * len(stream)).mean() <= shape.delta
+
+
+def test_conservative_update_is_never_worse_than_the_plain_rule() -> None:
+    stream = [bytes([n % 23]) for n in range(500)]
+    sketch, plain = CountMinSketch(SMALL), np.zeros((3, 7), dtype=int)
+    for item in stream:
+        sketch.add(item)
+        for row, column in sketch._places(item):
+            plain[row, column] += 1
+    for item in set(stream):
+        assert sketch.estimate(item) <= min(plain[place] for place in sketch._places(item))
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "epsilon", "delta", "num_bytes"),
+    [
+        (2048, 4, 0.00133, 0.0183, 32_768),
+        (4096, 4, 0.00066, 0.0183, 65_536),
+        (1024, 5, 0.00265, 0.00674, 20_480),
+        (8192, 4, 0.00033, 0.0183, 131_072),
+    ],
+)
+def test_the_papers_table_of_shapes(width: int, depth: int, epsilon: float, delta: float, num_bytes: int) -> None:
+    shape = SketchShape(width, depth)
+    assert shape.epsilon == pytest.approx(epsilon, abs=6e-6)
+    assert shape.delta == pytest.approx(delta, rel=0.002)
+    assert shape.num_bytes == num_bytes
+    round_trip = SketchShape.for_error(shape.epsilon * 1.0001, shape.delta * 1.0001)
+    assert round_trip == SketchShape(width, depth)
+
+
+def test_impossible_guarantees_are_refused() -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        SketchShape.for_error(0, 0.1)
