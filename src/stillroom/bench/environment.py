@@ -1,0 +1,78 @@
+"""What a result depends on besides the code: recorded with every result, because only ratios within one run mean
+something."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PACKAGES = ("stillroom", "torch", "numpy", "faiss-cpu", "tantivy", "sentence-transformers", "transformers", "scipy")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where and with what a benchmark ran."""
+
+    command: str
+    commit: str
+    """With `+changes` if tracked files differed from it; `unknown` outside a checkout."""
+    python: str
+    versions: dict[str, str]
+    processor: str
+    num_cpus: int
+    """CPUs this process may use."""
+    num_threads: int
+    """Threads of numerical libraries, as `OMP_NUM_THREADS` sets them, else the number of CPUs."""
+    memory_bytes: int
+    system: str
+
+
+def record_environment(argv: list[str] | None = None) -> Environment:
+    """Look around. `argv`: the command line, by default this process's own."""
+    arguments = list(sys.argv if argv is None else argv)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Environment(
+        command=" ".join([Path(arguments[0]).name, *arguments[1:]]),
+        commit=_commit(),
+        python=platform.python_version(),
+        versions={name: version for name in _PACKAGES if (version := _version(name))},
+        processor=_processor(),
+        num_cpus=cpus,
+        num_threads=int(os.environ.get("OMP_NUM_THREADS") or cpus),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=f"{platform.system()} {platform.machine()}",
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        folder = Path(__file__).parent
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changes else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,99 @@
+"""Runs the arms of a benchmark in turn and keeps every sample. Measures; judges nothing.
+
+An arm is a function that runs once and returns its metrics. Arms take turns, forward and backward (A B C, C B A, ...),
+so that a slow minute of the machine hits all of them alike. Metric names end in their unit and say which way is better:
+`_seconds`, `_bytes` and `_error` are better small, everything else (`_per_second`, recall, nDCG) is better large.
+"""
+
+import contextlib
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Metrics = Mapping[str, float]
+
+_SMALLER_IS_BETTER = ("_seconds", "_bytes", "_error")
+
+
+def is_smaller_better(metric: str) -> bool:
+    """Read off the metric's name."""
+    return metric.endswith(_SMALLER_IS_BETTER)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One of the things compared."""
+
+    name: str
+    run: Callable[[int], Metrics]
+    """Called with the number of the repetition (negative while warming up); returns the metrics of that run. Where it
+    returns no `wall_seconds`, the harness adds its own."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """Every sample of every metric of every arm, in the order of repetition."""
+
+    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def add(self, arm: str, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self.values.setdefault(arm, {}).setdefault(name, []).append(float(value))
+
+    def of(self, arm: str, metric: str) -> list[float]:
+        return self.values[arm][metric]
+
+
+def run_arms(
+    arms: Sequence[Arm], *, repeat: int, warmup: int = 1, on_run: Callable[[str, int], None] | None = None
+) -> Samples:
+    """Warm every arm up, then run all of them `repeat` times in turn.
+
+    Args:
+        on_run: told the arm and the repetition before each run; for progress.
+    """
+    assert repeat > 0 and len({arm.name for arm in arms}) == len(arms)
+    samples = Samples()
+    for repetition in range(-warmup, repeat):
+        forward = repetition % 2 == 0
+        for arm in arms if forward else reversed(arms):
+            if on_run is not None:
+                on_run(arm.name, repetition)
+            metrics = _measure(arm, repetition)
+            if repetition >= 0:
+                samples.add(arm.name, metrics)
+    return samples
+
+
+def _measure(arm: Arm, repetition: int) -> Metrics:
+    gc.collect()  # one arm does not pay for another's garbage
+    reset_peak_rss()
+    before = peak_rss_bytes()
+    start = time.perf_counter()
+    metrics = arm.run(repetition)
+    wall = time.perf_counter() - start
+    peak = peak_rss_bytes()
+    return {"wall_seconds": wall, "peak_rss_bytes": peak, "peak_rss_delta_bytes": max(0, peak - before), **metrics}
+
+
+def reset_peak_rss() -> None:
+    """Forget the process's memory peak, where the system can (Linux); elsewhere the peak is that of the whole
+    process."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss_bytes() -> int:
+    """The most memory the process has held since the last reset."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,221 @@
+"""A benchmark's result: samples, what they say, and their comparison with each other and with an earlier run.
+
+The file is JSON and holds every sample, so that any later question can be answered from it. Text, Markdown and HTML are
+views.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from stillroom.bench.environment import Environment
+from stillroom.bench.harness import Samples, is_smaller_better
+from stillroom.bench.statistics import DEFAULT_FLAKY_CV, Interval, Summary, holm, ratio_of_medians, summarise
+from stillroom.errors import UsageError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """One run of one benchmark."""
+
+    benchmark: str
+    environment: Environment
+    parameters: dict[str, Any]
+    """What was asked for: sizes, seeds, datasets, repetitions."""
+    samples: Samples
+    baseline: str | None = None
+    """The arm that others are compared with."""
+    flaky_cv: float = DEFAULT_FLAKY_CV
+    notes: list[str] = field(default_factory=list)
+    """What the reader should know: peers not installed, arms left out."""
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Results that are not repeated measurements, such as quality per dataset: rows by name of the table."""
+
+    def summary(self, arm: str, metric: str) -> Summary:
+        return summarise(self.samples.of(arm, metric))
+
+    def ratio(self, arm: str, metric: str) -> Interval | None:
+        """How many times the baseline's median this arm's is; None for the baseline itself or without one."""
+        if self.baseline is None or arm == self.baseline or metric not in self.samples.values.get(self.baseline, {}):
+            return None
+        if np.median(self.samples.of(self.baseline, metric)) == 0:
+            return None
+        return ratio_of_medians(self.samples.of(arm, metric), self.samples.of(self.baseline, metric))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, with the summaries spelled out for readers without our code."""
+        arms = {
+            arm: {metric: self._metric_json(arm, metric) for metric in metrics}
+            for arm, metrics in self.samples.values.items()
+        }
+        return {
+            "format": FORMAT,
+            "benchmark": self.benchmark,
+            "environment": asdict(self.environment),
+            "parameters": self.parameters,
+            "baseline": self.baseline,
+            "flaky_cv": self.flaky_cv,
+            "notes": self.notes,
+            "arms": arms,
+            "tables": self.tables,
+        }
+
+    def _metric_json(self, arm: str, metric: str) -> dict[str, Any]:
+        summary, ratio = self.summary(arm, metric), self.ratio(arm, metric)
+        return {
+            "samples": self.samples.of(arm, metric),
+            "summary": _finite(asdict(summary)),
+            "reproducibility": summary.reproducibility.value,
+            "is_flaky": summary.is_flaky(self.flaky_cv),
+            "ratio_to_baseline": None if ratio is None else asdict(ratio),
+        }
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity and no NaN."""
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+
+
+def save(result: BenchResult, path: Path) -> None:
+    """Write the result file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def load_samples(path: Path) -> Samples:
+    """The samples of a result file.
+
+    Raises:
+        UsageError: it is not a result file of this format.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise UsageError(f"{path} has result format {content['format']}, this version reads {FORMAT}; run it again")
+        samples = Samples()
+        for arm, metrics in content["arms"].items():
+            samples.values[arm] = {metric: [float(x) for x in data["samples"]] for metric, data in metrics.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is not a result of stillroom bench: {error}") from None
+    return samples
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One metric of one arm, now against then."""
+
+    arm: str
+    metric: str
+    ratio: Interval
+    """Now / then, of the medians."""
+    adjusted_p: float
+    """Mann-Whitney U, Holm over all metrics compared: runs at different times have outliers, so ranks and not means."""
+
+    @property
+    def is_significant(self) -> bool:
+        return self.adjusted_p < 0.05 and self.ratio.excludes(1.0)
+
+    @property
+    def is_regression(self) -> bool:
+        return self.is_significant and (self.ratio.value > 1.0) == is_smaller_better(self.metric)
+
+
+def compare(now: Samples, then: Samples) -> list[Change]:
+    """Every metric that both have, worst first."""
+    found: list[tuple[str, str, Interval, float]] = []
+    for arm, metrics in now.values.items():
+        for metric, values in metrics.items():
+            old = then.values.get(arm, {}).get(metric, [])
+            if old and np.median(old) != 0:
+                found.append((arm, metric, ratio_of_medians(values, old), _rank_test(values, old)))
+    adjusted = holm([p for *_, p in found])
+    changes = [Change(arm, metric, ratio, p) for (arm, metric, ratio, _), p in zip(found, adjusted, strict=True)]
+    return sorted(changes, key=lambda change: (not change.is_regression, change.arm, change.metric))
+
+
+def _rank_test(a: Sequence[float], b: Sequence[float]) -> float:
+    if len(set(a) | set(b)) == 1:
+        return 1.0
+    return float(stats.mannwhitneyu(a, b).pvalue)
+
+
+def format_value(metric: str, value: float) -> str:
+    """A figure with its unit, as a reader would write it."""
+    if not math.isfinite(value):
+        return "-"
+    if metric.endswith("_seconds"):
+        scale, unit = (1e6, "us") if abs(value) < 1e-3 else (1e3, "ms") if abs(value) < 1 else (1.0, "s")
+        return f"{value * scale:.4g} {unit}"
+    if metric.endswith("_bytes"):
+        return f"{value / 2**20:.4g} MiB"
+    return f"{value:.4g}"
+
+
+def rows(result: BenchResult) -> list[dict[str, str]]:
+    """The table that every view shows: one row per arm and metric."""
+    table = []
+    for arm, metrics in result.samples.values.items():
+        for metric in metrics:
+            summary, ratio = result.summary(arm, metric), result.ratio(arm, metric)
+
+            def show(value: float, metric: str = metric) -> str:
+                return format_value(metric, value)
+
+            table.append(
+                {
+                    "arm": arm,
+                    "metric": metric,
+                    "p50": show(summary.p50),
+                    "p95": show(summary.p95),
+                    "p99": show(summary.p99),
+                    "mean": f"{show(summary.mean)} [{show(summary.ci_low)}, {show(summary.ci_high)}]",
+                    "std": show(summary.std),
+                    "CV": f"{summary.cv:.1%}" if math.isfinite(summary.cv) else "-",
+                    "class": summary.reproducibility.value + (" (!)" if summary.is_flaky(result.flaky_cv) else ""),
+                    "x baseline": "" if ratio is None else f"{ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]",
+                }
+            )
+    return table
+
+
+def to_markdown(result: BenchResult) -> str:
+    """The committed form of a report."""
+    environment = result.environment
+    lines = [
+        f"# {result.benchmark}",
+        "",
+        f"`{environment.command}` at commit `{environment.commit}`; {environment.processor}, "
+        f"{environment.num_cpus} CPUs, {environment.num_threads} threads; Python {environment.python}, "
+        + ", ".join(f"{name} {version}" for name, version in environment.versions.items()),
+        "",
+        *(f"- {note}" for note in result.notes),
+        *([""] if result.notes else []),
+    ]
+    if result.samples.values:
+        lines += [*markdown_table(rows(result)), "", f"(!) flaky: CV above {result.flaky_cv:.0%}.", ""]
+    for name, table in result.tables.items():
+        lines += [f"## {name}", "", *markdown_table(table), ""]
+    return "\n".join(lines)
+
+
+def markdown_table(table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows of equal keys as lines of a Markdown table."""
+    if not table:
+        return []
+    heads = list(table[0])
+    body = ["| " + " | ".join(_cell(row.get(head, "")) for head in heads) + " |" for row in table]
+    return ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *body]
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,160 @@
+"""Statistics of samples: variance-aware benchmarking (llmds 3.4 and Appendix D). Numbers in, numbers out; SciPy does
+the sums.
+
+Percentiles are computed from the samples and never corrected (llmds D.4 "verifies" their order by editing them; ordered
+statistics of one sample are in order by themselves).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from scipy import stats
+
+DEFAULT_FLAKY_CV = 0.20
+"""Coefficient of variation above which a figure is marked flaky (llmds 3.4.3)."""
+
+
+class Reproducibility(StrEnum):
+    """The classes of llmds D.1, by coefficient of variation."""
+
+    EXCELLENT = "excellent"
+    """Below 10 %: accept."""
+    GOOD = "good"
+    """10 to 20 %: accept with monitoring."""
+    FLAKY = "flaky"
+    """20 to 50 %: investigate."""
+    VERY_FLAKY = "very flaky"
+    """50 % and more: reject."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One metric of one arm."""
+
+    num_samples: int
+    mean: float
+    std: float
+    """Sample standard deviation (n - 1); 0 for a single sample."""
+    cv: float
+    """std / |mean|; infinite for a mean of 0 with any spread."""
+    ci_low: float
+    ci_high: float
+    """95 % confidence interval of the mean: Student t below 30 samples, normal from 30."""
+    p50: float
+    p95: float
+    p99: float
+    minimum: float
+    maximum: float
+
+    @property
+    def reproducibility(self) -> Reproducibility:
+        """The class of llmds D.1."""
+        if self.cv < 0.10:
+            return Reproducibility.EXCELLENT
+        if self.cv < 0.20:
+            return Reproducibility.GOOD
+        return Reproducibility.FLAKY if self.cv < 0.50 else Reproducibility.VERY_FLAKY
+
+    def is_flaky(self, threshold: float = DEFAULT_FLAKY_CV) -> bool:
+        """Whether the coefficient of variation exceeds the threshold (llmds D.3)."""
+        return self.cv > threshold
+
+
+def summarise(samples: Sequence[float]) -> Summary:
+    """Describe at least one sample (llmds 3.4.1, 3.4.2)."""
+    values = np.asarray(samples, dtype=np.float64)
+    assert values.size > 0, "no samples"
+    mean = float(values.mean())
+    std = float(values.std(ddof=1)) if values.size > 1 else 0.0
+    cv = 0.0 if std == 0 else math.inf if mean == 0 else std / abs(mean)
+    half = _half_width(std, values.size)
+    p50, p95, p99 = (float(value) for value in np.percentile(values, [50, 95, 99]))
+    low, high = float(values.min()), float(values.max())
+    return Summary(values.size, mean, std, cv, mean - half, mean + half, p50, p95, p99, low, high)
+
+
+def _half_width(std: float, count: int) -> float:
+    if count < 2:
+        return math.nan  # one sample says nothing about its spread
+    critical = float(stats.t.ppf(0.975, count - 1)) if count < 30 else 1.96
+    return critical * std / math.sqrt(count)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def excludes(self, value: float) -> bool:
+        """Whether the interval lies wholly above or below a value."""
+        return value < self.low or value > self.high
+
+
+def ratio_of_medians(
+    numerator: Sequence[float], denominator: Sequence[float], *, seed: int = 0, num_resamples: int = 5000
+) -> Interval:
+    """How many times larger one arm's median is than another's, with a percentile bootstrap interval.
+
+    Arms of equal length are resampled in pairs, since interleaved runs share the machine's moods; others apart.
+    """
+    a, b = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    rows_a = rng.integers(0, a.size, size=(num_resamples, a.size))
+    rows_b = rows_a if a.size == b.size else rng.integers(0, b.size, size=(num_resamples, b.size))
+    ratios = np.median(a[rows_a], axis=1) / np.median(b[rows_b], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return Interval(float(np.median(a) / np.median(b)), float(low), float(high))
+
+
+@dataclass(frozen=True, slots=True)
+class PairedTest:
+    """Two arms on the same queries: how far apart, and how surely."""
+
+    mean_difference: float
+    """first - second."""
+    p_value: float
+    """Two-sided paired t-test, before correction."""
+    adjusted_p: float
+    """After Holm's correction over the family it was tested in."""
+
+    @property
+    def is_significant(self) -> bool:
+        return self.adjusted_p < 0.05
+
+
+def paired_tests(
+    pairs: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+) -> dict[str, PairedTest]:
+    """Paired t-tests of a family of comparisons, corrected together (Holm)."""
+    raw = {name: _paired_t(np.asarray(a, dtype=float), np.asarray(b, dtype=float)) for name, (a, b) in pairs.items()}
+    adjusted = holm([p for _, p in raw.values()])
+    return {
+        name: PairedTest(difference, p, corrected)
+        for (name, (difference, p)), corrected in zip(raw.items(), adjusted, strict=True)
+    }
+
+
+def _paired_t(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    difference = a - b
+    if difference.size < 2 or not difference.any():
+        return float(difference.mean()), 1.0
+    if np.ptp(difference) == 0:  # the same non-zero step everywhere: no spread to compare it with
+        return float(difference.mean()), 0.0
+    return float(difference.mean()), float(stats.ttest_rel(a, b).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction: adjusted p-values in the order given."""
+    count = len(p_values)
+    adjusted = [0.0] * count
+    largest = 0.0
+    for rank, index in enumerate(sorted(range(count), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (count - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted

@@ -1,0 +1,52 @@
+"""The harness: who runs when, and what is kept."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from stillroom.bench.environment import record_environment
+from stillroom.bench.harness import Arm, Metrics, is_smaller_better, peak_rss_bytes, reset_peak_rss, run_arms
+
+
+def test_arms_take_turns_forward_and_backward_after_warming_up() -> None:
+    order: list[tuple[str, int]] = []
+
+    def arm(name: str) -> Arm:
+        def run(repetition: int) -> Metrics:
+            order.append((name, repetition))
+            return {"score": repetition}
+
+        return Arm(name, run)
+
+    samples = run_arms([arm("a"), arm("b"), arm("c")], repeat=3, warmup=1)
+    assert "".join(name for name, _ in order) == "cba" + "abc" + "cba" + "abc"
+    assert samples.of("b", "score") == [0.0, 1.0, 2.0], "warm-up runs are not kept"
+    assert len(samples.of("a", "wall_seconds")) == 3
+
+
+def test_an_arm_can_measure_its_own_time() -> None:
+    samples = run_arms([Arm("a", lambda repetition: {"wall_seconds": 42.0})], repeat=2)
+    assert samples.of("a", "wall_seconds") == [42.0, 42.0]
+
+
+def test_memory_peaks_belong_to_the_arm_that_made_them() -> None:
+    def allocate(num_bytes: int) -> Callable[[int], Metrics]:
+        return lambda repetition: {"sum": float(np.ones(num_bytes // 8).sum())}
+
+    samples = run_arms([Arm("big", allocate(200 << 20)), Arm("small", allocate(1 << 10))], repeat=2)
+    assert min(samples.of("big", "peak_rss_delta_bytes")) > 150 << 20
+    assert max(samples.of("small", "peak_rss_delta_bytes")) < 50 << 20
+    reset_peak_rss()
+    assert peak_rss_bytes() > 1 << 20
+
+
+def test_names_say_which_way_is_better() -> None:
+    assert is_smaller_better("ttft_seconds") and is_smaller_better("index_bytes")
+    assert not is_smaller_better("queries_per_second") and not is_smaller_better("ndcg_at_10")
+
+
+def test_the_environment_is_recorded() -> None:
+    environment = record_environment(["/usr/bin/stillroom", "bench", "index"])
+    assert environment.command == "stillroom bench index"
+    assert environment.num_cpus >= 1 and environment.memory_bytes > 1 << 28
+    assert "numpy" in environment.versions

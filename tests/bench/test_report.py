@@ -1,0 +1,104 @@
+"""Results on disk and on the screen: nothing lost, nothing invented, flaky figures marked."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stillroom.bench.environment import record_environment
+from stillroom.bench.harness import Samples
+from stillroom.bench.html import to_html
+from stillroom.bench.report import BenchResult, compare, format_value, load_samples, save, to_markdown
+from stillroom.errors import UsageError
+
+
+def samples(scale: float = 1.0, seed: int = 0) -> Samples:
+    rng = np.random.default_rng(seed)
+    kept = Samples()
+    for _ in range(20):
+        kept.add("ours", {"search_seconds": scale * rng.normal(0.002, 0.0001), "recall": 0.9})
+        kept.add("theirs", {"search_seconds": rng.normal(0.004, 0.002), "recall": 0.8})
+    return kept
+
+
+@pytest.fixture
+def result() -> BenchResult:
+    environment = record_environment(["stillroom", "bench", "x"])
+    return BenchResult("bench x", environment, {"k": 10}, samples(), "theirs", notes=["no <peer>"])
+
+
+def test_a_saved_result_holds_every_sample(result: BenchResult, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "result.json"
+    save(result, path)
+    assert load_samples(path).values == result.samples.values
+    content = json.loads(path.read_text())
+    ours = content["arms"]["ours"]["search_seconds"]
+    assert ours["summary"]["num_samples"] == 20 and not ours["is_flaky"]
+    assert ours["ratio_to_baseline"]["value"] == pytest.approx(0.5, abs=0.15)
+    assert content["arms"]["theirs"]["search_seconds"]["is_flaky"]
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_json_without_infinities(result: BenchResult, tmp_path: Path) -> None:
+    single = Samples()
+    single.add("a", {"x": 0.0})
+    save(dataclasses.replace(result, samples=single, baseline=None), tmp_path / "r.json")
+    text = (tmp_path / "r.json").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99, "arms": {}}', '{"format": 1, "arms": 3}'])
+def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=str(path)):
+        load_samples(path)
+
+
+def test_a_slowdown_is_a_regression_and_a_speedup_is_not() -> None:
+    slower = {(c.arm, c.metric): c for c in compare(samples(1.3, seed=1), samples())}
+    assert slower["ours", "search_seconds"].is_regression
+    assert not slower["ours", "recall"].is_significant
+    faster = {(c.arm, c.metric): c for c in compare(samples(0.7, seed=1), samples())}
+    assert faster["ours", "search_seconds"].is_significant and not faster["ours", "search_seconds"].is_regression
+    same = compare(samples(seed=1), samples(seed=2))
+    assert not any(change.is_significant for change in same)
+
+
+def test_lower_recall_is_a_regression_too() -> None:
+    now, then = Samples(), Samples()
+    for step in range(20):
+        then.add("ours", {"recall": 0.9 + step / 1000})
+        now.add("ours", {"recall": 0.7 + step / 1000})
+    assert compare(now, then)[0].is_regression
+
+
+def test_markdown_marks_what_is_flaky(result: BenchResult) -> None:
+    text = to_markdown(result)
+    line = next(line for line in text.splitlines() if line.startswith("| theirs | search_seconds"))
+    assert "(!)" in line
+    assert "(!)" not in next(line for line in text.splitlines() if line.startswith("| ours | search_seconds"))
+    assert "bench x" in text and result.environment.processor in text
+
+
+def test_html_is_self_contained_and_escaped(result: BenchResult) -> None:
+    page = to_html(result, compare(samples(2.0, seed=1), samples()))
+    assert "no &lt;peer&gt;" in page and "<script" not in page and "http" not in page
+    assert page.count("<circle") == 80 and "regression" in page
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "shown"),
+    [
+        ("a_seconds", 2e-6, "2 us"),
+        ("a_seconds", 0.0125, "12.5 ms"),
+        ("a_seconds", 3.0, "3 s"),
+        ("a_bytes", 3 << 20, "3 MiB"),
+        ("recall", 0.98765, "0.9877"),
+        ("x", float("nan"), "-"),
+    ],
+)
+def test_figures_have_units(metric: str, value: float, shown: str) -> None:
+    assert format_value(metric, value) == shown
