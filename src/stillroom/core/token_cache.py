@@ -1,0 +1,117 @@
+"""A cache with a budget in tokens instead of entries (llmds 3.1, TAMM). The policy is a sort key.
+
+Invariant, after every operation: the tokens of all entries add up to at most the budget. All operations are O(log n).
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from stillroom.core.indexed_heap import IndexedHeap
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a policy may look at: one entry at its last access."""
+
+    recency: int
+    """Number of that access, counted over the whole cache from 1: larger is more recent."""
+    num_tokens: int
+
+
+Policy = Callable[[Use], float]
+"""The smallest key leaves first; among equals the one that came first."""
+
+
+def tamm(use: Use) -> float:
+    """recency / tokens, as llmds 3.1.1 has it. As accesses add up, recencies become alike and size decides alone."""
+    return use.recency / use.num_tokens
+
+
+def lru(use: Use) -> float:
+    """The least recently used, whatever its size."""
+    return float(use.recency)
+
+
+@dataclass(slots=True)
+class _Entry(Generic[V]):
+    value: V
+    num_tokens: int
+
+
+class TokenCache(Generic[K, V]):
+    """Values by key, together at most `budget` tokens."""
+
+    def __init__(self, budget: int, policy: Policy = tamm) -> None:
+        assert budget >= 0
+        self.budget = budget
+        self.total_tokens = 0
+        self.num_evictions = 0
+        self._policy = policy
+        self._entries: dict[K, _Entry[V]] = {}
+        self._order: IndexedHeap[K] = IndexedHeap()
+        self._num_accesses = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: K) -> bool:
+        """Whether it is here; does not count as an access."""
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._entries)
+
+    def get(self, key: K) -> V | None:
+        """The value, or None. An access: the entry becomes the most recent one."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._order.update(key, self._key(entry.num_tokens))
+        return entry.value
+
+    def put(self, key: K, value: V, num_tokens: int) -> bool:
+        """Store (or replace) a value, evicting others until it fits; False, and nothing changed, if it never can.
+
+        Args:
+            num_tokens: what it costs; at least 1.
+        """
+        assert num_tokens > 0
+        if num_tokens > self.budget:
+            return False
+        self.discard(key)
+        while self.total_tokens + num_tokens > self.budget:
+            victim, _ = self._order.peek()
+            self.discard(victim)
+            self.num_evictions += 1
+        self._entries[key] = _Entry(value, num_tokens)
+        self._order.push(key, self._key(num_tokens))
+        self.total_tokens += num_tokens
+        return True
+
+    def discard(self, key: K) -> bool:
+        """Forget an entry; False if it is not here."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        self._order.remove(key)
+        self.total_tokens -= entry.num_tokens
+        return True
+
+    def clear(self) -> None:
+        for key in list(self._entries):
+            self.discard(key)
+
+    def check_integrity(self) -> None:
+        """The books add up and stay within the budget."""
+        self._order.check_integrity()
+        assert set(self._order) == set(self._entries)
+        assert self.total_tokens == sum(entry.num_tokens for entry in self._entries.values())
+        assert self.total_tokens <= self.budget, f"{self.total_tokens} tokens exceed the budget of {self.budget}"
+
+    def _key(self, num_tokens: int) -> float:
+        self._num_accesses += 1
+        return self._policy(Use(self._num_accesses, num_tokens))

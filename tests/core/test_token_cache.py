@@ -1,0 +1,69 @@
+"""The token cache against the paper's own loop (llmds B.1), which looks at every entry."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stillroom.core.token_cache import Policy, TokenCache, Use, lru, tamm
+
+
+class SlowCache:
+    """llmds B.1 as written: a search over all entries for each eviction."""
+
+    def __init__(self, budget: int, policy: Policy) -> None:
+        self.budget, self.policy, self.accesses = budget, policy, 0
+        self.entries: dict[int, tuple[str, int, int, int]] = {}  # value, tokens, recency, arrival
+        self.arrivals = 0
+
+    def get(self, key: int) -> str | None:
+        if key not in self.entries:
+            return None
+        self.accesses += 1
+        value, tokens, _, arrival = self.entries[key]
+        self.entries[key] = (value, tokens, self.accesses, arrival)
+        return value
+
+    def put(self, key: int, value: str, tokens: int) -> bool:
+        if tokens > self.budget:
+            return False
+        self.entries.pop(key, None)
+        while sum(entry[1] for entry in self.entries.values()) + tokens > self.budget:
+            self.entries.pop(min(self.entries, key=lambda k: (self.priority(k), self.entries[k][3])))
+        self.accesses += 1
+        self.arrivals += 1
+        self.entries[key] = (value, tokens, self.accesses, self.arrivals)
+        return True
+
+    def priority(self, key: int) -> float:
+        _, tokens, recency, _ = self.entries[key]
+        return self.policy(Use(recency, tokens))
+
+
+OPERATIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(1, 12)), max_size=80)
+
+
+@given(OPERATIONS, st.integers(0, 25), st.sampled_from([tamm, lru]))
+def test_it_does_what_the_slow_loop_does(operations: list[tuple[bool, int, int]], budget: int, policy: Policy) -> None:
+    fast: TokenCache[int, str] = TokenCache(budget, policy)
+    slow = SlowCache(budget, policy)
+    for step, (is_put, key, tokens) in enumerate(operations):
+        if is_put:
+            assert fast.put(key, str(step), tokens) == slow.put(key, str(step), tokens)
+        else:
+            assert fast.get(key) == slow.get(key)
+        fast.check_integrity()
+        assert set(fast) == set(slow.entries)
+
+
+def test_the_papers_rule_keeps_small_recent_entries() -> None:
+    cache: TokenCache[str, int] = TokenCache(100)
+    cache.put("small", 1, 10)
+    cache.put("large", 2, 80)
+    assert cache.put("new", 3, 20), "large goes: 2 / 80 < 1 / 10"
+    assert set(cache) == {"small", "new"} and cache.num_evictions == 1
+
+
+def test_what_can_never_fit_changes_nothing() -> None:
+    cache: TokenCache[str, int] = TokenCache(10)
+    cache.put("a", 1, 10)
+    assert not cache.put("a", 2, 11) and cache.get("a") == 1
+    assert cache.discard("a") and not cache.discard("a") and cache.total_tokens == 0
