@@ -1,4 +1,4 @@
-"""The bundled model through our whole generating side scores what its card says (measured there through transformers)."""
+"""The bundled model through our generating side scores what its card says (measured there through transformers)."""
 
 import json
 from collections import Counter

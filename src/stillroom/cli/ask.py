@@ -1,0 +1,151 @@
+"""`stillroom ask`: answers on stdout as they come, then what they are made from and what they cost."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stillroom.cli import console, room
+from stillroom.cli.console import duration, line, place, print_json, write
+from stillroom.cli.options import (
+    DEFAULT_KB,
+    ConfigOption,
+    JsonOption,
+    KbOption,
+    ModelOption,
+    ModeOption,
+    QuietOption,
+    TopKOption,
+    help_text,
+)
+from stillroom.errors import UsageError
+
+if TYPE_CHECKING:
+    from stillroom.rag.answer import Answer, AskOptions
+    from stillroom.rag.room import Stillroom
+
+STDIN = "-"
+
+HELP = help_text(
+    "Answer questions from the documents.",
+    "The answer is printed as it is generated, then its sources and one line of timing. Several questions in one call "
+    "are answered in turn by one loaded model; - reads questions from stdin, one a line.",
+    "With --json, one question prints one indented object; several print one object a line (JSON Lines).",
+    examples=(
+        "stillroom ask 'How do I rotate keys?' --kb ./kb",
+        "stillroom ask 'How do I rotate keys?' --model ./models/qwen2.5-0.5b",
+        "stillroom ask 'How do I rotate keys?' --quiet        # only the answer",
+        "stillroom ask - --json < questions.txt > answers.jsonl",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    """How answers are printed."""
+
+    as_json: bool
+    is_quiet: bool
+    is_series: bool
+    """Whether there can be more than one question."""
+
+
+def ask(  # noqa: PLR0913  one parameter per flag
+    questions: Annotated[list[str], typer.Argument(metavar="QUESTION", help="Questions; - reads them from stdin.")],
+    kb: KbOption = DEFAULT_KB,
+    model: ModelOption = None,
+    top_k: TopKOption = None,
+    mode: ModeOption = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens", min=1, metavar="N", help="Most tokens in an answer; without it, as configured (256)."
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token each time.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens up to this sum.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, metavar="N", help="Same seed, same question: same answer.")
+    ] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    flags: dict[str, object] = {
+        "runtime.model": model,
+        "search.top_k": top_k,
+        "search.mode": mode,
+        "generation.max_tokens": max_tokens,
+        "generation.temperature": temperature,
+        "generation.top_p": top_p,
+        "generation.seed": seed,
+    }
+    settings = room.settings(config, flags)
+    from stillroom.rag.answer import AskOptions
+
+    options = AskOptions(mode=mode, top_k=top_k, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    style = _Style(as_json, quiet, is_series=len(questions) > 1 or STDIN in questions)
+    failure: UsageError | None = None
+    with room.open_room(kb, settings) as opened:
+        for question in _each(questions):
+            try:
+                _answer(opened, question, options, style)
+            except UsageError as error:  # of this question only; the others can still be answered
+                if not style.is_series:
+                    raise
+                message = f"{question}: {error}"
+                console.error(type(error).__name__, message if as_json else f"error: {message}", as_json=as_json)
+                failure = error
+    if failure is not None:
+        raise UsageError("some questions were not answered; see above") from failure
+
+
+def _each(questions: list[str]) -> Iterator[str]:
+    for question in questions:
+        if question == STDIN:
+            yield from (text.strip() for text in sys.stdin if text.strip())
+        else:
+            yield question
+
+
+def _answer(opened: "Stillroom", question: str, options: "AskOptions", style: _Style) -> None:
+    if style.as_json:
+        from stillroom.server.payloads import answer_payload
+
+        payload = answer_payload(question, opened.ask(question, options))
+        print_json(payload, indent=None if style.is_series else 2)
+        return
+    stream = opened.stream(question, options)
+    if style.is_series and not style.is_quiet:
+        line(f"Question: {question}")
+    for piece in stream:
+        write(piece)
+    line()
+    if not style.is_quiet:
+        _show_sources(stream.answer)
+        line(_costs(stream.answer))
+        if style.is_series:
+            line()
+
+
+def _show_sources(answer: "Answer") -> None:
+    line()
+    line("Sources:")
+    for source in answer.sources:
+        where = place(source.document, source.start_line, source.end_line)
+        line(f"  {source.position}. {source.score:.4f}  {where}" + (f"  {source.heading}" if source.heading else ""))
+
+
+def _costs(answer: "Answer") -> str:
+    timing, reuse = answer.timing, answer.reuse
+    return (
+        f"Timing: retrieval {duration(timing.retrieval_seconds)}, first token {duration(timing.ttft_seconds)}, "
+        f"{duration(timing.tpot_seconds)} per token, total {duration(timing.total_seconds)}; "
+        f"{reuse.num_prompt_tokens:,} prompt tokens, {reuse.num_cached_tokens:,} cached"
+    )

@@ -1,0 +1,96 @@
+"""What goes where: results to stdout, everything else to stderr, and nothing that could steer a terminal.
+
+Text of documents and models is shown with its control characters replaced; JSON escapes them by itself.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+_KEPT = "\n\t"
+_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT}
+_MAX_WIDTH = 100
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which could move the cursor, change colours or worse."""
+    return text.translate(_CONTROLS)
+
+
+def write(text: str) -> None:
+    """A piece of a result, at once, without a line end."""
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
+
+
+def line(text: str = "") -> None:
+    """A line of a result."""
+    sys.stdout.write(printable(text) + "\n")
+
+
+def print_json(payload: Any, *, indent: int | None = 2) -> None:
+    """A result as JSON; with `indent=None` on one line."""
+    sys.stdout.write(json.dumps(payload, ensure_ascii=False, indent=indent) + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A line for the person who watches, on stderr."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def error(kind: str, message: str, *, as_json: bool) -> None:
+    """What went wrong, on stderr: a line for people, or one JSON object for programs."""
+    if as_json:
+        print(json.dumps({"error": {"type": kind, "message": message}}, ensure_ascii=False), file=sys.stderr)
+    else:
+        note(message)
+
+
+def text_width() -> int:
+    """Columns for running text."""
+    return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+
+
+def short_path(document: str) -> str:
+    """A document's path relative to the current folder where that is shorter."""
+    if not os.path.isabs(document):
+        return document
+    relative = os.path.relpath(document, Path.cwd())
+    return relative if len(relative) < len(document) else document
+
+
+def place(document: str, start_line: int, end_line: int) -> str:
+    """`docs/a.md:3-7`; without lines where the format has none."""
+    path = short_path(document)
+    if start_line <= 0:
+        return path
+    return f"{path}:{start_line}" if end_line <= start_line else f"{path}:{start_line}-{end_line}"
+
+
+def duration(seconds: float) -> str:
+    """`340 us`, `12 ms`, `3.4 s`, `2 min 5 s`."""
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def size(num_bytes: float) -> str:
+    """`512 B`, `3.4 KiB`, `12 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 10 else f"{num_bytes:.1f} {unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 file`, `3 files`, `2,000 chunks`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

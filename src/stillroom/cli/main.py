@@ -1,0 +1,165 @@
+"""The command `stillroom`: its commands, its exit codes, and how it fails.
+
+Exit codes: 0 done; 1 it failed; 2 the call was wrong and has to be changed; 130 interrupted by Ctrl-C; 141 the reader
+of stdout went away; 143 SIGTERM. A user's mistake never shows a stack trace; STILLROOM_DEBUG=1 does. Reference:
+docs/cli.md
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from stillroom.cli import ask, bench, console, documents, search, serve
+from stillroom.errors import (
+    ConfigError,
+    KnowledgeBaseNotFoundError,
+    ModelNotFoundError,
+    StillroomError,
+    UsageError,
+)
+from stillroom.telemetry.logs import configure_logging
+
+FAILED, WRONG_CALL, INTERRUPTED, TERMINATED, NO_READER = 1, 2, 130, 143, 141
+
+_WRONG_CALLS = (ConfigError, UsageError, KnowledgeBaseNotFoundError, ModelNotFoundError)
+"""Errors that only another call can mend: a wrong value, or the name of something that is not there."""
+
+_RESUME = {
+    "add": "What was indexed so far is kept; run the same command again to do the rest.",
+    "bench": "Nothing is lost; run the same command again.",
+}
+_RESUME_DEFAULT = "Nothing was changed and nothing is lost; run the same command again."
+
+
+class _InterruptedError(Exception):
+    """Ctrl-C, with what to say about it."""
+
+
+class _NoReaderError(Exception):
+    """The other end of stdout was closed, as `| head` does."""
+
+
+class _Commands(TyperGroup):
+    """The top command. Ends of a run that are no errors are taken here, before Typer makes its own of them."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except KeyboardInterrupt:
+            raise _InterruptedError(_RESUME.get(str(ctx.invoked_subcommand), _RESUME_DEFAULT)) from None
+        except BrokenPipeError:
+            raise _NoReaderError from None
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from stillroom import __version__
+
+        print(f"stillroom {__version__}")
+        raise typer.Exit
+
+
+def build_app() -> typer.Typer:
+    """The commands, in the order in which one meets them."""
+    app = typer.Typer(cls=_Commands, name="stillroom", no_args_is_help=False, pretty_exceptions_enable=False)
+
+    @app.callback(
+        invoke_without_command=True,
+        help="Answer questions from your own documents: index them, search them, ask, and serve.",
+    )
+    def top(
+        ctx: typer.Context,
+        version: Annotated[
+            bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+        ] = False,
+    ) -> None:
+        if ctx.invoked_subcommand is None:
+            print(ctx.get_help())
+            raise typer.Exit(WRONG_CALL)
+
+    app.command("add", help=documents.ADD_HELP)(documents.add)
+    app.command("remove", help=documents.REMOVE_HELP)(documents.remove)
+    app.command("list", help=documents.LIST_HELP)(documents.list_)
+    app.command("search", help=search.HELP)(search.search)
+    app.command("ask", help=ask.HELP)(ask.ask)
+    app.command("serve", help=serve.HELP)(serve.serve)
+    app.add_typer(bench.app, name="bench", help="Measure on your own machine and documents.")
+    return app
+
+
+def main() -> None:
+    """The console entry: everything about the process, then `run`."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a replaced stream may not have it
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # file names may hold any bytes
+    if not sys.warnoptions and not _is_debugging():
+        warnings.simplefilter("ignore")  # for developers of libraries, not for people who ask a question
+    signal.signal(signal.SIGTERM, _terminate)
+    code = run(sys.argv[1:])
+    if code == NO_READER:  # or the interpreter would complain when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _terminate(*_: object) -> None:
+    """SIGTERM unwinds like any exception, so that files are closed and servers say goodbye."""
+    sys.exit(TERMINATED)
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Does not touch the process's own state, except for logging."""
+    as_json = "--json" in _before_dashes(args)
+    configure_logging("DEBUG" if _is_debugging() else "WARNING", as_json=as_json)
+    try:
+        command = typer.main.get_command(build_app())
+        code: int | None = command.main(args=list(args), prog_name="stillroom", standalone_mode=False)
+        return code or 0
+    except _NoReaderError:
+        return NO_READER
+    except _InterruptedError as stop:
+        console.error("Interrupted", f"stopped. {stop}", as_json=as_json)
+        return INTERRUPTED
+    except Exception as error:
+        if _is_debugging():
+            traceback.print_exception(error)
+        kind, message, code = _explain(error)
+        console.error(kind, message if as_json else f"error: {message}", as_json=as_json)
+        return code
+
+
+def _before_dashes(args: Sequence[str]) -> Sequence[str]:
+    """What comes before `--`: only there is a word that begins with dashes an option."""
+    return args[: list(args).index("--")] if "--" in args else args
+
+
+def _is_debugging() -> bool:
+    return os.environ.get("STILLROOM_DEBUG", "") not in ("", "0")
+
+
+def _explain(error: Exception) -> tuple[str, str, int]:
+    """Type and message of an error, and the exit code that says whose turn it is."""
+    if isinstance(error, StillroomError):
+        code = WRONG_CALL if isinstance(error, _WRONG_CALLS) else FAILED
+        return type(error).__name__, str(error), code
+    format_message = getattr(error, "format_message", None)
+    if callable(format_message):  # Typer's own errors: a wrong flag, a missing argument
+        command = getattr(getattr(error, "ctx", None), "command_path", "stillroom")
+        return "UsageError", f"{str(format_message()).rstrip('.')}. See: {command} --help", WRONG_CALL
+    if isinstance(error, OSError):
+        return "OSError", str(error), FAILED
+    hint = "" if _is_debugging() else "; set STILLROOM_DEBUG=1 to see where, and please report it"
+    return "InternalError", f"internal error: {type(error).__name__}: {error}{hint}".replace("\n", " "), FAILED
+
+
+if __name__ == "__main__":
+    main()

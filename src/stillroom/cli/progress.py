@@ -1,0 +1,105 @@
+"""How `stillroom add` shows that it is getting on: a bar on a terminal, now and then a line where there is none.
+
+Always on stderr, so that stdout holds results only. The share that is done is counted in bytes, because one file may be
+a whole corpus.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from stillroom.cli.console import count, duration, note
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from stillroom.retrieval.ingest import AddProgress
+
+SECONDS_BETWEEN_LINES = 5.0
+
+Listener = Callable[["AddProgress"], None]
+Now = Callable[[], float]
+
+
+@contextlib.contextmanager
+def showing_progress(*, is_shown: bool) -> Iterator[Listener | None]:
+    """A listener for `Stillroom.add`; None where nothing is to be shown."""
+    if not is_shown:
+        yield None
+    elif sys.stderr.isatty():
+        with _bar() as bar:
+            yield BarListener(bar)
+    else:
+        yield LineListener()
+
+
+def _bar() -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("indexing"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[counts]}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+class BarListener:
+    """One line that is drawn again and again, and gone at the end."""
+
+    def __init__(self, bar: "Progress", now: Now = time.monotonic) -> None:
+        self._bar = bar
+        self._rate = _Rate(now)
+        self._task = bar.add_task("indexing", total=None, counts="")
+
+    def __call__(self, progress: "AddProgress") -> None:
+        self._bar.update(
+            self._task,
+            completed=progress.num_bytes_done,
+            total=progress.num_bytes_total,
+            counts=_counts(progress, self._rate),
+        )
+
+
+class LineListener:
+    """`120 of 400 files, 3,100 chunks, 41 chunks/s, about 70 s left`, every few seconds."""
+
+    def __init__(self, now: Now = time.monotonic) -> None:
+        self._now = now
+        self._rate = _Rate(now)
+        self._started = self._last = now()
+
+    def __call__(self, progress: "AddProgress") -> None:
+        now = self._now()
+        if now - self._last < SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        text = _counts(progress, self._rate)
+        done, total = progress.num_bytes_done, progress.num_bytes_total
+        if 0 < done < total:
+            text += f", about {duration((now - self._started) / done * (total - done))} left"
+        note(text)
+
+
+class _Rate:
+    """Chunks per second since the start."""
+
+    def __init__(self, now: Now) -> None:
+        self._now = now
+        self._started = now()
+
+    def of(self, num_chunks: int) -> str:
+        elapsed = self._now() - self._started
+        return f"{num_chunks / elapsed:,.0f} chunks/s" if elapsed > 0 else "0 chunks/s"
+
+
+def _counts(progress: "AddProgress", rate: _Rate) -> str:
+    files = f"{progress.num_files_done:,} of {count(progress.num_files_total, 'file')}"
+    return f"{files}, {count(progress.num_chunks, 'chunk')}, {rate.of(progress.num_chunks)}"

@@ -1,0 +1,73 @@
+"""`stillroom search`: what the index finds, without a model."""
+
+import textwrap
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stillroom.cli import room
+from stillroom.cli.console import line, note, place, print_json, text_width
+from stillroom.cli.options import (
+    DEFAULT_KB,
+    ConfigOption,
+    JsonOption,
+    KbOption,
+    ModeOption,
+    TopKOption,
+    help_text,
+)
+
+if TYPE_CHECKING:
+    from stillroom.core.document import ScoredChunk
+
+_SNIPPET_LINES = 3
+
+HELP = help_text(
+    "Find the chunks that match a query best.",
+    "hybrid fuses dense (meaning) and sparse (words) search; scores of different modes cannot be compared.",
+    examples=(
+        "stillroom search 'rotate keys' --kb ./kb",
+        "stillroom search 'ERR_4711' --mode sparse -k 3",
+        "stillroom search 'rotate keys' --json | jq -r '.results[].document'",
+    ),
+)
+
+
+def search(
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="Words or a question.")],
+    kb: KbOption = DEFAULT_KB,
+    mode: ModeOption = None,
+    top_k: TopKOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    settings = room.settings(config, {"search.mode": mode, "search.top_k": top_k})
+    with room.open_room(kb, settings) as opened:
+        started = time.perf_counter()
+        found = opened.search(query, mode=mode, top_k=top_k)
+        total_seconds = time.perf_counter() - started
+    if as_json:
+        from stillroom.server.payloads import search_payload
+
+        print_json(search_payload(query, settings.search.mode, found, total_seconds))
+        return
+    for rank, scored in enumerate(found.results, start=1):
+        _show(rank, scored)
+    if not found.results:
+        note("nothing found")
+
+
+def _show(rank: int, scored: "ScoredChunk") -> None:
+    chunk = scored.chunk
+    parts = ", ".join(f"{name} {score:.4g}" for name, score in scored.scores.items())
+    line(f"{rank}. {place(chunk.document_id, chunk.start_line, chunk.end_line)}")
+    line(f"   score {scored.score:.4f}" + (f" ({parts})" if parts else ""))
+    if chunk.heading:
+        line(f"   {chunk.heading}")
+    snippet = textwrap.wrap(
+        " ".join(chunk.text.split()), width=text_width() - 5, max_lines=_SNIPPET_LINES, placeholder=" ..."
+    )
+    for text in snippet:
+        line(f"     {text}")
+    line()

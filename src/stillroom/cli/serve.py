@@ -1,0 +1,73 @@
+"""`stillroom serve`: the HTTP server, from binding its port to closing the knowledge base."""
+
+import ipaddress
+from typing import Annotated
+
+import typer
+
+from stillroom.cli import room
+from stillroom.cli.console import note, print_json
+from stillroom.cli.options import (
+    DEFAULT_KB,
+    ConfigOption,
+    JsonOption,
+    KbOption,
+    ModelOption,
+    QuietOption,
+    help_text,
+)
+
+HELP = help_text(
+    "Serve the knowledge base over HTTP, with OpenAI's routes.",
+    "The model is loaded before connections are accepted. Ctrl-C or SIGTERM stops the server: running answers get "
+    "10 seconds to finish. There is no authentication; keep it on this machine or behind a proxy that has it.",
+    "With --json, one object with the address is printed to stdout once the server is ready, and the log is JSON.",
+    examples=(
+        "stillroom serve --kb ./kb",
+        "stillroom serve --kb ./kb --model ./models/qwen2.5-0.5b --port 9000",
+        "stillroom serve --kb ./kb --port 0 --json        # any free port",
+    ),
+)
+
+
+def serve(  # noqa: PLR0913  one parameter per flag
+    kb: KbOption = DEFAULT_KB,
+    model: ModelOption = None,
+    host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, metavar="PORT", help="TCP port; 0 picks a free one.")
+    ] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    settings = room.settings(config, {"runtime.model": model, "server.host": host, "server.port": port})
+    say = (lambda text: None) if quiet or as_json else note
+    from stillroom.server.run import HttpServer
+
+    server = HttpServer(settings.server.host, settings.server.port)  # a taken port is known before a model loads
+    try:
+        with room.open_room(kb, settings) as opened:
+            from stillroom.server.app import create_app
+
+            say(f"loading {opened.model_name} ...")
+            opened.warm_up()
+
+            def announce() -> None:
+                say(f"Stillroom listens on {server.url} (Ctrl-C stops it)")
+                if as_json:
+                    print_json({"url": server.url, "port": server.port, "model": opened.model_name}, indent=None)
+
+            if not _is_local(settings.server.host):
+                say("note: other machines can reach this address, and there is no authentication")
+            server.run(create_app(opened), announce)
+            say("stopped")
+    finally:
+        server.close()
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,159 @@
+"""Sparse search: BM25 over stemmed English words, in a tantivy index on disk.
+
+A query is words and never query syntax. Only the holder of the knowledge base's write lock calls `apply` and `clear`;
+everyone may search, and `refresh` shows what the writer has done since. A generation beside the index says how far it
+is; it is written after the commit, so a crash in between repeats changes, which does no harm.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tantivy
+
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId
+from stillroom.retrieval.index_file import write_atomically
+from stillroom.retrieval.ranking import Ranking, top_k
+
+_WRITER_BYTES = 64_000_000
+_MAX_WORD_BYTES = 40
+_STATE = "stillroom.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What searches see; replaced as a whole, so that a search in another thread is never half in the new."""
+
+    index: Any = None
+    searcher: Any = None
+    generation: int = 0
+    num_removed: int = 0
+    """Removals since the index was empty; their words still count in BM25's statistics."""
+
+
+class Bm25Index:
+    """Thread-safe for searching; see the module's docstring for writing."""
+
+    def __init__(self, folder: Path, corpus_id: str) -> None:
+        """Open the index in `folder`; a missing or damaged one counts as empty, with generation 0."""
+        self._folder = folder
+        self._corpus_id = corpus_id
+        self._schema = _schema()
+        self._analyzer = (
+            tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
+            .filter(tantivy.Filter.remove_long(_MAX_WORD_BYTES))
+            .filter(tantivy.Filter.lowercase())
+            .filter(tantivy.Filter.stemmer("english"))
+            .build()
+        )
+        self._view = _View()
+        self.refresh()
+
+    def __len__(self) -> int:
+        searcher = self._view.searcher
+        return int(searcher.num_docs) if searcher is not None else 0
+
+    @property
+    def generation(self) -> int:
+        """Of the corpus, as far as searches see it."""
+        return self._view.generation
+
+    @property
+    def share_removed(self) -> float:
+        """Removals in proportion to what was added; where it is high, a rebuild makes the statistics true again."""
+        return self._view.num_removed / max(1, self._view.num_removed + len(self))
+
+    def refresh(self) -> None:
+        """See what the writer has committed. Reads one small file if nothing has changed."""
+        state = self._read_state()
+        generation = int(state.get("generation", 0)) if state.get("corpus_id") == self._corpus_id else 0
+        view = self._view
+        if generation == view.generation:
+            return
+        if generation == 0:
+            self._view = _View()
+            return
+        try:
+            index = view.index or _open(self._folder)
+            index.reload()
+            self._view = _View(index, index.searcher(), generation, int(state.get("num_removed", 0)))
+        except (ValueError, OSError):  # damaged, or just being rebuilt by the writer
+            self._view = _View()
+
+    def clear(self) -> None:
+        """Throw the index away. Only under the write lock."""
+        self._view = _View()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def apply(self, removed: Sequence[int], added: Iterable[Chunk], generation: int) -> None:
+        """Remove, then add, and be at `generation`. Only under the write lock; repeating it changes nothing.
+
+        Raises:
+            ValueError: the index is damaged or cannot be written.
+        """
+        index, num_removed = self._view.index, self._view.num_removed + len(removed)
+        is_new = index is None
+        if is_new:
+            self.clear()
+            self._folder.mkdir(parents=True)
+            index = tantivy.Index(self._schema, path=str(self._folder))
+        writer = index.writer(_WRITER_BYTES, 1)
+        for chunk_id in removed:
+            writer.delete_documents_by_term("chunk_id", int(chunk_id))
+        for chunk in added:
+            if not is_new:
+                writer.delete_documents_by_term("chunk_id", int(chunk.chunk_id))
+            document = tantivy.Document()
+            document.add_integer("chunk_id", int(chunk.chunk_id))
+            document.add_text("body", chunk.indexed_text)
+            writer.add_document(document)
+        writer.commit()
+        writer.wait_merging_threads()
+        state = {"generation": generation, "corpus_id": self._corpus_id, "num_removed": num_removed}
+        write_atomically(self._folder / _STATE, json.dumps(state).encode())
+        self.refresh()
+
+    def search(self, text: str, k: int) -> Ranking:
+        """The k chunks that match best, best first; only those that share a word with the text."""
+        searcher = self._view.searcher
+        words = Counter(self._analyzer.analyze(text))
+        if searcher is None or not words:
+            return []
+        query = tantivy.Query.boolean_query([self._word_query(word, count) for word, count in sorted(words.items())])
+
+        def fetch(n: int) -> Ranking:
+            hits = searcher.search(query, n, count=False).hits
+            ids = searcher.fast_field_values("chunk_id", [address for _, address in hits])
+            return [(ChunkId(int(chunk_id)), float(hit[0])) for chunk_id, hit in zip(ids, hits, strict=True)]
+
+        return top_k(fetch, k, int(searcher.num_docs))
+
+    def _word_query(self, word: str, count: int) -> tuple[Any, Any]:
+        """A word that the query repeats counts as often, as in BM25's sum over query words."""
+        query = tantivy.Query.term_query(self._schema, "body", word, index_option="freq")
+        return tantivy.Occur.Should, tantivy.Query.boost_query(query, float(count)) if count > 1 else query
+
+    def _read_state(self) -> dict[str, Any]:
+        try:
+            state = json.loads((self._folder / _STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return state if isinstance(state, dict) else {}
+
+
+def _open(folder: Path) -> Any:
+    index = tantivy.Index.open(str(folder))
+    index.config_reader("manual")  # no thread that watches the folder; `refresh` looks
+    return index
+
+
+def _schema() -> Any:
+    builder = tantivy.SchemaBuilder()
+    builder.add_integer_field("chunk_id", stored=True, indexed=True, fast=True)
+    builder.add_text_field("body", stored=False, tokenizer_name="en_stem", index_option="freq")
+    return builder.build()

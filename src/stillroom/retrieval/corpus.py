@@ -1,0 +1,285 @@
+"""The truth: every document, chunk and embedding of a knowledge base, in one SQLite file.
+
+A document is wholly there or wholly absent, for each `commit` is one transaction. Each one raises the generation and
+stamps with it what it added and removed, so that a search index knows what it has missed (`changes_since`): the
+indexes are projections that can be brought up to date, or thrown away and rebuilt without embedding anything again.
+Thread-safe; readers in this and other processes see the last commit.
+"""
+
+import contextlib
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.core.document import Chunk, DocumentInfo
+from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError
+from stillroom.retrieval import rows
+from stillroom.retrieval.rows import Changes, Source, SourceUpdate, StoredDocument
+
+_BATCH = 500
+"""Parameters per statement; SQLite takes at least 999."""
+
+_BUSY_TIMEOUT_S = 10.0
+
+
+class Corpus:
+    """One SQLite file; see the module's docstring."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, or make it.
+
+        Raises:
+            CorruptKnowledgeBaseError: the file is damaged or no such database.
+        """
+        self._path = path
+        self._lock = threading.RLock()
+        self._counts = (-1, 0, 0)
+        with self._reporting():
+            self._connection = self._connect()
+            try:
+                self._connection.executescript(rows.SCHEMA)
+                with contextlib.suppress(sqlite3.IntegrityError):
+                    self._connection.execute("INSERT INTO state VALUES (0, 0, ?)", (uuid.uuid4().hex,))
+                self.corpus_id = str(self._connection.execute("SELECT corpus_id FROM state").fetchone()[0])
+            except sqlite3.Error:
+                self._connection.close()
+                raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._connection.close()
+
+    # What there is
+
+    @property
+    def generation(self) -> int:
+        """Number of commits that changed something so far; one cheap read."""
+        return int(self._one("SELECT generation FROM state")[0])
+
+    @property
+    def num_documents(self) -> int:
+        return self._count()[1]
+
+    @property
+    def num_chunks(self) -> int:
+        return self._count()[2]
+
+    def documents(self) -> list[DocumentInfo]:
+        """Every document, by document id."""
+        with self._reading() as connection:
+            return [rows.document_info(row) for row in connection.execute(rows.SELECT_INFOS)]
+
+    def sources(self) -> dict[str, Source]:
+        """What is known of each file that was read to its end, by path."""
+        with self._reading() as connection:
+            return {row[0]: Source(*row) for row in connection.execute("SELECT * FROM sources")}
+
+    def document_ids(self, path: str) -> dict[DocumentId, str]:
+        """The documents of one file, with the hash of what each says."""
+        with self._reading() as connection:
+            found = connection.execute("SELECT document_id, content_hash FROM documents WHERE path = ?", (path,))
+            return {DocumentId(row[0]): row[1] for row in found}
+
+    def paths(self) -> dict[str, list[DocumentId]]:
+        """Every file with documents, and their ids."""
+        found: dict[str, list[DocumentId]] = {}
+        with self._reading() as connection:
+            for path, document_id in connection.execute("SELECT path, document_id FROM documents"):
+                found.setdefault(path, []).append(DocumentId(document_id))
+        return found
+
+    def chunks_of(self, document_id: DocumentId) -> list[tuple[Chunk, NDArray[np.float32]]]:
+        """A document's chunks in order, with their embeddings [d]."""
+        with self._reading() as connection:
+            found = connection.execute(rows.SELECT_CHUNKS_OF, (document_id,)).fetchall()
+        return [(rows.chunk(row), np.frombuffer(row[-1], dtype=np.float32)) for row in found]
+
+    def chunks(self, chunk_ids: Sequence[int]) -> dict[ChunkId, Chunk]:
+        """The chunks of these ids; those that are gone are left out."""
+        found: dict[ChunkId, Chunk] = {}
+        for row in self._select_in(rows.SELECT_CHUNKS, chunk_ids):
+            chunk = rows.chunk(row)
+            found[chunk.chunk_id] = chunk
+        return found
+
+    def embeddings(self, chunk_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Ids [n] and embeddings [n, d] in the order asked for; chunks that are gone are left out."""
+        found = {row[0]: row[1] for row in self._select_in(rows.SELECT_VECTORS, chunk_ids)}
+        kept = [chunk_id for chunk_id in chunk_ids if chunk_id in found]
+        vectors = np.frombuffer(b"".join(found[chunk_id] for chunk_id in kept), dtype=np.float32)
+        return np.array(kept, dtype=np.int64), vectors.reshape(len(kept), -1 if kept else 0)
+
+    def changes_since(self, generation: int) -> Changes:
+        """What an index of that generation has missed. A chunk may be in both lists: remove first, then add."""
+        with self._reading() as connection:
+            connection.execute("BEGIN")  # one snapshot for the three statements
+            try:
+                now = int(connection.execute("SELECT generation FROM state").fetchone()[0])
+                added = connection.execute(rows.SELECT_ADDED, (generation,)).fetchall()
+                removed = connection.execute(rows.SELECT_REMOVED, (generation,)).fetchall()
+            finally:
+                connection.execute("COMMIT")
+        return Changes(now, tuple(ChunkId(row[0]) for row in removed), tuple(ChunkId(row[0]) for row in added))
+
+    # Changing it
+
+    def commit(
+        self,
+        documents: Sequence[StoredDocument] = (),
+        removed: Iterable[DocumentId] = (),
+        sources: Sequence[SourceUpdate] = (),
+    ) -> int:
+        """Put documents (replacing those of the same id), remove others, and note files as read; all or nothing.
+
+        Returns:
+            How many chunks were removed with documents in `removed`.
+
+        Raises:
+            KnowledgeBaseBusyError: another process writes and does not finish.
+        """
+        with self._writing() as connection:
+            writer = _Writer(connection)
+            for document in documents:
+                writer.put(document)
+            num_removed = sum(writer.remove(document_id) for document_id in removed)
+            for source in sources:
+                writer.note(source)
+            writer.finish()
+        return num_removed
+
+    # Inside
+
+    def _count(self) -> tuple[int, int, int]:
+        """Generation, documents, chunks; counted once per generation."""
+        generation = self.generation
+        if self._counts[0] != generation:
+            documents, chunks = self._one("SELECT (SELECT count(*) FROM documents), (SELECT count(*) FROM vectors)")
+            self._counts = (generation, documents, chunks)
+        return self._counts
+
+    def _one(self, statement: str) -> tuple[int, ...]:
+        with self._reading() as connection:
+            row: tuple[int, ...] = connection.execute(statement).fetchone()
+            return row
+
+    def _select_in(self, statement: str, chunk_ids: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+        for start in range(0, len(chunk_ids), _BATCH):
+            batch = [int(chunk_id) for chunk_id in chunk_ids[start : start + _BATCH]]
+            with self._reading() as connection:
+                found = connection.execute(statement.format(",".join("?" * len(batch))), batch).fetchall()
+            yield from found
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(
+                "PRAGMA synchronous = NORMAL"
+            )  # in WAL mode a power cut loses commits, never consistency
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._reporting():
+            yield self._connection
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._reporting():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """SQLite's errors in our words."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if "locked" in str(error):
+                raise KnowledgeBaseBusyError(f"{self._path} is locked by another process; try again later") from error
+            raise CorruptKnowledgeBaseError(f"{self._path} cannot be used: {error}; {_ADVICE}") from error
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)):
+                raise
+            raise CorruptKnowledgeBaseError(f"{self._path} is damaged: {error}; {_ADVICE}") from error
+
+
+_ADVICE = "check the disk and its free space, restore the file from a backup, or make the knowledge base again"
+
+
+class _Writer:
+    """One transaction's changes. The generation rises only if a chunk changed."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._generation = int(connection.execute("SELECT generation FROM state").fetchone()[0]) + 1
+        self._num_changes = 0
+
+    def put(self, document: StoredDocument) -> None:
+        """Replace a document. A chunk that reads the same keeps its row's generation: no index need look at it."""
+        found = self._connection.execute(rows.SELECT_CHUNKS_OF, (document.document_id,)).fetchall()
+        old: Mapping[int, Chunk] = {row[0]: rows.chunk(row) for row in found}
+        self._connection.execute(rows.PUT_DOCUMENT, rows.document_row(document, self._generation))
+        new = {chunk.chunk_id for chunk in document.chunks}
+        self._remove_chunks([chunk_id for chunk_id in old if chunk_id not in new])
+        for chunk, vector in zip(document.chunks, document.vectors, strict=True):
+            known = old.get(chunk.chunk_id)
+            if known is not None and known.indexed_text == chunk.indexed_text:
+                lines = (chunk.start_line, chunk.end_line, chunk.chunk_id)
+                self._connection.execute("UPDATE chunks SET start_line = ?, end_line = ? WHERE chunk_id = ?", lines)
+                continue
+            self._num_changes += 1
+            self._connection.execute("DELETE FROM tombstones WHERE chunk_id = ?", (chunk.chunk_id,))
+            self._connection.execute(rows.PUT_CHUNK, rows.chunk_row(chunk))
+            vector_row = (chunk.chunk_id, self._generation, vector.astype(np.float32, copy=False).tobytes())
+            self._connection.execute("INSERT OR REPLACE INTO vectors VALUES (?, ?, ?)", vector_row)
+
+    def remove(self, document_id: DocumentId) -> int:
+        """Remove a document; its file counts as not read, so that adding it again reads it. Returns its chunks."""
+        found = self._connection.execute("SELECT chunk_id FROM chunks WHERE document_id = ?", (document_id,))
+        chunk_ids = [row[0] for row in found]
+        self._remove_chunks(chunk_ids)
+        self._connection.execute(
+            "DELETE FROM sources WHERE path = (SELECT path FROM documents WHERE document_id = ?)",
+            (document_id,),
+        )
+        self._num_changes += self._connection.execute(
+            "DELETE FROM documents WHERE document_id = ?", (document_id,)
+        ).rowcount
+        return len(chunk_ids)
+
+    def note(self, update: SourceUpdate) -> None:
+        """Forget a file's record, or replace it."""
+        self._connection.execute("DELETE FROM sources WHERE path = ?", (update.path,))
+        if update.source is not None:
+            source = update.source
+            row = (source.path, source.size, source.mtime_ns, source.content_hash)
+            self._connection.execute("INSERT INTO sources VALUES (?, ?, ?, ?)", row)
+
+    def finish(self) -> None:
+        if self._num_changes:
+            self._connection.execute("UPDATE state SET generation = ?", (self._generation,))
+
+    def _remove_chunks(self, chunk_ids: Sequence[int]) -> None:
+        self._num_changes += len(chunk_ids)
+        one = [(chunk_id,) for chunk_id in chunk_ids]
+        self._connection.executemany("DELETE FROM chunks WHERE chunk_id = ?", one)
+        self._connection.executemany("DELETE FROM vectors WHERE chunk_id = ?", one)
+        stamped = [(chunk_id, self._generation) for chunk_id in chunk_ids]
+        self._connection.executemany("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", stamped)

@@ -1,0 +1,186 @@
+"""Text to vectors of length 1, with a sentence-transformers model. The model loads with the first text.
+
+Documents may be embedded in bfloat16 (cosine to float32 above 0.999), queries always in float32. Thread-safe: forward
+passes take turns, so a query waits for one batch of documents at most.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from stillroom.config.settings import EmbedderConfig
+from stillroom.errors import ModelNotFoundError
+from stillroom.retrieval.model_files import ModelFiles
+
+Vectors = NDArray[np.float32]
+
+
+class Embedder:
+    """One model; see the module's docstring."""
+
+    def __init__(self, config: EmbedderConfig) -> None:
+        """Cheap: nothing is read before it is needed."""
+        self._config = config
+        self._loading = Lock()
+        self._model: Any = None
+        self._next = Lock()
+        self._running = Lock()
+
+    @cached_property
+    def _files(self) -> ModelFiles:
+        return ModelFiles(self._config.model)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are in memory."""
+        return self._model is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Without truncation and padding. Does not load the model."""
+        return self._files.tokenizer
+
+    @property
+    def max_seq_length(self) -> int:
+        """Most tokens read of a text, special tokens included; the rest is ignored. Does not load the model."""
+        return self._files.max_seq_length
+
+    @property
+    def fingerprint(self) -> str:
+        """Of configuration and weights: equal fingerprints give equal vectors. Reads the weights, does not load."""
+        return self._files.fingerprint
+
+    @cached_property
+    def dimension(self) -> int:
+        """Length of a vector. Loads the model only where its files do not say."""
+        return self._files.dimension or len(self.embed_queries(["dimension"])[0])
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text without special tokens. Does not load the model."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def embed_queries(self, texts: Sequence[str]) -> Vectors:
+        """float32 [len(texts), dimension], each row of length 1.
+
+        Raises:
+            ModelNotFoundError: the model is not there or cannot be loaded.
+        """
+        return self._embed(texts, "query", None)
+
+    def embed_documents(self, texts: Sequence[str], on_batch: Callable[[int], None] | None = None) -> Vectors:
+        """float32 [len(texts), dimension], each row of length 1, in the order of the texts.
+
+        Args:
+            on_batch: told how many more texts are done, after each batch.
+
+        Raises:
+            ModelNotFoundError: the model is not there or cannot be loaded.
+        """
+        return self._embed(texts, "document", on_batch)
+
+    def _embed(self, texts: Sequence[str], kind: str, on_batch: Callable[[int], None] | None) -> Vectors:
+        vectors = np.empty((len(texts), self.dimension if not texts else 0), dtype=np.float32)
+        if not texts:
+            return vectors
+        model = self._load()
+        encode = model.encode_query if kind == "query" else model.encode_document
+        # longest first: texts of similar length share a batch and little is padded; what is slow or big fails early
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        parts: list[Vectors] = []
+        size = self._config.batch_size
+        for start in range(0, len(order), size):
+            batch = [texts[index] for index in order[start : start + size]]
+            with self._turn(), self._arithmetic(kind, model):
+                part = encode(
+                    batch,
+                    batch_size=size,
+                    show_progress_bar=False,
+                    normalize_embeddings=True,
+                    convert_to_numpy=True,
+                )
+            parts.append(np.asarray(part, dtype=np.float32))
+            if on_batch is not None:
+                on_batch(len(batch))
+        vectors = np.empty((len(texts), parts[0].shape[1]), dtype=np.float32)
+        vectors[order] = np.concatenate(parts)
+        return vectors
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One forward pass at a time. Whoever waits holds `_next`, so who has just finished cannot overtake it."""
+        with self._next:
+            self._running.acquire()
+        try:
+            yield
+        finally:
+            self._running.release()
+
+    @contextlib.contextmanager
+    def _arithmetic(self, kind: str, model: Any) -> Iterator[None]:
+        import torch
+
+        dtype = _autocast_dtype(self._config, str(model.device.type)) if kind == "document" else None
+        with torch.inference_mode(), torch.autocast(model.device.type, dtype, enabled=dtype is not None):
+            yield
+
+    def _load(self) -> Any:
+        with self._loading:
+            if self._model is None:
+                self._model = _load_model(self._files)
+            return self._model
+
+
+def _autocast_dtype(config: EmbedderConfig, device: str) -> Any:
+    """The torch dtype of matrix products, or None for float32."""
+    import torch
+
+    if config.dtype in ("bfloat16", "float16"):
+        return getattr(torch, config.dtype)
+    if config.dtype == "float32":
+        return None
+    has_bfloat16 = torch.cuda.is_bf16_supported() if device == "cuda" else _cpu_has_bfloat16()
+    return torch.bfloat16 if has_bfloat16 else None
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself; emulated it is slower than float32."""
+    import torch
+
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    found: dict[str, Any] = capabilities() if capabilities is not None else {}
+    names = ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16")
+    if any(found.get(name) for name in names):
+        return True
+    older = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(older is not None and older())
+
+
+def _load_model(files: ModelFiles) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries, while they are imported
+        import torch
+        from sentence_transformers import SentenceTransformer
+        from transformers.utils import logging
+
+        had_progress_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        try:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            return SentenceTransformer(str(files.folder), device=device)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelNotFoundError(
+                f"the embedding model in {files.folder} cannot be loaded ({error}); "
+                "check that the folder is a complete sentence-transformers model"
+            ) from error
+        finally:
+            logging.set_verbosity(verbosity)
+            if had_progress_bar:
+                logging.enable_progress_bar()

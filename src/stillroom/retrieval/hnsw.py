@@ -1,0 +1,106 @@
+"""Approximate dense search on a hierarchical navigable small world graph (Malkov and Yashunin 2018; llmds 3.2).
+
+Removed vectors stay in the graph as signposts and are never returned; when more than a fifth are dead the graph is
+built again. Same vectors in the same order, same settings and seed: same graph.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import faiss as _faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.config.settings import IndexConfig
+from stillroom.core.ids import ChunkId
+from stillroom.retrieval.ranking import Ranking, ranked
+
+_MAX_DEAD_SHARE = 0.2
+
+faiss: Any = _faiss  # its type information lacks what is made at import
+
+
+class HnswIndex:
+    """A `VectorIndex` on faiss' IndexHNSWFlat. Positions in the graph are ours to map, for faiss cannot remove."""
+
+    def __init__(self, dimension: int, config: IndexConfig) -> None:
+        self._dimension = dimension
+        self._config = config
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self._graph: Any = faiss.IndexHNSWFlat(self._dimension, self._config.m, faiss.METRIC_INNER_PRODUCT)
+        self._graph.hnsw.efConstruction = self._config.ef_construction
+        self._graph.hnsw.rng = faiss.RandomGenerator(self._config.seed)
+        self._ids = np.empty(0, dtype=np.int64)
+        """Chunk id by position in the graph."""
+        self._positions: dict[int, int] = {}
+        """Position of each living chunk."""
+        self._dead: NDArray[np.int64] | None = None
+        """Positions of the dead, sorted; None where not computed."""
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        # the level draw is a function of the position, also after a reload
+        self._graph.hnsw.rng = faiss.RandomGenerator(self._config.seed + len(self._ids))
+        self._dead = None
+        self._positions.update(zip(ids.tolist(), range(len(self._ids), len(self._ids) + len(ids)), strict=True))
+        self._ids = np.concatenate([self._ids, ids])
+        self._graph.add(np.ascontiguousarray(vectors, dtype=np.float32))
+
+    def remove(self, ids: Sequence[int]) -> None:
+        for chunk_id in ids:
+            self._positions.pop(int(chunk_id), None)
+        self._dead = None
+        if self._num_dead > _MAX_DEAD_SHARE * len(self._ids):
+            self._rebuild()
+
+    def search(self, query: NDArray[np.float32], k: int) -> Ranking:
+        k = min(k, len(self))
+        if k == 0:
+            return []
+        parameters = faiss.SearchParametersHNSW(efSearch=max(self._config.ef_search, k))
+        dead = self._dead_positions()
+        selector = faiss.IDSelectorBatch(dead) if len(dead) else None
+        alive = faiss.IDSelectorNot(selector) if selector is not None else None
+        if alive is not None:
+            parameters.sel = alive
+        scores, positions = self._graph.search(query.reshape(1, -1), k, params=parameters)
+        found = zip(positions[0].tolist(), scores[0].tolist(), strict=True)
+        return ranked((ChunkId(int(self._ids[position])), score) for position, score in found if position >= 0)
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        return {"hnsw": faiss.serialize_index(self._graph), "ids": self._ids, "dead": self._dead_positions()}
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        if "hnsw" not in arrays:
+            raise ValueError("not an HNSW index")
+        graph = faiss.deserialize_index(arrays["hnsw"])
+        if graph.d != self._dimension or graph.ntotal != len(arrays["ids"]):
+            raise ValueError("the HNSW index does not fit the knowledge base")
+        self._graph, self._ids, self._dead = graph, arrays["ids"], None
+        dead = set(arrays["dead"].tolist())
+        self._positions = {int(chunk_id): at for at, chunk_id in enumerate(self._ids.tolist()) if at not in dead}
+
+    @property
+    def _num_dead(self) -> int:
+        return len(self._ids) - len(self._positions)
+
+    def _dead_positions(self) -> NDArray[np.int64]:
+        if self._dead is None:
+            self._dead = np.setdiff1d(np.arange(len(self._ids), dtype=np.int64), self._alive_positions())
+        return self._dead
+
+    def _alive_positions(self) -> NDArray[np.int64]:
+        return np.sort(np.fromiter(self._positions.values(), dtype=np.int64, count=len(self._positions)))
+
+    def _rebuild(self) -> None:
+        """The living in their old order, in a new graph."""
+        alive = self._alive_positions()
+        ids = self._ids[alive]
+        vectors = self._graph.reconstruct_batch(alive) if len(alive) else None
+        self._start_empty()
+        if vectors is not None:
+            self.add(ids, vectors)

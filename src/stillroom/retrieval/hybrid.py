@@ -1,0 +1,79 @@
+"""One search: embed the question, ask both indexes, fuse, fetch the text. Searching by words alone embeds nothing."""
+
+from stillroom.config.settings import SearchConfig, SearchMode
+from stillroom.core.clock import Clock
+from stillroom.core.document import ScoredChunk, SearchResult
+from stillroom.errors import UsageError
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.fusion import minmax, rrf
+from stillroom.retrieval.indexes import Indexes
+from stillroom.retrieval.ranking import Ranking
+
+_MODES = ("hybrid", "dense", "sparse")
+
+
+class HybridSearch:
+    """Searches one knowledge base. Thread-safe."""
+
+    def __init__(
+        self, corpus: Corpus, indexes: Indexes, embedder: Embedder, config: SearchConfig, clock: Clock
+    ) -> None:
+        self._corpus = corpus
+        self._indexes = indexes
+        self._embedder = embedder
+        self._config = config
+        self._clock = clock
+
+    def search(self, query: str, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:
+        """The best chunks, best first. None takes the configuration's default.
+
+        Raises:
+            UsageError: the query is blank, the mode unknown or top_k less than 1.
+        """
+        mode = mode or self._config.mode
+        top_k = self._config.top_k if top_k is None else top_k
+        _check(query, mode, top_k)
+        if self._corpus.num_chunks == 0:
+            return SearchResult(())
+        num_candidates = max(self._config.num_candidates, top_k)
+        began = self._clock.monotonic()
+        vector = None if mode == "sparse" else self._embedder.embed_queries([query])[0]
+        embedded = self._clock.monotonic()
+        dense = self._indexes.search_dense(vector, num_candidates) if vector is not None else []
+        sparse = self._indexes.search_sparse(query, num_candidates) if mode != "dense" else []
+        results = self._fetch(self._fuse(query, mode, dense, sparse), dense, sparse, top_k)
+        return SearchResult(results, embedded - began, self._clock.monotonic() - embedded)
+
+    def _fuse(self, query: str, mode: SearchMode, dense: Ranking, sparse: Ranking) -> Ranking:
+        if mode == "dense":
+            return dense
+        if mode == "sparse":
+            return sparse
+        if self._config.fusion == "minmax":
+            return minmax(dense, sparse, self._embedder.count_tokens(query))
+        return rrf((dense, sparse), self._config.rank_constant)
+
+    def _fetch(self, fused: Ranking, dense: Ranking, sparse: Ranking, top_k: int) -> tuple[ScoredChunk, ...]:
+        """The first chunks that still exist: another process may have removed some since the indexes were read."""
+        sides = {"dense": dict(dense), "sparse": dict(sparse)}
+        results: list[ScoredChunk] = []
+        for start in range(0, len(fused), top_k):
+            batch = fused[start : start + top_k]
+            chunks = self._corpus.chunks([chunk_id for chunk_id, _ in batch])
+            for chunk_id, score in batch:
+                if chunk_id in chunks:
+                    scores = {name: side[chunk_id] for name, side in sides.items() if chunk_id in side}
+                    results.append(ScoredChunk(chunks[chunk_id], score, scores))
+            if len(results) >= top_k:
+                break
+        return tuple(results[:top_k])
+
+
+def _check(query: str, mode: str, top_k: int) -> None:
+    if not query.strip():
+        raise UsageError("the query is empty; ask for something")
+    if mode not in _MODES:
+        raise UsageError(f"unknown search mode {mode!r}; use one of {', '.join(_MODES)}")
+    if top_k < 1:
+        raise UsageError(f"top_k={top_k} asks for nothing; use 1 or more")

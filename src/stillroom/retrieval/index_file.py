@@ -1,0 +1,55 @@
+"""A file with arrays, written whole or not at all, and checked on reading."""
+
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.errors import CorruptKnowledgeBaseError
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file: a reader sees the old content or the new, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write an .npz file atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            np.savez(stream, allow_pickle=False, **dict(arrays))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Read what `save_arrays` wrote; the checksums of the archive are checked.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptKnowledgeBaseError: the file is damaged.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise CorruptKnowledgeBaseError(f"{path} is damaged ({error}); it will be rebuilt") from error

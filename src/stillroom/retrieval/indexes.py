@@ -1,0 +1,148 @@
+"""The dense and the sparse index of one knowledge base, as projections of its corpus.
+
+Everyone may read: the dense index lives in memory and follows the corpus by itself, the sparse one shows what the
+writer has committed. Only the holder of the write lock writes the files (`write`), so a reader never fights the writer.
+A missing, damaged or foreign file is rebuilt from the corpus; nothing is embedded again.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.config.settings import IndexConfig
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId
+from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.retrieval.bm25 import Bm25Index
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.flat import FlatIndex
+from stillroom.retrieval.hnsw import HnswIndex
+from stillroom.retrieval.index_file import load_arrays, save_arrays
+from stillroom.retrieval.ranking import Ranking
+from stillroom.retrieval.vector_index import VectorIndex
+
+_BATCH = 4096
+"""Chunks read from the corpus at a time."""
+
+_MAX_SHARE_REMOVED = 0.2
+
+
+class Indexes:
+    """Thread-safe."""
+
+    def __init__(self, folder: Path, corpus: Corpus, config: IndexConfig, dimension: int) -> None:
+        self._corpus = corpus
+        self._config = config
+        self._dimension = dimension
+        self._dense_path = folder / "dense.npz"
+        self._sparse_folder = folder / "sparse"
+        self._lock = Lock()
+        self._dense: VectorIndex | None = None
+        self._dense_generation = 0
+        self._saved_generation = 0
+        """Of the dense index file when it was last read or written here."""
+        self._sparse: Bm25Index | None = None
+
+    def search_dense(self, query: NDArray[np.float32], k: int) -> Ranking:
+        """The k chunks nearest to a query [d] of length 1; the score is the cosine."""
+        with self._lock:
+            return self._current_dense().search(query, k)
+
+    def search_sparse(self, text: str, k: int) -> Ranking:
+        """The k best chunks by BM25."""
+        with self._lock:
+            sparse = self._current_sparse()
+        return sparse.search(text, k)
+
+    def needs_write(self) -> bool:
+        """Whether a file is missing, damaged or behind the corpus, so that `write` would help who comes next."""
+        with self._lock:
+            self._current_dense()
+            generation = self._corpus.generation
+            is_dense_behind = self._saved_generation != generation
+            return is_dense_behind or not self._is_sparse_current(self._current_sparse(), generation)
+
+    def write(self) -> None:
+        """Bring both files up to date. Only under the write lock."""
+        with self._lock:
+            dense = self._current_dense()
+            generation = self._dense_generation
+            arrays = dense.to_arrays() if generation != self._saved_generation else None
+            sparse = self._current_sparse()
+        if arrays is not None:
+            arrays["generation"] = np.array(generation)
+            arrays["corpus_id"] = np.array(self._corpus.corpus_id)
+            save_arrays(self._dense_path, arrays)
+            self._saved_generation = generation
+        if not self._is_sparse_current(sparse, self._corpus.generation):
+            self._write_sparse(sparse)
+
+    # Dense
+
+    def _current_dense(self) -> VectorIndex:
+        """The dense index, brought up to date in memory."""
+        if self._dense is None:
+            self._dense = self._load_dense()
+        generation = self._corpus.generation
+        if generation != self._dense_generation:
+            changes = self._corpus.changes_since(self._dense_generation)
+            self._dense.remove([*changes.removed, *changes.added])
+            for start in range(0, len(changes.added), _BATCH):
+                ids, vectors = self._corpus.embeddings(changes.added[start : start + _BATCH])
+                if len(ids):
+                    self._dense.add(ids, vectors)
+            self._dense_generation = changes.generation
+        return self._dense
+
+    def _load_dense(self) -> VectorIndex:
+        index = self._empty_dense()
+        try:
+            arrays = load_arrays(self._dense_path)
+            generation = int(arrays["generation"])
+            is_ours = str(arrays["corpus_id"]) == self._corpus.corpus_id and generation <= self._corpus.generation
+            if is_ours:
+                index.restore(arrays)
+                self._dense_generation = self._saved_generation = generation
+                return index
+        except (FileNotFoundError, CorruptKnowledgeBaseError, ValueError, KeyError, RuntimeError):
+            pass  # rebuilt from the corpus
+        return self._empty_dense()
+
+    def _empty_dense(self) -> VectorIndex:
+        self._dense_generation = self._saved_generation = 0
+        if self._config.kind == "hnsw":
+            return HnswIndex(self._dimension, self._config)
+        return FlatIndex(self._dimension)
+
+    # Sparse
+
+    def _current_sparse(self) -> Bm25Index:
+        if self._sparse is None:
+            self._sparse = Bm25Index(self._sparse_folder, self._corpus.corpus_id)
+        elif self._sparse.generation != self._corpus.generation:
+            self._sparse.refresh()
+        return self._sparse
+
+    def _is_sparse_current(self, sparse: Bm25Index, generation: int) -> bool:
+        return sparse.generation == generation and len(sparse) == self._corpus.num_chunks
+
+    def _write_sparse(self, sparse: Bm25Index) -> None:
+        is_stale = sparse.generation >= self._corpus.generation  # from another corpus, or damaged
+        if is_stale or sparse.share_removed > _MAX_SHARE_REMOVED:
+            sparse.clear()
+        changes = self._corpus.changes_since(sparse.generation)
+        try:
+            sparse.apply(changes.removed, self._chunks(changes.added), changes.generation)
+        except ValueError:  # damaged
+            sparse.clear()
+            changes = self._corpus.changes_since(0)
+            sparse.apply((), self._chunks(changes.added), changes.generation)
+
+    def _chunks(self, chunk_ids: Sequence[ChunkId]) -> Iterator[Chunk]:
+        for start in range(0, len(chunk_ids), _BATCH):
+            batch = chunk_ids[start : start + _BATCH]
+            found = self._corpus.chunks(batch)
+            yield from (found[chunk_id] for chunk_id in batch if chunk_id in found)

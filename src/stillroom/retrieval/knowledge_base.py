@@ -1,0 +1,250 @@
+"""A folder with documents, their embeddings and the indexes over them: what `stillroom add` fills and `ask` searches.
+
+    kb/manifest.json     what it was made with; wins over the configuration
+    kb/corpus.sqlite3    the truth: text and embeddings
+    kb/dense.npz         projection: the dense index
+    kb/sparse/           projection: the BM25 index
+    kb/write.lock        held while writing
+
+One writer at a time, any number of readers, in any mix of threads and processes. More: docs/retrieval.md
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+
+from stillroom.config.settings import SearchMode, StillroomConfig
+from stillroom.core.clock import Clock, SystemClock
+from stillroom.core.document import DocumentInfo, SearchResult
+from stillroom.core.ids import DocumentId
+from stillroom.errors import (
+    CorruptKnowledgeBaseError,
+    IncompatibleKnowledgeBaseError,
+    KnowledgeBaseBusyError,
+    KnowledgeBaseError,
+    KnowledgeBaseNotFoundError,
+    UnknownDocumentError,
+)
+from stillroom.retrieval.chunker import Chunker
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.hybrid import HybridSearch
+from stillroom.retrieval.indexes import Indexes
+from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport
+from stillroom.retrieval.manifest import Manifest, load_manifest, new_manifest
+
+_MANIFEST = "manifest.json"
+_CORPUS = "corpus.sqlite3"
+_LOCK = "write.lock"
+
+
+class KnowledgeBase:
+    """An open knowledge base. Thread-safe; opening reads two small files, the rest is loaded when first needed."""
+
+    def __init__(self, path: Path, manifest: Manifest, config: StillroomConfig, clock: Clock) -> None:
+        """Use `open`."""
+        self._path = path
+        self._manifest = manifest
+        self._config = manifest.applied_to(config)
+        self._clock = clock
+        self._embedder = Embedder(self._config.embedder)
+        self._corpus = Corpus(path / _CORPUS)
+        self._indexes = Indexes(path, self._corpus, self._config.index, manifest.dimension)
+        self._search = HybridSearch(self._corpus, self._indexes, self._embedder, self._config.search, clock)
+        self._checking = Lock()
+        self._is_embedder_checked = False
+        self._are_indexes_checked = False
+
+    @classmethod
+    def open(
+        cls, path: Path, config: StillroomConfig, *, create: bool = False, clock: Clock | None = None
+    ) -> "KnowledgeBase":
+        """Open the knowledge base in a folder.
+
+        Args:
+            create: make one where the folder is missing or empty.
+
+        Raises:
+            KnowledgeBaseNotFoundError: there is none, and `create` is false.
+            KnowledgeBaseError: the folder holds something else.
+            IncompatibleKnowledgeBaseError: another version of Stillroom made it, or it has another embedder than the
+                configuration names.
+            CorruptKnowledgeBaseError: a file of it is damaged or missing.
+            ModelNotFoundError: a new one was to be made and its embedder is not there.
+        """
+        path = Path(os.path.abspath(path))
+        if not (path / _MANIFEST).exists():
+            if not create:
+                raise KnowledgeBaseNotFoundError(
+                    f"there is no knowledge base in {path}; make one with: stillroom add PATH --kb {path}"
+                )
+            _create(path, config)
+        manifest = load_manifest(path / _MANIFEST)
+        if not (path / _CORPUS).exists() and (path / "dense.npz").exists():
+            raise CorruptKnowledgeBaseError(
+                f"{path / _CORPUS} is missing; restore it from a backup, or make the knowledge base again"
+            )
+        return cls(path, manifest, config, clock or SystemClock())
+
+    # Documents
+
+    def add(self, paths: Sequence[Path], *, progress: Callable[[AddProgress], None] | None = None) -> AddReport:
+        """Index files and folders; what has not changed since the last time costs nothing.
+
+        Files that cannot be read are in the report and do not stop the others. An interruption loses only the batch it
+        falls into; adding the same paths again does the rest.
+
+        Raises:
+            KnowledgeBaseBusyError: somebody else is writing.
+            UsageError: a path does not exist.
+        """
+        with self._write_lock():
+            ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), self._clock, progress)
+            try:
+                return ingest.run(paths)
+            finally:
+                self._indexes.write()
+
+    def remove(self, targets: Sequence[str]) -> RemoveReport:
+        """Forget documents: each target is a document id, a file (absolute or from the working folder) or a folder.
+
+        Raises:
+            UnknownDocumentError: a target matches nothing; then nothing is removed.
+            KnowledgeBaseBusyError: somebody else is writing.
+        """
+        with self._write_lock():
+            known = self._corpus.paths()
+            doomed = {document_id: None for target in targets for document_id in _matches(target, known)}
+            try:
+                return RemoveReport(len(doomed), self._corpus.commit(removed=doomed))
+            finally:
+                self._indexes.write()
+
+    def documents(self) -> list[DocumentInfo]:
+        """What is indexed, by document id."""
+        return self._corpus.documents()
+
+    @property
+    def num_documents(self) -> int:
+        """Files, and records of JSONL files."""
+        return self._corpus.num_documents
+
+    @property
+    def num_chunks(self) -> int:
+        return self._corpus.num_chunks
+
+    # Search
+
+    def search(self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:
+        """The chunks that match best, best first; none where nothing was added. None takes the configured default.
+
+        What another process has added since is found too.
+
+        Raises:
+            UsageError: the query is blank, the mode unknown or top_k less than 1.
+        """
+        if not self._are_indexes_checked:
+            self._repair_indexes()
+        if (mode or self._config.search.mode) != "sparse":
+            self._checked_embedder()
+        return self._search.search(query, mode, top_k)
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Embeddings [len(texts), dimension], each of length 1, in float32 arithmetic."""
+        return self._checked_embedder().embed_queries(texts)
+
+    # Life
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        self._corpus.close()
+
+    def __enter__(self) -> "KnowledgeBase":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Inside
+
+    def _chunker(self) -> Chunker:
+        embedder = self._embedder
+        return Chunker(embedder.tokenizer, self._config.chunker.max_tokens, embedder.max_seq_length)
+
+    def _checked_embedder(self) -> Embedder:
+        """The embedder, once its files are known to be those that made the stored vectors.
+
+        Raises:
+            IncompatibleKnowledgeBaseError: they are not.
+        """
+        with self._checking:
+            if not self._is_embedder_checked:
+                if self._embedder.fingerprint != self._manifest.fingerprint:
+                    raise IncompatibleKnowledgeBaseError(
+                        f"the embedder {self._manifest.model!r} is not the one that {self._path} was made with "
+                        "(other files under the same name); put the old files back, or make the knowledge base again"
+                    )
+                self._is_embedder_checked = True
+        return self._embedder
+
+    def _repair_indexes(self) -> None:
+        """Once after opening: bring index files up to date that an interrupted writer left behind, or somebody damaged.
+
+        Somebody else who writes will do it himself, and a folder that cannot be written is searched as it is.
+        """
+        self._are_indexes_checked = True
+        if self._indexes.needs_write():
+            with contextlib.suppress(KnowledgeBaseBusyError, OSError), self._write_lock():
+                self._indexes.write()
+
+    @contextlib.contextmanager
+    def _write_lock(self) -> Iterator[None]:
+        lock = FileLock(self._path / _LOCK, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise KnowledgeBaseBusyError(
+                f"somebody else is writing to {self._path}; wait until that has finished, then try again"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _create(path: Path, config: StillroomConfig) -> None:
+    """An empty knowledge base in a missing or empty folder."""
+    if path.exists() and (not path.is_dir() or any(entry.name != _LOCK for entry in path.iterdir())):
+        raise KnowledgeBaseError(f"{path} is not empty and no knowledge base; give a new or an empty folder")
+    manifest = new_manifest(config, Embedder(config.embedder))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        manifest.save(path / _MANIFEST)
+    except OSError as error:
+        raise KnowledgeBaseError(f"{path} cannot be made: {error.strerror or error}; choose another folder") from error
+
+
+def _matches(target: str, known: dict[str, list[DocumentId]]) -> list[DocumentId]:
+    """The documents that a target of `remove` stands for.
+
+    Raises:
+        UnknownDocumentError: none.
+    """
+    absolute = os.path.abspath(target)
+    names = {target, absolute}
+    folder = os.path.join(absolute, "")
+    found = [
+        document_id
+        for path, document_ids in known.items()
+        for document_id in document_ids
+        if path in names or document_id in names or path.startswith(folder)
+    ]
+    if not found:
+        raise UnknownDocumentError(f"no document is or lies under {target!r}; `stillroom list` shows what there is")
+    return found

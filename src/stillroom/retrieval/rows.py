@@ -1,0 +1,143 @@
+"""The corpus' tables, its statements, and the values that go in and come out. No connection here."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.core.document import Chunk, DocumentInfo
+from stillroom.core.ids import ChunkId, DocumentId
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS state (
+    one INTEGER PRIMARY KEY CHECK (one = 0), generation INTEGER NOT NULL, corpus_id TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS sources (
+    path TEXT PRIMARY KEY, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, content_hash TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS documents (
+    document_id TEXT PRIMARY KEY, path TEXT NOT NULL, record_id TEXT, title TEXT NOT NULL,
+    content_hash TEXT NOT NULL, num_bytes INTEGER NOT NULL, num_chunks INTEGER NOT NULL, added_at REAL NOT NULL,
+    generation INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS documents_by_path ON documents (path);
+CREATE TABLE IF NOT EXISTS chunks (
+    chunk_id INTEGER PRIMARY KEY, document_id TEXT NOT NULL, ordinal INTEGER NOT NULL, text TEXT NOT NULL,
+    title TEXT NOT NULL, heading_path TEXT NOT NULL, num_tokens INTEGER NOT NULL, start_line INTEGER NOT NULL,
+    end_line INTEGER NOT NULL, record_id TEXT);
+CREATE INDEX IF NOT EXISTS chunks_by_document ON chunks (document_id, ordinal);
+CREATE TABLE IF NOT EXISTS vectors (
+    chunk_id INTEGER PRIMARY KEY, generation INTEGER NOT NULL, vector BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS vectors_by_generation ON vectors (generation);
+CREATE TABLE IF NOT EXISTS tombstones (chunk_id INTEGER PRIMARY KEY, generation INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS tombstones_by_generation ON tombstones (generation);
+"""
+
+_CHUNK = """c.chunk_id, c.document_id, c.ordinal, c.text, c.title, c.heading_path, c.num_tokens, c.start_line,
+    c.end_line, c.record_id"""
+SELECT_CHUNKS = f"SELECT {_CHUNK} FROM chunks c WHERE c.chunk_id IN ({{}})"
+SELECT_CHUNKS_OF = f"""SELECT {_CHUNK}, v.vector FROM chunks c JOIN vectors v USING (chunk_id)
+    WHERE c.document_id = ? ORDER BY c.ordinal"""
+SELECT_VECTORS = "SELECT chunk_id, vector FROM vectors WHERE chunk_id IN ({})"
+SELECT_INFOS = "SELECT document_id, title, num_chunks, num_bytes, added_at FROM documents ORDER BY document_id"
+SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? ORDER BY generation, chunk_id"
+SELECT_REMOVED = "SELECT chunk_id FROM tombstones WHERE generation > ? ORDER BY chunk_id"
+PUT_DOCUMENT = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+PUT_CHUNK = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file as it was when it was read to its end."""
+
+    path: str
+    size: int
+    """Bytes."""
+    mtime_ns: int
+    content_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceUpdate:
+    """Replace what is known of a file; None forgets it."""
+
+    path: str
+    source: Source | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDocument:
+    """A document on its way into the corpus."""
+
+    document_id: DocumentId
+    path: str
+    """The file it comes from."""
+    record_id: str | None
+    title: str
+    content_hash: str
+    num_bytes: int
+    added_at: float
+    """Unix time in seconds."""
+    chunks: tuple[Chunk, ...]
+    vectors: NDArray[np.float32]
+    """[len(chunks), d]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What happened to the chunks since some generation."""
+
+    generation: int
+    """The generation that an index has when it has applied them."""
+    removed: tuple[ChunkId, ...]
+    added: tuple[ChunkId, ...]
+    """New, or read differently than before; in the order they came."""
+
+
+def chunk(row: tuple[Any, ...]) -> Chunk:
+    chunk_id, document_id, ordinal, text, title, heading_path, num_tokens, start_line, end_line, record_id = row[:10]
+    return Chunk(
+        chunk_id=ChunkId(chunk_id),
+        document_id=DocumentId(document_id),
+        ordinal=ordinal,
+        text=text,
+        title=title,
+        heading_path=tuple(json.loads(heading_path)),
+        num_tokens=num_tokens,
+        start_line=start_line,
+        end_line=end_line,
+        record_id=record_id,
+    )
+
+
+def chunk_row(chunk: Chunk) -> tuple[object, ...]:
+    return (
+        chunk.chunk_id,
+        chunk.document_id,
+        chunk.ordinal,
+        chunk.text,
+        chunk.title,
+        json.dumps(chunk.heading_path),
+        chunk.num_tokens,
+        chunk.start_line,
+        chunk.end_line,
+        chunk.record_id,
+    )
+
+
+def document_row(document: StoredDocument, generation: int) -> tuple[object, ...]:
+    return (
+        document.document_id,
+        document.path,
+        document.record_id,
+        document.title,
+        document.content_hash,
+        document.num_bytes,
+        len(document.chunks),
+        document.added_at,
+        generation,
+    )
+
+
+def document_info(row: tuple[Any, ...]) -> DocumentInfo:
+    document_id, title, num_chunks, num_bytes, added_at = row
+    return DocumentInfo(DocumentId(document_id), title, num_chunks, num_bytes, added_at)

@@ -1,0 +1,140 @@
+"""The HTTP application: OpenAI's routes over one `Stillroom`, with search, health and metrics beside them.
+
+Nothing blocks the event loop: what computes runs in a thread, and answers are read with `async for`. Routes and
+examples: docs/http.md
+"""
+
+import asyncio
+import base64
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+
+from stillroom import __version__
+from stillroom.errors import UsageError
+from stillroom.server import errors
+from stillroom.server.chat import AnswerEvents, ask_options, whole_answer
+from stillroom.server.errors import ModelNotServed
+from stillroom.server.middleware import Observed
+from stillroom.server.payloads import Payload, search_payload
+from stillroom.server.protocol import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+    Model,
+    ModelList,
+    SearchRequest,
+)
+from stillroom.telemetry.metrics import CONTENT_TYPE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from stillroom.rag.room import Stillroom
+
+ALIAS = "stillroom"
+"""A model name that always means the one that is served."""
+
+
+def create_app(room: "Stillroom") -> FastAPI:
+    """The application. The room stays the caller's: whoever opened it closes it, after the server has stopped."""
+    app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
+    app.include_router(_Api(room).router())
+    errors.install(app)
+    app.add_middleware(Observed, metrics=room.metrics)
+    return app
+
+
+class _Api:
+    """The routes' functions, bound to a room."""
+
+    def __init__(self, room: "Stillroom") -> None:
+        self._room = room
+        self._started_at = int(time.time())
+
+    def router(self) -> APIRouter:
+        router = APIRouter()
+        router.add_api_route(
+            "/v1/chat/completions", self.chat_completions, methods=["POST"], response_model=ChatCompletion
+        )
+        router.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"])
+        router.add_api_route("/v1/models", self.models, methods=["GET"])
+        router.add_api_route("/v1/models/{model:path}", self.model, methods=["GET"])
+        router.add_api_route("/v1/search", self.search, methods=["POST"])
+        router.add_api_route("/healthz", self.healthz, methods=["GET"])
+        router.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=Response)
+        return router
+
+    async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
+        self._check_model(body.model, [self._room.model_name])
+        if not body.question.strip():
+            raise UsageError("messages hold no question; the last message of the role 'user' is the question")
+        stream = await self._room.astream(body.question, ask_options(body))
+        if body.stream:
+            include_usage = body.stream_options is not None and body.stream_options.include_usage
+            return AnswerEvents(stream, self._room.model_name, include_usage=include_usage)
+        return await whole_answer(stream, self._room.model_name, request)
+
+    async def embeddings(self, body: EmbeddingRequest) -> EmbeddingList:
+        embedder = self._room.config.embedder.model
+        self._check_model(body.model, [embedder])
+        if not all(text.strip() for text in body.texts):
+            raise UsageError("input holds an empty text; every text needs at least one word")
+        vectors = await asyncio.to_thread(self._room.embed, body.texts)
+        if body.dimensions not in (None, vectors.shape[1]):
+            raise UsageError(f"dimensions={body.dimensions}; {embedder!r} makes {vectors.shape[1]}")
+        data = [
+            Embedding(index=index, embedding=_encode(vector, body.encoding_format))
+            for index, vector in enumerate(vectors)
+        ]
+        return EmbeddingList(data=data, model=embedder, usage=EmbeddingUsage())
+
+    async def models(self) -> ModelList:
+        return ModelList(data=[self._describe(name) for name in self._names()])
+
+    async def model(self, model: str) -> Model:
+        self._check_model(model, self._names())
+        return self._describe(self._room.model_name if model == ALIAS else model)
+
+    async def search(self, body: SearchRequest) -> Payload:
+        if not body.query.strip():
+            raise UsageError("the query is empty")
+        started = time.perf_counter()
+        found = await asyncio.to_thread(self._room.search, body.query, mode=body.mode, top_k=body.top_k)
+        mode = body.mode or self._room.config.search.mode
+        return search_payload(body.query, mode, found, time.perf_counter() - started)
+
+    async def healthz(self) -> dict[str, Any]:
+        num_documents = len(await asyncio.to_thread(self._room.documents))
+        return {
+            "status": "ok",
+            "model": self._room.model_name,
+            "documents": num_documents,
+            "kv_blocks": {"free": self._room.num_free_blocks, "total": self._room.num_blocks},
+        }
+
+    async def metrics(self) -> Response:
+        content = await asyncio.to_thread(self._room.metrics.render)
+        return Response(content, headers={"Content-Type": CONTENT_TYPE})
+
+    def _names(self) -> list[str]:
+        return [self._room.model_name, self._room.config.embedder.model]
+
+    def _describe(self, name: str) -> Model:
+        return Model(id=name, created=self._started_at)
+
+    def _check_model(self, model: str | None, served: list[str]) -> None:
+        """An answer by another model than the one asked for would be a silent mistake."""
+        if model not in (None, ALIAS, *served):
+            raise ModelNotServed(str(model), served)
+
+
+def _encode(vector: "NDArray[Any]", encoding_format: str) -> list[float] | str:
+    if encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+    numbers: list[float] = vector.tolist()
+    return numbers

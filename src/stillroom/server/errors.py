@@ -1,0 +1,105 @@
+"""Errors as HTTP: a status and OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. No stack traces."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from stillroom.errors import (
+    EmptyKnowledgeBaseError,
+    EngineClosedError,
+    KnowledgeBaseBusyError,
+    PromptTooLongError,
+    RequestAbortedError,
+    StillroomError,
+    UnknownDocumentError,
+    UsageError,
+)
+
+CLIENT_CLOSED_REQUEST = 499
+"""What nginx made the usual status for a client that did not wait; nobody receives it, but the metrics count it."""
+
+_INVALID = "invalid_request_error"
+_UNAVAILABLE = "service_unavailable_error"
+
+_KINDS: tuple[tuple[type[StillroomError], int, str, str], ...] = (
+    # exception, status, type, code; the first that fits, so a subclass stands before its base
+    (PromptTooLongError, 400, _INVALID, "context_length_exceeded"),
+    (UnknownDocumentError, 404, _INVALID, "document_not_found"),
+    (UsageError, 400, _INVALID, "invalid_value"),
+    (EmptyKnowledgeBaseError, 409, "conflict_error", "knowledge_base_empty"),
+    (KnowledgeBaseBusyError, 503, _UNAVAILABLE, "knowledge_base_busy"),
+    (EngineClosedError, 503, _UNAVAILABLE, "shutting_down"),
+    (RequestAbortedError, 503, _UNAVAILABLE, "request_aborted"),
+    (StillroomError, 500, "server_error", "internal_error"),
+)
+
+
+def error_body(message: str, kind: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class ModelNotServed(Exception):
+    """The request names a model that this server does not have. Never leaves the application."""
+
+    def __init__(self, model: str, served: list[str]) -> None:
+        super().__init__(f"the model {model!r} is not served here; this server has {', '.join(map(repr, served))}")
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body. What is not ours is an internal error, and its message stays in the server's log."""
+    for exception, status, kind, code in _KINDS:
+        if isinstance(error, exception):
+            return status, error_body(str(error), kind, code=code)
+    return 500, error_body("internal error; the server's log has the details", "server_error", code="internal_error")
+
+
+def error_response(error: Exception) -> JSONResponse:
+    status, body = describe(error)
+    # OpenAI's clients repeat requests that got 409 or 5xx, unless told that it will not help
+    headers = {} if status == 503 else {"x-should-retry": "false"}
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every expected error of the app in this shape."""
+
+    async def on_stillroom_error(_: Request, error: Exception) -> JSONResponse:
+        return error_response(error)
+
+    async def on_model_not_served(_: Request, error: Exception) -> JSONResponse:
+        body = error_body(str(error), _INVALID, code="model_not_found", param="model")
+        return JSONResponse(body, status_code=404)
+
+    async def on_invalid_request(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _invalid_request(error)
+
+    async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return _http_exception(request, error)
+
+    app.add_exception_handler(StillroomError, on_stillroom_error)
+    app.add_exception_handler(ModelNotServed, on_model_not_served)
+    app.add_exception_handler(RequestValidationError, on_invalid_request)
+    app.add_exception_handler(HTTPException, on_http_exception)
+
+
+def _invalid_request(error: RequestValidationError) -> JSONResponse:
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(place) if first["type"] != "json_invalid" else None
+    reason = first["msg"] if param is None else f"{param}: {first['msg']}"
+    return JSONResponse(error_body(reason, _INVALID, code="invalid_value", param=param or None), status_code=400)
+
+
+def _http_exception(request: Request, error: HTTPException) -> JSONResponse:
+    where = f"{request.method} {request.url.path}"
+    message, code = {
+        404: (f"there is no {where}", "not_found"),
+        405: (f"{where} is not possible; see the Allow header", "method_not_allowed"),
+    }.get(error.status_code, (str(error.detail), None))
+    body = error_body(message, _INVALID, code=code)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)

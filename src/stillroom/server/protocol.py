@@ -1,0 +1,176 @@
+"""The bodies of requests and responses: OpenAI's types, plus one field of ours called `stillroom`.
+
+Fields of OpenAI's that are not here are ignored, so that its clients work; an unknown field inside `stillroom` is an
+error, because it is ours and can only be a mistake. Which fields mean what: docs/http.md
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from stillroom.config.settings import SearchMode
+
+TopK = Annotated[int, Field(ge=1)]
+MaxTokens = Annotated[int, Field(ge=1)]
+
+MAX_EMBEDDING_INPUTS = 2048
+"""Most texts in one request for embeddings; OpenAI's own limit."""
+
+
+class TextPart(BaseModel):
+    """A piece of a message. Other kinds (images, audio) are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    role: str
+    content: str | list[TextPart] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class SearchOptions(BaseModel):
+    """Our extension of the request."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    top_k: TopK | None = None
+    mode: SearchMode | None = None
+
+
+class ChatCompletionRequest(BaseModel):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    model: str | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stillroom: SearchOptions | None = None
+
+    @property
+    def question(self) -> str:
+        """The last message of the user; empty if there is none."""
+        texts = (message.text for message in reversed(self.messages) if message.role == "user")
+        return next(texts, "")
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Choice(BaseModel):
+    index: int = 0
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: str
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    stillroom: dict[str, Any]
+    """`request_id`, `sources`, `timing`, `reuse`."""
+
+
+class Delta(BaseModel):
+    """What a chunk adds to the message; unset fields are left out."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(BaseModel):
+    index: int = 0
+    delta: Delta
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    stillroom: dict[str, Any] | None = None
+    """First chunk: `request_id`, `sources`. The one with the finish reason: `request_id`, `timing`, `reuse`."""
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "stillroom"
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class EmbeddingRequest(BaseModel):
+    input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+    """Numbers, or base64 of little-endian float32."""
+
+
+class EmbeddingUsage(BaseModel):
+    """Always 0: the embedder does not report tokens. The fields are there because clients expect them."""
+
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class SearchRequest(SearchOptions):
+    query: str

@@ -1,0 +1,131 @@
+"""Run the application: bind first, so that a taken port is known before a model loads; listen when all is warm.
+
+The process's signals stop it gracefully: no new connections, running answers get `GRACE_SECONDS` to finish, the rest
+is cancelled.
+"""
+
+import contextlib
+import errno
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from stillroom.errors import ConfigError, StillroomError
+
+GRACE_SECONDS = 10
+"""How long answers that are being streamed may go on after the server was asked to stop."""
+
+
+class HttpServer:
+    """One listening address. `run` blocks until `stop`, SIGINT or SIGTERM."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Bind the address; port 0 picks a free one.
+
+        Raises:
+            ConfigError: the host is no address of this machine.
+            StillroomError: the port is taken or may not be used.
+        """
+        self._host = host
+        self._socket = _bind(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._server: uvicorn.Server | None = None
+        self._is_stopping = False
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches it."""
+        name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
+        return f"http://{f'[{name}]' if ':' in name and not name.startswith('[') else name}:{self.port}"
+
+    def run(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
+        """Serve until stopped; `on_ready` is called when connections are accepted.
+
+        Raises:
+            StillroomError: another process took the port in the meantime.
+        """
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            server_header=False,
+        )
+        self._server = _AnnouncingServer(config, on_ready)
+        self._server.should_exit = self._is_stopping
+        try:
+            with self._signals():
+                self._server.run(sockets=[self._socket])
+        except OSError as error:
+            if self._server.started:
+                raise
+            raise _explain(error, self._host, self.port) from error
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        """Ask `run` to return; may be called from any thread, also before `run`."""
+        self._is_stopping = True
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def close(self) -> None:
+        """Give the address back, if `run` has not."""
+        self._socket.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        # uvicorn stops on the first signal and raises it again when it has stopped; by then it is dealt with.
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, lambda *_: self.stop()) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _AnnouncingServer(uvicorn.Server):
+    """Says when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._on_ready()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"server.host={host!r} is not an address or host name: {error.strerror}") from error
+    family, kind, _, _, address = found[0]
+    bound = socket.socket(family, kind)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise _explain(error, host, port) from error
+    return bound
+
+
+def _explain(error: OSError, host: str, port: int) -> StillroomError:
+    if error.errno == errno.EADDRINUSE:
+        return StillroomError(f"port {port} on {host} is taken; choose another with --port, or --port 0 for a free one")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"server.host={host!r} is not an address of this machine; 0.0.0.0 means all of them")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return StillroomError(f"port {port} needs privileges; choose one above 1023 with --port")
+    return StillroomError(f"cannot listen on {host} port {port}: {error.strerror or error}")

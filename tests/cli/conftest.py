@@ -1,0 +1,35 @@
+"""Fixtures for command lines."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.harness import Opened, Run, runner, use_fake
+from tests.server.fakes import FakeRoom
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty current folder, and no settings from the machine that runs the tests."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("STILLROOM_KB", "STILLROOM_CONFIG", "STILLROOM_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line in this process."""
+    return runner(capfd)
+
+
+@pytest.fixture
+def fake() -> FakeRoom:
+    return FakeRoom()
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, fake: FakeRoom) -> Opened:
+    """Commands open the fake; tells with what."""
+    return use_fake(monkeypatch, fake)

@@ -1,0 +1,56 @@
+"""Command lines run inside the test, with a fake room where the command would open one."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stillroom.cli import main, room
+from stillroom.config.settings import StillroomConfig
+from tests.server.fakes import FakeRoom
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+class Opened:
+    """Stands in for `open_room` and keeps what it was called with."""
+
+    def __init__(self, fake: FakeRoom) -> None:
+        self.fake = fake
+        self.calls: list[tuple[Path, StillroomConfig, bool]] = []
+
+    def __call__(self, kb: Path, config: StillroomConfig, *, create: bool = False) -> FakeRoom:
+        self.calls.append((kb, config, create))
+        self.fake.config = config
+        return self.fake
+
+
+def runner(capfd: pytest.CaptureFixture[str]) -> Run:
+    def run(*args: object) -> Result:
+        capfd.readouterr()
+        code = main.run([str(arg) for arg in args])
+        captured = capfd.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return run
+
+
+def use_fake(monkeypatch: pytest.MonkeyPatch, fake: FakeRoom) -> Opened:
+    opened = Opened(fake)
+    monkeypatch.setattr(room, "open_room", opened)
+    return opened

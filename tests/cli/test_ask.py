@@ -1,0 +1,107 @@
+"""`stillroom ask` over a fake room, which answers with the question."""
+
+import io
+import json
+
+import pytest
+
+from stillroom.rag.answer import AskOptions
+from tests.cli.harness import Opened, Run
+from tests.server.fakes import FakeRoom
+
+QUESTION = "How do I rotate keys?"
+KEYS = ["question", "text", "token_ids", "finish_reason", "request_id", "sources", "timing", "reuse"]
+
+
+def test_answer_sources_and_timing(run: Run, opened: Opened) -> None:
+    result = run("ask", QUESTION)
+
+    assert result.code == 0
+    assert result.err == ""
+    assert result.out == (
+        "How do I rotate keys?\n"
+        "\n"
+        "Sources:\n"
+        "  1. 1.0000  docs/keys.md:3-4  Keys > Rotation\n"
+        "Timing: retrieval 10 ms, first token 20 ms, 1 ms per token, total 50 ms; 100 prompt tokens, 40 cached\n"
+    )
+
+
+def test_quiet_is_the_answer_and_nothing_else(run: Run, opened: Opened) -> None:
+    result = run("ask", QUESTION, "--quiet")
+
+    assert (result.out, result.err) == (f"{QUESTION}\n", "")
+
+
+def test_one_question_is_one_indented_object(run: Run, opened: Opened) -> None:
+    result = run("ask", QUESTION, "--json")
+
+    assert list(result.json) == KEYS
+    assert result.out.startswith('{\n  "question": "How do I rotate keys?",\n')
+    assert result.json["text"] == QUESTION
+    assert result.json["sources"][0]["position"] == 1
+    assert result.json["reuse"]["num_cached_tokens"] == 40
+
+
+def test_several_questions_are_one_object_a_line(run: Run, opened: Opened) -> None:
+    lines = run("ask", "first one", "second one", "--json").out.splitlines()
+
+    assert [json.loads(line)["text"] for line in lines] == ["first one", "second one"]
+    assert len(opened.calls) == 1
+
+
+def test_several_questions_in_text_name_each_question(run: Run, opened: Opened) -> None:
+    out = run("ask", "first one", "second one").out
+
+    assert out.startswith("Question: first one\nfirst one\n\nSources:\n")
+    assert "\n\nQuestion: second one\nsecond one\n" in out
+
+
+def test_dash_reads_questions_from_stdin(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("first one\n\n  second one\n"))
+
+    lines = run("ask", "-", "last one", "--json").out.splitlines()
+
+    assert [json.loads(line)["question"] for line in lines] == ["first one", "second one", "last one"]
+
+
+def test_single_question_from_stdin_is_still_one_line(
+    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("only one\n"))
+
+    assert len(run("ask", "-", "--json").out.splitlines()) == 1
+
+
+def test_question_that_cannot_be_answered_does_not_stop_the_others(run: Run, opened: Opened, fake: FakeRoom) -> None:
+    result = run("ask", "first one", " ", "last one", "--json")
+
+    assert result.code == 2
+    assert [json.loads(line)["question"] for line in result.out.splitlines()] == ["first one", "last one"]
+    first, last = (json.loads(line)["error"]["message"] for line in result.err.splitlines())
+    assert "the question is empty" in first
+    assert last == "some questions were not answered; see above"
+
+
+def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeRoom) -> None:
+    flags = "-k 3 --mode dense --max-tokens 7 --temperature 0.5 --top-p 0.9 --seed 5 --model m"
+
+    run("ask", QUESTION, *flags.split())
+
+    expected = AskOptions(mode="dense", top_k=3, max_tokens=7, temperature=0.5, top_p=0.9, seed=5)
+    assert fake.asked == [(QUESTION, expected)]
+    assert opened.calls[0][1].runtime.model == "m"
+
+
+def test_failure_in_the_middle_keeps_what_came_before(run: Run, opened: Opened, fake: FakeRoom) -> None:
+    fake.fails_at = "rotate"
+
+    result = run("ask", QUESTION)
+
+    assert result.code == 1
+    assert result.out.startswith("How do I")
+    assert result.err == "error: the fake failed on purpose\n"
+
+
+def test_answer_cannot_steer_the_terminal(run: Run, opened: Opened) -> None:
+    assert "\x1b" not in run("ask", "a \x1b[2J b").out

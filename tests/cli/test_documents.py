@@ -1,0 +1,185 @@
+"""`stillroom add`, `remove` and `list` over a fake room."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+
+from stillroom.cli.progress import BarListener, LineListener
+from stillroom.core.ids import DocumentId
+from stillroom.errors import UnknownDocumentError
+from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
+from tests.cli.harness import Opened, Run, use_fake
+from tests.fakes import ManualClock
+from tests.server.fakes import FakeRoom
+
+
+class EditableRoom(FakeRoom):
+    """A room whose documents can be added and removed, in name only."""
+
+    def __init__(self, failures: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__()
+        self.failures = failures
+        self.added: list[Path] = []
+        self.reports_progress = False
+
+    def add(self, *paths: Path, progress: Callable[[AddProgress], None] | None = None) -> AddReport:
+        self.added += paths
+        self.reports_progress = progress is not None
+        return AddReport(3, 1, 10, 2, num_chunks=57, failures=self.failures, seconds=4.2)
+
+    def remove(self, *targets: str) -> RemoveReport:
+        if "nowhere.md" in targets:
+            raise UnknownDocumentError("nowhere.md is not in the knowledge base; see: stillroom list")
+        return RemoveReport(len(targets), 5)
+
+
+@pytest.fixture
+def room() -> EditableRoom:
+    return EditableRoom()
+
+
+@pytest.fixture(autouse=True)
+def editable(monkeypatch: pytest.MonkeyPatch, room: EditableRoom) -> Opened:
+    Path("docs").mkdir()
+    return use_fake(monkeypatch, room)
+
+
+def test_add_makes_the_knowledge_base_and_sums_up(run: Run, editable: Opened, room: EditableRoom) -> None:
+    result = run("add", "docs")
+
+    assert result.code == 0
+    assert result.out == "added 3, updated 1, unchanged 10, removed 2: 57 chunks in 4.2 s\n"
+    assert room.added == [Path("docs")]
+    assert room.reports_progress
+    [(kb, _, create)] = editable.calls
+    assert (kb, create) == (Path("kb"), True)
+
+
+def test_add_lists_failures_and_is_1(run: Run, room: EditableRoom) -> None:
+    room.failures = (("/x/bad.html", "it is not UTF-8"), ("/x/huge.md", "it is too big"))
+
+    result = run("add", "docs")
+
+    assert result.code == 1
+    assert result.out.startswith("added 3,")
+    expected = "2 files could not be read:\n  /x/bad.html: it is not UTF-8\n  /x/huge.md: it is too big\n"
+    assert result.err == expected
+
+
+def test_add_as_json(run: Run, room: EditableRoom) -> None:
+    room.failures = (("/x/bad.html", "it is not UTF-8"),)
+
+    result = run("add", "docs", "--json")
+
+    assert (result.code, result.err) == (1, "")
+    assert result.json == {
+        "num_added": 3,
+        "num_updated": 1,
+        "num_unchanged": 10,
+        "num_removed": 2,
+        "num_chunks": 57,
+        "seconds": 4.2,
+        "failures": [{"path": "/x/bad.html", "reason": "it is not UTF-8"}],
+    }
+    assert not room.reports_progress
+
+
+def test_add_quietly_prints_failures_only(run: Run, room: EditableRoom) -> None:
+    quiet = run("add", "docs", "-q")
+    room.failures = (("bad.html", "it is not UTF-8"),)
+    failing = run("add", "docs", "-q")
+
+    assert (quiet.out, quiet.err, quiet.code) == ("", "", 0)
+    assert (failing.out, failing.code) == ("", 1)
+    assert "bad.html" in failing.err
+    assert not room.reports_progress
+
+
+def test_remove_says_how_much(run: Run) -> None:
+    assert run("remove", "a.md", "b.md").out == "removed 2 documents (5 chunks)\n"
+    assert run("remove", "a.md", "--json").json == {"num_documents": 1, "num_chunks": 5}
+
+
+def test_remove_of_what_is_not_there_is_a_wrong_call(run: Run) -> None:
+    result = run("remove", "nowhere.md")
+
+    assert result.code == 2
+    assert result.err.startswith("error: nowhere.md is not in")
+
+
+def test_list_is_a_table(run: Run, room: EditableRoom, tmp_path: Path) -> None:
+    room.texts = {str(tmp_path / "docs" / "a.md"): "x" * 3000, "/b.md": "y"}
+
+    header, *rows = run("list").out.splitlines()
+
+    assert header.split() == ["chunks", "size", "added", "document"]
+    assert [row.split()[0:3] + row.split()[-1:] for row in rows] == [
+        ["1", "1", "B", "/b.md"],
+        ["1", "2.9", "KiB", "docs/a.md"],
+    ]
+
+
+def test_list_as_json(run: Run, room: EditableRoom) -> None:
+    assert run("list", "--json").json == {
+        "documents": [
+            {
+                "document": DocumentId("docs/keys.md"),
+                "title": "docs/keys",
+                "num_chunks": 1,
+                "num_bytes": 36,
+                "added_at": 1_700_000_000.0,
+            }
+        ]
+    }
+
+
+def test_list_of_nothing_says_what_to_do(run: Run, room: EditableRoom) -> None:
+    room.texts = {}
+
+    result = run("list")
+
+    assert (result.code, result.out) == (0, "")
+    assert "stillroom add" in result.err
+
+
+def progress(num_bytes_done: int, num_chunks: int) -> AddProgress:
+    return AddProgress(
+        num_files_done=num_bytes_done // 10,
+        num_files_total=100,
+        num_bytes_done=num_bytes_done,
+        num_bytes_total=1000,
+        num_chunks=num_chunks,
+        current="a.md",
+    )
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = ManualClock()
+    listen = LineListener(clock.monotonic)
+
+    listen(progress(10, 20))
+    clock.advance(10)
+    listen(progress(250, 400))
+    clock.advance(1)
+    listen(progress(300, 500))
+    clock.advance(9)
+    listen(progress(1000, 2000))
+
+    assert capsys.readouterr().err.splitlines() == [
+        "25 of 100 files, 400 chunks, 40 chunks/s, about 30 s left",
+        "100 of 100 files, 2,000 chunks, 100 chunks/s",
+    ]
+
+
+def test_bar_shows_files_chunks_and_rate() -> None:
+    clock, screen = ManualClock(), io.StringIO()
+    with Progress(TextColumn("{task.percentage} {task.fields[counts]}"), console=Console(file=screen)) as bar:
+        listen = BarListener(bar, clock.monotonic)
+        clock.advance(10)
+        listen(progress(250, 400))
+
+    assert "25.0 25 of 100 files, 400 chunks, 40 chunks/s" in screen.getvalue()

@@ -1,0 +1,230 @@
+"""Exit codes, errors, help and start-up time of every command."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stillroom
+from stillroom.errors import (
+    ConfigError,
+    EmptyKnowledgeBaseError,
+    EngineError,
+    KnowledgeBaseNotFoundError,
+    ModelNotFoundError,
+    UnknownDocumentError,
+)
+from tests.cli.harness import Opened, Run
+from tests.server.fakes import FakeRoom, until
+
+COMMANDS = ["add", "remove", "list", "search", "ask", "serve", "bench", "bench retrieval"]
+
+
+def launch(*args: str, **options: Any) -> "subprocess.Popen[str]":
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "stillroom.cli.main", *args]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **options)
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").out == f"stillroom {stillroom.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_has_examples(run: Run, command: str) -> None:
+    result = run(*command.split(), "--help")
+
+    assert result.code == 0
+    assert command == "bench" or f"  stillroom {command} " in result.out
+
+
+def test_no_command_shows_the_help_and_is_a_wrong_call(run: Run) -> None:
+    result = run()
+
+    assert result.code == 2
+    assert "Usage: stillroom" in result.out
+
+
+def test_help_imports_nothing_heavy_and_is_fast() -> None:
+    code = (
+        "import sys\nfrom stillroom.cli.main import run\n"
+        "for command in [[], ['add'], ['remove'], ['list'], ['search'], ['ask'], ['serve'], ['bench', 'retrieval']]:\n"
+        "    assert run([*command, '--help']) == 0\n"
+        "heavy = {'torch', 'numpy', 'faiss', 'fastapi', 'transformers', 'sentence_transformers'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        with launch("--help") as process:
+            process.communicate()
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(5)) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["serach"], "Did you mean 'search'?"),
+        (["search"], "Missing argument"),
+        (["search", "x", "--nope"], "No such option"),
+        (["search", "x", "-k", "0"], "--top-k"),
+        (["search", "x", "--mode", "magic"], "magic"),
+        (["ask"], "Missing argument"),
+        (["ask", "x", "--top-p", "0"], "above 0 and at most 1"),
+        (["ask", "x", "--temperature", "-1"], "at least 0"),
+        (["add", "nowhere.md"], "does not exist"),
+        (["serve", "--port", "70000"], "--port"),
+        (["list", "--config", "nowhere.toml"], "no such file"),
+    ],
+)
+def test_wrong_call_is_2_with_one_line_and_no_stack_trace(
+    run: Run, opened: Opened, args: list[str], complaint: str
+) -> None:
+    result = run(*args)
+
+    assert result.code == 2
+    assert result.out == ""
+    assert complaint in result.err
+    assert "Traceback" not in result.err
+    assert result.err.startswith("error: ")
+    assert opened.calls == []
+
+
+def test_wrong_call_as_json(run: Run, opened: Opened) -> None:
+    result = run("search", "--json")
+
+    assert (result.code, result.out) == (2, "")
+    assert json.loads(result.err)["error"]["type"] == "UsageError"
+
+
+def test_json_behind_dashes_is_a_word(run: Run, opened: Opened, fake: FakeRoom) -> None:
+    fake.texts = {}
+
+    result = run("ask", "--", "--json")
+
+    assert result.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (EmptyKnowledgeBaseError("it is empty"), 1),
+        (EngineError("it broke"), 1),
+        (OSError(28, "No space left on device"), 1),
+        (ConfigError("it does not exist"), 2),
+        (KnowledgeBaseNotFoundError("there is none"), 2),
+        (ModelNotFoundError("there is none"), 2),
+        (UnknownDocumentError("there is none"), 2),
+    ],
+)
+def test_exit_code_says_whose_turn_it_is(
+    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch, failure: Exception, code: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(fake, "search", fail)
+
+    text, as_json = run("search", "x"), run("search", "x", "--json")
+
+    assert (text.code, as_json.code) == (code, code)
+    assert text.err == f"error: {failure}\n"
+    expected = {"type": type(failure).__name__, "message": str(failure)}
+    assert json.loads(as_json.err) == {"error": expected}
+    assert (text.out, as_json.out) == ("", "")
+    assert fake.is_closed
+
+
+def test_bug_is_one_line_unless_debugging(
+    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "search", lambda *_, **__: 1 // 0)
+
+    plain = run("search", "x")
+    monkeypatch.setenv("STILLROOM_DEBUG", "1")
+    debugging = run("search", "x")
+
+    assert (plain.code, debugging.code) == (1, 1)
+    assert len(plain.err.splitlines()) == 1
+    assert "internal error: ZeroDivisionError" in plain.err
+    assert "STILLROOM_DEBUG=1" in plain.err
+    assert "Traceback" in debugging.err
+
+
+def test_interrupt_is_130_and_says_that_nothing_is_lost(
+    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake, "search", interrupt)
+    monkeypatch.setattr(fake, "add", interrupt, raising=False)
+    Path("a.md").touch()
+
+    result, adding, as_json = run("search", "x"), run("add", "a.md"), run("search", "x", "--json")
+
+    assert (result.code, adding.code, as_json.code) == (130, 130, 130)
+    assert result.err == "stopped. Nothing was changed and nothing is lost; run the same command again.\n"
+    assert "What was indexed so far is kept" in adding.err
+    assert json.loads(as_json.err)["error"]["type"] == "Interrupted"
+    assert fake.is_closed
+
+
+def test_reader_that_goes_away_is_not_an_error() -> None:
+    code = (
+        "import sys\nfrom stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
+        "room.open_room = lambda *_, **__: FakeRoom()\n"
+        "sys.argv = ['stillroom', 'ask', '-', '--quiet']\nmain.main()\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, cwd=root) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.write(b"how do I rotate keys?\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"how do I rotate keys?\n"
+        process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            for _ in range(1000):
+                process.stdin.write(b"how do I rotate keys?\n")
+                process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        assert process.wait(30) == 141
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_a_command_without_a_stack_trace(number: int, code: int, tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
+        "class Room(FakeRoom):\n"
+        "    def close(self): print('closed', file=sys.stderr)\n"
+        "room.open_room = lambda *_, **__: Room()\n"
+        "sys.argv = ['stillroom', 'ask', '-', '--quiet']\nmain.main()\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=root
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.write("ready?\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        os.kill(process.pid, number)
+        until(lambda: process.poll() is not None)
+        assert process.returncode == code
+        errors = process.stderr.read()
+    assert errors.startswith("closed")
+    assert "Traceback" not in errors

@@ -1,0 +1,135 @@
+"""`stillroom serve` as a process of its own, over a fake room."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from stillroom.server.run import HttpServer
+from tests.cli.harness import Opened, Run
+from tests.server.fakes import FakeRoom
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import sys
+from stillroom.cli import main, room
+from tests.server.fakes import FakeRoom
+
+class Room(FakeRoom):
+    def warm_up(self):
+        print("warming up", file=sys.stderr, flush=True)
+    def close(self):
+        print("room closed", file=sys.stderr, flush=True)
+
+room.open_room = lambda *_, **__: Room()
+sys.argv = ["stillroom", "serve", *sys.argv[1:]]
+main.main()
+"""
+
+
+@contextmanager
+def launched(*args: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-c", PROGRAM, *args]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_server_says_when_it_is_ready_and_stops_on_a_signal(number: signal.Signals) -> None:
+    with launched("--port", "0") as process:
+        assert process.stderr and process.stdout
+        lines = [process.stderr.readline() for _ in range(3)]
+        assert lines[:2] == ["loading fake-model ...\n", "warming up\n"]
+        assert lines[2].startswith("Stillroom listens on http://127.0.0.1:")
+        url = lines[2].split()[3]
+        assert httpx.get(f"{url}/healthz").json()["status"] == "ok"
+
+        process.send_signal(number)
+
+        assert process.wait(20) == 0
+        assert process.stderr.read() == "stopped\nroom closed\n"
+        assert process.stdout.read() == ""
+
+
+def test_json_prints_one_object_when_ready() -> None:
+    with launched("--port", "0", "--json") as process:
+        assert process.stdout and process.stderr
+        ready = json.loads(process.stdout.readline())
+        assert httpx.get(f"{ready['url']}/healthz").json()["model"] == ready["model"]
+        assert str(ready["port"]) in ready["url"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_taken_port_is_a_failure_before_anything_is_loaded(run: Run, opened: Opened) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = run("serve", "--port", other.getsockname()[1])
+
+    assert result.code == 1
+    assert "is taken; choose another with --port" in result.err
+    assert opened.calls == []
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_host_that_is_not_this_machine_is_a_wrong_call(run: Run, opened: Opened, host: str) -> None:
+    result = run("serve", "--host", host, "--port", "0")
+
+    assert result.code == 2
+    assert host in result.err
+
+
+def test_port_is_given_back_when_the_room_cannot_be_opened(
+    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake, "warm_up", fail)
+
+    assert run("serve", "--port", "0").code == 130
+    assert fake.is_closed
+
+
+@pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]")])
+def test_url_is_one_that_a_client_can_use(host: str, shown: str) -> None:
+    try:
+        server = HttpServer(host, 0)
+    except Exception:
+        pytest.skip(f"no {host} on this machine")
+    try:
+        assert server.url == f"http://{shown}:{server.port}"
+    finally:
+        server.close()
+
+
+def test_other_machines_are_warned_of(
+    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HttpServer, "run", lambda *_: None)
+
+    assert "no authentication" in run("serve", "--host", "0.0.0.0", "--port", "0").err
+    assert "no authentication" not in run("serve", "--host", "127.0.0.1", "--port", "0").err
+
+
+def test_stop_before_run_ends_it_at_once() -> None:
+    from stillroom.server.app import create_app
+    from tests.server.fakes import as_room
+
+    server = HttpServer("127.0.0.1", 0)
+    server.stop()
+    thread = threading.Thread(target=server.run, args=(create_app(as_room(FakeRoom())), lambda: None))
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()

@@ -1,0 +1,180 @@
+"""Which of four places a setting comes from, and what an impossible one is told."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stillroom.config.load import load_config, settings
+from stillroom.config.settings import StillroomConfig
+from stillroom.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str, name: str = "stillroom.toml") -> Path:
+    file = Path(name)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert load_config(env={}) == StillroomConfig()
+
+
+def test_later_places_win_and_others_stay() -> None:
+    write("[search]\ntop_k = 2\nmode = 'dense'\nnum_candidates = 9\n")
+    env = {"STILLROOM_SEARCH__TOP_K": "3", "STILLROOM_SEARCH__MODE": "sparse", "PATH": "/bin"}
+
+    config = load_config(env=env, overrides={"search.top_k": 4, "search.mode": None})
+
+    assert (config.search.top_k, config.search.mode, config.search.num_candidates) == (4, "sparse", 9)
+    assert config.runtime == StillroomConfig().runtime
+
+
+def test_named_file_replaces_the_one_of_the_folder() -> None:
+    write("[search]\ntop_k = 2\n")
+    other = write("[server]\nport = 0\n", "other.toml")
+
+    config = load_config(other, env={})
+
+    assert (config.search.top_k, config.server.port) == (StillroomConfig().search.top_k, 0)
+
+
+def test_process_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STILLROOM_RUNTIME__MAX_NUM_SEQS", "8")
+
+    assert load_config().runtime.max_num_seqs == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("512MiB", 512 * 2**20), ("2 GiB", 2 * 2**30), ("1.5KiB", 1536), ("3MB", 3_000_000), ("7", 7), ("9B", 9)],
+)
+def test_sizes_take_units_in_every_place(text: str, expected: int) -> None:
+    file = write(f'[runtime]\nkv_bytes = "{text}"\n')
+
+    assert load_config(file, env={}).runtime.kv_bytes == expected
+    assert load_config(env={"STILLROOM_RUNTIME__KV_BYTES": text}).runtime.kv_bytes == expected
+    assert load_config(env={}, overrides={"runtime.kv_bytes": text}).runtime.kv_bytes == expected
+
+
+@pytest.mark.parametrize("text", ["512M", "lots", "1.5B", "-1MiB", "0", "infMiB", "MiB", "1e400"])
+def test_impossible_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="a size in bytes, such as 512MiB, at least 1"):
+        load_config(env={"STILLROOM_RUNTIME__KV_BYTES": text})
+
+
+def test_whole_number_may_stand_for_a_float() -> None:
+    temperature = load_config(write("[generation]\ntemperature = 1\n"), env={}).generation.temperature
+
+    assert (temperature, type(temperature)) == (1.0, float)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("search.top_k", 0),
+        ("search.top_k", True),
+        ("search.top_k", 2.0),
+        ("search.top_k", "three"),
+        ("search.mode", "magic"),
+        ("search.mode", 1),
+        ("generation.temperature", -0.1),
+        ("generation.temperature", float("nan")),
+        ("generation.temperature", float("inf")),
+        ("generation.top_p", 0),
+        ("generation.top_p", 1.01),
+        ("generation.seed", -1),
+        ("generation.seed", 2**63),
+        ("runtime.kv_bytes", -1),
+        ("runtime.model", ""),
+        ("server.port", 65536),
+        ("server.port", -1),
+        ("server.host", 1),
+        ("index.m", 1),
+    ],
+)
+def test_impossible_values_are_refused_with_what_is_allowed(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={}, overrides={setting: value})
+
+    assert str(caught.value).startswith(f"flags: {setting} = {value!r} is not possible; it must be ")
+    assert settings()[setting].allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("server.port", 0), ("server.port", 65535), ("generation.top_p", 1)])
+def test_ends_of_a_range_are_allowed(setting: str, value: Any) -> None:
+    load_config(env={}, overrides={setting: value})
+
+
+def test_error_names_the_file() -> None:
+    with pytest.raises(ConfigError, match=r"^stillroom\.toml: search\.top_k = 'x' is not possible"):
+        load_config(write("[search]\ntop_k = 'x'\n"), env={})
+
+
+def test_error_names_the_environment_variable() -> None:
+    with pytest.raises(ConfigError, match=r"^environment variable STILLROOM_SEARCH__TOP_K: search\.top_k = 'x'"):
+        load_config(env={"STILLROOM_SEARCH__TOP_K": "x"})
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("[serach]\ntop_k = 3\n", "unknown section 'serach'; did you mean 'search'?"),
+        ("[zzz]\n", "unknown section 'zzz'; the sections are chunker, embedder"),
+        ("[search]\ntopk = 3\n", "unknown setting 'topk' in section 'search'; did you mean 'top_k'?"),
+        ("[search]\nport = 3\n", "unknown setting 'port' in section 'search'; 'port' is a setting of 'server'"),
+        ("[server]\nzzz = 3\n", "unknown setting 'zzz' in section 'server'; its settings are host, port"),
+        ("search = 3\n", "search is a section; write [search]"),
+        ("[search\n", "is not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_file_are_explained(text: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(text), env={})
+
+    assert hint in str(caught.value)
+
+
+def test_unknown_environment_variables_are_explained() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        load_config(env={"STILLROOM_RUNTIME__MAX_SEQS": "8"})
+
+
+def test_environment_variable_with_one_underscore_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    # an error would be wrong: Kubernetes sets this one by itself
+    config = load_config(env={"STILLROOM_SERVER_PORT": "tcp://10.0.0.1:80", "STILLROOM_KB": "kb"})
+
+    assert config == StillroomConfig()
+    [(_, level, message)] = caplog.record_tuples
+    assert level == logging.WARNING
+    assert "STILLROOM_SERVER__PORT" in message
+
+
+def test_missing_file_and_folder_as_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(Path("nowhere.toml"), env={})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path, env={})
+
+
+def test_file_that_is_not_text_is_refused() -> None:
+    Path("bad.toml").write_bytes(b"\xff\xfe")
+
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(Path("bad.toml"), env={})
+
+
+def test_every_default_is_allowed() -> None:
+    load_config(env={}, overrides={path: setting.default for path, setting in settings().items()})
+
+
+def test_every_setting_can_come_from_the_environment() -> None:
+    env = {setting.env_name: str(setting.default) for setting in settings().values()}
+
+    assert load_config(env=env) == StillroomConfig()

@@ -1,0 +1,226 @@
+"""A `Stillroom` without models or indexes: same methods, answers known in advance. For the faces' own tests.
+
+An answer is the question's words, one token each, so a test can say what must come out. `gate` holds streams back
+until a test lets them go on.
+"""
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.config.settings import SearchMode, StillroomConfig
+from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
+from stillroom.core.ids import ChunkId, DocumentId, RequestId, format_chunk_id
+from stillroom.errors import EmptyKnowledgeBaseError, RequestAbortedError, StillroomError, UsageError
+from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing
+from stillroom.telemetry.metrics import Metrics
+
+NUM_BLOCKS = 64
+DIMENSION = 4
+
+
+class FakeStream:
+    """Both kinds of stream: iterate with `for` or with `async for`."""
+
+    def __init__(self, room: "FakeRoom", question: str, options: AskOptions, sources: tuple[Source, ...]) -> None:
+        self._room = room
+        self._words = question.split()[: options.max_tokens]
+        self._is_cut = len(self._words) < len(question.split())
+        self._is_cancelled = False
+        self._is_done = False
+        self.request_id = RequestId(f"req-{room.next_number()}")
+        self.sources = sources
+        room.acquire(self)
+
+    @property
+    def answer(self) -> Answer:
+        if not self._is_done:
+            raise UsageError("the answer is not complete; read the stream to its end first")
+        return Answer(
+            request_id=self.request_id,
+            text=" ".join(self._words),
+            token_ids=tuple(range(len(self._words))),
+            finish_reason="length" if self._is_cut else "stop",
+            sources=self.sources,
+            timing=Timing(0.01, 0.02, 0.001, 0.05),
+            reuse=ReuseReport(num_prompt_tokens=100, num_cached_tokens=40, num_recomputed_tokens=0),
+        )
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._room.release(self)
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for index, word in enumerate(self._words):
+                self._room.gate.wait()
+                yield self._piece(index, word)
+            self._is_done = True
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        try:
+            for index, word in enumerate(self._words):
+                while not self._room.gate.is_set() and not self._is_cancelled:
+                    await asyncio.sleep(0.001)
+                yield self._piece(index, word)
+            self._is_done = True
+        finally:
+            self.cancel()
+
+    def _piece(self, index: int, word: str) -> str:
+        if self._is_cancelled:
+            raise RequestAbortedError(f"{self.request_id} was cancelled")
+        if word == self._room.fails_at:
+            raise self._room.failure
+        return word if index == 0 else f" {word}"
+
+
+class FakeRoom:
+    """The facade's contract over a dictionary of texts."""
+
+    def __init__(self, texts: dict[str, str] | None = None, config: StillroomConfig | None = None) -> None:
+        self.config = config or StillroomConfig()
+        self.metrics = Metrics()
+        self.model_name = "fake-model"
+        self.num_blocks = NUM_BLOCKS
+        self.texts = {"docs/keys.md": "Rotate keys with care.\nTwice a year."} if texts is None else texts
+        self.asked: list[tuple[str, AskOptions]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails_at = ""
+        self.failure: Exception = StillroomError("the fake failed on purpose")
+        self.is_closed = False
+        self.is_warm = False
+        self._running: set[int] = set()
+        self._lock = threading.Lock()
+        self._count = 0
+
+    # what the streams use
+
+    def next_number(self) -> int:
+        with self._lock:
+            self._count += 1
+            return self._count
+
+    def acquire(self, stream: FakeStream) -> None:
+        with self._lock:
+            self._running.add(id(stream))
+
+    def release(self, stream: FakeStream) -> None:
+        with self._lock:
+            self._running.discard(id(stream))
+
+    # the facade
+
+    @property
+    def num_free_blocks(self) -> int:
+        with self._lock:
+            return NUM_BLOCKS - len(self._running)
+
+    def documents(self) -> list[DocumentInfo]:
+        return [
+            DocumentInfo(DocumentId(name), name.removesuffix(".md"), 1, len(text.encode()), 1_700_000_000.0)
+            for name, text in sorted(self.texts.items())
+        ]
+
+    def search(self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:
+        if not query.strip():
+            raise UsageError("the query is empty")
+        chunks = [_chunk(name, text) for name, text in sorted(self.texts.items())]
+        scored = [
+            ScoredChunk(chunk, score=1 / rank, scores={"dense": 0.5, "sparse": 2.0})
+            for rank, chunk in enumerate(chunks, start=1)
+        ]
+        return SearchResult(tuple(scored[: top_k or self.config.search.top_k]), 0.002, 0.001)
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        return np.stack([_vector(text) for text in texts])
+
+    def stream(self, question: str, options: AskOptions | None = None) -> FakeStream:
+        options = options or AskOptions()
+        self.asked.append((question, options))
+        if not question.strip():
+            raise UsageError("the question is empty")
+        if not self.texts:
+            raise EmptyKnowledgeBaseError("the knowledge base is empty; add documents first: stillroom add PATH")
+        found = self.search(question, mode=options.mode, top_k=options.top_k).results
+        return FakeStream(self, question, options, tuple(_source(i, s) for i, s in enumerate(found, start=1)))
+
+    async def astream(self, question: str, options: AskOptions | None = None) -> FakeStream:
+        return self.stream(question, options)
+
+    def ask(self, question: str, options: AskOptions | None = None) -> Answer:
+        stream = self.stream(question, options)
+        for _ in stream:
+            pass
+        return stream.answer
+
+    def warm_up(self) -> None:
+        self.is_warm = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def __enter__(self) -> "FakeRoom":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def as_room(fake: FakeRoom) -> Any:
+    """The fake where a `Stillroom` is asked for; the types differ by name only."""
+    return fake
+
+
+def until(holds: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    """Wait for a condition; fail when the deadline passes."""
+    end = time.monotonic() + deadline_s
+    pause = threading.Event()
+    while not holds():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        pause.wait(0.005)
+
+
+def _chunk(name: str, text: str) -> Chunk:
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    return Chunk(
+        ChunkId(number),
+        DocumentId(str(Path(name))),
+        0,
+        text,
+        title=Path(name).stem.title(),
+        heading_path=("Rotation",),
+        start_line=3,
+        end_line=4,
+    )
+
+
+def _source(position: int, scored: ScoredChunk) -> Source:
+    chunk = scored.chunk
+    return Source(
+        document=chunk.document_id,
+        chunk_id=format_chunk_id(chunk.chunk_id),
+        text=chunk.text,
+        score=scored.score,
+        scores=dict(scored.scores),
+        position=position,
+        heading=chunk.heading,
+        start_line=chunk.start_line,
+        end_line=chunk.end_line,
+    )
+
+
+def _vector(text: str) -> NDArray[np.float32]:
+    numbers = np.frombuffer(hashlib.sha256(text.encode()).digest()[:DIMENSION], dtype=np.uint8).astype(np.float32)
+    unit: NDArray[np.float32] = (numbers + 1) / np.linalg.norm(numbers + 1)
+    return unit

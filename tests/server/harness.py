@@ -1,0 +1,35 @@
+"""A real uvicorn server on a free port, in a thread, for as long as a `with` block lasts."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from stillroom.server.app import create_app
+from stillroom.server.run import HttpServer
+
+if TYPE_CHECKING:
+    from stillroom.rag.room import Stillroom
+
+
+@contextmanager
+def running(room: "Stillroom") -> Iterator[HttpServer]:
+    """The server, which a test may stop itself. The room stays open."""
+    server = HttpServer("127.0.0.1", 0)
+    ready = threading.Event()
+    thread = threading.Thread(target=server.run, args=(create_app(room), ready.set), name="test-server")
+    thread.start()
+    try:
+        assert ready.wait(20), "the server did not start"
+        yield server
+    finally:
+        server.stop()
+        thread.join(30)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+@contextmanager
+def serving(room: "Stillroom") -> Iterator[str]:
+    """The server's address."""
+    with running(room) as server:
+        yield server.url

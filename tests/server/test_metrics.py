@@ -1,0 +1,106 @@
+"""What the metrics say after a few calls, and that the page lists them all."""
+
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from stillroom.telemetry.metrics import SPECS, Metrics, reference
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "http.md"
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    return {
+        sample.name + "".join(f"{{{key}={value}}}" for key, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def observe(metrics: Metrics, *, num_generated_tokens: int) -> None:
+    metrics.observe_request(
+        outcome="stop",
+        retrieval_seconds=0.01,
+        ttft_seconds=0.2,
+        tpot_seconds=0.03,
+        total_seconds=0.5,
+        num_prompt_tokens=100,
+        num_cached_tokens=64,
+        num_generated_tokens=num_generated_tokens,
+    )
+
+
+def test_answer_is_counted_in_every_metric() -> None:
+    metrics = Metrics()
+
+    observe(metrics, num_generated_tokens=11)
+
+    seen = samples(metrics)
+    assert seen["stillroom_requests_total{outcome=stop}"] == 1
+    assert seen["stillroom_prompt_tokens_total"] == 100
+    assert seen["stillroom_cached_tokens_total"] == 64
+    assert seen["stillroom_generated_tokens_total"] == 11
+    assert seen["stillroom_retrieval_seconds_sum"] == 0.01
+    assert seen["stillroom_time_to_first_token_seconds_bucket{le=0.25}"] == 1
+    assert seen["stillroom_time_to_first_token_seconds_bucket{le=0.1}"] == 0
+    assert seen["stillroom_time_per_output_token_seconds_count"] == 1
+    assert seen["stillroom_request_seconds_sum"] == 0.5
+
+
+def test_times_that_did_not_happen_are_not_observed() -> None:
+    metrics = Metrics()
+
+    observe(metrics, num_generated_tokens=1)
+    observe(metrics, num_generated_tokens=0)
+
+    seen = samples(metrics)
+    assert seen["stillroom_time_per_output_token_seconds_count"] == 0
+    assert seen["stillroom_time_to_first_token_seconds_count"] == 1
+    assert seen["stillroom_requests_total{outcome=stop}"] == 2
+
+
+def test_gauges_show_the_last_value() -> None:
+    metrics = Metrics()
+
+    metrics.set_kv_blocks(10, 2)
+    metrics.set_kv_blocks(9, 3)
+    metrics.set_requests(4, 5)
+    metrics.set_corpus(6, 70)
+
+    seen = samples(metrics)
+    assert (seen["stillroom_kv_blocks{state=free}"], seen["stillroom_kv_blocks{state=used}"]) == (9, 3)
+    assert seen["stillroom_active_requests{state=waiting}"] == 4
+    assert seen["stillroom_active_requests{state=running}"] == 5
+    assert (seen["stillroom_documents"], seen["stillroom_chunks"]) == (6, 70)
+
+
+def test_two_rooms_do_not_share_metrics() -> None:
+    first, second = Metrics(), Metrics()
+
+    first.set_corpus(1, 1)
+
+    assert samples(second)["stillroom_documents"] == 0
+
+
+def test_names_end_in_their_unit() -> None:
+    for spec in SPECS:
+        assert re.fullmatch(r"stillroom_[a-z]+(_[a-z]+)*", spec.name)
+        if spec.kind == "counter":
+            assert spec.name.endswith("_total")
+        if spec.kind == "histogram":
+            assert spec.name.endswith(("_seconds", "_bytes", "_ratio"))
+
+
+def test_nothing_else_is_rendered() -> None:
+    metrics = Metrics()
+    observe(metrics, num_generated_tokens=2)
+
+    names = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
+
+    # the parser drops `_total` from a counter's family
+    assert names == {spec.name.removesuffix("_total") if spec.kind == "counter" else spec.name for spec in SPECS}
+
+
+def test_page_has_the_table() -> None:
+    assert reference() in PAGE.read_text(encoding="utf-8"), f"put this into docs/http.md:\n{reference()}"
