@@ -1,11 +1,11 @@
 """Decides what runs in the next step: decodes first, then pieces of prompts, under a token budget. Computes nothing.
 
-First come, first served. A sequence gets the blocks of its whole prompt when it is admitted and one more whenever it
-outgrows them; when none is free, the youngest running sequence is preempted: it waits at the front of the queue and its
-tokens run again later. The oldest is never preempted, so somebody always finishes. Design: docs/runtime.md
+Who is admitted next is a policy's sort key, by default first come, first served. A sequence gets the blocks of its
+whole prompt when it is admitted and one more whenever it outgrows them; when none is free, the youngest running
+sequence is preempted: it waits at the front of the queue and its tokens run again later. The oldest is never preempted,
+so somebody always finishes. Design: docs/runtime.md
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, StepResult
@@ -13,6 +13,8 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request, uniform_at
 from stillroom.errors import PromptTooLongError
 from stillroom.kvcache.manager import KVCacheManager
+from stillroom.scheduler.policy import Policy, first_come
+from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
 
 
@@ -41,12 +43,13 @@ class SequenceUpdate:
 class Scheduler:
     """Owns the waiting queue and the running set. Not thread-safe: the engine's loop is its only caller."""
 
-    def __init__(self, kv: KVCacheManager, limits: SchedulerLimits) -> None:
+    def __init__(self, kv: KVCacheManager, limits: SchedulerLimits, policy: Policy = first_come) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs > 0
         self.kv = kv
         self.limits = limits
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # in order of admission
+        self._waiting = WaitingQueue(policy)
+        self._running: dict[RequestId, Sequence] = {}  # in order of admission
+        self._num_arrivals = 0
 
     @property
     def num_waiting(self) -> int:
@@ -85,15 +88,16 @@ class Scheduler:
         """Queue a request; raises as `check`."""
         self.check(request)
         table = self.kv.new_table(request.prompt.num_tokens + request.sampling.max_tokens)
-        self._waiting.append(Sequence(request, table))
+        self._num_arrivals += 1
+        self._waiting.push(Sequence(request, table, self._num_arrivals))
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request and free its blocks; False if it is not here (any more)."""
-        for sequence in (*self._running, *self._waiting):
-            if sequence.request_id == request_id:
-                self._finish(sequence, FinishReason.ABORTED)
-                return True
-        return False
+        sequence = self._running.get(request_id) or self._waiting.remove(request_id)
+        if sequence is None:
+            return False
+        self._finish(sequence, FinishReason.ABORTED)
+        return True
 
     def schedule(self) -> Batch | None:
         """The next step, or None if there is nothing to run."""
@@ -101,7 +105,7 @@ class Scheduler:
         scheduled = self._decodes()
         has_preempted = len(self._running) < num_running_before
         budget = self.limits.max_num_batched_tokens - len(scheduled)
-        for sequence in self._running:
+        for sequence in self._running.values():
             if budget > 0 and not sequence.is_decoding:
                 scheduled.append(self._take(sequence, budget))
                 budget -= scheduled[-1].num_scheduled_tokens
@@ -113,10 +117,9 @@ class Scheduler:
 
     def update(self, batch: Batch, result: StepResult) -> list[SequenceUpdate]:
         """Record that a step ran; returns what became of each sequence that sampled a token."""
-        by_id = {sequence.request_id: sequence for sequence in self._running}
         updates = []
         for entry in batch.sequences:
-            sequence = by_id[entry.request_id]
+            sequence = self._running[entry.request_id]
             sequence.num_computed += entry.num_scheduled_tokens
             if entry.sample is not None:
                 updates.append(self._advance(sequence, result.token_ids[entry.request_id]))
@@ -125,10 +128,10 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Every block in use belongs to exactly one running sequence, and each has the slots it needs."""
         self.kv.pool.check_integrity()
-        held = [block_id for sequence in self._running for block_id in sequence.table.block_ids]
+        held = [block_id for sequence in self._running.values() for block_id in sequence.table.block_ids]
         assert len(held) == len(set(held)) == self.kv.pool.num_used, "blocks held and blocks in use differ"
         assert all(not sequence.table.block_ids for sequence in self._waiting), "a waiting sequence holds blocks"
-        for sequence in self._running:
+        for sequence in self._running.values():
             assert sequence.num_computed <= sequence.table.num_slots, sequence.request_id
             assert sequence.num_tokens - sequence.table.num_slots <= 1, sequence.request_id
 
@@ -147,7 +150,7 @@ class Scheduler:
     def _decodes(self) -> list[ScheduledSequence]:
         """One token of every decoding sequence, oldest first: whom a preemption hits has not been taken yet."""
         taken = []
-        for sequence in list(self._running):
+        for sequence in list(self._running.values()):
             if sequence.status is Status.RUNNING and sequence.is_decoding and self._ensure_slot(sequence):
                 taken.append(self._take(sequence, 1))
         return taken
@@ -170,7 +173,7 @@ class Scheduler:
         while sequence.table.num_slots < sequence.num_tokens:
             if self.kv.try_append_token(sequence.table):
                 break
-            victim = self._running[-1]
+            victim = next(reversed(self._running.values()))
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -180,23 +183,23 @@ class Scheduler:
         self.kv.release(sequence.table)
         sequence.num_computed = 0
         sequence.status = Status.PREEMPTED
-        self._running.remove(sequence)
-        self._waiting.appendleft(sequence)
+        del self._running[sequence.request_id]
+        self._waiting.push(sequence)
 
     def _try_admit(self) -> Sequence | None:
         """The first waiting sequence, if there is a seat and blocks for all of its tokens."""
-        if not self._waiting or len(self._running) >= self.limits.max_num_seqs:
+        sequence = self._waiting.first()
+        if sequence is None or len(self._running) >= self.limits.max_num_seqs:
             return None
-        sequence = self._waiting[0]
         if not self.kv.try_allocate(sequence.table, sequence.segment_lengths):
             return None
-        self._waiting.popleft()
+        self._waiting.remove(sequence.request_id)
         sequence.status = Status.RUNNING
-        self._running.append(sequence)
+        self._running[sequence.request_id] = sequence
         return sequence
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self.kv.release(sequence.table)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
-        (self._running if sequence in self._running else self._waiting).remove(sequence)
+        self._running.pop(sequence.request_id, None)

@@ -25,8 +25,10 @@ class Status(StrEnum):
 class Sequence:
     """A request on its way: its tokens so far, and where their KV is."""
 
-    def __init__(self, request: Request, table: BlockTable) -> None:
+    def __init__(self, request: Request, table: BlockTable, arrival: int) -> None:
         self.request = request
+        self.arrival = arrival
+        """Number of the request, in the order in which they came."""
         self.table = table
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
