@@ -63,6 +63,8 @@ _RANGES = {
     "generation.seed": Range(0, 2**63 - 1),
     "generation.temperature": Range(0),
     "generation.top_p": Range(0, 1, is_low_open=True),
+    "query_cache.max_tokens": Range(0),
+    "query_cache.similarity": Range(0, 1),
 }
 """What differs from the rule: whole numbers are at least 1, other numbers at least 0."""
 

@@ -70,6 +70,21 @@ class SearchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryCacheConfig:
+    """Search results kept for questions that are asked again."""
+
+    max_tokens: int = 200_000
+    """Budget: tokens of the chunks in all kept results. 0 switches the cache off."""
+    similarity: float = 1.0
+    """Cosine from which another question's result is taken over. 1: only the same question's (apart from blanks).
+    Below, an answer can rest on what a slightly different question found; 0.95 and more is sensible."""
+    hot_after: int = 5
+    """A question asked this often is hot: it is searched again as soon as the documents change."""
+    max_hot: int = 64
+    """Most questions kept hot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
     """The decoder and its step loop."""
 
@@ -122,6 +137,7 @@ class StillroomConfig:
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    query_cache: QueryCacheConfig = field(default_factory=QueryCacheConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -73,6 +73,10 @@ class TokenCache(Generic[K, V]):
         self._order.update(key, self._key(entry.num_tokens))
         return entry.value
 
+    def peek(self, key: K) -> V:
+        """The value without counting as an access. Raises KeyError if it is not here."""
+        return self._entries[key].value
+
     def put(self, key: K, value: V, num_tokens: int) -> bool:
         """Store (or replace) a value, evicting others until it fits; False, and nothing changed, if it never can.
 

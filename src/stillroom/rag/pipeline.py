@@ -16,6 +16,7 @@ from stillroom.errors import EmptyKnowledgeBaseError, UsageError
 from stillroom.models.tokenizer import IncrementalDetokenizer
 from stillroom.rag.answer import Answer, AskOptions, Source
 from stillroom.rag.generator import Generator
+from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.stream import AnswerCollector, AnswerStream, AsyncAnswerStream, Started
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
@@ -25,9 +26,16 @@ class Pipeline:
     """Answers questions from one knowledge base with one generator. Thread-safe."""
 
     def __init__(
-        self, kb: KnowledgeBase, generator: Generator, config: StillroomConfig, metrics: Metrics, clock: Clock
+        self,
+        kb: KnowledgeBase,
+        search: QueryCache,
+        generator: Generator,
+        config: StillroomConfig,
+        metrics: Metrics,
+        clock: Clock,
     ) -> None:
         self._kb = kb
+        self._search = search
         self._generator = generator
         self._config = config
         self._metrics = metrics
@@ -65,7 +73,9 @@ class Pipeline:
             raise EmptyKnowledgeBaseError(
                 "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR"
             )
-        found = self._kb.search(question, mode=options.mode, top_k=options.top_k).results
+        defaults = self._config.search
+        top_k = defaults.top_k if options.top_k is None else options.top_k
+        found = self._search.search(question, options.mode or defaults.mode, top_k).results
         retrieved_at = self._clock.monotonic()
         reserved = options.max_tokens or min(self._config.generation.max_tokens, self._generator.max_model_len // 4)
         prompt = self._generator.prompts.build(

@@ -19,6 +19,7 @@ from stillroom.errors import EngineClosedError
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.generator import Generator, build_generator
 from stillroom.rag.pipeline import Pipeline
+from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -38,6 +39,12 @@ class Stillroom:
         self.config = config
         self.metrics = metrics
         self._kb = kb
+        self._search = QueryCache(
+            search=lambda query, mode, top_k: kb.search(query, mode=mode, top_k=top_k),
+            generation=lambda: kb.generation,
+            embed=lambda query: kb.embed([query])[0],
+            config=config.query_cache,
+        )
         self._clock = clock
         self._loading = Lock()
         self._generator: Generator | None = None
@@ -104,8 +111,12 @@ class Stillroom:
     # Search
 
     def search(self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:
-        """The chunks that match best, best first. None takes the configuration's default."""
-        return self._kb.search(query, mode=mode, top_k=top_k)
+        """The chunks that match best, best first. None takes the configuration's default.
+
+        A question that was asked before is answered from the query cache, as long as no document has changed.
+        """
+        defaults = self.config.search
+        return self._search.search(query, mode or defaults.mode, defaults.top_k if top_k is None else top_k)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings [len(texts), dimension] by the knowledge base's embedder, each of length 1."""
@@ -166,6 +177,7 @@ class Stillroom:
             self._is_closed = True
         if self._generator is not None:
             self._generator.engine.close()
+        self._search.close()
         self._kb.close()
 
     def __enter__(self) -> "Stillroom":
@@ -180,7 +192,7 @@ class Stillroom:
                 raise EngineClosedError("this Stillroom was closed; open it again")
             if self._generator is None:
                 self._generator = build_generator(self.config.runtime, self._clock)
-        return Pipeline(self._kb, self._generator, self.config, self.metrics, self._clock)
+        return Pipeline(self._kb, self._search, self._generator, self.config, self.metrics, self._clock)
 
     def _publish_corpus(self) -> None:
         self.metrics.set_corpus(self._kb.num_documents, self._kb.num_chunks)

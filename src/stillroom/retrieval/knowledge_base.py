@@ -139,6 +139,11 @@ class KnowledgeBase:
     def num_chunks(self) -> int:
         return self._corpus.num_chunks
 
+    @property
+    def generation(self) -> int:
+        """Changes with every change of a document, whoever made it; one cheap read."""
+        return self._corpus.generation
+
     # Search
 
     def search(self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:

@@ -1,0 +1,188 @@
+"""Search results of questions that were asked before: a repeated question skips retrieval.
+
+An entry is good for exactly the corpus it was made from: any change of a document ends it, one that it cites or one
+that might have outranked it. Entries are kept under a token budget (llmds 3.1); a Count-Min Sketch (llmds 2.4) knows
+the hot questions, and those are searched again in the background as soon as the corpus has changed, before anybody asks
+(llmds Hypothesis 2). Thread-safe.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.config.settings import QueryCacheConfig, SearchMode
+from stillroom.core.count_min import CountMinSketch
+from stillroom.core.document import SearchResult
+from stillroom.core.token_cache import TokenCache
+
+logger = logging.getLogger(__name__)
+
+_HALVE_EVERY = 10_000
+"""Questions after which the sketch forgets half: what was hot last week need not be kept warm."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What a result depends on, besides the corpus."""
+
+    text: str
+    mode: SearchMode
+    top_k: int
+
+    def as_bytes(self) -> bytes:
+        return f"{self.mode}\0{self.top_k}\0{self.text}".encode()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    result: SearchResult
+    generation: int
+    vector: NDArray[np.float32] | None
+    """Embedding [d] of the question; None unless near-identical questions are recognised."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Since the cache was made."""
+
+    num_hits: int
+    num_misses: int
+    num_refreshed: int
+    """Hot questions searched again in the background."""
+
+
+class QueryCache:
+    """Wraps a search. The wrapped functions must be thread-safe."""
+
+    def __init__(
+        self,
+        search: Callable[[str, SearchMode, int], SearchResult],
+        generation: Callable[[], int],
+        embed: Callable[[str], NDArray[np.float32]],
+        config: QueryCacheConfig,
+    ) -> None:
+        """
+        Args:
+            search: (question, mode, top_k) -> result.
+            generation: of the corpus; changes with every change of a document.
+            embed: question -> vector [d] of length 1.
+        """
+        self._search = search
+        self._generation = generation
+        self._embed = embed
+        self._config = config
+        self._lock = Lock()
+        self._entries: TokenCache[_Question, _Entry] = TokenCache(config.max_tokens)
+        self._sketch = CountMinSketch(halve_every=_HALVE_EVERY)
+        self._hot: dict[_Question, None] = {}
+        """Questions seen at least `hot_after` times, oldest first; at most `max_hot`."""
+        self._hot_generation = -1
+        self._num_hits = self._num_misses = self._num_refreshed = 0
+        self._worker: ThreadPoolExecutor | None = None
+
+    @property
+    def stats(self) -> CacheStats:
+        return CacheStats(self._num_hits, self._num_misses, self._num_refreshed)
+
+    def search(self, query: str, mode: SearchMode, top_k: int) -> SearchResult:
+        """The wrapped search's result, from the cache where that is allowed. Raises what the wrapped search raises."""
+        if self._config.max_tokens == 0:
+            return self._search(query, mode, top_k)
+        question = _Question(" ".join(query.split()), mode, top_k)
+        generation = self._generation()
+        self._note(question, generation)
+        vector = self._embed(query) if self._needs_vector(mode) else None
+        found = self._find(question, generation, vector)
+        if found is not None:
+            return SearchResult(found.results)  # it cost nothing this time
+        return self._search_and_keep(question, query, generation, vector)
+
+    def close(self) -> None:
+        """Wait for a refresh that is under way. Idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown(wait=True, cancel_futures=True)
+
+    def wait_for_refresh(self) -> None:
+        """Until the hot questions are up to date; for tests and benchmarks."""
+        if self._worker is not None:
+            self._worker.submit(lambda: None).result()
+
+    def _find(self, question: _Question, generation: int, vector: NDArray[np.float32] | None) -> SearchResult | None:
+        with self._lock:
+            entry = self._entries.get(question)
+            if entry is not None and entry.generation != generation:
+                self._entries.discard(question)
+                entry = None
+            if entry is None and vector is not None:
+                entry = self._find_similar(question, generation, vector)
+            self._num_hits += entry is not None
+            self._num_misses += entry is None
+        return None if entry is None else entry.result
+
+    def _find_similar(self, question: _Question, generation: int, vector: NDArray[np.float32]) -> _Entry | None:
+        """The entry of the most similar question of the same kind, if it is similar enough."""
+        best, best_similarity = None, self._config.similarity
+        for other in self._entries:
+            if (other.mode, other.top_k) == (question.mode, question.top_k):
+                entry = self._entries.peek(other)
+                if entry.generation == generation and entry.vector is not None:
+                    similarity = float(entry.vector @ vector)
+                    if similarity >= best_similarity:
+                        best, best_similarity = other, similarity
+        return None if best is None else self._entries.get(best)
+
+    def _needs_vector(self, mode: SearchMode) -> bool:
+        """Searching by words alone embeds nothing, and so finds nothing similar."""
+        return self._config.similarity < 1.0 and mode != "sparse"
+
+    def _search_and_keep(
+        self, question: _Question, query: str, generation: int, vector: NDArray[np.float32] | None
+    ) -> SearchResult:
+        """The generation was read before the search, so a change in between can only end the entry too early."""
+        result = self._search(query, question.mode, question.top_k)
+        num_tokens = 1 + sum(scored.chunk.num_tokens for scored in result.results)
+        with self._lock:
+            self._entries.put(question, _Entry(result, generation, vector), num_tokens)
+        return result
+
+    # Hot questions
+
+    def _note(self, question: _Question, generation: int) -> None:
+        """Count the question; if the corpus has changed, have the hot ones searched again."""
+        with self._lock:
+            if self._sketch.add(question.as_bytes()) >= self._config.hot_after:
+                self._hot.pop(question, None)
+                self._hot[question] = None
+                if len(self._hot) > self._config.max_hot:
+                    self._hot.pop(next(iter(self._hot)))
+            if generation == self._hot_generation:
+                return
+            is_first = self._hot_generation == -1
+            self._hot_generation = generation
+            stale = [] if is_first else [other for other in self._hot if other != question]
+        if stale:
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stillroom-query-cache")
+            self._worker.submit(self._refresh, stale, generation)
+
+    def _refresh(self, stale: list[_Question], generation: int) -> None:
+        for question in reversed(stale):  # the most recently asked first
+            if self._generation() != generation:
+                return  # changed again: another refresh is coming
+            with self._lock:
+                entry = self._entries.peek(question) if question in self._entries else None
+            if entry is not None and entry.generation == generation:
+                continue
+            try:
+                vector = self._embed(question.text) if self._needs_vector(question.mode) else None
+                self._search_and_keep(question, question.text, generation, vector)
+                self._num_refreshed += 1
+            except Exception:  # nobody waits for this; whoever asks will see the error
+                logger.exception("could not refresh a hot question")
+                return

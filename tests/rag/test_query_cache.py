@@ -1,0 +1,141 @@
+"""The query cache over a search that counts its calls and a corpus that changes when told to."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from stillroom.config.settings import QueryCacheConfig, SearchMode
+from stillroom.core.document import Chunk, ScoredChunk, SearchResult
+from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.rag.query_cache import QueryCache
+
+VECTORS = {"big cat": (1.0, 0.0), "large cat": (0.96, 0.28), "tax law": (0.0, 1.0)}
+
+
+class World:
+    """A corpus whose every search result names the generation it was made from."""
+
+    def __init__(self) -> None:
+        self.generation = 1
+        self.searches: list[str] = []
+        self.fails = False
+
+    def search(self, query: str, mode: SearchMode, top_k: int) -> SearchResult:
+        if self.fails:
+            raise RuntimeError("disk on fire")
+        self.searches.append(query)
+        chunk = Chunk(ChunkId(1), DocumentId("d"), 0, f"{query} {mode} {top_k} at {self.generation}", num_tokens=10)
+        return SearchResult((ScoredChunk(chunk, 1.0),), 0.5, 0.5)
+
+    def embed(self, text: str) -> NDArray[np.float32]:
+        return np.array(VECTORS.get(text, (0.0, -1.0)), dtype=np.float32)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def caches(world: World) -> Iterator[list[QueryCache]]:
+    made: list[QueryCache] = []
+    yield made
+    for cache in made:
+        cache.close()
+
+
+def make(world: World, caches: list[QueryCache], **settings: float) -> QueryCache:
+    config = QueryCacheConfig(**settings)  # type: ignore[arg-type]
+    caches.append(QueryCache(world.search, lambda: world.generation, world.embed, config))
+    return caches[-1]
+
+
+def text(result: SearchResult) -> str:
+    return result.results[0].chunk.text
+
+
+def test_a_repeated_question_is_not_searched_again(world: World, caches: list[QueryCache]) -> None:
+    cache = make(world, caches)
+    first = cache.search("big cat", "hybrid", 5)
+    again = cache.search("  big \n cat ", "hybrid", 5)
+    assert first.results == again.results and again.search_seconds == again.embed_seconds == 0.0
+    assert world.searches == ["big cat"]
+    assert (cache.stats.num_hits, cache.stats.num_misses) == (1, 1)
+
+
+def test_mode_and_depth_are_part_of_the_question(world: World, caches: list[QueryCache]) -> None:
+    cache = make(world, caches)
+    assert text(cache.search("big cat", "hybrid", 5)) != text(cache.search("big cat", "dense", 5))
+    assert text(cache.search("big cat", "dense", 4)).startswith("big cat dense 4")
+
+
+def test_any_change_of_the_corpus_ends_an_entry(world: World, caches: list[QueryCache]) -> None:
+    cache = make(world, caches)
+    cache.search("big cat", "hybrid", 5)
+    world.generation = 2
+    assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
+
+
+def test_a_change_during_the_search_is_not_missed(world: World, caches: list[QueryCache]) -> None:
+    cache = make(world, caches)
+    inner = world.search
+
+    def search_while_adding(query: str, mode: SearchMode, top_k: int) -> SearchResult:
+        result = inner(query, mode, top_k)
+        world.generation += 1
+        return result
+
+    cache._search = search_while_adding
+    cache.search("big cat", "hybrid", 5)
+    assert cache.search("big cat", "hybrid", 5).results[0].chunk.text.endswith("at 2")
+
+
+def test_the_token_budget_holds_and_zero_switches_it_off(world: World, caches: list[QueryCache]) -> None:
+    small = make(world, caches, max_tokens=25)  # an entry costs 11
+    for name in "abc":
+        small.search(name, "hybrid", 5)
+    small.search("a", "hybrid", 5)
+    assert world.searches == ["a", "b", "c", "a"], "a was evicted for c"
+    off = make(world, caches, max_tokens=0)
+    off.search("x", "hybrid", 5)
+    off.search("x", "hybrid", 5)
+    assert world.searches[-2:] == ["x", "x"]
+
+
+def test_near_identical_questions_share_a_result_only_when_asked_to(world: World, caches: list[QueryCache]) -> None:
+    exact = make(world, caches)
+    exact.search("big cat", "hybrid", 5)
+    assert text(exact.search("large cat", "hybrid", 5)).startswith("large cat")
+    near = make(world, caches, similarity=0.95)
+    near.search("big cat", "hybrid", 5)
+    assert text(near.search("large cat", "hybrid", 5)).startswith("big cat")
+    assert text(near.search("tax law", "hybrid", 5)).startswith("tax law")
+    assert text(near.search("large cat", "dense", 5)).startswith("large cat"), "another mode is another question"
+    world.generation = 2
+    assert text(near.search("large cat", "hybrid", 5)).startswith("large cat"), "the similar entry is stale"
+
+
+def test_hot_questions_are_searched_again_before_anybody_asks(world: World, caches: list[QueryCache]) -> None:
+    cache = make(world, caches, hot_after=3)
+    for _ in range(3):
+        cache.search("big cat", "hybrid", 5)
+    cache.search("tax law", "hybrid", 5)
+    world.generation = 2
+    cache.search("trigger", "hybrid", 5)
+    cache.wait_for_refresh()
+    assert sorted(world.searches[2:]) == ["big cat", "trigger"], "tax law was not hot"
+    assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
+    assert world.searches.count("big cat") == 2 and cache.stats.num_refreshed == 1
+
+
+def test_a_failing_refresh_harms_nobody(world: World, caches: list[QueryCache]) -> None:
+    cache = make(world, caches, hot_after=1)
+    cache.search("big cat", "hybrid", 5)
+    world.generation, world.fails = 2, True
+    with pytest.raises(RuntimeError):
+        cache.search("trigger", "hybrid", 5)
+    cache.wait_for_refresh()
+    world.fails = False
+    assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
