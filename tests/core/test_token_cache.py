@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.core.token_cache import Policy, TokenCache, Use, lru, tamm
+from stillroom.core.token_cache import Policy, TokenCache, Use, gdsf, lru, tamm
 
 
 class SlowCache:
@@ -11,15 +11,15 @@ class SlowCache:
 
     def __init__(self, budget: int, policy: Policy) -> None:
         self.budget, self.policy, self.accesses = budget, policy, 0
-        self.entries: dict[int, tuple[str, int, int, int]] = {}  # value, tokens, recency, arrival
-        self.arrivals = 0
+        self.entries: dict[int, tuple[str, int, int, float]] = {}  # value, tokens, uses, key
+        self.arrivals: dict[int, int] = {}
+        self.clock = 0.0
 
     def get(self, key: int) -> str | None:
         if key not in self.entries:
             return None
-        self.accesses += 1
-        value, tokens, _, arrival = self.entries[key]
-        self.entries[key] = (value, tokens, self.accesses, arrival)
+        value, tokens, uses, _ = self.entries[key]
+        self.touch(key, value, tokens, uses)
         return value
 
     def put(self, key: int, value: str, tokens: int) -> bool:
@@ -27,21 +27,22 @@ class SlowCache:
             return False
         self.entries.pop(key, None)
         while sum(entry[1] for entry in self.entries.values()) + tokens > self.budget:
-            self.entries.pop(min(self.entries, key=lambda k: (self.priority(k), self.entries[k][3])))
-        self.accesses += 1
-        self.arrivals += 1
-        self.entries[key] = (value, tokens, self.accesses, self.arrivals)
+            victim = min(self.entries, key=lambda k: (self.entries[k][3], self.arrivals[k]))
+            self.clock = max(self.clock, self.entries.pop(victim)[3])
+        self.arrivals[key] = self.accesses
+        self.touch(key, value, tokens, 0)
         return True
 
-    def priority(self, key: int) -> float:
-        _, tokens, recency, _ = self.entries[key]
-        return self.policy(Use(recency, tokens))
+    def touch(self, key: int, value: str, tokens: int, uses: int) -> None:
+        self.accesses += 1
+        priority = self.policy(Use(self.accesses, tokens, uses + 1, self.clock))
+        self.entries[key] = (value, tokens, uses + 1, priority)
 
 
 OPERATIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(1, 12)), max_size=80)
 
 
-@given(OPERATIONS, st.integers(0, 25), st.sampled_from([tamm, lru]))
+@given(OPERATIONS, st.integers(0, 25), st.sampled_from([tamm, gdsf, lru]))
 def test_it_does_what_the_slow_loop_does(operations: list[tuple[bool, int, int]], budget: int, policy: Policy) -> None:
     fast: TokenCache[int, str] = TokenCache(budget, policy)
     slow = SlowCache(budget, policy)
@@ -55,11 +56,24 @@ def test_it_does_what_the_slow_loop_does(operations: list[tuple[bool, int, int]]
 
 
 def test_the_papers_rule_keeps_small_recent_entries() -> None:
-    cache: TokenCache[str, int] = TokenCache(100)
+    cache: TokenCache[str, int] = TokenCache(100, tamm)
     cache.put("small", 1, 10)
     cache.put("large", 2, 80)
     assert cache.put("new", 3, 20), "large goes: 2 / 80 < 1 / 10"
     assert set(cache) == {"small", "new"} and cache.num_evictions == 1
+
+
+def test_gdsf_keeps_what_is_asked_for_often_and_lets_it_age() -> None:
+    cache: TokenCache[str, int] = TokenCache(20, gdsf)
+    cache.put("often", 1, 10)
+    for _ in range(3):
+        cache.get("often")
+    for step in range(3):
+        cache.put(f"once {step}", 2, 10)
+    assert "often" in cache, "4 uses against 1"
+    for step in range(20):
+        cache.put(f"later {step}", 3, 10)
+    assert "often" not in cache, "the clock has passed it"
 
 
 def test_what_can_never_fit_changes_nothing() -> None:

@@ -32,7 +32,7 @@ class BenchResult:
     """What was asked for: sizes, seeds, datasets, repetitions."""
     samples: Samples
     baseline: str | None = None
-    """The arm that others are compared with."""
+    """The arm that others are compared with. Arms named `group/arm` are compared within their group."""
     flaky_cv: float = DEFAULT_FLAKY_CV
     notes: list[str] = field(default_factory=list)
     """What the reader should know: peers not installed, arms left out."""
@@ -44,11 +44,15 @@ class BenchResult:
 
     def ratio(self, arm: str, metric: str) -> Interval | None:
         """How many times the baseline's median this arm's is; None for the baseline itself or without one."""
-        if self.baseline is None or arm == self.baseline or metric not in self.samples.values.get(self.baseline, {}):
+        if self.baseline is None:
             return None
-        if np.median(self.samples.of(self.baseline, metric)) == 0:
+        group, separator, _ = arm.rpartition("/")
+        baseline = f"{group}{separator}{self.baseline}"
+        if arm == baseline or metric not in self.samples.values.get(baseline, {}):
             return None
-        return ratio_of_medians(self.samples.of(arm, metric), self.samples.of(self.baseline, metric))
+        if np.median(self.samples.of(baseline, metric)) == 0:
+            return None
+        return ratio_of_medians(self.samples.of(arm, metric), self.samples.of(baseline, metric))
 
     def to_json(self) -> dict[str, Any]:
         """Everything, with the summaries spelled out for readers without our code."""

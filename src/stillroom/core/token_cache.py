@@ -1,4 +1,5 @@
-"""A cache with a budget in tokens instead of entries (llmds 3.1, TAMM). The policy is a sort key.
+"""A cache with a budget in tokens instead of entries (llmds 3.1). The policy is a sort key: the paper's, or a better
+one.
 
 Invariant, after every operation: the tokens of all entries add up to at most the budget. All operations are O(log n).
 """
@@ -20,6 +21,10 @@ class Use:
     recency: int
     """Number of that access, counted over the whole cache from 1: larger is more recent."""
     num_tokens: int
+    num_uses: int
+    """Accesses of this entry so far, its arrival included."""
+    clock: float
+    """Largest key that was ever evicted: what a key must exceed to be worth keeping now."""
 
 
 Policy = Callable[[Use], float]
@@ -31,6 +36,12 @@ def tamm(use: Use) -> float:
     return use.recency / use.num_tokens
 
 
+def gdsf(use: Use) -> float:
+    """clock + uses / tokens (Greedy-Dual-Size-Frequency): hits per token of budget, with the old ageing as the clock
+    rises."""
+    return use.clock + use.num_uses / use.num_tokens
+
+
 def lru(use: Use) -> float:
     """The least recently used, whatever its size."""
     return float(use.recency)
@@ -40,12 +51,13 @@ def lru(use: Use) -> float:
 class _Entry(Generic[V]):
     value: V
     num_tokens: int
+    num_uses: int = 0
 
 
 class TokenCache(Generic[K, V]):
     """Values by key, together at most `budget` tokens."""
 
-    def __init__(self, budget: int, policy: Policy = tamm) -> None:
+    def __init__(self, budget: int, policy: Policy = gdsf) -> None:
         assert budget >= 0
         self.budget = budget
         self.total_tokens = 0
@@ -54,6 +66,7 @@ class TokenCache(Generic[K, V]):
         self._entries: dict[K, _Entry[V]] = {}
         self._order: IndexedHeap[K] = IndexedHeap()
         self._num_accesses = 0
+        self._clock = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,7 +83,7 @@ class TokenCache(Generic[K, V]):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        self._order.update(key, self._key(entry.num_tokens))
+        self._order.update(key, self._use(entry))
         return entry.value
 
     def peek(self, key: K) -> V:
@@ -88,11 +101,12 @@ class TokenCache(Generic[K, V]):
             return False
         self.discard(key)
         while self.total_tokens + num_tokens > self.budget:
-            victim, _ = self._order.peek()
+            victim, victim_key = self._order.peek()
+            self._clock = max(self._clock, victim_key)
             self.discard(victim)
             self.num_evictions += 1
-        self._entries[key] = _Entry(value, num_tokens)
-        self._order.push(key, self._key(num_tokens))
+        self._entries[key] = entry = _Entry(value, num_tokens)
+        self._order.push(key, self._use(entry))
         self.total_tokens += num_tokens
         return True
 
@@ -116,6 +130,8 @@ class TokenCache(Generic[K, V]):
         assert self.total_tokens == sum(entry.num_tokens for entry in self._entries.values())
         assert self.total_tokens <= self.budget, f"{self.total_tokens} tokens exceed the budget of {self.budget}"
 
-    def _key(self, num_tokens: int) -> float:
+    def _use(self, entry: _Entry[V]) -> float:
+        """Count an access; returns the entry's new key."""
         self._num_accesses += 1
-        return self._policy(Use(self._num_accesses, num_tokens))
+        entry.num_uses += 1
+        return self._policy(Use(self._num_accesses, entry.num_tokens, entry.num_uses, self._clock))

@@ -1,0 +1,37 @@
+"""The structures' bench: the alternatives really do the same job, and the report has every group."""
+
+import pytest
+
+from stillroom.bench.structures import LazyHeap, PlainLru, cache_requests, drive_heap, heap_operations, run_structures
+from stillroom.core.indexed_heap import IndexedHeap
+from stillroom.core.token_cache import TokenCache, lru
+
+
+@pytest.mark.parametrize("num_updates", [0, 3])
+def test_both_heaps_do_the_whole_job(num_updates: int) -> None:
+    operations = heap_operations(0, 2000, 50, num_updates)
+    assert {what for what, _, _ in operations} == {"push", "pop", "remove"} | ({"update"} if num_updates else set())
+    ours, theirs = drive_heap(IndexedHeap[int](), operations), drive_heap(LazyHeap(), operations)
+    assert ours["entries_held"] == 50
+    assert theirs["entries_held"] >= 50, "dead entries stay"
+
+
+def test_the_plain_lru_evicts_what_our_cache_with_an_lru_key_evicts() -> None:
+    ours: TokenCache[int, bool] = TokenCache(20_000, lru)
+    plain = PlainLru(20_000)
+    for key, num_tokens in cache_requests(0, 3000):
+        assert (ours.get(key) is None) == (plain.get(key) is None)
+        if key not in ours:
+            ours.put(key, True, num_tokens)
+            plain.put(key, True, num_tokens)
+        assert ours.total_tokens == plain.total
+
+
+def test_the_report_has_every_group_and_its_ratios() -> None:
+    result = run_structures(repeat=2, count=1500)
+    groups = {arm.split("/")[0] for arm in result.samples.values}
+    assert groups == {"heap, 8 re-keyed per departure", "heap, never re-keyed", "cache", "sketch"}
+    ratio = result.ratio("sketch/Counter", "operation_seconds")
+    assert ratio is not None and ratio.value > 0
+    assert result.ratio("sketch/stillroom", "operation_seconds") is None
+    assert min(result.samples.of("sketch/stillroom", "share_within_bound")) > 0.98
