@@ -15,9 +15,10 @@
     |   |-- KnowledgeBaseBusyError      another process is writing to it
     |   `-- EmptyKnowledgeBaseError     it holds no documents yet
     |-- DocumentError                   one document could not be read; the others go on
-    `-- EngineError                     generation failed
-        |-- EngineClosedError           the engine was shut down
-        `-- RequestAbortedError         the request was cancelled before it finished
+    |-- EngineError                     generation failed
+    |   |-- EngineClosedError           the engine was shut down
+    |   `-- RequestAbortedError         the request was cancelled before it finished
+    `-- ServerError                     the HTTP server cannot listen
 
 A message says what is wrong and what to do about it. Asserts guard our own logic and are not errors of a user.
 """
@@ -93,3 +94,7 @@ class EngineClosedError(EngineError):
 
 class RequestAbortedError(EngineError):
     """The request was cancelled before it finished."""
+
+
+class ServerError(StillroomError):
+    """The HTTP server cannot listen where it was told to."""

@@ -27,6 +27,12 @@ def test_answer_sources_and_timing(run: Run, opened: Opened) -> None:
     )
 
 
+def test_models_are_loaded_before_the_first_question_is_timed(run: Run, opened: Opened, fake: FakeRoom) -> None:
+    run("ask", QUESTION)
+
+    assert fake.is_warm
+
+
 def test_quiet_is_the_answer_and_nothing_else(run: Run, opened: Opened) -> None:
     result = run("ask", QUESTION, "--quiet")
 

@@ -161,17 +161,19 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
     clock = ManualClock()
     listen = LineListener(clock.monotonic)
 
-    listen(progress(10, 20))
-    clock.advance(10)
-    listen(progress(250, 400))
+    clock.advance(6)  # the embedder loads
+    listen(progress(50, 100))
     clock.advance(1)
-    listen(progress(300, 500))
+    listen(progress(60, 110))
     clock.advance(9)
-    listen(progress(1000, 2000))
+    listen(progress(250, 500))
+    clock.advance(10)
+    listen(progress(1000, 2100))
 
     assert capsys.readouterr().err.splitlines() == [
-        "25 of 100 files, 400 chunks, 40 chunks/s, about 30 s left",
-        "100 of 100 files, 2,000 chunks, 100 chunks/s",
+        "5 of 100 files, 100 chunks",
+        "25 of 100 files, 500 chunks, 40 chunks/s, about 38 s left",
+        "100 of 100 files, 2,100 chunks, 100 chunks/s",
     ]
 
 
@@ -179,7 +181,8 @@ def test_bar_shows_files_chunks_and_rate() -> None:
     clock, screen = ManualClock(), io.StringIO()
     with Progress(TextColumn("{task.percentage} {task.fields[counts]}"), console=Console(file=screen)) as bar:
         listen = BarListener(bar, clock.monotonic)
+        listen(progress(50, 100))
         clock.advance(10)
-        listen(progress(250, 400))
+        listen(progress(250, 500))
 
-    assert "25.0 25 of 100 files, 400 chunks, 40 chunks/s" in screen.getvalue()
+    assert "25.0 25 of 100 files, 500 chunks, 40 chunks/s" in screen.getvalue()

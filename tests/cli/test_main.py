@@ -175,7 +175,7 @@ def test_interrupt_is_130_and_says_that_nothing_is_lost(
 
     assert (result.code, adding.code, as_json.code) == (130, 130, 130)
     assert result.err == "stopped. Nothing was changed and nothing is lost; run the same command again.\n"
-    assert "What was indexed so far is kept" in adding.err
+    assert "Finished files are kept" in adding.err
     assert json.loads(as_json.err)["error"]["type"] == "Interrupted"
     assert fake.is_closed
 

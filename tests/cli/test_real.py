@@ -1,137 +1,130 @@
-"""The command line over the real thing, as processes of their own: from `add` to `serve`."""
+"""The command line over the real thing, from `add` to `serve`; two of the commands as processes of their own."""
 
+import io
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from stillroom.rag.room import Stillroom
+from tests.cli.harness import Run
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
-
-def stillroom(*args: object, text: str | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "stillroom.cli.main", *map(str, args)],
-        input=text,
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=False,
-    )
+PROGRAM = [sys.executable, "-m", "stillroom.cli.main"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("real")
-    docs = write_knowledge(folder / "docs")
-    done = stillroom("add", docs, "--kb", folder / "kb")
-    assert (done.returncode, done.stdout.split(":")[0]) == (0, "added 2, updated 0, unchanged 0, removed 0")
-    assert done.stderr == ""
+def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_knowledge(tmp_path_factory.mktemp("real") / "docs")
+
+
+@pytest.fixture(scope="module")
+def kb(docs: Path) -> Path:
+    """A knowledge base that no test changes."""
+    folder = docs.parent / "kb"
+    with Stillroom.open(folder) as room:
+        room.add(docs)
     return folder
 
 
-@pytest.fixture
-def kb(folder: Path) -> Path:
-    return folder / "kb"
-
-
-def parse(done: "subprocess.CompletedProcess[str]") -> Any:
-    assert (done.returncode, done.stderr) == (0, "")
-    return json.loads(done.stdout)
-
-
-def test_adding_again_changes_nothing(folder: Path, kb: Path) -> None:
-    report = parse(stillroom("add", folder / "docs", "--kb", kb, "--json"))
+def test_adding_again_changes_nothing(run: Run, docs: Path, kb: Path) -> None:
+    report = run("add", docs, "--kb", kb, "--json").json
 
     assert (report["num_added"], report["num_unchanged"], report["failures"]) == (0, 2, [])
 
 
-def test_list_and_search(folder: Path, kb: Path) -> None:
-    documents = parse(stillroom("list", "--kb", kb, "--json"))["documents"]
-    found = parse(stillroom("search", "Tunstead", "--kb", kb, "-k", 1, "--json"))
+def test_list_and_search(run: Run, docs: Path, kb: Path) -> None:
+    documents = run("list", "--kb", kb, "--json").json["documents"]
+    found = run("search", "Tunstead", "--kb", kb, "-k", 1, "--json").json
 
     assert [Path(row["document"]).name for row in documents] == ["notes.txt", "people.md"]
-    assert found["results"][0]["document"] == str(folder / "docs" / "people.md")
+    assert found["results"][0]["document"] == str(docs / "people.md")
 
 
-def test_ask_prints_nothing_but_the_answer_to_a_pipe(kb: Path) -> None:
-    done = stillroom("ask", QUESTION, "--kb", kb, "--quiet")
+def test_process_prints_the_answer_and_nothing_else(kb: Path) -> None:
+    command = [*PROGRAM, "ask", QUESTION, "--kb", str(kb), "--quiet"]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{ANSWER}\n", "")
 
 
-def test_several_questions_from_stdin(kb: Path) -> None:
+def test_several_questions_from_stdin(run: Run, kb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = [QUESTION, "In which year was Jatha Jurlow born ?"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(questions)))
 
-    done = stillroom("ask", "-", "--kb", kb, "--json", text="\n".join(questions))
+    result = run("ask", "-", "--kb", kb, "--json")
 
-    assert done.stderr == ""
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    answers = [json.loads(line) for line in result.out.splitlines()]
     assert [answer["question"] for answer in answers] == questions
     assert answers[0]["text"] == ANSWER
     assert answers[0]["sources"][0]["start_line"] == 5
 
 
-def test_answer_that_cannot_fit_the_model_is_a_wrong_call(kb: Path) -> None:
-    done = stillroom("ask", QUESTION, "--kb", kb, "--max-tokens", 100_000)
+def test_answer_that_cannot_fit_the_model_is_a_wrong_call(run: Run, kb: Path) -> None:
+    result = run("ask", QUESTION, "--kb", kb, "--max-tokens", 100_000)
 
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: ")
+    assert len(result.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("command", ["list", "search x", "ask x", "remove x", "serve --port 0"])
-def test_missing_knowledge_base_is_a_wrong_call_and_is_not_made(tmp_path: Path, command: str) -> None:
-    done = stillroom(*command.split(), "--kb", tmp_path / "none")
+def test_missing_knowledge_base_is_a_wrong_call_and_is_not_made(run: Run, tmp_path: Path, command: str) -> None:
+    result = run(*command.split(), "--kb", tmp_path / "none")
 
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "error: " in done.stderr
-    assert "Traceback" not in done.stderr
+    assert (result.code, result.out) == (2, "")
+    assert "error: " in result.err
     assert not (tmp_path / "none").exists()
 
 
-def test_missing_model_is_a_wrong_call(kb: Path) -> None:
-    done = stillroom("ask", QUESTION, "--kb", kb, "--model", "./no-such-model")
+def test_missing_model_is_a_wrong_call(run: Run, kb: Path) -> None:
+    result = run("ask", QUESTION, "--kb", kb, "--model", "./no-such-model")
 
-    assert done.returncode == 2
-    assert "no-such-model" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.code == 2
+    assert "no-such-model" in result.err
 
 
-def test_unreadable_file_is_listed_and_the_others_are_added(tmp_path: Path) -> None:
-    docs = write_knowledge(tmp_path / "docs")
+def test_unreadable_file_is_listed_and_the_others_are_added_and_removed(run: Run, tmp_path: Path) -> None:
+    docs, kb = write_knowledge(tmp_path / "docs"), tmp_path / "kb"
     (docs / "bad.jsonl").write_text('{"_id": "1", "text": "fine"}\n{broken\n')
 
-    done = stillroom("add", docs, "--kb", tmp_path / "kb", "--json")
+    adding = run("add", docs, "--kb", kb, "--json")
+    removing = run("remove", docs / "notes.txt", "--kb", kb)
+    again = run("remove", docs / "notes.txt", "--kb", kb)
+    [left] = run("list", "--kb", kb, "--json").json["documents"]
 
-    assert done.returncode == 1
-    report = json.loads(done.stdout)
-    assert report["num_added"] == 2
-    [failure] = report["failures"]
+    assert (adding.code, adding.json["num_added"]) == (1, 2)
+    [failure] = adding.json["failures"]
     assert failure["path"] == str(docs / "bad.jsonl")
     assert failure["reason"]
-
-
-def test_remove_forgets_a_document(tmp_path: Path) -> None:
-    docs = write_knowledge(tmp_path / "docs")
-    stillroom("add", docs, "--kb", tmp_path / "kb")
-
-    done = stillroom("remove", docs / "notes.txt", "--kb", tmp_path / "kb")
-    again = stillroom("remove", docs / "notes.txt", "--kb", tmp_path / "kb")
-
-    assert done.stdout == "removed 1 document (1 chunk)\n"
-    assert again.returncode == 2
+    assert removing.out == "removed 1 document (1 chunk)\n"
+    assert again.code == 2
     assert (docs / "notes.txt").exists()
-    assert len(parse(stillroom("list", "--kb", tmp_path / "kb", "--json"))["documents"]) == 1
+    assert left["document"] == str(docs / "people.md")
+
+
+def test_bench_measures_a_data_set(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "tiny"
+    data.mkdir()
+    texts = {"a": "Rotate keys twice a year.", "b": "Bread needs water and flour.", "c": "The ship sailed north."}
+    records = [json.dumps({"_id": name, "text": text}) for name, text in texts.items()]
+    (data / "corpus.jsonl").write_text("\n".join(records))
+    (data / "queries.jsonl").write_text('{"_id": "q", "text": "how often are keys rotated"}\n')
+    (data / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\n")
+
+    [report] = run("bench", "retrieval", "--dataset", data, "--work-dir", tmp_path, "--json").json["reports"]
+
+    assert (report["dataset"], report["num_documents"], report["num_queries"]) == ("tiny", 3, 1)
+    assert {mode["mode"]: mode["recall_at_5"] for mode in report["modes"]} == {"hybrid": 1, "dense": 1, "sparse": 1}
 
 
 def test_serve_answers_and_stops(kb: Path) -> None:
-    command = [sys.executable, "-m", "stillroom.cli.main", "serve", "--kb", str(kb), "--port", "0", "--json"]
+    command = [*PROGRAM, "serve", "--kb", str(kb), "--port", "0", "--json"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         try:

@@ -126,6 +126,10 @@ class FakeRoom:
         with self._lock:
             return NUM_BLOCKS - len(self._running)
 
+    @property
+    def num_documents(self) -> int:
+        return len(self.texts)
+
     def documents(self) -> list[DocumentInfo]:
         return [
             DocumentInfo(DocumentId(name), name.removesuffix(".md"), 1, len(text.encode()), 1_700_000_000.0)

@@ -93,6 +93,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     style = _Style(as_json, quiet, is_series=len(questions) > 1 or STDIN in questions)
     failure: UsageError | None = None
     with room.open_room(kb, settings) as opened:
+        opened.warm_up()  # so that the first question's timing is that of a question, not of loading
         for question in _each(questions):
             try:
                 _answer(opened, question, options, style)
@@ -144,8 +145,9 @@ def _show_sources(answer: "Answer") -> None:
 
 def _costs(answer: "Answer") -> str:
     timing, reuse = answer.timing, answer.reuse
+    per_token = f"{duration(timing.tpot_seconds)} per token, " if len(answer.token_ids) > 1 else ""
     return (
         f"Timing: retrieval {duration(timing.retrieval_seconds)}, first token {duration(timing.ttft_seconds)}, "
-        f"{duration(timing.tpot_seconds)} per token, total {duration(timing.total_seconds)}; "
+        f"{per_token}total {duration(timing.total_seconds)}; "
         f"{reuse.num_prompt_tokens:,} prompt tokens, {reuse.num_cached_tokens:,} cached"
     )

@@ -33,7 +33,7 @@ _WRONG_CALLS = (ConfigError, UsageError, KnowledgeBaseNotFoundError, ModelNotFou
 """Errors that only another call can mend: a wrong value, or the name of something that is not there."""
 
 _RESUME = {
-    "add": "What was indexed so far is kept; run the same command again to do the rest.",
+    "add": "Finished files are kept; run the same command again to do the rest.",
     "bench": "Nothing is lost; run the same command again.",
 }
 _RESUME_DEFAULT = "Nothing was changed and nothing is lost; run the same command again."

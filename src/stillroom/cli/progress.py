@@ -56,15 +56,16 @@ class BarListener:
 
     def __init__(self, bar: "Progress", now: Now = time.monotonic) -> None:
         self._bar = bar
-        self._rate = _Rate(now)
-        self._task = bar.add_task("indexing", total=None, counts="")
+        self._pace = _Pace(now)
+        self._task = bar.add_task("indexing", total=None, counts="loading the embedder")
 
     def __call__(self, progress: "AddProgress") -> None:
+        self._pace.take(progress)
         self._bar.update(
             self._task,
             completed=progress.num_bytes_done,
             total=progress.num_bytes_total,
-            counts=_counts(progress, self._rate),
+            counts=_counts(progress) + self._pace.rate(progress),
         )
 
 
@@ -73,33 +74,45 @@ class LineListener:
 
     def __init__(self, now: Now = time.monotonic) -> None:
         self._now = now
-        self._rate = _Rate(now)
-        self._started = self._last = now()
+        self._pace = _Pace(now)
+        self._last = now()
 
     def __call__(self, progress: "AddProgress") -> None:
+        self._pace.take(progress)
         now = self._now()
         if now - self._last < SECONDS_BETWEEN_LINES:
             return
         self._last = now
-        text = _counts(progress, self._rate)
-        done, total = progress.num_bytes_done, progress.num_bytes_total
-        if 0 < done < total:
-            text += f", about {duration((now - self._started) / done * (total - done))} left"
-        note(text)
+        note(_counts(progress) + self._pace.rate(progress) + self._pace.time_left(progress))
 
 
-class _Rate:
-    """Chunks per second since the start."""
+class _Pace:
+    """How fast it goes, counted from the first chunks on: before them the embedder was loading."""
 
     def __init__(self, now: Now) -> None:
         self._now = now
-        self._started = now()
+        self._first: AddProgress | None = None
+        self._first_at = 0.0
 
-    def of(self, num_chunks: int) -> str:
-        elapsed = self._now() - self._started
-        return f"{num_chunks / elapsed:,.0f} chunks/s" if elapsed > 0 else "0 chunks/s"
+    def take(self, progress: "AddProgress") -> None:
+        if self._first is None and progress.num_chunks > 0:
+            self._first, self._first_at = progress, self._now()
+
+    def rate(self, progress: "AddProgress") -> str:
+        """`, 41 chunks/s`; empty while it is unknown."""
+        elapsed = self._now() - self._first_at
+        if self._first is None or elapsed <= 0:
+            return ""
+        return f", {(progress.num_chunks - self._first.num_chunks) / elapsed:,.0f} chunks/s"
+
+    def time_left(self, progress: "AddProgress") -> str:
+        """`, about 70 s left`; empty while it is unknown, and at the end."""
+        if self._first is None or not self._first.num_bytes_done < progress.num_bytes_done < progress.num_bytes_total:
+            return ""
+        pace = (progress.num_bytes_done - self._first.num_bytes_done) / (self._now() - self._first_at)
+        return f", about {duration((progress.num_bytes_total - progress.num_bytes_done) / pace)} left"
 
 
-def _counts(progress: "AddProgress", rate: _Rate) -> str:
+def _counts(progress: "AddProgress") -> str:
     files = f"{progress.num_files_done:,} of {count(progress.num_files_total, 'file')}"
-    return f"{files}, {count(progress.num_chunks, 'chunk')}, {rate.of(progress.num_chunks)}"
+    return f"{files}, {count(progress.num_chunks, 'chunk')}"

@@ -9,7 +9,7 @@ from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk
 from stillroom.core.ids import RequestId, format_chunk_id
-from stillroom.core.request import Request, SamplingParams
+from stillroom.core.request import FinishReason, Request, SamplingParams
 from stillroom.engine.async_engine import Listener
 from stillroom.engine.engine import TokenEvent
 from stillroom.errors import EmptyKnowledgeBaseError, UsageError
@@ -112,6 +112,8 @@ class Pipeline:
     def _submit(self, request: Request, listener: Listener) -> None:
         def listen(event: TokenEvent) -> None:
             self._publish_load()
+            if event.finish_reason is FinishReason.ABORTED:
+                self._metrics.count_aborted()
             listener(event)
 
         self._generator.engine.submit(request, listen)

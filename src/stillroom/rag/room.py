@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +18,15 @@ from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import DocumentInfo, SearchResult
 from stillroom.errors import EngineClosedError
 from stillroom.rag.answer import Answer, AskOptions
-from stillroom.rag.generator import Generator, build_generator
-from stillroom.rag.pipeline import Pipeline
 from stillroom.rag.query_cache import QueryCache
-from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
+    from stillroom.rag.generator import Generator
+    from stillroom.rag.pipeline import Pipeline
+    from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 
 
 class Stillroom:
@@ -138,11 +141,11 @@ class Stillroom:
             pass
         return stream.answer
 
-    def stream(self, question: str, options: AskOptions | None = None) -> AnswerStream:
+    def stream(self, question: str, options: AskOptions | None = None) -> "AnswerStream":
         """The answer piece by piece; its sources are known at once. Raises as `ask`."""
         return self._pipeline().stream(question, options or AskOptions())
 
-    async def astream(self, question: str, options: AskOptions | None = None) -> AsyncAnswerStream:
+    async def astream(self, question: str, options: AskOptions | None = None) -> "AsyncAnswerStream":
         """`stream` for an event loop: nothing blocks it."""
         pipeline = await asyncio.to_thread(self._pipeline)
         return await pipeline.astream(question, options or AskOptions())
@@ -155,6 +158,11 @@ class Stillroom:
         return self._generator.model.name if self._generator else self.config.runtime.model
 
     @property
+    def num_documents(self) -> int:
+        """Files, and records of JSONL files."""
+        return self._kb.num_documents
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks in all; 0 before the model is loaded."""
         return self._generator.engine.num_blocks if self._generator else 0
@@ -165,9 +173,10 @@ class Stillroom:
         return self._generator.engine.num_free_blocks if self._generator else 0
 
     def warm_up(self) -> None:
-        """Load the embedder and the model now instead of with the first question."""
+        """Load the model, the embedder and the indexes now instead of with the first question."""
         self._pipeline()
-        self._kb.embed(["warm up"])
+        self._kb.embed(["warm up"])  # an empty knowledge base would not
+        self._kb.search("warm up")
 
     def close(self) -> None:
         """Stop generating and close the files. Idempotent."""
@@ -186,7 +195,10 @@ class Stillroom:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self) -> "Pipeline":
+        from stillroom.rag.generator import build_generator
+        from stillroom.rag.pipeline import Pipeline
+
         with self._loading:
             if self._is_closed:
                 raise EngineClosedError("this Stillroom was closed; open it again")

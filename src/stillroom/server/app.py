@@ -109,7 +109,7 @@ class _Api:
         return search_payload(body.query, mode, found, time.perf_counter() - started)
 
     async def healthz(self) -> dict[str, Any]:
-        num_documents = len(await asyncio.to_thread(self._room.documents))
+        num_documents = await asyncio.to_thread(lambda: self._room.num_documents)
         return {
             "status": "ok",
             "model": self._room.model_name,

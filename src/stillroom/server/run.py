@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from stillroom.errors import ConfigError, StillroomError
+from stillroom.errors import ConfigError, ServerError
 
 GRACE_SECONDS = 10
 """How long answers that are being streamed may go on after the server was asked to stop."""
@@ -28,7 +28,7 @@ class HttpServer:
 
         Raises:
             ConfigError: the host is no address of this machine.
-            StillroomError: the port is taken or may not be used.
+            ServerError: the port is taken or may not be used.
         """
         self._host = host
         self._socket = _bind(host, port)
@@ -46,7 +46,7 @@ class HttpServer:
         """Serve until stopped; `on_ready` is called when connections are accepted.
 
         Raises:
-            StillroomError: another process took the port in the meantime.
+            ServerError: another process took the port in the meantime.
         """
         config = uvicorn.Config(
             app,
@@ -121,11 +121,11 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _explain(error: OSError, host: str, port: int) -> StillroomError:
+def _explain(error: OSError, host: str, port: int) -> ServerError | ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return StillroomError(f"port {port} on {host} is taken; choose another with --port, or --port 0 for a free one")
+        return ServerError(f"port {port} on {host} is taken; choose another with --port, or --port 0 for a free one")
     if error.errno == errno.EADDRNOTAVAIL:
         return ConfigError(f"server.host={host!r} is not an address of this machine; 0.0.0.0 means all of them")
     if error.errno in (errno.EACCES, errno.EPERM):
-        return StillroomError(f"port {port} needs privileges; choose one above 1023 with --port")
-    return StillroomError(f"cannot listen on {host} port {port}: {error.strerror or error}")
+        return ServerError(f"port {port} needs privileges; choose one above 1023 with --port")
+    return ServerError(f"cannot listen on {host} port {port}: {error.strerror or error}")

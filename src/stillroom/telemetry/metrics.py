@@ -89,6 +89,10 @@ class Metrics:
         self._chunks = self._gauge("stillroom_chunks")
         self._http_requests = self._counter("stillroom_http_requests_total")
 
+    def count_aborted(self) -> None:
+        """Count a question that ended without an answer: cancelled, or given up by the engine."""
+        self._requests.labels("aborted").inc()
+
     def observe_request(  # noqa: PLR0913  one call per answer beats eight that may be forgotten
         self,
         *,

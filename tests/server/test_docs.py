@@ -1,0 +1,51 @@
+"""What docs/http.md shows works: its Python runs, and its curl requests are answered with 200."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.fakes import FakeRoom, as_room
+from tests.server.harness import serving
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "http.md"
+ADDRESS = "http://127.0.0.1:8321"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(as_room(FakeRoom())) as url:
+        program = "\n".join(blocks("python")).replace(ADDRESS, url)
+        scope: dict[str, object] = {}
+        try:
+            exec(compile(program, str(PAGE), "exec"), scope)
+        finally:
+            scope["client"].close()  # type: ignore[attr-defined]  # the page leaves that to the end of the program
+
+    assert capsys.readouterr().out.count("How do I rotate keys?") == 2
+
+
+def test_curl_examples_are_answered() -> None:
+    commands = [shlex.split(block) for block in blocks("sh") if block.startswith("curl ")]
+    assert len(commands) == 5
+
+    with serving(as_room(FakeRoom())) as url:
+        for words in commands:
+            target = next(word for word in words if word.startswith(ADDRESS)).replace(ADDRESS, url)
+            content = words[words.index("-d") + 1] if "-d" in words else None
+            response = httpx.post(target, json=json.loads(content)) if content else httpx.get(target)
+            assert response.status_code == 200, words
+
+
+def test_every_route_is_on_the_page() -> None:
+    with serving(as_room(FakeRoom())) as url:
+        routes = httpx.get(f"{url}/openapi.json").json()["paths"]
+
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(route.replace("{model}", "{name}") in page for route in routes)
