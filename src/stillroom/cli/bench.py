@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 import typer
 
 from stillroom.cli import room
+from stillroom.cli.bench_report import (
+    CompareOption,
+    Delivery,
+    HtmlOption,
+    OutputOption,
+    RepeatOption,
+    SeedOption,
+    deliver,
+    show_run,
+)
 from stillroom.cli.console import count, duration, line, note, print_json
 from stillroom.cli.options import ConfigOption, JsonOption, QuietOption, help_text
 from stillroom.config.settings import SearchMode
@@ -25,6 +35,15 @@ RETRIEVAL_HELP = help_text(
     examples=(
         "stillroom bench retrieval --dataset data/nfcorpus",
         "stillroom bench retrieval --dataset data/nfcorpus --dataset data/fiqa --mode hybrid --json",
+    ),
+)
+
+STRUCTURES_HELP = help_text(
+    "Measure the heap, the token cache and the sketch beside the usual alternatives.",
+    examples=(
+        "stillroom bench structures",
+        "stillroom bench structures --repeat 30 --output structures.json --html structures.html",
+        "stillroom bench structures --compare structures.json",
     ),
 )
 
@@ -66,6 +85,25 @@ def retrieval(
             _show(report)
     if as_json:
         print_json({"reports": [report.to_json() for report in reports]})
+
+
+@app.command("structures", help=STRUCTURES_HELP)
+def structures(  # noqa: PLR0913  one parameter per flag
+    repeat: RepeatOption = 10,
+    seed: SeedOption = 0,
+    operations: Annotated[
+        int, typer.Option("--operations", min=1000, metavar="N", help="Operations per run of an arm.")
+    ] = 20_000,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    compare: CompareOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    from stillroom.bench.structures import run_structures
+
+    result = run_structures(repeat=repeat, seed=seed, count=operations, on_run=None if quiet else show_run)
+    deliver(result, Delivery(as_json, output, html, compare))
 
 
 def _mode(word: str) -> SearchMode:

@@ -1,0 +1,85 @@
+"""What every `stillroom bench` command does with its result: print it, keep it, draw it, compare it with an earlier
+one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stillroom.cli.console import line, note, print_json
+
+if TYPE_CHECKING:
+    from stillroom.bench.report import BenchResult, Change
+
+RepeatOption = Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs per arm, after one to warm up.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of everything that is drawn.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Keep the result, every sample included, as JSON."),
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page with tables and plots.")
+]
+CompareOption = Annotated[
+    Path | None,
+    typer.Option("--compare", metavar="OLD.json", exists=True, dir_okay=False, help="Say what changed since then."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Where a result goes."""
+
+    as_json: bool = False
+    output: Path | None = None
+    html: Path | None = None
+    compare: Path | None = None
+
+
+def deliver(result: "BenchResult", to: Delivery) -> None:
+    """Print the result (Markdown, or JSON), and write the files that were asked for."""
+    from stillroom.bench.html import to_html
+    from stillroom.bench.report import compare, load_samples, save, to_markdown
+
+    changes = compare(result.samples, load_samples(to.compare)) if to.compare is not None else []
+    if to.output is not None:
+        save(result, to.output)
+        note(f"kept in {to.output}")
+    if to.html is not None:
+        to.html.parent.mkdir(parents=True, exist_ok=True)
+        to.html.write_text(to_html(result, changes), encoding="utf-8")
+        note(f"page in {to.html}")
+    if to.as_json:
+        print_json(result.to_json() | {"changes": [_as_json(change) for change in changes]}, indent=None)
+        return
+    line(to_markdown(result))
+    if to.compare is not None:
+        _show_changes(changes, to.compare)
+
+
+def _as_json(change: "Change") -> dict[str, object]:
+    return {
+        "arm": change.arm,
+        "metric": change.metric,
+        "ratio": change.ratio.value,
+        "low": change.ratio.low,
+        "high": change.ratio.high,
+        "adjusted_p": change.adjusted_p,
+        "is_significant": change.is_significant,
+        "is_regression": change.is_regression,
+    }
+
+
+def _show_changes(changes: list["Change"], old: Path) -> None:
+    significant = [change for change in changes if change.is_significant]
+    line(f"Against {old}: {len(significant)} of {len(changes)} figures differ significantly.")
+    for change in significant:
+        verdict = "regression " if change.is_regression else "improvement"
+        ratio = change.ratio
+        line(f"  {verdict}  {change.arm}  {change.metric}  x {ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]")
+
+
+def show_run(arm: str, repetition: int) -> None:
+    """Progress: which arm runs now."""
+    note(f"{'warming up' if repetition < 0 else f'run {repetition + 1}'}: {arm}")
