@@ -1,62 +1,62 @@
 """`stillroom bench retrieval`: what it calls, and what it prints."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from stillroom.bench import relevance
-from stillroom.bench.relevance import ModeResult, RetrievalReport
-from stillroom.config.settings import SearchMode, StillroomConfig
+from stillroom.bench import retrieval_quality
+from stillroom.bench.environment import record_environment
+from stillroom.bench.harness import Samples
+from stillroom.bench.report import BenchResult
+from stillroom.config.settings import StillroomConfig
 from stillroom.errors import UsageError
 from tests.cli.harness import Run
 
+Calls = list[tuple[list[str], Path, int]]
+
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Path, Sequence[SearchMode]]]:
-    seen: list[tuple[Path, Path, Sequence[SearchMode]]] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    seen: Calls = []
 
-    def measure(dataset: Path, work_dir: Path, config: StillroomConfig, modes: Sequence[SearchMode]) -> RetrievalReport:
-        if dataset.name == "broken":
+    def measure(
+        datasets: Sequence[Path],
+        work_dir: Path,
+        config: StillroomConfig,
+        *,
+        seed: int,
+        on_step: Callable[[str], None],
+    ) -> BenchResult:
+        if any(dataset.name == "broken" for dataset in datasets):
             raise UsageError("corpus.jsonl is missing")
-        seen.append((dataset, work_dir, modes))
-        results = tuple(ModeResult(mode, 0.25, 0.5, 0.0123, 0.2) for mode in modes)
-        return RetrievalReport(dataset.name, 3633, 1, 323, 65.0, results)
+        seen.append(([dataset.name for dataset in datasets], work_dir, seed))
+        on_step("indexing")
+        tables = {"ndcg_at_10 per set": [{"rule": "RRF", "first": 0.25}]}
+        return BenchResult("stillroom bench retrieval", record_environment(["x"]), {}, Samples(), tables=tables)
 
-    monkeypatch.setattr(relevance, "run_retrieval", measure)
+    monkeypatch.setattr(retrieval_quality, "run_quality", measure)
     for name in ("first", "second", "broken"):
         Path(name).mkdir()
     return seen
 
 
-def test_table(run: Run, calls: list[tuple[Path, Path, Sequence[SearchMode]]]) -> None:
-    result = run("bench", "retrieval", "--dataset", "first", "--work-dir", "w")
+def test_table(run: Run, calls: Calls) -> None:
+    result = run("bench", "retrieval", "--dataset", "first", "--dataset", "second", "--work-dir", "w", "--seed", "3")
 
-    assert result.err == "measuring first ...\n"
-    assert result.out == (
-        "first: 3,633 documents, 1 chunk, 323 queries; index ready in 1 min 5 s\n"
-        "  mode    recall@5  recall@10  mean search  slowest\n"
-        "  hybrid    0.2500     0.5000      12.3 ms   200 ms\n"
-        "  dense     0.2500     0.5000      12.3 ms   200 ms\n"
-        "  sparse    0.2500     0.5000      12.3 ms   200 ms\n"
-    )
-    assert calls == [(Path("first"), Path("w"), ["hybrid", "dense", "sparse"])]
+    assert result.err == "indexing\n"
+    assert "| RRF | 0.25 |" in result.out
+    assert calls == [(["first", "second"], Path("w"), 3)]
 
 
-def test_json_of_several_data_sets(run: Run, calls: list[tuple[Path, Path, Sequence[SearchMode]]]) -> None:
-    flags = "--dataset first --dataset second --mode dense --mode sparse --json --quiet"
-
-    result = run("bench", "retrieval", *flags.split())
+def test_json(run: Run, calls: Calls) -> None:
+    result = run("bench", "retrieval", "--dataset", "first", "--json", "--quiet")
 
     assert result.err == ""
-    assert [report["dataset"] for report in result.json["reports"]] == ["first", "second"]
-    assert result.json["reports"][0]["modes"][0]["recall_at_10"] == 0.5
-    assert [list(modes) for _, _, modes in calls] == [["dense", "sparse"]] * 2
+    assert result.json["tables"]["ndcg_at_10 per set"] == [{"rule": "RRF", "first": 0.25}]
 
 
-def test_indexes_are_kept_in_the_users_cache(
-    run: Run, calls: list[tuple[Path, Path, Sequence[SearchMode]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_indexes_are_kept_in_the_users_cache(run: Run, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
 
     run("bench", "retrieval", "--dataset", "first")
@@ -64,17 +64,8 @@ def test_indexes_are_kept_in_the_users_cache(
     assert calls[0][1] == Path("/cache/stillroom/bench")
 
 
-def test_folder_that_is_no_data_set_is_a_wrong_call(
-    run: Run, calls: list[tuple[Path, Path, Sequence[SearchMode]]]
-) -> None:
-    assert run("bench", "retrieval", "--dataset", "broken").code == 2
-    assert run("bench", "retrieval", "--dataset", "nowhere").code == 2
-    assert run("bench", "retrieval").code == 2
-
-
-def test_unknown_mode_is_a_wrong_call(run: Run, calls: list[tuple[Path, Path, Sequence[SearchMode]]]) -> None:
-    result = run("bench", "retrieval", "--dataset", "first", "--mode", "magic")
+def test_folder_that_is_no_data_set_is_a_wrong_call(run: Run, calls: Calls) -> None:
+    result = run("bench", "retrieval", "--dataset", "broken")
 
     assert result.code == 2
-    assert "--mode magic: it must be one of hybrid, dense, sparse" in result.err
-    assert calls == []
+    assert "corpus.jsonl is missing" in result.err

@@ -6,12 +6,14 @@ What is discovered at start-up (number of blocks, embedding dimension) is a retu
 from dataclasses import dataclass, field
 from typing import Literal
 
+from stillroom.errors import ConfigError
+
 BUNDLED_MODEL = "bundled"
 """The model name that stands for the small model inside the package."""
 
 SearchMode = Literal["hybrid", "dense", "sparse"]
-FusionName = Literal["rrf", "minmax"]
-IndexKind = Literal["flat", "hnsw"]
+FusionName = Literal["convex", "rrf", "minmax"]
+IndexKind = Literal["flat", "hnsw", "ivf_pq"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -42,7 +44,8 @@ class IndexConfig:
     """The dense index. Fixed when a knowledge base is made, and recorded in its manifest."""
 
     kind: IndexKind = "flat"
-    """`flat`: exact, time grows with the corpus. `hnsw`: approximate, for some 100,000 chunks and more."""
+    """`flat`: exact, time grows with the corpus. `hnsw`: approximate, for some 10,000 chunks and more. `ivf_pq`:
+    approximate and small, for millions; exact until there are 39 * 2^nbits chunks to train on."""
     m: int = 32
     """HNSW links per node: more is better recall, memory and build time."""
     ef_construction: int = 200
@@ -50,7 +53,29 @@ class IndexConfig:
     ef_search: int = 64
     """HNSW candidates while searching; at least the number asked for."""
     seed: int = 0
-    """Of the HNSW level draw: same corpus, same order and same seed give the same graph."""
+    """Of the HNSW level draw, the IVF-PQ training and the tuner's sample: same corpus, same order and same seed give
+    the same index."""
+    nlist: int = 0
+    """Inverted lists of IVF-PQ. 0: about 4 * sqrt(chunks), with at least 39 chunks each."""
+    nprobe: int = 32
+    """Inverted lists looked at by a search: more is better recall and longer."""
+    num_subquantizers: int = 0
+    """Bytes per chunk in IVF-PQ at 8 bits; must divide the dimension. 0: one for 8 dimensions."""
+    nbits: int = 8
+    """Bits per subquantizer: more is finer codes, and 39 * 2^nbits chunks are needed to train."""
+    refine: int = 10
+    """IVF-PQ scores this many times the results asked for again, exactly. 0 keeps no full vectors: 30 times less
+    memory, approximate scores, and quantizers that are never trained again."""
+    ann_recall: float = 0.0
+    """Share of the true 10 nearest that a search must find, such as 0.99: sets `ef_search` or `nprobe` from a
+    measurement that is repeated as the corpus grows. 0: off. A `flat` index is always exact."""
+    search_budget_s: float = 0.0
+    """Seconds that 95 % of dense searches may take on this machine, such as 0.002: takes the highest `ef_search` or
+    `nprobe` that keeps it, measured as above. 0: off."""
+
+    def __post_init__(self) -> None:
+        if self.ann_recall and self.search_budget_s:
+            raise ConfigError("index.ann_recall and index.search_budget_s exclude each other; set one of them to 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +88,9 @@ class SearchConfig:
     """Chunks returned, and put into the prompt."""
     num_candidates: int = 50
     """Depth of each retriever before fusion."""
-    fusion: FusionName = "rrf"
-    """`rrf`: reciprocal ranks. `minmax`: normalised scores with weights by query length (llmds 3.3)."""
+    fusion: FusionName = "convex"
+    """`convex`: weighted sum of scores, complete for every candidate. `rrf`: reciprocal ranks. `minmax`: normalised
+    scores with weights by query length (llmds 3.3). Measured beside each other in docs/retrieval-quality.md."""
     rank_constant: int = 60
     """Of RRF: larger flattens the advantage of the first ranks."""
 

@@ -19,10 +19,13 @@ from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
 from stillroom.retrieval.index_file import write_atomically
 from stillroom.retrieval.ranking import Ranking, top_k
+from stillroom.retrieval.words import DOCUMENT_TOKENIZER, WordAnalyzer, searched_text
 
 _WRITER_BYTES = 64_000_000
-_MAX_WORD_BYTES = 40
 _STATE = "stillroom.json"
+
+_FORMAT = 2
+"""Raise it when what is indexed of a chunk changes (`words.searched_text`, the analyzer): older indexes are rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,7 @@ class Bm25Index:
         self._folder = folder
         self._corpus_id = corpus_id
         self._schema = _schema()
-        self._analyzer = (
-            tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
-            .filter(tantivy.Filter.remove_long(_MAX_WORD_BYTES))
-            .filter(tantivy.Filter.lowercase())
-            .filter(tantivy.Filter.stemmer("english"))
-            .build()
-        )
+        self._analyzer = WordAnalyzer()
         self._view = _View()
         self.refresh()
 
@@ -71,7 +68,8 @@ class Bm25Index:
     def refresh(self) -> None:
         """See what the writer has committed. Reads one small file if nothing has changed."""
         state = self._read_state()
-        generation = int(state.get("generation", 0)) if state.get("corpus_id") == self._corpus_id else 0
+        is_ours = (state.get("corpus_id"), state.get("format")) == (self._corpus_id, _FORMAT)
+        generation = int(state.get("generation", 0)) if is_ours else 0
         view = self._view
         if generation == view.generation:
             return
@@ -90,48 +88,78 @@ class Bm25Index:
         self._view = _View()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def apply(self, removed: Sequence[int], added: Iterable[Chunk], generation: int) -> None:
+    def apply(
+        self, removed: Sequence[int], added: Iterable[Chunk], generation: int, *, is_rebuild: bool = False
+    ) -> None:
         """Remove, then add, and be at `generation`. Only under the write lock; repeating it changes nothing.
+
+        Args:
+            is_rebuild: remove everything first. Searches go on in the old state until the new one is complete.
 
         Raises:
             ValueError: the index is damaged or cannot be written.
         """
-        index, num_removed = self._view.index, self._view.num_removed + len(removed)
+        index = self._view.index
+        num_removed = 0 if is_rebuild else self._view.num_removed + len(removed)
         is_new = index is None
         if is_new:
             self.clear()
             self._folder.mkdir(parents=True)
             index = tantivy.Index(self._schema, path=str(self._folder))
         writer = index.writer(_WRITER_BYTES, 1)
+        if is_rebuild:
+            writer.delete_all_documents()
         for chunk_id in removed:
             writer.delete_documents_by_term("chunk_id", int(chunk_id))
         for chunk in added:
-            if not is_new:
+            if not (is_new or is_rebuild):
                 writer.delete_documents_by_term("chunk_id", int(chunk.chunk_id))
             document = tantivy.Document()
             document.add_integer("chunk_id", int(chunk.chunk_id))
-            document.add_text("body", chunk.indexed_text)
+            document.add_text("body", searched_text(chunk))
             writer.add_document(document)
         writer.commit()
         writer.wait_merging_threads()
-        state = {"generation": generation, "corpus_id": self._corpus_id, "num_removed": num_removed}
+        state = {
+            "format": _FORMAT,
+            "generation": generation,
+            "corpus_id": self._corpus_id,
+            "num_removed": num_removed,
+        }
         write_atomically(self._folder / _STATE, json.dumps(state).encode())
         self.refresh()
 
-    def search(self, text: str, k: int) -> Ranking:
-        """The k chunks that match best, best first; only those that share a word with the text."""
+    def document_frequency(self, word: str) -> int:
+        """How many chunks hold a stem, as BM25 counts them: a removed one still counts until its segment is merged."""
         searcher = self._view.searcher
-        words = Counter(self._analyzer.analyze(text))
-        if searcher is None or not words:
+        return int(searcher.doc_freq("body", word)) if searcher is not None else 0
+
+    def search(self, text: str, k: int) -> Ranking:
+        """The k chunks that match best, best first; only those that share a telling word with the text."""
+        searcher = self._view.searcher
+        query = self._query(text)
+        if searcher is None or query is None:
             return []
-        query = tantivy.Query.boolean_query([self._word_query(word, count) for word, count in sorted(words.items())])
+        return top_k(lambda n: _hits(searcher, query, n), k, int(searcher.num_docs))
 
-        def fetch(n: int) -> Ranking:
-            hits = searcher.search(query, n, count=False).hits
-            ids = searcher.fast_field_values("chunk_id", [address for _, address in hits])
-            return [(ChunkId(int(chunk_id)), float(hit[0])) for chunk_id, hit in zip(ids, hits, strict=True)]
+    def scores(self, text: str, ids: Sequence[ChunkId]) -> dict[ChunkId, float]:
+        """The BM25 score of each of these chunks, 0 where it shares no telling word with the text."""
+        found = dict.fromkeys(ids, 0.0)
+        searcher = self._view.searcher
+        query = self._query(text)
+        if searcher is not None and query is not None and ids:
+            chosen = tantivy.Query.term_set_query(self._schema, "chunk_id", [int(chunk_id) for chunk_id in ids])
+            unscored = tantivy.Query.const_score_query(chosen, 0.0)
+            both = tantivy.Query.boolean_query([(tantivy.Occur.Must, query), (tantivy.Occur.Must, unscored)])
+            found.update(_hits(searcher, both, len(ids)))
+        return found
 
-        return top_k(fetch, k, int(searcher.num_docs))
+    def _query(self, text: str) -> Any:
+        """Any of the text's words; None where it has none."""
+        words = Counter(self._analyzer.query_stems(text))
+        if not words:
+            return None
+        return tantivy.Query.boolean_query([self._word_query(word, count) for word, count in sorted(words.items())])
 
     def _word_query(self, word: str, count: int) -> tuple[Any, Any]:
         """A word that the query repeats counts as often, as in BM25's sum over query words."""
@@ -146,6 +174,13 @@ class Bm25Index:
         return state if isinstance(state, dict) else {}
 
 
+def _hits(searcher: Any, query: Any, n: int) -> Ranking:
+    """The n best, ties in any order."""
+    hits = searcher.search(query, n, count=False).hits
+    ids = searcher.fast_field_values("chunk_id", [address for _, address in hits])
+    return [(ChunkId(int(chunk_id)), float(hit[0])) for chunk_id, hit in zip(ids, hits, strict=True)]
+
+
 def _open(folder: Path) -> Any:
     index = tantivy.Index.open(str(folder))
     index.config_reader("manual")  # no thread that watches the folder; `refresh` looks
@@ -155,5 +190,5 @@ def _open(folder: Path) -> Any:
 def _schema() -> Any:
     builder = tantivy.SchemaBuilder()
     builder.add_integer_field("chunk_id", stored=True, indexed=True, fast=True)
-    builder.add_text_field("body", stored=False, tokenizer_name="en_stem", index_option="freq")
+    builder.add_text_field("body", stored=False, tokenizer_name=DOCUMENT_TOKENIZER, index_option="freq")
     return builder.build()

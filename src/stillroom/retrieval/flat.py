@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import faiss
+import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
 from stillroom.retrieval.ranking import Ranking, top_k
+from stillroom.retrieval.vector_index import one_thread
+
+faiss: Any = _faiss  # its type information lacks what is made at import
 
 
 class FlatIndex:
@@ -28,13 +31,33 @@ class FlatIndex:
         if len(ids):
             self._index.remove_ids(np.asarray(ids, dtype=np.int64))
 
-    def search(self, query: NDArray[np.float32], k: int) -> Ranking:
+    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
         def fetch(n: int) -> Ranking:
-            scores, ids = self._index.search(query.reshape(1, -1), n)
+            with one_thread():
+                scores, ids = self._index.search(query.reshape(1, -1), n)
             found = zip(ids[0].tolist(), scores[0].tolist(), strict=True)
             return [(ChunkId(chunk_id), score) for chunk_id, score in found if chunk_id >= 0]
 
         return top_k(fetch, k, len(self))
+
+    def ids(self) -> NDArray[np.int64]:
+        """Chunk ids [n] in the order of the vectors."""
+        return np.array(faiss.vector_to_array(self._index.id_map), dtype=np.int64)
+
+    def vectors(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The vectors [len(ids), d] of chunks that are in the index."""
+        found: NDArray[np.float32] = self._index.reconstruct_batch(ids)
+        return found
+
+    def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+        """Ids [q, k] of the best for queries [q, d], all compared at once; -1 fills up."""
+        ids: NDArray[np.int64] = self._index.search(queries, k)[1]
+        return ids
+
+    def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
+        """Up to `num` different vectors [num, d]."""
+        ids = self.ids()
+        return self.vectors(np.sort(rng.choice(ids, min(num, len(ids)), replace=False)))
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         return {"flat": faiss.serialize_index(self._index)}

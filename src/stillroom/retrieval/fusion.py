@@ -1,6 +1,6 @@
 """Two rankings to one. Pure functions; the order of the input does not matter, ties are broken by chunk id."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from stillroom.core.ids import ChunkId
 from stillroom.retrieval.ranking import Ranking, ranked
@@ -36,6 +36,37 @@ def minmax(
         for chunk_id, score in _scaled(list(side)):
             fused[chunk_id] = fused.get(chunk_id, 0.0) + weight * score
     return ranked(fused.items())
+
+
+CONVEX_DENSE_WEIGHT = 0.75
+"""alpha of `convex`. Of six data sets each, the best for the other five is 0.8 or 0.85; see docs/adr/0005."""
+
+
+def convex(
+    dense: Mapping[ChunkId, float], sparse: Mapping[ChunkId, float], alpha: float = CONVEX_DENSE_WEIGHT
+) -> Ranking:
+    """alpha * dense + (1 - alpha) * sparse over complete scores, scaled from the least possible to the best found.
+
+    "Complete" is what sets it apart from `minmax`: every candidate has its true score from both sides, also from the
+    one that did not rank it high enough to find it. The least possible is -1 for a cosine and 0 for BM25 (theoretical
+    min-max, Bruch, Gai and Ingber 2023), so that the last candidate of a good list does not count as worthless.
+
+    Args:
+        dense: cosine of each candidate.
+        sparse: BM25 score of each candidate, of the same candidates.
+    """
+    assert dense.keys() == sparse.keys(), "scores are not complete"
+    if not dense:
+        return []
+    best_dense = max(dense.values()) + 1.0
+    best_sparse = max(sparse.values())
+    return ranked(
+        (
+            chunk_id,
+            alpha * (cosine + 1.0) / (best_dense or 1.0) + (1.0 - alpha) * sparse[chunk_id] / (best_sparse or 1.0),
+        )
+        for chunk_id, cosine in dense.items()
+    )
 
 
 def dense_weight(num_query_tokens: int) -> float:

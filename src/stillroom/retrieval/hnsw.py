@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
-from stillroom.core.ids import ChunkId
-from stillroom.retrieval.ranking import Ranking, ranked
+from stillroom.retrieval.ranking import Ranking, sorted_arrays
 
 _MAX_DEAD_SHARE = 0.2
+
+_MAX_EF_SEARCH = 4096
+"""Beyond it a search of all vectors is hardly slower."""
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
@@ -57,19 +59,48 @@ class HnswIndex:
         if self._num_dead > _MAX_DEAD_SHARE * len(self._ids):
             self._rebuild()
 
-    def search(self, query: NDArray[np.float32], k: int) -> Ranking:
+    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
+        """See `VectorIndex`. `effort` is `ef_search`; None takes the configured one."""
         k = min(k, len(self))
         if k == 0:
             return []
-        parameters = faiss.SearchParametersHNSW(efSearch=max(self._config.ef_search, k))
         dead = self._dead_positions()
+        # faiss keeps pointers only: the names keep the selectors alive
         selector = faiss.IDSelectorBatch(dead) if len(dead) else None
         alive = faiss.IDSelectorNot(selector) if selector is not None else None
-        if alive is not None:
-            parameters.sel = alive
+        parameters = faiss.SearchParametersHNSW(efSearch=max(effort or self._config.ef_search, k), sel=alive)
         scores, positions = self._graph.search(query.reshape(1, -1), k, params=parameters)
-        found = zip(positions[0].tolist(), scores[0].tolist(), strict=True)
-        return ranked((ChunkId(int(self._ids[position])), score) for position, score in found if position >= 0)
+        num_found = k if positions[0, -1] >= 0 else int((positions[0] >= 0).sum())
+        return sorted_arrays(self._ids[positions[0, :num_found]], scores[0, :num_found])
+
+    # Tuning (see `tuning.TunableIndex`)
+
+    @property
+    def structure(self) -> int:
+        """The same for all graphs: `ef_search` always means the same."""
+        return 0
+
+    def effort_range(self) -> tuple[int, int]:
+        """The least and the greatest `ef_search` that make sense."""
+        return 10, max(10, min(len(self._ids), _MAX_EF_SEARCH))
+
+    def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+        """The true ids [q, k] for queries [q, d]; -1 fills up."""
+        dead = self._dead_positions()
+        selector = faiss.IDSelectorBatch(dead)
+        parameters = faiss.SearchParameters(sel=faiss.IDSelectorNot(selector)) if len(dead) else None
+        positions = self._graph.storage.search(queries, k, params=parameters)[1]
+        ids: NDArray[np.int64] = np.append(self._ids, -1)[positions]  # position -1 reads the appended -1
+        return ids
+
+    def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
+        """Up to `num` different vectors [num, d]."""
+        alive = self._alive_positions()
+        chosen = np.sort(rng.choice(alive, min(num, len(alive)), replace=False))
+        vectors: NDArray[np.float32] = self._graph.reconstruct_batch(chosen)
+        return vectors
+
+    # Storage
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         return {"hnsw": faiss.serialize_index(self._graph), "ids": self._ids, "dead": self._dead_positions()}

@@ -1,16 +1,33 @@
 """One search: embed the question, ask both indexes, fuse, fetch the text. Searching by words alone embeds nothing."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from stillroom.config.settings import SearchConfig, SearchMode
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
+from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.embedder import Embedder
-from stillroom.retrieval.fusion import minmax, rrf
+from stillroom.retrieval.fusion import convex, minmax, rrf
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
 
 _MODES = ("hybrid", "dense", "sparse")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What both indexes say of one question, before any fusion."""
+
+    dense: Ranking
+    sparse: Ranking
+    cosines: dict[ChunkId, float]
+    """Complete: of every candidate, whichever side found it."""
+    bm25: dict[ChunkId, float]
+    """Complete, of the same candidates."""
+    num_query_tokens: int
 
 
 class HybridSearch:
@@ -42,21 +59,37 @@ class HybridSearch:
         embedded = self._clock.monotonic()
         dense = self._indexes.search_dense(vector, num_candidates) if vector is not None else []
         sparse = self._indexes.search_sparse(query, num_candidates) if mode != "dense" else []
-        results = self._fetch(self._fuse(query, mode, dense, sparse), dense, sparse, top_k)
+        sides = {"dense": dict(dense), "sparse": dict(sparse)}
+        if vector is None:
+            fused = sparse
+        elif mode == "dense":
+            fused = dense
+        elif self._config.fusion == "convex":
+            candidates = list(sides["dense"] | sides["sparse"])
+            sides["dense"], sides["sparse"] = self._indexes.complete(vector, query, candidates)
+            fused = convex(sides["dense"], sides["sparse"])
+        else:
+            fused = self._fuse(query, dense, sparse)
+        results = self._fetch(fused, sides, top_k)
         return SearchResult(results, embedded - began, self._clock.monotonic() - embedded)
 
-    def _fuse(self, query: str, mode: SearchMode, dense: Ranking, sparse: Ranking) -> Ranking:
-        if mode == "dense":
-            return dense
-        if mode == "sparse":
-            return sparse
+    def candidates(self, query: str, num_candidates: int) -> Candidates:
+        """Everything a fusion rule could want to know; for measuring rules beside each other."""
+        vector = self._embedder.embed_queries([query])[0]
+        dense = self._indexes.search_dense(vector, num_candidates)
+        sparse = self._indexes.search_sparse(query, num_candidates)
+        cosines, bm25 = self._indexes.complete(vector, query, list(dict(dense) | dict(sparse)))
+        return Candidates(dense, sparse, cosines, bm25, self._embedder.count_tokens(query))
+
+    def _fuse(self, query: str, dense: Ranking, sparse: Ranking) -> Ranking:
         if self._config.fusion == "minmax":
             return minmax(dense, sparse, self._embedder.count_tokens(query))
         return rrf((dense, sparse), self._config.rank_constant)
 
-    def _fetch(self, fused: Ranking, dense: Ranking, sparse: Ranking, top_k: int) -> tuple[ScoredChunk, ...]:
+    def _fetch(
+        self, fused: Ranking, sides: Mapping[str, Mapping[ChunkId, float]], top_k: int
+    ) -> tuple[ScoredChunk, ...]:
         """The first chunks that still exist: another process may have removed some since the indexes were read."""
-        sides = {"dense": dict(dense), "sparse": dict(sparse)}
         results: list[ScoredChunk] = []
         for start in range(0, len(fused), top_k):
             batch = fused[start : start + top_k]

@@ -47,7 +47,7 @@ def load_arrays(path: Path) -> dict[str, NDArray[Any]]:
         CorruptKnowledgeBaseError: the file is damaged.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except FileNotFoundError:
         raise

@@ -5,6 +5,7 @@ writer has committed. Only the holder of the write lock writes the files (`write
 A missing, damaged or foreign file is rebuilt from the corpus; nothing is embedded again.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
@@ -15,13 +16,15 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
-from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
 from stillroom.retrieval.bm25 import Bm25Index
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.hnsw import HnswIndex
 from stillroom.retrieval.index_file import load_arrays, save_arrays
+from stillroom.retrieval.ivf_pq import IvfPqIndex
 from stillroom.retrieval.ranking import Ranking
+from stillroom.retrieval.tuning import Tuner
 from stillroom.retrieval.vector_index import VectorIndex
 
 _BATCH = 4096
@@ -45,17 +48,39 @@ class Indexes:
         self._saved_generation = 0
         """Of the dense index file when it was last read or written here."""
         self._sparse: Bm25Index | None = None
+        self._tuner = Tuner(folder / "tuning.json", config, corpus.corpus_id)
 
     def search_dense(self, query: NDArray[np.float32], k: int) -> Ranking:
-        """The k chunks nearest to a query [d] of length 1; the score is the cosine."""
+        """The k chunks nearest to a query [d] of length 1; the score is the cosine.
+
+        Raises:
+            ConfigError: the recall or the time that the configuration asks for cannot be had.
+        """
         with self._lock:
-            return self._current_dense().search(query, k)
+            dense = self._current_dense()
+            return dense.search(query, k, self._tuner.effort(dense))
 
     def search_sparse(self, text: str, k: int) -> Ranking:
         """The k best chunks by BM25."""
         with self._lock:
             sparse = self._current_sparse()
         return sparse.search(text, k)
+
+    def complete(
+        self, query: NDArray[np.float32], text: str, ids: Sequence[ChunkId]
+    ) -> tuple[dict[ChunkId, float], dict[ChunkId, float]]:
+        """Cosine and BM25 score of each of these chunks; those that are gone are left out."""
+        found, vectors = self._corpus.embeddings(ids)
+        cosines = (vectors @ query).tolist() if len(found) else []
+        dense = {ChunkId(chunk_id): cosine for chunk_id, cosine in zip(found.tolist(), cosines, strict=True)}
+        with self._lock:
+            sparse = self._current_sparse()
+        return dense, sparse.scores(text, list(dense))
+
+    def current(self) -> tuple[VectorIndex, Bm25Index]:
+        """The dense and the sparse index, brought up to date; for looking at, while nobody writes."""
+        with self._lock:
+            return self._current_dense(), self._current_sparse()
 
     def needs_write(self) -> bool:
         """Whether a file is missing, damaged or behind the corpus, so that `write` would help who comes next."""
@@ -71,6 +96,8 @@ class Indexes:
             dense = self._current_dense()
             generation = self._dense_generation
             arrays = dense.to_arrays() if generation != self._saved_generation else None
+            with contextlib.suppress(ConfigError):  # an impossible wish must not keep documents from being added
+                self._tuner.save(dense)
             sparse = self._current_sparse()
         if arrays is not None:
             arrays["generation"] = np.array(generation)
@@ -115,6 +142,8 @@ class Indexes:
         self._dense_generation = self._saved_generation = 0
         if self._config.kind == "hnsw":
             return HnswIndex(self._dimension, self._config)
+        if self._config.kind == "ivf_pq":
+            return IvfPqIndex(self._dimension, self._config)
         return FlatIndex(self._dimension)
 
     # Sparse
@@ -130,12 +159,13 @@ class Indexes:
         return sparse.generation == generation and len(sparse) == self._corpus.num_chunks
 
     def _write_sparse(self, sparse: Bm25Index) -> None:
-        is_stale = sparse.generation >= self._corpus.generation  # from another corpus, or damaged
-        if is_stale or sparse.share_removed > _MAX_SHARE_REMOVED:
+        if sparse.generation >= self._corpus.generation:  # from another corpus, or damaged
             sparse.clear()
-        changes = self._corpus.changes_since(sparse.generation)
+        is_rebuild = sparse.share_removed > _MAX_SHARE_REMOVED
+        changes = self._corpus.changes_since(0 if is_rebuild else sparse.generation)
         try:
-            sparse.apply(changes.removed, self._chunks(changes.added), changes.generation)
+            removed = () if is_rebuild else changes.removed
+            sparse.apply(removed, self._chunks(changes.added), changes.generation, is_rebuild=is_rebuild)
         except ValueError:  # damaged
             sparse.clear()
             changes = self._corpus.changes_since(0)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +79,8 @@ class _Pending:
     path: str
     content_hash: str
     num_bytes: int
-    is_new: bool
+    outcome: Literal["added", "updated", "unchanged"]
+    """What the report counts it as. `unchanged`: it says the same, on other lines."""
     chunks: list[Chunk]
     known: dict[str, NDArray[np.float32]]
     """Embeddings from the document's last version, by the text that was embedded."""
@@ -120,7 +122,7 @@ class Ingest:
         self._counts = {"added": 0, "updated": 0, "unchanged": 0, "removed": 0, "chunks": 0}
         self._failures: list[tuple[str, str]] = []
         self._sizes: dict[Path, int] = {}
-        self._num_files_done = self._num_bytes_done = 0
+        self._num_files_done = self._num_bytes_done = self._num_chunks_done = 0
         self._current = ""
 
     def run(self, paths: Sequence[Path]) -> AddReport:
@@ -182,7 +184,7 @@ class Ingest:
             path=str(path),
             content_hash=content_hash,
             num_bytes=num_bytes,
-            is_new=known_hash is None,
+            outcome=_outcome(known_hash, content_hash),
             chunks=self._chunker.chunks(document),
             known={chunk.indexed_text: vector for chunk, vector in old},
         )
@@ -227,8 +229,9 @@ class Ingest:
         if stored or batch.removed or batch.sources:
             self._corpus.commit(stored, batch.removed, batch.sources)
         for pending in batch.documents:
-            self._counts["added" if pending.is_new else "updated"] += 1
-        self._counts["chunks"] += num_chunks
+            self._counts[pending.outcome] += 1
+            self._counts["chunks"] += len(pending.chunks) if pending.outcome != "unchanged" else 0
+        self._num_chunks_done += num_chunks
         self._advance()
         self._batch = _Batch()
 
@@ -246,7 +249,7 @@ class Ingest:
                 num_files_total=len(self._sizes),
                 num_bytes_done=self._num_bytes_done + num_bytes,
                 num_bytes_total=sum(self._sizes.values()),
-                num_chunks=self._counts["chunks"] + num_chunks,
+                num_chunks=self._num_chunks_done + num_chunks,
                 current=self._current,
             )
         )
@@ -308,12 +311,16 @@ def _look_at(path: Path, known: Source | None) -> Source:
 
 
 def _content_hash(document: Document) -> str:
-    """SHA-256 of what the loader made of the document: title, paragraphs, headings and lines."""
-    content = [
-        document.title,
-        [(p.text, p.heading_path, p.start_line, p.end_line) for p in document.paragraphs],
-    ]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    """SHA-256 of what the document says (title, headings, paragraphs), and after a colon of the lines it says it on."""
+    says = [document.title, [(paragraph.text, paragraph.heading_path) for paragraph in document.paragraphs]]
+    lines = [(paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
+    return ":".join(hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in (says, lines))
+
+
+def _outcome(known_hash: str | None, content_hash: str) -> Literal["added", "updated", "unchanged"]:
+    if known_hash is None:
+        return "added"
+    return "unchanged" if known_hash.partition(":")[0] == content_hash.partition(":")[0] else "updated"
 
 
 def _num_text_bytes(document: Document) -> int:

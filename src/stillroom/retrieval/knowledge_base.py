@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import DocumentInfo, SearchResult
-from stillroom.core.ids import DocumentId
+from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
     IncompatibleKnowledgeBaseError,
@@ -33,8 +33,9 @@ from stillroom.errors import (
 )
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.digest import IndexDigest, index_digest
 from stillroom.retrieval.embedder import Embedder
-from stillroom.retrieval.hybrid import HybridSearch
+from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport
 from stillroom.retrieval.manifest import Manifest, load_manifest, new_manifest
@@ -160,9 +161,30 @@ class KnowledgeBase:
             self._checked_embedder()
         return self._search.search(query, mode, top_k)
 
+    def candidates(self, query: str, num_candidates: int) -> Candidates:
+        """What dense and sparse search each find, with the scores of both for every candidate, not fused."""
+        self._checked_embedder()
+        return self._search.candidates(query, num_candidates)
+
+    def record_ids(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, str]:
+        """The JSONL record that each chunk comes from; chunks of other documents are left out."""
+        found = self._corpus.chunks(chunk_ids)
+        return {chunk_id: chunk.record_id for chunk_id, chunk in found.items() if chunk.record_id is not None}
+
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings [len(texts), dimension], each of length 1, in float32 arithmetic."""
         return self._checked_embedder().embed_queries(texts)
+
+    def digest(self) -> IndexDigest:
+        """A hash of all that decides rankings: equal digests give equal rankings. Reads every chunk; while it does,
+        nobody can write.
+
+        Raises:
+            KnowledgeBaseBusyError: somebody is writing.
+        """
+        with self._write_lock():
+            self._indexes.write()
+            return index_digest(self._manifest, self._corpus, *self._indexes.current())
 
     # Life
 

@@ -21,6 +21,10 @@ from stillroom.retrieval.index_file import write_atomically
 
 FORMAT_VERSION = 1
 
+_GOALS = ("ann_recall", "search_budget_s")
+SEARCHING = ("ef_search", "nprobe", *_GOALS)
+"""Settings of the index that do not change what is stored."""
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -45,20 +49,25 @@ class Manifest:
 
     def applied_to(self, config: StillroomConfig) -> StillroomConfig:
         """The configuration as it holds for this knowledge base. What only changes how a search or an embedding is
-        computed (`ef_search`, `batch_size`, `dtype`) stays the user's.
+        computed (`ef_search`, `ann_recall`, `batch_size`, `dtype`, ...) stays the user's.
 
         Raises:
             IncompatibleKnowledgeBaseError: the configuration names another embedder.
         """
-        ef_search = (
-            config.index.ef_search if config.index.ef_search != IndexConfig().ef_search else self.index.ef_search
-        )
         return dataclasses.replace(
             config,
             chunker=self.chunker,
             embedder=dataclasses.replace(config.embedder, model=self._agreed_model(config.embedder)),
-            index=dataclasses.replace(self.index, ef_search=ef_search),
+            index=self._index_searched_as(config.index),
         )
+
+    def _index_searched_as(self, asked: IndexConfig) -> IndexConfig:
+        """The index of this knowledge base with what the user says about searching it; one goal replaces the other."""
+        default = IndexConfig()
+        said = {name: getattr(asked, name) for name in SEARCHING if getattr(asked, name) != getattr(default, name)}
+        if any(goal in said for goal in _GOALS):
+            said = dict.fromkeys(_GOALS, 0.0) | said
+        return dataclasses.replace(self.index, **said)
 
     def _agreed_model(self, asked: EmbedderConfig) -> str:
         if asked.model in (self.model, EmbedderConfig().model):

@@ -1,12 +1,31 @@
-"""What a dense index does. Implementations: `flat` (exact), `hnsw` (approximate)."""
+"""What a dense index does. Implementations: `flat` (exact), `hnsw` and `ivf_pq` (approximate)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.retrieval.ranking import Ranking
+
+faiss: Any = _faiss  # its type information lacks what is made at import
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """faiss with one thread, for whoever calls.
+
+    A single search is too short to share out: where the cores are busy with generating, faiss' threads wait for each
+    other at barriers, and a search of 50 us was seen to take 12 ms. Training is a long row of such short loops.
+    """
+    num_threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(num_threads)
 
 
 class VectorIndex(Protocol):
@@ -24,8 +43,13 @@ class VectorIndex(Protocol):
         """Remove what there is of these ids."""
         ...
 
-    def search(self, query: NDArray[np.float32], k: int) -> Ranking:
-        """The k best for a query [d], best first; fewer where the index holds fewer."""
+    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
+        """The k best for a query [d], best first; fewer where the index holds fewer.
+
+        Args:
+            effort: how hard an approximate index looks (`ef_search`, `nprobe`); None as configured. Exact ones ignore
+                it.
+        """
         ...
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:

@@ -13,6 +13,7 @@ from docutils import nodes
 from docutils.core import publish_doctree
 from docutils.languages import get_language
 from docutils.parsers.rst import Directive, directives, roles
+from docutils.statemachine import StringList
 from docutils.utils import new_document
 
 from stillroom.core.document import Document
@@ -74,10 +75,8 @@ class _AnyDirective(Directive):  # type: ignore[misc]
     def run(self) -> list[nodes.Node]:
         block = nodes.container()
         block.line = self.lineno
-        if self.arguments:
-            argument = nodes.paragraph(self.arguments[0], self.arguments[0])
-            argument.line = self.lineno
-            block += argument
+        if self.arguments:  # docutils counts all lines up to the first blank one as the argument
+            self.state.nested_parse(StringList(self.arguments[0].split("\n"), ""), self.lineno - 1, block)
         self.state.nested_parse(self.content, self.content_offset, block)
         return [block]
 

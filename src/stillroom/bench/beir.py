@@ -1,0 +1,91 @@
+"""Data sets in BEIR layout: corpus.jsonl, queries.jsonl, qrels.tsv; and a knowledge base of one, kept between runs."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stillroom.config.settings import StillroomConfig
+from stillroom.errors import DocumentError, UsageError
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+
+_FILES = ("corpus.jsonl", "queries.jsonl", "qrels.tsv")
+
+
+def read_judged_queries(dataset: Path) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+    """The text of every query that has a relevant document, and all judgements: query -> document -> grade.
+
+    Raises:
+        UsageError: a file is missing, or no query has a relevant document.
+        DocumentError: a line cannot be read.
+    """
+    for name in _FILES:
+        if not (dataset / name).is_file():
+            raise UsageError(f"{dataset / name} is missing; a data set has {', '.join(_FILES)}")
+    qrels = _read_qrels(dataset / "qrels.tsv")
+    queries = {
+        query: text
+        for query, text in _read_queries(dataset / "queries.jsonl")
+        if any(grade > 0 for grade in qrels.get(query, {}).values())
+    }
+    if not queries:
+        raise UsageError(f"no query of {dataset} has a relevant document in qrels.tsv; do the ids agree?")
+    return queries, qrels
+
+
+def open_knowledge_base(dataset: Path, work_dir: Path, config: StillroomConfig) -> KnowledgeBase:
+    """A knowledge base of the set's corpus. Its folder depends on content and settings: the second time nothing is
+    embedded.
+
+    Raises:
+        DocumentError: a line of the corpus cannot be read.
+    """
+    corpus = dataset / "corpus.jsonl"
+    kb = KnowledgeBase.open(work_dir / f"{dataset.name}-{_key(corpus, config)}", config, create=True)
+    try:
+        report = kb.add([corpus])
+        if report.failures:
+            raise DocumentError(report.failures[0][1])
+    except BaseException:
+        kb.close()
+        raise
+    return kb
+
+
+def _key(corpus: Path, config: StillroomConfig) -> str:
+    """What a knowledge base depends on: the corpus' place and content, and the settings that are fixed in it."""
+    fixed = (config.chunker, config.embedder.model, config.index)
+    with corpus.open("rb") as stream:
+        content = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashlib.sha256(f"{corpus.absolute()}\0{content}\0{fixed!r}".encode()).hexdigest()[:12]
+
+
+def _read_queries(path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in _lines(path):
+        try:
+            record: Mapping[str, Any] = json.loads(line)
+            yield str(record["_id"]), str(record["text"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DocumentError(f"{path}:{number}: a query is a JSON object with `_id` and `text`") from error
+
+
+def _read_qrels(path: Path) -> dict[str, dict[str, int]]:
+    qrels: dict[str, dict[str, int]] = {}
+    for number, line in _lines(path):
+        fields = line.split("\t")
+        if number == 1 and fields[-1] == "score":
+            continue
+        try:
+            query_id, record_id, grade = fields
+            qrels.setdefault(query_id, {})[record_id] = int(float(grade))
+        except ValueError as error:
+            raise DocumentError(f"{path}:{number}: a judgement is query-id, corpus-id and score, with tabs") from error
+    return qrels
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line.rstrip("\n")

@@ -1,0 +1,190 @@
+"""`stillroom bench retrieval`: every fusion rule on every data set, with significance; our llmds Tables 6 and 9.
+
+Candidates are searched once per query and fused by all rules, so differences are the rules' own. Two rules have a
+weight that is learned, never from the queries it is tested on: "learned linear" by five-fold cross-validation over the
+queries of the set, "convex, weight from the other sets" from all sets but the one it is tested on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from stillroom.bench.beir import open_knowledge_base, read_judged_queries
+from stillroom.bench.environment import record_environment
+from stillroom.bench.fusion_arms import ALPHAS, OURS, RULES, Rule, complete, learned
+from stillroom.bench.harness import Samples
+from stillroom.bench.ir_metrics import METRICS, Qrels, evaluate
+from stillroom.bench.report import BenchResult
+from stillroom.bench.statistics import holm, paired_tests
+from stillroom.config.settings import StillroomConfig
+from stillroom.core.ids import ChunkId
+from stillroom.retrieval.hybrid import Candidates
+from stillroom.retrieval.ranking import Ranking
+
+NUM_CANDIDATES = 100
+NUM_FOLDS = 5
+LEARNED = "learned linear (5-fold)"
+TRANSFERRED = "convex, weight from the other sets"
+_MAIN = "ndcg_at_10"
+
+Values = dict[str, NDArray[np.float64]]
+"""Metric -> one value per query."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dataset:
+    """One data set, searched."""
+
+    name: str
+    qrels: Qrels
+    candidates: dict[str, Candidates]
+    """By query id, of the queries that have a relevant document."""
+    records: dict[ChunkId, str]
+
+    def run(self, rule: Rule) -> dict[str, list[str]]:
+        return {query: self._documents(rule(found)) for query, found in self.candidates.items()}
+
+    def measure(self, rule: Rule) -> Values:
+        return evaluate(self.qrels, self.run(rule))
+
+    def _documents(self, ranking: Ranking) -> list[str]:
+        """The distinct documents of a ranking of chunks, in order."""
+        return list(dict.fromkeys(self.records[chunk_id] for chunk_id, _ in ranking if chunk_id in self.records))[:100]
+
+
+def run_quality(
+    datasets: Sequence[Path],
+    work_dir: Path,
+    config: StillroomConfig,
+    *,
+    seed: int = 0,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Measure all rules on all sets.
+
+    Raises:
+        UsageError: a folder is no data set.
+        DocumentError: a line of one cannot be read.
+    """
+    loaded = []
+    for path in datasets:
+        on_step(f"{path.name}: indexing (kept in {work_dir}) and searching")
+        loaded.append(_search(path, work_dir, config))
+    on_step("fusing and testing")
+    values = {dataset.name: {name: dataset.measure(rule) for name, rule in RULES.items()} for dataset in loaded}
+    notes = []
+    for dataset in loaded:
+        values[dataset.name][LEARNED] = _cross_validated(dataset, seed)
+    if len(loaded) > 1:
+        weights = _transferred_weights(loaded)
+        for dataset in loaded:
+            values[dataset.name][TRANSFERRED] = dataset.measure(complete(weights[dataset.name]))
+        notes.append(f"weights from the other sets: {', '.join(f'{k} {v:g}' for k, v in weights.items())}")
+    tables = {f"{metric} per set": _table(values, metric) for metric in METRICS}
+    tables["paired t-tests of nDCG@10 against RRF and NASF, Holm-corrected within each set"] = _tests(values)
+    if len(loaded) > 1:
+        tables["mean of the sets: nDCG@10 differences, stratified z-test, Holm-corrected"] = _stratified(values)
+    parameters = {"datasets": [d.name for d in loaded], "num_candidates": NUM_CANDIDATES, "seed": seed}
+    environment = record_environment()
+    return BenchResult(
+        "stillroom bench retrieval", environment, parameters, _samples(values), notes=notes, tables=tables
+    )
+
+
+def _search(path: Path, work_dir: Path, config: StillroomConfig) -> _Dataset:
+    queries, qrels = read_judged_queries(path)
+    with open_knowledge_base(path, work_dir, config) as kb:
+        found = {query: kb.candidates(text, NUM_CANDIDATES) for query, text in queries.items()}
+        ids = {chunk_id for candidates in found.values() for chunk_id in candidates.cosines}
+        return _Dataset(path.name, qrels, found, kb.record_ids(sorted(ids)))
+
+
+def _cross_validated(dataset: _Dataset, seed: int) -> Values:
+    """Each query is ranked with the weight that was best on the folds it is not in."""
+    by_alpha = {alpha: dataset.measure(learned(alpha)) for alpha in ALPHAS}
+    count = len(dataset.candidates)
+    folds = np.random.default_rng(seed).permutation(count) % NUM_FOLDS
+    chosen = {metric: np.zeros(count) for metric in METRICS}
+    for fold in range(NUM_FOLDS):
+        inside = folds == fold
+        best = max(ALPHAS, key=lambda alpha: float(by_alpha[alpha][_MAIN][~inside].mean()) if (~inside).any() else 0.0)
+        for metric in METRICS:
+            chosen[metric][inside] = by_alpha[best][metric][inside]
+    return chosen
+
+
+def _transferred_weights(loaded: Sequence[_Dataset]) -> dict[str, float]:
+    """For each set, the weight with the best mean nDCG@10 on the others."""
+    means = {d.name: {a: float(d.measure(complete(a))[_MAIN].mean()) for a in ALPHAS} for d in loaded}
+    return {
+        held.name: max(ALPHAS, key=lambda a: sum(means[d.name][a] for d in loaded if d is not held)) for held in loaded
+    }
+
+
+def _table(values: dict[str, dict[str, Values]], metric: str) -> list[dict[str, Any]]:
+    """A row per rule, a column per set, and their mean."""
+    names = list(next(iter(values.values())))
+    table = []
+    for name in names:
+        means = {dataset: float(rules[name][metric].mean()) for dataset, rules in values.items()}
+        table.append({"rule": name, **means, "mean": float(np.mean(list(means.values())))})
+    return table
+
+
+def _tests(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
+    rows = []
+    for dataset, rules in values.items():
+        pairs = {
+            f"{OURS} - {other}": (rules[OURS][_MAIN].tolist(), rules[other][_MAIN].tolist())
+            for other in rules
+            if other != OURS
+        }
+        for name, test in paired_tests(pairs).items():
+            rows.append(
+                {
+                    "set": dataset,
+                    "difference": name,
+                    "nDCG@10": f"{test.mean_difference:+.4f}",
+                    "adjusted p": f"{test.adjusted_p:.2g}",
+                    "significant": "yes" if test.is_significant else "no",
+                }
+            )
+    return rows
+
+
+def _stratified(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
+    """Does a rule differ on the mean of the sets? Every set counts the same; its queries give the variance."""
+    found = []
+    names = list(next(iter(values.values())))
+    for ours in (OURS, TRANSFERRED):
+        for other in names:
+            if other in (OURS, TRANSFERRED):
+                continue
+            gaps = [rules[ours][_MAIN] - rules[other][_MAIN] for rules in values.values()]
+            mean = float(np.mean([gap.mean() for gap in gaps]))
+            error = float(np.sqrt(sum(gap.var(ddof=1) / gap.size for gap in gaps))) / len(gaps)
+            found.append((f"{ours} - {other}", mean, float(2 * stats.norm.sf(abs(mean) / error)) if error else 1.0))
+    adjusted = holm([p for _, _, p in found])
+    return [
+        {
+            "difference": name,
+            "mean nDCG@10": f"{mean:+.4f}",
+            "adjusted p": f"{p:.2g}",
+            "significant": "yes" if p < 0.05 else "no",
+        }
+        for (name, mean, _), p in zip(found, adjusted, strict=True)
+    ]
+
+
+def _samples(values: dict[str, dict[str, Values]]) -> Samples:
+    """nDCG@10 of every query, so that a later run can be compared with this one."""
+    samples = Samples()
+    for dataset, rules in values.items():
+        for name, measured in rules.items():
+            samples.values[f"{dataset}/{name}"] = {_MAIN: measured[_MAIN].tolist()}
+    return samples

@@ -1,0 +1,201 @@
+"""Approximate dense search in inverted lists of product-quantised residuals (Jegou, Douze and Schmid 2011).
+
+Exact like `flat` until there are enough vectors to train on. From then on a query compares its codes in the `nprobe`
+nearest lists, and the best of those are scored again with their full vectors (`refine`). The quantizers are trained
+again whenever the corpus has quadrupled. When that happens depends on the additions and removals in their order, not on
+how they were batched; same order, same settings and seed: same lists and codes, with any number of threads.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import faiss as _faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.config.settings import IndexConfig
+from stillroom.errors import ConfigError
+from stillroom.retrieval.flat import FlatIndex
+from stillroom.retrieval.ranking import Ranking, ranked_arrays
+from stillroom.retrieval.vector_index import one_thread
+
+_POINTS_PER_CENTROID = 39
+"""Training vectors per centroid below which faiss warns of bad quantizers."""
+
+_GROWTH_TO_RETRAIN = 4
+"""Lists grow with the corpus; rebuilding them at 4x costs a third more than training once at the end would."""
+
+_PQ_TRAINING = {"niter": 10, "max_points_per_centroid": 64}
+"""faiss would take 25 rounds over 256 points per centroid: a minute where this takes seconds, for the same recall."""
+
+_SUBVECTOR = 8
+"""Dimensions per subquantizer where none are asked for: 32 times smaller than float32 at 8 bits."""
+
+faiss: Any = _faiss  # its type information lacks what is made at import
+
+
+class IvfPqIndex:
+    """A `VectorIndex` on faiss' IndexIVFPQ."""
+
+    def __init__(self, dimension: int, config: IndexConfig) -> None:
+        """Empty.
+
+        Raises:
+            ConfigError: the dimension is no multiple of the number of subquantizers.
+        """
+        self._dimension = dimension
+        self._config = config
+        self._num_subquantizers = config.num_subquantizers or _divisor(dimension, dimension // _SUBVECTOR)
+        if dimension % self._num_subquantizers:
+            raise ConfigError(
+                f"index.num_subquantizers = {config.num_subquantizers} does not divide the {dimension} dimensions of "
+                f"the embedder; {_divisor(dimension, config.num_subquantizers)} does"
+            )
+        self._exact = FlatIndex(dimension)
+        """Every vector, until training and, with `refine`, after it."""
+        self._lists: Any = None
+        """The IndexIVFPQ; None while untrained."""
+        self._num_trained = 0
+        """Vectors there were when it was last trained."""
+
+    def __len__(self) -> int:
+        return len(self._exact) if self._lists is None else int(self._lists.ntotal)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether searches are approximate."""
+        return self._lists is not None
+
+    @property
+    def nlist(self) -> int:
+        """Inverted lists; 0 while untrained."""
+        return int(self._lists.nlist) if self._lists is not None else 0
+
+    def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        start = 0
+        while start < len(ids):  # up to the next training at a time, so that batches do not matter
+            stop = min(len(ids), start + self._num_to_train() - len(self)) if self._may_train() else len(ids)
+            self._put(ids[start:stop], np.ascontiguousarray(vectors[start:stop], dtype=np.float32))
+            start = stop
+            if self._may_train() and len(self) >= self._num_to_train():
+                self._train()
+
+    def remove(self, ids: Sequence[int]) -> None:
+        if not len(ids):
+            return
+        self._exact.remove(ids)
+        if self._lists is not None:
+            self._lists.remove_ids(np.asarray(ids, dtype=np.int64))
+
+    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
+        """See `VectorIndex`. `effort` is `nprobe`; None takes the configured one."""
+        if self._lists is None:
+            return self._exact.search(query, k)
+        refine = self._config.refine
+        num_fetched = min(max(k, k * refine), len(self))
+        if num_fetched == 0:
+            return []
+        parameters = faiss.SearchParametersIVF(nprobe=min(effort or self._config.nprobe, self.nlist))
+        with one_thread():
+            scores, ids = self._lists.search(query.reshape(1, -1), num_fetched, params=parameters)
+        kept = ids[0] >= 0
+        ids, scores = ids[0][kept], scores[0][kept]
+        if refine:
+            scores = self._exact.vectors(ids) @ query
+        return ranked_arrays(ids, scores)[:k]
+
+    # Tuning (see `tuning.TunableIndex`)
+
+    @property
+    def structure(self) -> int:
+        """Changes with training: the same `nprobe` is then another share of the lists."""
+        return self._num_trained
+
+    def effort_range(self) -> tuple[int, int]:
+        """The least and the greatest `nprobe` that make sense; (1, 1) while every search is exact."""
+        return 1, max(1, self.nlist)
+
+    def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+        """The true ids [q, k] for queries [q, d]; -1 fills up. Needs the full vectors.
+
+        Raises:
+            ConfigError: `refine` is 0, so they were not kept.
+        """
+        self._check_refine()
+        return self._exact.exact(queries, k)
+
+    def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
+        """Up to `num` different vectors [num, d]. Needs the full vectors.
+
+        Raises:
+            ConfigError: `refine` is 0, so they were not kept.
+        """
+        self._check_refine()
+        return self._exact.sample(num, rng)
+
+    def _check_refine(self) -> None:
+        if self._lists is not None and not self._config.refine:
+            raise ConfigError("an ivf_pq index with index.refine = 0 cannot be tuned; set index.refine to 1 or more")
+
+    # Storage
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        lists = faiss.serialize_index(self._lists) if self._lists is not None else np.empty(0, dtype=np.uint8)
+        return {"ivf_pq": lists, "num_trained": np.array(self._num_trained), **self._exact.to_arrays()}
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        if "ivf_pq" not in arrays:
+            raise ValueError("not an IVF-PQ index")
+        lists = faiss.deserialize_index(arrays["ivf_pq"]) if len(arrays["ivf_pq"]) else None
+        exact = FlatIndex(self._dimension)
+        exact.restore(arrays)
+        if lists is not None:
+            has_vectors = len(exact) == lists.ntotal or not self._config.refine
+            if lists.d != self._dimension or not has_vectors:
+                raise ValueError("the IVF-PQ index does not fit the knowledge base")
+        self._lists, self._exact, self._num_trained = lists, exact, int(arrays["num_trained"])
+
+    # Inside
+
+    def _may_train(self) -> bool:
+        return self._lists is None or self._config.refine > 0
+
+    def _num_to_train(self) -> int:
+        """Vectors at which to train next."""
+        return _GROWTH_TO_RETRAIN * self._num_trained or _POINTS_PER_CENTROID * 2**self._config.nbits
+
+    def _put(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        if self._lists is None or self._config.refine:
+            self._exact.add(ids, vectors)
+        if self._lists is not None:
+            self._lists.add_with_ids(vectors, ids)
+
+    def _train(self) -> None:
+        """Fresh quantizers from all vectors, and all vectors into their lists."""
+        ids = self._exact.ids()
+        vectors = self._exact.vectors(ids)
+        num_vectors = len(ids)
+        nlist = min(self._config.nlist or round(4 * num_vectors**0.5), num_vectors // _POINTS_PER_CENTROID)
+        lists = faiss.IndexIVFPQ(
+            faiss.IndexFlatIP(self._dimension),
+            self._dimension,
+            max(1, nlist),
+            self._num_subquantizers,
+            self._config.nbits,
+            faiss.METRIC_INNER_PRODUCT,
+        )
+        # 31 bits is what faiss takes
+        lists.cp.seed = lists.pq.cp.seed = self._config.seed % 2**31
+        for name, value in _PQ_TRAINING.items():
+            setattr(lists.pq.cp, name, value)
+        with one_thread():
+            lists.train(vectors)
+            lists.add_with_ids(vectors, ids)
+        self._lists, self._num_trained = lists, num_vectors
+        if not self._config.refine:
+            self._exact = FlatIndex(self._dimension)
+
+
+def _divisor(dimension: int, limit: int) -> int:
+    """The largest divisor of `dimension` up to `limit`, at least 1."""
+    return next(number for number in range(max(1, min(limit, dimension)), 0, -1) if dimension % number == 0)

@@ -1,0 +1,98 @@
+"""The retrieval bench on a data set small enough to know the answers, and its rules on hand-made candidates."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stillroom.bench.fusion_arms import OURS, RULES, distribution_based, scaled, standardised
+from stillroom.bench.retrieval_quality import LEARNED, TRANSFERRED, run_quality
+from stillroom.config.settings import StillroomConfig
+from stillroom.core.ids import ChunkId
+from stillroom.errors import DocumentError, UsageError
+from stillroom.retrieval.hybrid import Candidates
+
+TEXTS = {
+    "keys": "Rotate the signing keys every ninety days and keep the old ones for verification.",
+    "cats": "Cats sleep for most of the day and hunt at dusk.",
+    "bread": "Knead the dough, let it rise for an hour, then bake it in a hot oven.",
+    "ships": "The harbour master records every ship that enters the port.",
+}
+QUERIES = {"q1": ("how often are signing keys rotated", "keys"), "q2": ("baking dough in an oven", "bread")}
+
+
+def make_dataset(folder: Path) -> Path:
+    folder.mkdir()
+    rows = [{"_id": name, "title": "", "text": text} for name, text in TEXTS.items()]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    queries = [{"_id": name, "text": text} for name, (text, _) in QUERIES.items()]
+    (folder / "queries.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*queries, {"_id": "q3", "text": "x"}])
+    )
+    judged = [f"{name}\t{document}\t1" for name, (_, document) in QUERIES.items()]
+    (folder / "qrels.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *judged, "q1\tcats\t0"]) + "\n")
+    return folder
+
+
+def test_easy_queries_are_answered_by_every_rule(tmp_path: Path) -> None:
+    sets = [make_dataset(tmp_path / "one"), make_dataset(tmp_path / "two")]
+    steps: list[str] = []
+    result = run_quality(sets, tmp_path / "work", StillroomConfig(), on_step=steps.append)
+    table = {row["rule"]: row for row in result.tables["ndcg_at_10 per set"]}
+    assert set(table) == {*RULES, LEARNED, TRANSFERRED}
+    assert all(row["one"] == row["two"] == row["mean"] == 1.0 for row in table.values())
+    assert result.samples.of(f"one/{OURS}", "ndcg_at_10") == [1.0, 1.0], "the query without a judgement is left out"
+    tests = result.tables["paired t-tests of nDCG@10 against RRF and NASF, Holm-corrected within each set"]
+    assert {row["significant"] for row in tests} == {"no"}
+    assert len(steps) == 3 and len(list((tmp_path / "work").iterdir())) == 2
+
+    again = run_quality(sets[:1], tmp_path / "work", StillroomConfig())
+    assert TRANSFERRED not in {row["rule"] for row in again.tables["ndcg_at_10 per set"]}, "there is no other set"
+    assert len(list((tmp_path / "work").iterdir())) == 2, "the knowledge base was kept"
+
+
+def test_rules_differ_where_they_should() -> None:
+    a, b, c = ChunkId(1), ChunkId(2), ChunkId(3)
+    candidates = Candidates(
+        dense=[(a, 0.9), (b, 0.5)],
+        sparse=[(c, 20.0), (b, 10.0)],
+        cosines={a: 0.9, b: 0.5, c: 0.45},
+        bm25={a: 0.0, b: 10.0, c: 20.0},
+        num_query_tokens=7,
+    )
+    first = {name: rule(candidates)[0][0] for name, rule in RULES.items()}
+    assert first["dense only"] == a and first["BM25 only"] == c
+    assert first["naive sum"] == c, "BM25's scale drowns the cosine"
+    assert first["RRF"] == b, "found by both"
+    assert first[OURS] == a or first[OURS] == c
+    ranking = RULES[OURS](candidates)
+    assert dict(ranking)[c] == pytest.approx(0.75 * 1.45 / 1.9 + 0.25)
+
+
+def test_scalings_by_hand() -> None:
+    side = [(ChunkId(1), 3.0), (ChunkId(2), 2.0), (ChunkId(3), 1.0)]
+    assert list(scaled(side).values()) == [1.0, 0.5, 0.0]
+    assert list(standardised(side).values()) == pytest.approx([2 / (2 / 3) ** 0.5, 1 / (2 / 3) ** 0.5, 0.0])
+    assert distribution_based(side)[ChunkId(2)] == pytest.approx(0.5)
+    same = [(ChunkId(1), 2.0), (ChunkId(2), 2.0)]
+    assert set(scaled(same).values()) == {1.0} and set(distribution_based(same).values()) == {0.5}
+    assert scaled([]) == standardised([]) == distribution_based([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        ("qrels.tsv", None, UsageError, r"qrels\.tsv is missing"),
+        ("qrels.tsv", "q1 cats 1\n", DocumentError, r"qrels\.tsv:1"),
+        ("qrels.tsv", "q9\tcats\t1\n", UsageError, "do the ids agree"),
+        ("queries.jsonl", '{"_id": "q1"}\n', DocumentError, r"queries\.jsonl:1"),
+        ("corpus.jsonl", '{"_id": "q1"\n', DocumentError, r"corpus\.jsonl"),
+    ],
+)
+def test_broken_data_sets(tmp_path: Path, name: str, content: str | None, error: type[Exception], message: str) -> None:
+    dataset = make_dataset(tmp_path / "set")
+    (dataset / name).unlink()
+    if content is not None:
+        (dataset / name).write_text(content)
+    with pytest.raises(error, match=message):
+        run_quality([dataset], tmp_path / "work", StillroomConfig())

@@ -1,0 +1,63 @@
+"""The real embedder, loaded once, and small folders of documents."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stillroom.config.settings import EmbedderConfig, StillroomConfig
+from stillroom.retrieval import knowledge_base
+from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+
+MakeFile = Callable[[str, str], Path]
+OpenKb = Callable[..., KnowledgeBase]
+
+
+@pytest.fixture(scope="session")
+def embedder() -> Embedder:
+    """The packaged model."""
+    return Embedder(EmbedderConfig())
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    """An empty folder for documents."""
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def make_file(docs: Path) -> MakeFile:
+    """Writes a file under `docs` and returns its path."""
+
+    def make(name: str, text: str) -> Path:
+        path = docs / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return make
+
+
+@pytest.fixture
+def open_kb(tmp_path: Path, embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenKb]:
+    """Opens knowledge bases in `tmp_path/kb` that share the loaded model, and closes them in the end."""
+    monkeypatch.setattr(knowledge_base, "Embedder", lambda config: _shared(config, embedder))
+    opened: list[KnowledgeBase] = []
+
+    def open_one(config: StillroomConfig | None = None, *, name: str = "kb", create: bool = True) -> KnowledgeBase:
+        kb = KnowledgeBase.open(tmp_path / name, config or StillroomConfig(), create=create)
+        opened.append(kb)
+        return kb
+
+    yield open_one
+    for kb in opened:
+        kb.close()
+
+
+def _shared(config: EmbedderConfig, embedder: Embedder) -> Embedder:
+    return embedder if config == EmbedderConfig() else Embedder(config)

@@ -1,0 +1,122 @@
+"""reStructuredText: headers, sections, unknown markup, and files that docutils cannot read."""
+
+from pathlib import Path
+
+import pytest
+
+from stillroom.core.document import Paragraph
+from stillroom.retrieval.loaders import rst
+from stillroom.retrieval.loaders.rst import parse_rst
+
+PEP = """PEP: 8
+Title: Style Guide for
+       Python Code
+Author: Guido van Rossum
+
+Introduction
+============
+
+This gives
+conventions; see :pep:`20`.
+
+Lay-out
+-------
+
+Use 4 spaces::
+
+    if x:
+
+        y()
+
+- one
+- two
+
+.. comment: not shown
+"""
+
+
+def test_a_pep_gets_its_title_from_its_header_and_the_header_is_no_text() -> None:
+    document = parse_rst(Path("/x/pep-0008.rst"), PEP)
+    assert document.title == "PEP 8: Style Guide for Python Code"
+    assert not any("Guido" in paragraph.text for paragraph in document.paragraphs)
+
+
+def test_blocks_become_paragraphs_with_heading_path_and_lines() -> None:
+    document = parse_rst(Path("/x/pep-0008.rst"), PEP)
+    assert document.paragraphs == (
+        Paragraph("This gives\nconventions; see PEP 20.", ("Introduction",), 9, 10),
+        Paragraph("Use 4 spaces:", ("Introduction", "Lay-out"), 15, 15),
+        Paragraph("if x:\n\n    y()", ("Introduction", "Lay-out"), 17, 19),
+        Paragraph("- one", ("Introduction", "Lay-out"), 21, 21),
+        Paragraph("- two", ("Introduction", "Lay-out"), 22, 22),
+    )
+
+
+def test_a_header_without_a_title_is_text() -> None:
+    document = parse_rst(Path("/x/a.rst"), "Note: this\nThat: too\n\ntext\n")
+    assert [paragraph.text for paragraph in document.paragraphs] == ["Note: this\nThat: too", "text"]
+
+
+def test_unknown_directives_and_roles_are_read_for_their_text() -> None:
+    text = """Title
+=====
+
+.. versionmade:: 3.1
+   It *can* be
+   :thing:`done <target>`.
+
+.. frobnicate::
+
+   Inner text.
+
+.. image:: x.png
+   :alt: a vault
+"""
+    document = parse_rst(Path("/x/a.rst"), text)
+    texts = [paragraph.text for paragraph in document.paragraphs]
+    assert texts == ["3.1\nIt can be\ndone.", "Inner text.", "a vault"]
+
+
+def test_tables_definitions_and_footnotes_are_kept() -> None:
+    text = """Head
+====
+
+===  ===
+a    b
+===  ===
+1    2
+===  ===
+
+term
+    meaning
+
+| verse one
+| verse two
+
+.. [1] A note.
+.. note:: Mind the step.
+"""
+    document = parse_rst(Path("/x/a.rst"), text)
+    texts = [paragraph.text for paragraph in document.paragraphs]
+    assert texts == ["a | b\n1 | 2", "term", "meaning", "verse one\nverse two", "[1] A note.", "Mind the step."]
+
+
+def test_other_files_are_not_included(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("the password")
+    document = parse_rst(tmp_path / "a.rst", f"text\n\n.. include:: {tmp_path}/secret.txt\n")
+    assert [paragraph.text for paragraph in document.paragraphs] == ["text"]
+
+
+def test_broken_markup_loses_no_text() -> None:
+    document = parse_rst(Path("/x/a.rst"), "Head\n==\n\n*open and ``half`\n\n    odd\n  indents\n")
+    text = " ".join(paragraph.text for paragraph in document.paragraphs)
+    assert all(word in text for word in ("open", "half", "odd", "indents"))
+
+
+def test_what_docutils_throws_on_is_read_as_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def throw(text: str) -> None:
+        raise AttributeError("a bug")
+
+    monkeypatch.setattr(rst, "_parse", throw)
+    document = parse_rst(Path("/x/a.rst"), "one\n\ntwo\n")
+    assert [paragraph.text for paragraph in document.paragraphs] == ["one", "two"]

@@ -1,0 +1,124 @@
+"""Transactions, generations and tombstones."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stillroom.core.document import Chunk
+from stillroom.core.ids import DocumentId, chunk_id_of
+from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.rows import Source, SourceUpdate, StoredDocument
+
+
+def stored(name: str, *texts: str, title: str = "T", first_line: int = 1) -> StoredDocument:
+    document_id = DocumentId(name)
+    chunks = tuple(
+        Chunk(
+            chunk_id=chunk_id_of(document_id, ordinal, text),
+            document_id=document_id,
+            ordinal=ordinal,
+            text=text,
+            title=title,
+            heading_path=("A", "B"),
+            num_tokens=2,
+            start_line=first_line + ordinal,
+            end_line=first_line + ordinal,
+        )
+        for ordinal, text in enumerate(texts)
+    )
+    vectors = np.arange(len(texts) * 2, dtype=np.float32).reshape(len(texts), 2) + len(title)
+    return StoredDocument(document_id, name, None, title, "hash", 10, 5.0, chunks, vectors)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    return Corpus(tmp_path / "corpus.sqlite3")
+
+
+def test_what_was_put_is_there(corpus: Corpus) -> None:
+    document = stored("a", "one", "two")
+    corpus.commit([document])
+    assert (corpus.num_documents, corpus.num_chunks, corpus.generation) == (1, 2, 1)
+    assert [chunk for chunk, _ in corpus.chunks_of(document.document_id)] == list(document.chunks)
+    ids = [chunk.chunk_id for chunk in document.chunks]
+    assert corpus.chunks([*ids, 17]) == dict(zip(ids, document.chunks, strict=True))
+    kept, vectors = corpus.embeddings([17, *reversed(ids)])
+    assert kept.tolist() == ids[::-1]
+    np.testing.assert_array_equal(vectors, document.vectors[::-1])
+    (info,) = corpus.documents()
+    assert (info.document_id, info.title, info.num_chunks, info.num_bytes, info.added_at) == ("a", "T", 2, 10, 5.0)
+
+
+def test_changes_are_what_an_index_has_missed(corpus: Corpus) -> None:
+    first, second = stored("a", "one", "two"), stored("b", "three")
+    corpus.commit([first])
+    corpus.commit([second])
+    corpus.commit(removed=[DocumentId("a")])
+    changes = corpus.changes_since(0)
+    assert (changes.generation, changes.added) == (3, (second.chunks[0].chunk_id,))
+    assert set(changes.removed) == {chunk.chunk_id for chunk in first.chunks}
+    assert corpus.changes_since(1).added == changes.added
+    assert corpus.changes_since(3) == type(changes)(3, (), ())
+
+
+def test_an_edit_touches_only_the_chunks_that_read_differently(corpus: Corpus) -> None:
+    corpus.commit([stored("a", "one", "two", "three")])
+    edited = stored("a", "one", "2", "three", first_line=10)
+    corpus.commit([edited])
+    changes = corpus.changes_since(1)
+    assert changes.added == (edited.chunks[1].chunk_id,)
+    assert changes.removed == (stored("a", "one", "two").chunks[1].chunk_id,)
+    assert [chunk.start_line for chunk, _ in corpus.chunks_of(DocumentId("a"))] == [10, 11, 12]
+
+
+def test_a_new_title_is_a_new_text_for_every_chunk(corpus: Corpus) -> None:
+    corpus.commit([stored("a", "one")])
+    renamed = stored("a", "one", title="Other")
+    corpus.commit([renamed])
+    assert corpus.changes_since(1).added == (renamed.chunks[0].chunk_id,)
+    np.testing.assert_array_equal(corpus.chunks_of(DocumentId("a"))[0][1], renamed.vectors[0])
+
+
+def test_a_chunk_that_comes_back_has_no_tombstone(corpus: Corpus) -> None:
+    corpus.commit([stored("a", "one")])
+    corpus.commit(removed=[DocumentId("a")])
+    corpus.commit([stored("a", "one")])
+    assert corpus.changes_since(0).removed == ()
+    assert len(corpus.changes_since(1).added) == 1
+
+
+def test_a_failing_commit_leaves_nothing_behind(corpus: Corpus) -> None:
+    good, bad = stored("a", "one"), stored("b", "two", "three")
+    bad = dataclasses.replace(bad, vectors=np.zeros((1, 2), np.float32))
+    with pytest.raises(ValueError):
+        corpus.commit([good, bad])
+    assert (corpus.num_documents, corpus.num_chunks, corpus.generation) == (0, 0, 0)
+
+
+def test_files_are_noted_and_forgotten_without_a_new_generation(corpus: Corpus) -> None:
+    source = Source("a", 10, 99, "hash")
+    corpus.commit(sources=[SourceUpdate("a", source)])
+    assert (corpus.sources(), corpus.generation) == ({"a": source}, 0)
+    corpus.commit([stored("a", "one")])
+    corpus.commit(removed=[DocumentId("a")])
+    assert corpus.sources() == {}, "a file whose document was removed is read again when it is added again"
+
+
+def test_another_connection_sees_the_last_commit(corpus: Corpus, tmp_path: Path) -> None:
+    reader = Corpus(tmp_path / "corpus.sqlite3")
+    assert reader.num_chunks == 0
+    corpus.commit([stored("a", "one")])
+    assert (reader.num_chunks, reader.generation) == (1, 1)
+    assert reader.corpus_id == corpus.corpus_id
+    reader.close()
+    corpus.close()
+
+
+def test_a_damaged_file_is_said_to_be_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.sqlite3"
+    path.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(CorruptKnowledgeBaseError, match="restore"):
+        Corpus(path)

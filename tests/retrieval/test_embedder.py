@@ -1,0 +1,94 @@
+"""The real model: meaning, order, precision, and what happens when it is not there."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stillroom.config.settings import EmbedderConfig
+from stillroom.errors import ModelNotFoundError
+from stillroom.retrieval.embedder import Embedder
+
+TEXTS = [
+    "Rotate the keys of the vault every month.",
+    "Cats sleep most of the day.",
+    "Keys are rotated monthly. " * 20,
+    "",
+    "The capital of France is Paris.",
+]
+
+
+def test_vectors_have_length_one_and_the_order_of_the_texts(embedder: Embedder) -> None:
+    vectors = embedder.embed_documents(TEXTS * 8)
+    assert vectors.shape == (40, embedder.dimension) == (40, 384) and vectors.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
+    alone = np.concatenate([embedder.embed_documents([text]) for text in TEXTS])
+    np.testing.assert_allclose(np.sum(vectors[:5] * alone, axis=1), 1.0, atol=2e-3)
+
+
+def test_meaning_beats_wording(embedder: Embedder) -> None:
+    scores = embedder.embed_documents(TEXTS) @ embedder.embed_queries(["How often are secrets exchanged?"])[0]
+    assert np.argmax(scores) in (0, 2)
+
+
+def test_documents_in_bfloat16_are_close_to_float32(embedder: Embedder) -> None:
+    exact = embedder.embed_queries(TEXTS)
+    assert np.min(np.sum(embedder.embed_documents(TEXTS) * exact, axis=1)) > 0.999
+
+
+def test_nothing_gives_nothing(embedder: Embedder) -> None:
+    assert embedder.embed_documents([]).shape == (0, 384)
+    assert embedder.embed_queries([]).shape == (0, 384)
+
+
+def test_progress_is_told_after_each_batch(embedder: Embedder) -> None:
+    told: list[int] = []
+    embedder.embed_documents(["text"] * 35, told.append)
+    assert told == [16, 16, 3]
+
+
+def test_threads_get_their_own_results(embedder: Embedder) -> None:
+    expected = [embedder.embed_queries([text])[0] for text in TEXTS]
+    found: dict[int, np.ndarray] = {}
+
+    def work(index: int) -> None:
+        found[index] = embedder.embed_queries([TEXTS[index]])[0]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(TEXTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, vector in enumerate(expected):
+        np.testing.assert_allclose(found[index], vector, atol=1e-5)
+
+
+def test_a_missing_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelNotFoundError, match=r"check embedder\.model"):
+        Embedder(EmbedderConfig(model=str(tmp_path / "nowhere"))).embed_queries(["x"])
+    with pytest.raises(ModelNotFoundError, match="could not be downloaded"):
+        Embedder(EmbedderConfig(model="stillroom-tests/no-such-model")).embed_queries(["x"])
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        Embedder(EmbedderConfig(model=str(tmp_path))).embed_queries(["x"])
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ModelNotFoundError, match="cannot be loaded"):
+        Embedder(EmbedderConfig(model=str(tmp_path))).embed_queries(["x"])
+
+
+def test_counting_tokens_loads_neither_torch_nor_the_model() -> None:
+    code = """
+import sys
+from stillroom.config.settings import EmbedderConfig
+from stillroom.retrieval.embedder import Embedder
+
+embedder = Embedder(EmbedderConfig())
+assert embedder.count_tokens("rotate the keys") == 3
+assert (embedder.dimension, embedder.max_seq_length, len(embedder.fingerprint)) == (384, 256, 32)
+assert not embedder.is_loaded
+assert "torch" not in sys.modules and "sentence_transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
