@@ -45,6 +45,33 @@ def test_list_and_search(run: Run, docs: Path, kb: Path) -> None:
     assert found["results"][0]["document"] == str(docs / "people.md")
 
 
+def test_the_digest_is_that_of_the_documents(run: Run, docs: Path, kb: Path, tmp_path: Path) -> None:
+    shown = run("digest", "--kb", kb)
+    parts = run("digest", "--kb", kb, "--json").json
+    assert shown.out.splitlines()[0] == parts["digest"] and "vectors" in shown.out
+
+    run("add", docs, "--kb", tmp_path / "other", "--quiet")
+    assert run("digest", "--kb", tmp_path / "other", "--json").json == parts
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--search-budget", "2"), "give a time with its unit"),
+        (("--search-budget", "0ms"), "give a time with its unit"),
+        (("--search-budget", "2ms", "--ann-recall", "0.9"), "exclude each other"),
+    ],
+)
+def test_an_impossible_goal_is_a_wrong_call(run: Run, kb: Path, flags: tuple[str, ...], message: str) -> None:
+    result = run("search", "Tunstead", "--kb", kb, *flags)
+    assert result.code == 2 and message in result.err
+
+
+def test_an_exact_index_meets_every_recall(run: Run, kb: Path) -> None:
+    assert run("search", "Tunstead", "--kb", kb, "--ann-recall", "0.99", "--search-budget", "1s").code == 2
+    assert run("search", "Tunstead", "--kb", kb, "--ann-recall", "0.99", "--json").json["results"]
+
+
 def test_process_prints_the_answer_and_nothing_else(kb: Path) -> None:
     command = [*PROGRAM, "ask", QUESTION, "--kb", str(kb), "--quiet"]
 

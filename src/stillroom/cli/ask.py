@@ -11,14 +11,17 @@ from stillroom.cli import console, room
 from stillroom.cli.console import duration, line, place, print_json, write
 from stillroom.cli.options import (
     DEFAULT_KB,
+    AnnRecallOption,
     ConfigOption,
     JsonOption,
     KbOption,
     ModelOption,
     ModeOption,
     QuietOption,
+    SearchBudgetOption,
     TopKOption,
     help_text,
+    index_goal,
 )
 from stillroom.errors import UsageError
 
@@ -58,6 +61,8 @@ def ask(  # noqa: PLR0913  one parameter per flag
     model: ModelOption = None,
     top_k: TopKOption = None,
     mode: ModeOption = None,
+    ann_recall: AnnRecallOption = None,
+    search_budget: SearchBudgetOption = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -85,6 +90,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
         "generation.temperature": temperature,
         "generation.top_p": top_p,
         "generation.seed": seed,
+        **index_goal(ann_recall, search_budget),
     }
     settings = room.settings(config, flags)
     from stillroom.rag.answer import AskOptions

@@ -33,6 +33,16 @@ RETRIEVAL_HELP = help_text(
     ),
 )
 
+INDEX_HELP = help_text(
+    "Measure index quality and cost: recall against speed for flat, HNSW and IVF-PQ, hybrid search, BM25.",
+    "The data sets give real texts, questions and embeddings; larger corpora are made from them with a seed. faiss is "
+    "called directly beside our indexes, and hnswlib, usearch and bm25s where they are installed.",
+    examples=(
+        "stillroom bench index --dataset data/nfcorpus --dataset data/fiqa",
+        "stillroom bench index --dataset data/nfcorpus --size 10000 --size 50000 --repeat 10 --html index.html",
+    ),
+)
+
 STRUCTURES_HELP = help_text(
     "Measure the heap, the token cache and the sketch beside the usual alternatives.",
     examples=(
@@ -71,6 +81,40 @@ def retrieval(  # noqa: PLR0913  one parameter per flag
 
     on_step = (lambda _: None) if quiet else note
     result = run_quality(datasets, work_dir or cache_folder(), settings, seed=seed, on_step=on_step)
+    deliver(result, Delivery(as_json, output, html, compare))
+
+
+@app.command("index", help=INDEX_HELP)
+def index(  # noqa: PLR0913  one parameter per flag
+    datasets: Annotated[
+        list[Path],
+        typer.Option("--dataset", metavar="DIR", exists=True, file_okay=False, help="A data set; can be repeated."),
+    ],
+    sizes: Annotated[
+        list[int] | None, typer.Option("--size", min=1, metavar="N", help="Vectors in a corpus; can be repeated.")
+    ] = None,
+    repeat: RepeatOption = 7,
+    seed: SeedOption = 0,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option("--work-dir", metavar="DIR", help="Where embeddings are kept; without it, the cache folder."),
+    ] = None,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    compare: CompareOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    from stillroom.bench.index import SIZES, run_index
+
+    result = run_index(
+        datasets,
+        work_dir or cache_folder(),
+        sizes=sizes or SIZES,
+        repeat=repeat,
+        seed=seed,
+        on_progress=(lambda _: None) if quiet else note,
+    )
     deliver(result, Delivery(as_json, output, html, compare))
 
 

@@ -35,6 +35,12 @@ LIST_HELP = help_text(
     examples=("stillroom list --kb ./kb", "stillroom list --json | jq -r '.documents[].document'"),
 )
 
+DIGEST_HELP = help_text(
+    "Print a hash of everything that decides rankings.",
+    "Same documents, same settings and same seed: same digest. Where two differ, the parts say in what.",
+    examples=("stillroom digest --kb ./kb", "stillroom digest --json"),
+)
+
 
 def add(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", exists=True, help="Files and folders.")],
@@ -105,3 +111,14 @@ def list_(kb: KbOption = DEFAULT_KB, config: ConfigOption = None, as_json: JsonO
     for info in documents:
         added = datetime.fromtimestamp(info.added_at).strftime("%Y-%m-%d %H:%M")
         line(f"{info.num_chunks:>8,}  {size(info.num_bytes):>8}  {added:<16}  {short_path(info.document_id)}")
+
+
+def digest(kb: KbOption = DEFAULT_KB, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    with room.open_room(kb, room.settings(config)) as opened:
+        parts = opened.digest().to_json()
+    if as_json:
+        print_json(parts)
+        return
+    line(parts.pop("digest"))
+    for name, value in parts.items():
+        line(f"  {name:<9} {value}")

@@ -90,6 +90,7 @@ def build_app() -> typer.Typer:
     app.command("add", help=documents.ADD_HELP)(documents.add)
     app.command("remove", help=documents.REMOVE_HELP)(documents.remove)
     app.command("list", help=documents.LIST_HELP)(documents.list_)
+    app.command("digest", help=documents.DIGEST_HELP)(documents.digest)
     app.command("search", help=search.HELP)(search.search)
     app.command("ask", help=ask.HELP)(ask.ask)
     app.command("serve", help=serve.HELP)(serve.serve)

@@ -4,12 +4,14 @@ Nothing heavy is imported here or in any module of the commands: what needs PyTo
 the function that uses it, so `stillroom --help` answers at once.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stillroom.config.settings import SearchMode
+from stillroom.errors import UsageError
 
 KbOption = Annotated[
     Path,
@@ -37,10 +39,46 @@ ModeOption = Annotated[
     SearchMode | None,
     typer.Option("--mode", metavar="hybrid|dense|sparse", help="How to search; without it, as configured (hybrid)."),
 ]
+AnnRecallOption = Annotated[
+    float | None,
+    typer.Option(
+        "--ann-recall",
+        min=0.0,
+        max=1.0,
+        metavar="SHARE",
+        help="Share of the true 10 nearest that an approximate index must find, such as 0.99.",
+    ),
+]
+SearchBudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--search-budget",
+        metavar="TIME",
+        help="Time that 95 % of dense searches may take, such as 2ms; instead of --ann-recall.",
+    ),
+]
 TopKOption = Annotated[
     int | None,
     typer.Option("--top-k", "-k", min=1, metavar="N", help="How many chunks; without it, as configured (5)."),
 ]
+
+
+def index_goal(ann_recall: float | None, search_budget: str | None) -> dict[str, object]:
+    """The two flags as settings.
+
+    Raises:
+        UsageError: the time is none.
+    """
+    if search_budget is None:
+        return {"index.ann_recall": ann_recall}
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(us|ms|s)\s*", search_budget)
+    try:
+        seconds = float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]] if match else 0.0
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0.0:
+        raise UsageError(f"--search-budget {search_budget}: give a time with its unit, such as 2ms or 500us")
+    return {"index.ann_recall": ann_recall, "index.search_budget_s": seconds}
 
 
 def help_text(summary: str, *paragraphs: str, examples: tuple[str, ...]) -> str:

@@ -10,12 +10,15 @@ from stillroom.cli import room
 from stillroom.cli.console import line, note, place, print_json, text_width
 from stillroom.cli.options import (
     DEFAULT_KB,
+    AnnRecallOption,
     ConfigOption,
     JsonOption,
     KbOption,
     ModeOption,
+    SearchBudgetOption,
     TopKOption,
     help_text,
+    index_goal,
 )
 
 if TYPE_CHECKING:
@@ -30,19 +33,24 @@ HELP = help_text(
         "stillroom search 'rotate keys' --kb ./kb",
         "stillroom search 'ERR_4711' --mode sparse -k 3",
         "stillroom search 'rotate keys' --json | jq -r '.results[].document'",
+        "stillroom search 'rotate keys' --ann-recall 0.99     # for a knowledge base with an approximate index",
     ),
 )
 
 
-def search(
+def search(  # noqa: PLR0913  one parameter per flag
     query: Annotated[str, typer.Argument(metavar="QUERY", help="Words or a question.")],
     kb: KbOption = DEFAULT_KB,
     mode: ModeOption = None,
     top_k: TopKOption = None,
+    ann_recall: AnnRecallOption = None,
+    search_budget: SearchBudgetOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    settings = room.settings(config, {"search.mode": mode, "search.top_k": top_k})
+    settings = room.settings(
+        config, {"search.mode": mode, "search.top_k": top_k, **index_goal(ann_recall, search_budget)}
+    )
     with room.open_room(kb, settings) as opened:
         started = time.perf_counter()
         found = opened.search(query, mode=mode, top_k=top_k)

@@ -9,12 +9,15 @@ from stillroom.cli import room
 from stillroom.cli.console import note, print_json
 from stillroom.cli.options import (
     DEFAULT_KB,
+    AnnRecallOption,
     ConfigOption,
     JsonOption,
     KbOption,
     ModelOption,
     QuietOption,
+    SearchBudgetOption,
     help_text,
+    index_goal,
 )
 
 HELP = help_text(
@@ -33,6 +36,8 @@ HELP = help_text(
 def serve(  # noqa: PLR0913  one parameter per flag
     kb: KbOption = DEFAULT_KB,
     model: ModelOption = None,
+    ann_recall: AnnRecallOption = None,
+    search_budget: SearchBudgetOption = None,
     host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = None,
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, metavar="PORT", help="TCP port; 0 picks a free one.")
@@ -41,7 +46,8 @@ def serve(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    settings = room.settings(config, {"runtime.model": model, "server.host": host, "server.port": port})
+    flags: dict[str, object] = {"runtime.model": model, "server.host": host, "server.port": port}
+    settings = room.settings(config, flags | index_goal(ann_recall, search_budget))
     say = (lambda text: None) if quiet or as_json else note
     from stillroom.server.run import HttpServer
 

@@ -19,6 +19,7 @@ from stillroom.core.document import DocumentInfo, SearchResult
 from stillroom.errors import EngineClosedError
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.query_cache import QueryCache
+from stillroom.retrieval.digest import IndexDigest
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
@@ -110,6 +111,14 @@ class Stillroom:
     def documents(self) -> list[DocumentInfo]:
         """What is indexed, by document id."""
         return self._kb.documents()
+
+    def digest(self) -> IndexDigest:
+        """A hash of everything that decides rankings: equal digests give equal rankings.
+
+        Raises:
+            KnowledgeBaseBusyError: another process is writing.
+        """
+        return self._kb.digest()
 
     # Search
 
