@@ -144,10 +144,9 @@ def test_bench_measures_a_data_set(run: Run, tmp_path: Path) -> None:
     (data / "queries.jsonl").write_text('{"_id": "q", "text": "how often are keys rotated"}\n')
     (data / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\n")
 
-    [report] = run("bench", "retrieval", "--dataset", data, "--work-dir", tmp_path, "--json").json["reports"]
+    tables = run("bench", "retrieval", "--dataset", data, "--work-dir", tmp_path, "--json").json["tables"]
 
-    assert (report["dataset"], report["num_documents"], report["num_queries"]) == ("tiny", 3, 1)
-    assert {mode["mode"]: mode["recall_at_5"] for mode in report["modes"]} == {"hybrid": 1, "dense": 1, "sparse": 1}
+    assert {row["tiny"] for row in tables["recall_at_5 per set"]} == {1.0}
 
 
 def test_serve_answers_and_stops(kb: Path) -> None:
