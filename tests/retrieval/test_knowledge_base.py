@@ -212,6 +212,18 @@ def test_a_malformed_line_keeps_what_was_known_of_the_file(open_kb: OpenKb, docs
     assert [info.document_id for info in kb.documents()] == [f"{path}#a"]
 
 
+def test_a_name_that_is_no_text_is_a_failure_of_that_file(open_kb: OpenKb, docs: Path) -> None:
+    name = os.fsencode(docs) + b"/\xff.md"
+    try:
+        with open(name, "w") as file:
+            file.write("Strange.")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    report = open_kb().add([docs])
+    assert len(report.failures) == 1 and "rename the file" in report.failures[0][1]
+    assert report.num_added == open_kb().num_documents
+
+
 def test_a_file_that_cannot_be_read_does_not_stop_the_others(open_kb: OpenKb, three: Path) -> None:
     (three / "binary.txt").write_bytes(b"\x00\x01\x02")
     (three / "dangling.md").symlink_to(three / "nowhere.md")

@@ -297,14 +297,17 @@ def _look_at(path: Path, known: Source | None) -> Source:
     """The file as it is now. Its content is read only if size or time differ from what is known.
 
     Raises:
-        DocumentError: the file cannot be read.
+        DocumentError: the file cannot be read, or its name is no text.
     """
     try:
+        str(path).encode()
         status = path.stat()
         if known is not None and (known.size, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
             return known
         with path.open("rb") as stream:
             content_hash = hashlib.file_digest(stream, "sha256").hexdigest()
+    except UnicodeEncodeError as error:
+        raise DocumentError(f"{path!a}: the name is not UTF-8; rename the file") from error
     except OSError as error:
         raise DocumentError(f"{path}: cannot be read: {error.strerror or error}") from error
     return Source(str(path), status.st_size, status.st_mtime_ns, content_hash)
