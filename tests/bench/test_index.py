@@ -8,7 +8,7 @@ import pytest
 
 from stillroom.bench import index, index_whole
 from stillroom.bench.index import run_index
-from stillroom.bench.peers_ann import PEERS
+from stillroom.bench.peers_ann import PEERS, bm25_peer, graph_peers
 from stillroom.bench.report import BenchResult, to_markdown
 from stillroom.bench.search_arms import ann_recall, latency_metrics
 from stillroom.bench.workloads import RealData
@@ -27,6 +27,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     real = RealData(texts, questions, vectors[:200], vectors[200:])
     monkeypatch.setattr(index, "load_real_data", lambda *_: real)
     monkeypatch.setattr(index_whole, "_NUM_EMBEDDED", 2)
+    for name, values in (("_SWEPT_M", (8,)), ("_EF_SEARCH", (25, 200)), ("_NPROBE", (8,))):
+        monkeypatch.setattr(index, name, values)
 
 
 def run(tmp_path: Path, **options: object) -> BenchResult:
@@ -36,10 +38,10 @@ def run(tmp_path: Path, **options: object) -> BenchResult:
 @pytest.mark.usefixtures("tiny")
 def test_everything_is_measured(tmp_path: Path) -> None:
     said: list[str] = []
-    result = run(tmp_path, peers=("faiss", "bm25s"), on_progress=said.append)
+    result = run(tmp_path, peers=("faiss",), on_progress=said.append)
     arms = result.samples.values
-    assert {"150 flat", "300 flat", "300 hnsw m=16 ef=100", "300 hnsw m=8 ef=25", "300 ivf_pq nprobe=8"} < set(arms)
-    assert {"300 faiss m=16 ef=100", "BM25 300 stillroom", "hybrid 300 flat", "embed one query"} < set(arms)
+    assert {"150 flat", "300 flat", "300 hnsw m=16 ef=200", "300 hnsw m=8 ef=25", "300 ivf_pq nprobe=8"} < set(arms)
+    assert {"300 faiss m=16 ef=200", "BM25 300 stillroom", "hybrid 300 flat", "embed one query"} < set(arms)
     assert arms["300 flat"]["ann_recall_at_10"] == [1.0]
     assert set(arms["300 flat"]) == set(latency_metrics([1.0])) | {"ann_recall_at_10"}
     ours, theirs = (arms[f"300 {name} m=16 ef=200"]["ann_recall_at_10"] for name in ("hnsw", "faiss"))
@@ -53,14 +55,45 @@ def test_everything_is_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "what was made for the run is gone"
 
 
-@pytest.mark.usefixtures("tiny")
-def test_a_peer_that_is_not_installed_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_installed_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     gone = {"hnswlib", "usearch", "bm25s"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in gone else find(name, *rest))
-    result = run(tmp_path, peers=[name for name in PEERS if name != "faiss"])
-    assert len(result.notes) == 3 and all("not installed" in note for note in result.notes)
-    assert not [arm for arm in result.samples.values if "hnswlib" in arm or "bm25s" in arm]
+    graphs, notes = graph_peers(PEERS)
+    assert list(graphs) == ["faiss"]
+    assert notes == [
+        f"{name} is not installed, so it is left out; pip install {name}" for name in ("hnswlib", "usearch")
+    ]
+    peer, notes = bm25_peer(PEERS)
+    assert peer is None and "pip install bm25s" in notes[0]
+    assert bm25_peer(["faiss"]) == (None, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["faiss", "hnswlib", "usearch"])
+def test_a_graph_of_another_library_finds_the_same(name: str) -> None:
+    graphs, notes = graph_peers([name])
+    if notes:
+        pytest.skip(notes[0])
+    vectors = np.random.default_rng(0).standard_normal((500, 16)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    peer = graphs[name]()
+    peer.build(vectors, 16, 100, 0)
+    truth = np.argsort(-(vectors @ vectors.T), axis=1)[:, :10]
+    search = peer.searcher(10, 200)
+    assert ann_recall([search(vector) for vector in vectors[:50]], truth[:50]) > 0.98
+    assert peer.num_bytes() > vectors.nbytes
+
+
+@pytest.mark.slow
+def test_bm25s_agrees_with_our_bm25(tmp_path: Path) -> None:
+    peer, notes = bm25_peer(["bm25s"])
+    if peer is None:
+        pytest.skip(notes[0])
+    words = [["key"], ["key", "rotate"], ["cat", "sleep"]] * 30
+    peer.build(words)
+    assert {int(at) % 3 for at in peer.search(["rotate"], 5)} == {1}
+    assert peer.num_bytes(tmp_path / "stored") > 0
 
 
 @pytest.mark.usefixtures("tiny")

@@ -47,7 +47,7 @@ def test_nothing_gives_nothing(embedder: Embedder) -> None:
 def test_progress_is_told_after_each_batch(embedder: Embedder) -> None:
     told: list[int] = []
     embedder.embed_documents(["text"] * 35, told.append)
-    assert told == [16, 16, 3]
+    assert sorted(told) == [3, 16, 16]
 
 
 def test_threads_get_their_own_results(embedder: Embedder) -> None:

@@ -1,13 +1,13 @@
 """Text to vectors of length 1, with a sentence-transformers model. The model loads with the first text.
 
-Documents may be embedded in bfloat16 (cosine to float32 above 0.999), queries always in float32. Thread-safe: forward
-passes take turns, so a query waits for one batch of documents at most.
+Documents may be embedded in bfloat16 (cosine to float32 above 0.999), queries always in float32. Thread-safe: queries
+take turns; on a CPU, batches of documents run beside them and each other, one thread each.
 """
 
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -90,33 +90,51 @@ class Embedder:
         return self._embed(texts, "document", on_batch)
 
     def _embed(self, texts: Sequence[str], kind: str, on_batch: Callable[[int], None] | None) -> Vectors:
-        vectors = np.empty((len(texts), self.dimension if not texts else 0), dtype=np.float32)
         if not texts:
-            return vectors
+            return np.empty((0, self.dimension), dtype=np.float32)
         model = self._load()
-        encode = model.encode_query if kind == "query" else model.encode_document
-        options = _padding(model)
-        order: list[int] = []
-        parts: list[Vectors] = []
-        size = self._config.batch_size
-        for chosen in self._batches(texts):
-            order += chosen
-            batch = [texts[index] for index in chosen]
-            with self._turn(), self._arithmetic(kind, model):
-                part = encode(
-                    batch,
-                    batch_size=size,
-                    show_progress_bar=False,
-                    normalize_embeddings=True,
-                    convert_to_numpy=True,
-                    **options,
-                )
-            parts.append(np.asarray(part, dtype=np.float32))
-            if on_batch is not None:
-                on_batch(len(batch))
-        vectors = np.empty((len(texts), parts[0].shape[1]), dtype=np.float32)
-        vectors[order] = np.concatenate(parts)
+        batches = list(self._batches(texts))
+
+        def compute(batch: list[int]) -> Vectors:
+            return self._forward(model, kind, [texts[index] for index in batch])
+
+        vectors: Vectors | None = None
+        with contextlib.closing(self._computed(model, kind, compute, batches)) as computed:
+            for position, part in computed:
+                if vectors is None:
+                    vectors = np.empty((len(texts), part.shape[1]), dtype=np.float32)
+                vectors[batches[position]] = part
+                if on_batch is not None:
+                    on_batch(len(part))
+        assert vectors is not None
         return vectors
+
+    def _computed(
+        self, model: Any, kind: str, compute: Callable[[list[int]], Vectors], batches: list[list[int]]
+    ) -> Generator[tuple[int, Vectors], None, None]:
+        """Batches of documents side by side on a CPU; all else one after the other, each in its turn."""
+        if kind == "document" and model.device.type == "cpu" and len(batches) > 1:
+            from stillroom.retrieval.side_by_side import side_by_side
+
+            yield from side_by_side(compute, batches)
+            return
+        for position, batch in enumerate(batches):
+            with self._turn():
+                part = compute(batch)
+            yield position, part
+
+    def _forward(self, model: Any, kind: str, batch: list[str]) -> Vectors:
+        encode = model.encode_query if kind == "query" else model.encode_document
+        with self._arithmetic(kind, model):
+            part = encode(
+                batch,
+                batch_size=len(batch),
+                show_progress_bar=False,
+                normalize_embeddings=True,
+                convert_to_numpy=True,
+                **_padding(model),
+            )
+        return np.asarray(part, dtype=np.float32)
 
     def _batches(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Positions of texts that need the same number of token blocks, so that they are padded alike whatever comes
@@ -150,7 +168,10 @@ class Embedder:
     def _load(self) -> Any:
         with self._loading:
             if self._model is None:
-                self._model = _load_model(self._files)
+                model = _load_model(self._files)
+                # the tokenizer's settings change with the first text; after that, threads only read them
+                self._forward(model, "document", ["warm up"])
+                self._model = model
             return self._model
 
 

@@ -65,8 +65,7 @@ class HybridSearch:
         elif mode == "dense":
             fused = dense
         elif self._config.fusion == "convex":
-            candidates = list(sides["dense"] | sides["sparse"])
-            sides["dense"], sides["sparse"] = self._indexes.complete(vector, query, candidates)
+            sides["dense"], sides["sparse"] = self._indexes.complete(vector, query, dense, sparse)
             fused = convex(sides["dense"], sides["sparse"])
         else:
             fused = self._fuse(query, dense, sparse)
@@ -78,7 +77,7 @@ class HybridSearch:
         vector = self._embedder.embed_queries([query])[0]
         dense = self._indexes.search_dense(vector, num_candidates)
         sparse = self._indexes.search_sparse(query, num_candidates)
-        cosines, bm25 = self._indexes.complete(vector, query, list(dict(dense) | dict(sparse)))
+        cosines, bm25 = self._indexes.complete(vector, query, dense, sparse)
         return Candidates(dense, sparse, cosines, bm25, self._embedder.count_tokens(query))
 
     def _fuse(self, query: str, dense: Ranking, sparse: Ranking) -> Ranking:

@@ -67,15 +67,18 @@ class Indexes:
         return sparse.search(text, k)
 
     def complete(
-        self, query: NDArray[np.float32], text: str, ids: Sequence[ChunkId]
+        self, query: NDArray[np.float32], text: str, dense: Ranking, sparse: Ranking
     ) -> tuple[dict[ChunkId, float], dict[ChunkId, float]]:
-        """Cosine and BM25 score of each of these chunks; those that are gone are left out."""
-        found, vectors = self._corpus.embeddings(ids)
-        cosines = (vectors @ query).tolist() if len(found) else []
-        dense = {ChunkId(chunk_id): cosine for chunk_id, cosine in zip(found.tolist(), cosines, strict=True)}
+        """Cosine and BM25 score of each chunk of either ranking, computed where it is missing; those that are gone are
+        left out."""
+        cosines, bm25 = dict(dense), dict(sparse)
+        found, vectors = self._corpus.embeddings([chunk_id for chunk_id in bm25 if chunk_id not in cosines])
+        if len(found):
+            cosines |= zip(map(ChunkId, found.tolist()), (vectors @ query).tolist(), strict=True)
         with self._lock:
-            sparse = self._current_sparse()
-        return dense, sparse.scores(text, list(dense))
+            index = self._current_sparse()
+        missing = index.scores(text, [chunk_id for chunk_id in cosines if chunk_id not in bm25])
+        return cosines, {chunk_id: bm25[chunk_id] if chunk_id in bm25 else missing[chunk_id] for chunk_id in cosines}
 
     def current(self) -> tuple[VectorIndex, Bm25Index]:
         """The dense and the sparse index, brought up to date; for looking at, while nobody writes."""

@@ -1,0 +1,70 @@
+"""Work side by side: order, errors, and the thread settings of everybody else."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stillroom.retrieval.side_by_side import side_by_side
+
+
+@pytest.fixture(autouse=True)
+def _three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    assert torch.get_num_threads() == 3, "the caller keeps its threads"
+    torch.set_num_threads(before)
+
+
+def test_every_piece_is_computed_on_one_thread_of_its_own() -> None:
+    meeting = threading.Barrier(3, timeout=20)
+
+    def compute(piece: int) -> tuple[int, int]:
+        meeting.wait()  # passes only if three run at the same time
+        return piece * piece, torch.get_num_threads()
+
+    results = dict(side_by_side(compute, [2, 3, 4, 5, 6, 7]))
+    assert results == {position: (piece**2, 1) for position, piece in enumerate([2, 3, 4, 5, 6, 7])}
+
+
+def test_threads_that_come_later_have_the_usual_number() -> None:
+    seen: list[int] = []
+    for _ in side_by_side(lambda piece: piece, [1, 2, 3, 4]):
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    assert seen[-1] == 3
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert seen[-1] == 3
+
+
+def test_an_error_is_raised_and_the_rest_is_dropped() -> None:
+    computed: list[int] = []
+
+    def compute(piece: int) -> int:
+        if piece == 0:
+            raise ValueError("no")
+        computed.append(piece)
+        return piece
+
+    with pytest.raises(ValueError, match="no"):
+        list(side_by_side(compute, range(1000)))
+    assert len(computed) < 1000 and threading.active_count() < 10
+
+
+def test_stopping_early_drops_the_rest() -> None:
+    computed: list[int] = []
+    results = side_by_side(computed.append, range(1000))
+    next(results)
+    results.close()
+    assert len(computed) < 1000
+
+
+@pytest.mark.parametrize("pieces", [[], [5]])
+def test_little_work_needs_no_threads(pieces: list[int]) -> None:
+    caller = threading.get_ident()
+    assert [result for _, result in side_by_side(lambda _: threading.get_ident(), pieces)] == [caller] * len(pieces)
