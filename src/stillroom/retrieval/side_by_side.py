@@ -2,8 +2,7 @@
 
 For the small batches of an embedder this beats one batch at a time on all threads: those wait for each other after
 every operation, and where another program holds one core, all of them wait for it (docs/retrieval.md). The results are
-the
-same: a batch is computed as it would be alone.
+the same: a batch is computed as it would be alone.
 """
 
 from collections.abc import Callable, Generator, Sequence
