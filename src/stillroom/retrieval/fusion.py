@@ -39,7 +39,8 @@ def minmax(
 
 
 CONVEX_DENSE_WEIGHT = 0.75
-"""alpha of `convex`. Of six data sets each, the best for the other five is 0.8 or 0.85; see docs/adr/0005."""
+"""alpha of `convex`. For each of six data sets, the best weight on the other five is 0.75 to 0.85; see
+docs/retrieval-quality.md."""
 
 
 def convex(
