@@ -4,9 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+settings.register_profile("stillroom", deadline=None)  # a busy machine is no failure
+settings.load_profile("stillroom")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
