@@ -9,11 +9,13 @@ import typer
 from stillroom.cli import room
 from stillroom.cli.bench_report import (
     CompareOption,
+    DatasetsOption,
     Delivery,
     HtmlOption,
     OutputOption,
     RepeatOption,
     SeedOption,
+    WorkDirOption,
     deliver,
     show_run,
 )
@@ -60,14 +62,8 @@ def top() -> None:
 
 @app.command("retrieval", help=RETRIEVAL_HELP)
 def retrieval(  # noqa: PLR0913  one parameter per flag
-    datasets: Annotated[
-        list[Path],
-        typer.Option("--dataset", metavar="DIR", exists=True, file_okay=False, help="A data set; can be repeated."),
-    ],
-    work_dir: Annotated[
-        Path | None,
-        typer.Option("--work-dir", metavar="DIR", help="Where indexes are kept; without it, the user's cache folder."),
-    ] = None,
+    datasets: DatasetsOption,
+    work_dir: WorkDirOption = None,
     seed: SeedOption = 0,
     output: OutputOption = None,
     html: HtmlOption = None,
@@ -86,19 +82,13 @@ def retrieval(  # noqa: PLR0913  one parameter per flag
 
 @app.command("index", help=INDEX_HELP)
 def index(  # noqa: PLR0913  one parameter per flag
-    datasets: Annotated[
-        list[Path],
-        typer.Option("--dataset", metavar="DIR", exists=True, file_okay=False, help="A data set; can be repeated."),
-    ],
+    datasets: DatasetsOption,
     sizes: Annotated[
         list[int] | None, typer.Option("--size", min=1, metavar="N", help="Vectors in a corpus; can be repeated.")
     ] = None,
     repeat: RepeatOption = 7,
     seed: SeedOption = 0,
-    work_dir: Annotated[
-        Path | None,
-        typer.Option("--work-dir", metavar="DIR", help="Where embeddings are kept; without it, the cache folder."),
-    ] = None,
+    work_dir: WorkDirOption = None,
     output: OutputOption = None,
     html: HtmlOption = None,
     compare: CompareOption = None,

@@ -12,6 +12,16 @@ from stillroom.cli.console import line, note, print_json
 if TYPE_CHECKING:
     from stillroom.bench.report import BenchResult, Change
 
+DatasetsOption = Annotated[
+    list[Path],
+    typer.Option("--dataset", metavar="DIR", exists=True, file_okay=False, help="A data set; can be repeated."),
+]
+WorkDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--work-dir", metavar="DIR", help="Where indexes and embeddings are kept; without it, the user's cache folder."
+    ),
+]
 RepeatOption = Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs per arm, after one to warm up.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of everything that is drawn.")]
 OutputOption = Annotated[
