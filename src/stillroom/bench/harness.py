@@ -6,6 +6,7 @@ so that a slow minute of the machine hits all of them alike. Metric names end in
 """
 
 import contextlib
+import ctypes
 import gc
 import resource
 import sys
@@ -82,7 +83,12 @@ def _measure(arm: Arm, repetition: int) -> Metrics:
 
 def reset_peak_rss() -> None:
     """Forget the process's memory peak, where the system can (Linux); elsewhere the peak is that of the whole
-    process."""
+    process.
+
+    What was freed goes back to the system first, or the next to allocate would look as if it needed nothing.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -138,12 +138,14 @@ def _embed(
     noun: str,
     on_progress: Callable[[str], None],
 ) -> Vectors:
-    num_done = 0
+    num_done = num_told = 0
 
     def on_batch(count: int) -> None:
-        nonlocal num_done
+        nonlocal num_done, num_told
         num_done += count
-        on_progress(f"embedding {noun}: {num_done:,} of {len(texts):,}")
+        if num_done - num_told >= len(texts) / 20 or num_done == len(texts):
+            num_told = num_done
+            on_progress(f"embedding {noun}: {num_done:,} of {len(texts):,}")
 
     on_progress(f"embedding {noun}: {len(texts):,}")
     return embed(texts, on_batch)

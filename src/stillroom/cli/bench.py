@@ -54,6 +54,16 @@ STRUCTURES_HELP = help_text(
     ),
 )
 
+QUESTIONS_HELP = help_text(
+    "Measure what the query cache saves when some questions are asked often and documents change now and then.",
+    "Questions of the data set come at random moments, the popular ones more often. Compared are: no cache, the cache, "
+    "and the cache that searches hot questions again before anybody asks.",
+    examples=(
+        "stillroom bench questions --dataset data/nfcorpus",
+        "stillroom bench questions --dataset data/nfcorpus --rate 50 --change-every 20 --zipf 1.2",
+    ),
+)
+
 
 @app.callback()
 def top() -> None:
@@ -86,6 +96,12 @@ def index(  # noqa: PLR0913  one parameter per flag
     sizes: Annotated[
         list[int] | None, typer.Option("--size", min=1, metavar="N", help="Vectors in a corpus; can be repeated.")
     ] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peer", metavar="NAME", help="A library to measure beside ours; can be repeated. Without it, all known."
+        ),
+    ] = None,
     repeat: RepeatOption = 7,
     seed: SeedOption = 0,
     work_dir: WorkDirOption = None,
@@ -96,11 +112,13 @@ def index(  # noqa: PLR0913  one parameter per flag
     quiet: QuietOption = False,
 ) -> None:
     from stillroom.bench.index import SIZES, run_index
+    from stillroom.bench.peers_ann import PEERS
 
     result = run_index(
         datasets,
         work_dir or cache_folder(),
         sizes=sizes or SIZES,
+        peers=peers or PEERS,
         repeat=repeat,
         seed=seed,
         on_progress=(lambda _: None) if quiet else note,
@@ -124,6 +142,46 @@ def structures(  # noqa: PLR0913  one parameter per flag
     from stillroom.bench.structures import run_structures
 
     result = run_structures(repeat=repeat, seed=seed, count=operations, on_run=None if quiet else show_run)
+    deliver(result, Delivery(as_json, output, html, compare))
+
+
+@app.command("questions", help=QUESTIONS_HELP)
+def questions(  # noqa: PLR0913  one parameter per flag
+    dataset: Annotated[
+        Path, typer.Option("--dataset", metavar="DIR", exists=True, file_okay=False, help="A data set.")
+    ],
+    num_questions: Annotated[
+        int, typer.Option("--questions", min=20, metavar="N", help="Questions asked per run.")
+    ] = 400,
+    rate: Annotated[float, typer.Option("--rate", min=0.1, metavar="R", help="Questions per second, on average.")] = 20,
+    change_every: Annotated[
+        int, typer.Option("--change-every", min=1, metavar="N", help="Questions between two changes of a document.")
+    ] = 50,
+    zipf: Annotated[
+        float, typer.Option("--zipf", min=0.0, metavar="S", help="How unequal: the n-th question counts 1 / n^S.")
+    ] = 1.0,
+    repeat: RepeatOption = 5,
+    seed: SeedOption = 0,
+    work_dir: WorkDirOption = None,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    compare: CompareOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    settings = room.settings(config)
+    from stillroom.bench.hot_questions import Traffic, run_questions
+
+    result = run_questions(
+        dataset,
+        work_dir or cache_folder(),
+        settings,
+        traffic=Traffic(num_questions, rate, change_every, zipf),
+        repeat=repeat,
+        seed=seed,
+        on_run=None if quiet else show_run,
+    )
     deliver(result, Delivery(as_json, output, html, compare))
 
 

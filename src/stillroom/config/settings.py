@@ -12,7 +12,7 @@ BUNDLED_MODEL = "bundled"
 """The model name that stands for the small model inside the package."""
 
 SearchMode = Literal["hybrid", "dense", "sparse"]
-FusionName = Literal["convex", "rrf", "minmax"]
+FusionName = Literal["smoothed", "convex", "rrf", "minmax"]
 IndexKind = Literal["flat", "hnsw", "ivf_pq"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -88,9 +88,10 @@ class SearchConfig:
     """Chunks returned, and put into the prompt."""
     num_candidates: int = 50
     """Depth of each retriever before fusion."""
-    fusion: FusionName = "convex"
-    """`convex`: weighted sum of scores, complete for every candidate. `rrf`: reciprocal ranks. `minmax`: normalised
-    scores with weights by query length (llmds 3.3). Measured beside each other in docs/retrieval-quality.md."""
+    fusion: FusionName = "smoothed"
+    """`convex`: weighted sum of scores, complete for every candidate. `smoothed`: the same, then moved toward the
+    scores of similar chunks. `rrf`: reciprocal ranks. `minmax`: normalised scores with weights by query length (llmds
+    3.3). Measured beside each other in docs/retrieval-quality.md."""
     rank_constant: int = 60
     """Of RRF: larger flattens the advantage of the first ranks."""
 

@@ -1,7 +1,10 @@
 """One search: embed the question, ask both indexes, fuse, fetch the text. Searching by words alone embeds nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stillroom.config.settings import SearchConfig, SearchMode
 from stillroom.core.clock import Clock
@@ -10,7 +13,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.embedder import Embedder
-from stillroom.retrieval.fusion import convex, minmax, rrf
+from stillroom.retrieval.fusion import NUM_SMOOTHED, convex, minmax, rrf, smoothed
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
 
@@ -28,6 +31,8 @@ class Candidates:
     bm25: dict[ChunkId, float]
     """Complete, of the same candidates."""
     num_query_tokens: int
+    embeddings: Callable[[Sequence[ChunkId]], NDArray[np.float32]]
+    """Of candidates [n, d], in the order asked for."""
 
 
 class HybridSearch:
@@ -64,9 +69,11 @@ class HybridSearch:
             fused = sparse
         elif mode == "dense":
             fused = dense
-        elif self._config.fusion == "convex":
+        elif self._config.fusion in {"smoothed", "convex"}:
             sides["dense"], sides["sparse"] = self._indexes.complete(vector, query, dense, sparse)
             fused = convex(sides["dense"], sides["sparse"])
+            if self._config.fusion == "smoothed":
+                fused = self._smooth(fused)
         else:
             fused = self._fuse(query, dense, sparse)
         results = self._fetch(fused, sides, top_k)
@@ -78,7 +85,16 @@ class HybridSearch:
         dense = self._indexes.search_dense(vector, num_candidates)
         sparse = self._indexes.search_sparse(query, num_candidates)
         cosines, bm25 = self._indexes.complete(vector, query, dense, sparse)
-        return Candidates(dense, sparse, cosines, bm25, self._embedder.count_tokens(query))
+        num_query_tokens = self._embedder.count_tokens(query)
+        return Candidates(dense, sparse, cosines, bm25, num_query_tokens, lambda ids: self._corpus.embeddings(ids)[1])
+
+    def _smooth(self, fused: Ranking) -> Ranking:
+        head, tail = fused[:NUM_SMOOTHED], fused[NUM_SMOOTHED:]
+        kept, vectors = self._corpus.embeddings([chunk_id for chunk_id, _ in head])
+        if len(kept) < len(head):  # some have just been removed
+            alive = set(kept.tolist())
+            head = [pair for pair in head if pair[0] in alive]
+        return smoothed([*head, *tail], vectors)
 
     def _fuse(self, query: str, dense: Ranking, sparse: Ranking) -> Ranking:
         if self._config.fusion == "minmax":

@@ -93,6 +93,11 @@ class KnowledgeBase:
             )
         return cls(path, manifest, config, clock or SystemClock())
 
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._path
+
     # Documents
 
     def add(self, paths: Sequence[Path], *, progress: Callable[[AddProgress], None] | None = None) -> AddReport:

@@ -1,0 +1,46 @@
+"""The questions bench: its traffic by hand, and a whole run on a small data set."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from stillroom.bench.hot_questions import CONFIGS, OURS, Traffic, ask_all, asked, asked_before, run_questions
+from stillroom.config.settings import StillroomConfig
+from tests.bench.test_retrieval_quality import make_dataset
+
+
+def test_traffic_is_seeded_and_unequal() -> None:
+    questions = [f"question {n}" for n in range(50)]
+    traffic = Traffic(num_questions=2000, per_second=10.0, zipf_exponent=1.0)
+    stream, gaps = asked(questions, traffic, seed=1)
+    assert (stream, gaps) == asked(questions, traffic, seed=1) != asked(questions, traffic, seed=2)
+    counts = [count for _, count in Counter(stream).most_common(2)]
+    assert counts[0] / 2000 == pytest.approx(1 / sum(1 / n for n in range(1, 51)), abs=0.03)
+    assert counts[0] / counts[1] == pytest.approx(2.0, abs=0.4)
+    assert sum(gaps) / len(gaps) == pytest.approx(0.1, rel=0.1)
+
+
+def test_asked_before() -> None:
+    assert asked_before(["a", "b", "a", "a", "b"], 1) == [False, False, True, True, True]
+    assert asked_before(["a", "a", "a"], 2) == [False, False, True]
+
+
+def test_the_corpus_changes_between_the_questions() -> None:
+    events: list[str] = []
+    seconds = ask_all(events.append, lambda: events.append("change"), (list("abcde"), [0.0] * 5), every=2)
+    assert events == ["a", "b", "change", "c", "d", "change", "e"]
+    assert len(seconds) == 5 and min(seconds) >= 0
+
+
+def test_a_run(tmp_path: Path) -> None:
+    traffic = Traffic(num_questions=24, per_second=1000.0, change_every=12)
+    dataset = make_dataset(tmp_path / "set")
+    result = run_questions(dataset, tmp_path / "work", StillroomConfig(), traffic=traffic, repeat=1)
+    found = result.samples
+    assert set(found.values) == set(CONFIGS)
+    assert found.of("no cache", "hit_rate") == [0.0]
+    assert found.of("cache", "hit_rate")[0] >= (24 - 4) / 24, "two questions and two generations: at most four misses"
+    assert found.of("cache", "num_searched_ahead") == [0.0] and found.of(OURS, "num_searched_ahead")[0] >= 1
+    assert result.ratio(OURS, "hot_p95_seconds") is not None
+    assert len(list((tmp_path / "work").iterdir())) == 1, "the copy is gone, the original has no news"
