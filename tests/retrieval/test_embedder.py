@@ -44,6 +44,15 @@ def test_nothing_gives_nothing(embedder: Embedder) -> None:
     assert embedder.embed_queries([]).shape == (0, 384)
 
 
+def test_the_vector_of_a_question_is_kept(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = embedder.embed_query("How often are keys rotated?")
+    assert np.array_equal(first, embedder.embed_queries(["How often are keys rotated?"])[0])
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 1.0
+    monkeypatch.setattr(embedder, "embed_queries", None)
+    assert embedder.embed_query("How often are keys rotated?") is first
+
+
 def test_progress_is_told_after_each_batch(embedder: Embedder) -> None:
     told: list[int] = []
     embedder.embed_documents(["text"] * 35, told.append)

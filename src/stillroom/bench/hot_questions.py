@@ -158,7 +158,7 @@ def _runner(  # noqa: PLR0913  what one arm is made of
         cache = QueryCache(
             search=lambda query, mode, top_k: kb.search(query, mode=mode, top_k=top_k),
             generation=lambda: kb.generation,
-            embed=lambda query: kb.embed([query])[0],
+            embed=lambda query: kb.embed_question(query),
             config=cache_config,
         )
         seconds = ask_all(lambda query: cache.search(query, "hybrid", top_k), change, stream, traffic.change_every)

@@ -46,7 +46,7 @@ class Stillroom:
         self._search = QueryCache(
             search=lambda query, mode, top_k: kb.search(query, mode=mode, top_k=top_k),
             generation=lambda: kb.generation,
-            embed=lambda query: kb.embed([query])[0],
+            embed=lambda query: kb.embed_question(query),
             config=config.query_cache,
         )
         self._clock = clock

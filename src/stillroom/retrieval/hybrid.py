@@ -60,7 +60,7 @@ class HybridSearch:
             return SearchResult(())
         num_candidates = max(self._config.num_candidates, top_k)
         began = self._clock.monotonic()
-        vector = None if mode == "sparse" else self._embedder.embed_queries([query])[0]
+        vector = None if mode == "sparse" else self._embedder.embed_query(query)
         embedded = self._clock.monotonic()
         dense = self._indexes.search_dense(vector, num_candidates) if vector is not None else []
         sparse = self._indexes.search_sparse(query, num_candidates) if mode != "dense" else []
@@ -81,7 +81,7 @@ class HybridSearch:
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
         """Everything a fusion rule could want to know; for measuring rules beside each other."""
-        vector = self._embedder.embed_queries([query])[0]
+        vector = self._embedder.embed_query(query)
         dense = self._indexes.search_dense(vector, num_candidates)
         sparse = self._indexes.search_sparse(query, num_candidates)
         cosines, bm25 = self._indexes.complete(vector, query, dense, sparse)

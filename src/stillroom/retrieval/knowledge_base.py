@@ -180,6 +180,10 @@ class KnowledgeBase:
         """Embeddings [len(texts), dimension], each of length 1, in float32 arithmetic."""
         return self._checked_embedder().embed_queries(texts)
 
+    def embed_question(self, question: str) -> NDArray[np.float32]:
+        """The embedding [dimension] of a question, read-only; those of the last questions are kept."""
+        return self._checked_embedder().embed_query(question)
+
     def digest(self) -> IndexDigest:
         """A hash of all that decides rankings: equal digests give equal rankings. Reads every chunk; while it does,
         nobody can write.
