@@ -65,6 +65,7 @@ def all_logits(folder: Path, token_ids: list[int], pieces: list[int]) -> torch.T
             positions_T=torch.arange(start, end),
             slots_T=slots[start:end],
             spans=[AttentionSpan(0, size, slots[:end], end)],
+            wanted=list(range(size)),
         )
         rows.append(decoder.logits(decoder.hidden_states(packed, lambda layer: (kv[0, layer], kv[1, layer]))))
         start = end
@@ -136,7 +137,11 @@ def test_logits_on_cuda_are_close_to_transformers_on_the_cpu(checkpoint: tuple[P
     kv = torch.empty((2, spec.num_layers, 96, spec.num_kv_heads, spec.head_dim), device="cuda")
     positions = torch.arange(90, device="cuda")
     packed = PackedInput(
-        torch.tensor(token_ids, device="cuda"), positions, positions, [AttentionSpan(0, 90, slice(0, 90), 90)]
+        torch.tensor(token_ids, device="cuda"),
+        positions,
+        positions,
+        [AttentionSpan(0, 90, slice(0, 90), 90)],
+        list(range(90)),
     )
     ours = decoder.logits(decoder.hidden_states(packed, lambda layer: (kv[0, layer], kv[1, layer])))
     torch.testing.assert_close(ours.cpu(), expected, atol=1e-3, rtol=1e-3)

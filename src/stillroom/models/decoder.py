@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from stillroom.models.spec import ModelSpec
-from stillroom.ops.attention import AttentionSpan, attend_spans
-from stillroom.ops.rope import cos_sin, inverse_frequencies, rotate
+from stillroom.ops.attention import AttentionPlan, AttentionSpan, only_rows
+from stillroom.ops.linear import Linear
+from stillroom.ops.rope import cos_sin, inverse_frequencies, rotate_and_store
+from stillroom.ops.rows import rms_norm, silu_gate
 
 # T packed tokens, B rows whose logits are wanted, M model dimension, V vocabulary, S slots,
 # H query heads, G key/value heads, D head dimension
@@ -26,18 +28,14 @@ class LayerWeights:
     """One layer. Projections that read the same input are one matrix: a product each, instead of three and two."""
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    """[(H + 2 G) * D, M]: queries, keys, values."""
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
+    """M -> (H + 2 G) * D: queries, keys, values."""
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
+    output: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +43,31 @@ class DecoderWeights:
     embedding_VM: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    lm_head_VM: torch.Tensor
+    lm_head: Linear
 
 
-@dataclass(frozen=True, slots=True)
 class PackedInput:
     """One step's tokens of all sequences, back to back."""
 
-    token_ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    slots_T: torch.Tensor
-    """Where each token's K and V are written."""
-    spans: list[AttentionSpan]
+    def __init__(
+        self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        spans: list[AttentionSpan],
+        wanted: list[int],
+    ) -> None:
+        """
+        Args:
+            slots_T: where each token's K and V are written.
+            spans: the sequences, in order.
+            wanted: the rows whose hidden states are wanted, ascending; the last layer computes no others.
+        """
+        self.token_ids_T, self.positions_T, self.slots_T = token_ids_T, positions_T, slots_T
+        self.plan = AttentionPlan(spans)
+        self.wanted_B = torch.tensor(wanted, dtype=torch.int64, device=token_ids_T.device)
+        is_all = len(wanted) == token_ids_T.shape[0]
+        self.last_plan = self.plan if is_all else AttentionPlan(only_rows(spans, wanted))
 
 
 class Decoder:
@@ -67,50 +78,53 @@ class Decoder:
         self.weights = weights
         self.device = weights.embedding_VM.device
         self.dtype = weights.embedding_VM.dtype
+        # a CPU has no arithmetic in half precision that is worth its rounding; only weights and KV are stored in it
+        self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         inv_freq, self._rope_factor = inverse_frequencies(spec.rope)
         self._inv_freq = inv_freq.to(self.device)
         self._scale = spec.head_dim**-0.5
 
     @torch.inference_mode()
     def hidden_states(self, packed: PackedInput, layer_kv: LayerKV) -> torch.Tensor:
-        """Final hidden states [T, M], before the last norm. Writes this step's K (rotated) and V to their slots."""
-        x_TM = F.embedding(packed.token_ids_T, self.weights.embedding_VM)
-        rope = cos_sin(self._inv_freq, self._rope_factor, packed.positions_T, self.dtype)
+        """Final hidden states [B, M] of the wanted rows, before the last norm. Writes this step's K (rotated) and V to
+        their slots."""
+        x_TM = F.embedding(packed.token_ids_T, self.weights.embedding_VM).to(self.activation_dtype)
+        rope = cos_sin(self._inv_freq, self._rope_factor, packed.positions_T, self.activation_dtype)
+        last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
-            x_TM = x_TM + self._attention(index, layer, x_TM, rope, packed, layer_kv(index))
+            q_THD = self._queries(layer, x_TM, rope, packed.slots_T, layer_kv(index))
+            plan = packed.plan
+            if index == last:
+                x_TM, q_THD, plan = x_TM[packed.wanted_B], q_THD[packed.wanted_B], packed.last_plan
+            out_THD = plan.attend(q_THD, layer_kv(index), self._scale, self.spec.windows[index])
+            x_TM = x_TM + layer.output(out_THD.flatten(1))
             x_TM = x_TM + self._mlp(layer, x_TM)
         return x_TM
 
     @torch.inference_mode()
     def logits(self, hidden_BM: torch.Tensor) -> torch.Tensor:
         """Float32 logits [B, V] of the tokens that follow these hidden states."""
-        return F.linear(self._norm(hidden_BM, self.weights.final_norm), self.weights.lm_head_VM).float()
+        return self.weights.lm_head(self._norm(hidden_BM, self.weights.final_norm)).float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
+        return rms_norm(x, weight, self.spec.norm_eps)
 
-    def _attention(
+    def _queries(
         self,
-        index: int,
         layer: LayerWeights,
         x_TM: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
-        packed: PackedInput,
+        slots_T: torch.Tensor,
         kv_SGD: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
+        """Rotated queries [T, H, D]; keys and values go to their slots."""
         spec = self.spec
-        qkv = F.linear(self._norm(x_TM, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(self._norm(x_TM, layer.attention_norm))
         qkv = qkv.view(x_TM.shape[0], spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        q_THD, k_TGD, v_TGD = torch.split(qkv, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q_THD, k_TGD = self._norm(q_THD, layer.q_norm), self._norm(k_TGD, layer.k_norm)
-        q_THD, k_TGD = rotate(q_THD, *rope), rotate(k_TGD, *rope)
-        kv_SGD[0].index_copy_(0, packed.slots_T, k_TGD)
-        kv_SGD[1].index_copy_(0, packed.slots_T, v_TGD)
-        out_THD = attend_spans(q_THD, kv_SGD, packed.spans, self._scale, spec.windows[index])
-        return F.linear(out_THD.flatten(1), layer.output, layer.output_bias)
+            q_THD, k_TGD, v_TGD = torch.split(qkv, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+            qkv = torch.cat((self._norm(q_THD, layer.q_norm), self._norm(k_TGD, layer.k_norm), v_TGD), dim=1)
+        return rotate_and_store(qkv, rope, slots_T, kv_SGD)
 
     def _mlp(self, layer: LayerWeights, x_TM: torch.Tensor) -> torch.Tensor:
-        gate_up = F.linear(self._norm(x_TM, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        return layer.down(silu_gate(layer.gate_up(self._norm(x_TM, layer.mlp_norm))))

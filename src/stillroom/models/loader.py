@@ -12,6 +12,7 @@ from stillroom.models.checkpoint import WeightFiles, read_json, resolve
 from stillroom.models.decoder import Decoder, DecoderWeights, LayerWeights
 from stillroom.models.spec import ModelSpec, spec_from_config
 from stillroom.models.tokenizer import Tokenizer
+from stillroom.ops.linear import Linear
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -94,12 +95,25 @@ class _Reader:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, config.json implies {shape}")
         return tensor.to(device=self.device, dtype=self.dtype)
 
-    def fused(self, names: list[str], heights: list[int], width: int) -> torch.Tensor:
-        """Several matrices of one width, stacked."""
-        return torch.cat([self(n, h, width) for n, h in zip(names, heights, strict=True)])
+    def norm(self, name: str, width: int) -> torch.Tensor:
+        """The weight of a norm, in the dtype of activations."""
+        weight = self(name, width)
+        return weight.float() if self.device.type == "cpu" else weight
 
-    def fused_bias(self, names: list[str], heights: list[int]) -> torch.Tensor:
-        return torch.cat([self(n, h) for n, h in zip(names, heights, strict=True)])
+    def linear(self, name: str, height: int, width: int, *, has_bias: bool) -> Linear:
+        """`name` ends with a dot."""
+        return self.fused([name], [height], width, has_bias=has_bias)
+
+    def fused(self, names: list[str], heights: list[int], width: int, *, has_bias: bool) -> Linear:
+        """Several projections of one input as one matrix."""
+        sizes = list(zip(names, heights, strict=True))
+        weights = [self(f"{name}weight", height, width) for name, height in sizes]
+        biases = [self(f"{name}bias", height) for name, height in sizes] if has_bias else []
+        return Linear(_stacked(weights), _stacked(biases) if biases else None)
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _load_weights(spec: ModelSpec, files: WeightFiles, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
@@ -108,8 +122,8 @@ def _load_weights(spec: ModelSpec, files: WeightFiles, device: torch.device, dty
     return DecoderWeights(
         embedding_VM=embedding,
         layers=tuple(_load_layer(spec, read, f"model.layers.{i}.") for i in range(spec.num_layers)),
-        final_norm=read("model.norm.weight", spec.hidden_size),
-        lm_head_VM=embedding if spec.is_tied else read("lm_head.weight", spec.vocab_size, spec.hidden_size),
+        final_norm=read.norm("model.norm.weight", spec.hidden_size),
+        lm_head=Linear(embedding if spec.is_tied else read("lm_head.weight", spec.vocab_size, spec.hidden_size)),
     )
 
 
@@ -120,16 +134,12 @@ def _load_layer(spec: ModelSpec, read: _Reader, prefix: str) -> LayerWeights:
     qkv_heights, qkv = [q_size, kv_size, kv_size], [f"{attention}{p}_proj." for p in "qkv"]
     gate_up = [f"{mlp}{p}_proj." for p in ("gate", "up")]
     return LayerWeights(
-        attention_norm=read(prefix + "input_layernorm.weight", model),
-        qkv=read.fused([n + "weight" for n in qkv], qkv_heights, model),
-        qkv_bias=read.fused_bias([n + "bias" for n in qkv], qkv_heights) if spec.has_qkv_bias else None,
-        q_norm=read(attention + "q_norm.weight", spec.head_dim) if spec.has_qk_norm else None,
-        k_norm=read(attention + "k_norm.weight", spec.head_dim) if spec.has_qk_norm else None,
-        output=read(attention + "o_proj.weight", model, q_size),
-        output_bias=read(attention + "o_proj.bias", model) if spec.has_output_bias else None,
-        mlp_norm=read(prefix + "post_attention_layernorm.weight", model),
-        gate_up=read.fused([n + "weight" for n in gate_up], [inner, inner], model),
-        gate_up_bias=read.fused_bias([n + "bias" for n in gate_up], [inner, inner]) if spec.has_mlp_bias else None,
-        down=read(mlp + "down_proj.weight", model, inner),
-        down_bias=read(mlp + "down_proj.bias", model) if spec.has_mlp_bias else None,
+        attention_norm=read.norm(prefix + "input_layernorm.weight", model),
+        qkv=read.fused(qkv, qkv_heights, model, has_bias=spec.has_qkv_bias),
+        q_norm=read.norm(attention + "q_norm.weight", spec.head_dim) if spec.has_qk_norm else None,
+        k_norm=read.norm(attention + "k_norm.weight", spec.head_dim) if spec.has_qk_norm else None,
+        output=read.linear(attention + "o_proj.", model, q_size, has_bias=spec.has_output_bias),
+        mlp_norm=read.norm(prefix + "post_attention_layernorm.weight", model),
+        gate_up=read.fused(gate_up, [inner, inner], model, has_bias=spec.has_mlp_bias),
+        down=read.linear(mlp + "down_proj.", model, inner, has_bias=spec.has_mlp_bias),
     )

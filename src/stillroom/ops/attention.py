@@ -4,12 +4,18 @@ Each span is one sequence: its queries stand at the end of its context. Nothing 
 context is read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
-# T packed query tokens, Q queries of one span, K context tokens of one span, S slots,
+from stillroom.ops import cpu_kernels
+
+# T packed query tokens, B of them the only one of their span, Q queries of one span, K context tokens of one span, S slots,
 # H query heads, G key/value heads, D head dimension
 
 
@@ -25,20 +31,87 @@ class AttentionSpan:
     num_context_tokens: int
 
 
+def only_rows(spans: Sequence[AttentionSpan], rows: Sequence[int]) -> list[AttentionSpan]:
+    """Spans of these packed rows alone, packed anew: each sees what it saw, up to itself."""
+    found: list[AttentionSpan] = []
+    remaining = iter(spans)
+    span = next(remaining, None)
+    for row in rows:
+        while span is not None and row >= span.query_end:
+            span = next(remaining, None)
+        assert span is not None and row >= span.query_start, "rows must ascend and lie in spans"
+        num_tokens = span.num_context_tokens - (span.query_end - 1 - row)
+        context = span.context
+        context = (
+            slice(context.start, context.start + num_tokens) if isinstance(context, slice) else context[:num_tokens]
+        )
+        found.append(AttentionSpan(len(found), len(found) + 1, context, num_tokens))
+    return found
+
+
+class AttentionPlan:
+    """The spans of one step, with what all layers need of them: made once per step."""
+
+    def __init__(self, spans: Sequence[AttentionSpan]) -> None:
+        self.spans = tuple(spans)
+        single = [span for span in self.spans if span.query_end - span.query_start == 1]
+        self._rows = np.array([span.query_start for span in single], dtype=np.int64)
+        self._several = [span for span in self.spans if span.query_end - span.query_start > 1]
+        lengths = np.array([span.num_context_tokens for span in single], dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        self._contexts = (np.concatenate([np.zeros(0, np.int64), *(_slots(span) for span in single)]), starts)
+        self._splits = cpu_kernels.split_contexts(lengths)
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        kv_SGD: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attention output [T, H, D].
+
+        Args:
+            kv_SGD: keys (rotated) and values of one layer, with this step's tokens written already.
+            scale: factor on the logits, usually 1 / sqrt(D).
+            window: a query sees itself and the `window - 1` tokens before it; None: everything before it.
+        """
+        if not cpu_kernels.has_kernel(q_THD, kv_SGD[0]):
+            return attend_spans(q_THD, kv_SGD, self.spans, scale, window)
+        if not self._several:  # nothing but decoding: rows are in order
+            return self._attend_rows(q_THD, kv_SGD, scale, window)
+        out_THD = attend_spans(q_THD, kv_SGD, self._several, scale, window)
+        if len(self._rows):
+            rows = torch.from_numpy(self._rows)
+            out_THD[rows] = self._attend_rows(q_THD[rows], kv_SGD, scale, window)
+        return out_THD
+
+    def _attend_rows(
+        self, q_BHD: torch.Tensor, kv_SGD: tuple[torch.Tensor, torch.Tensor], scale: float, window: int | None
+    ) -> torch.Tensor:
+        """All sequences that have one query, in one kernel."""
+        out_BHD = torch.empty_like(q_BHD)
+        limits = np.array([scale, 0.0, window or 0], dtype=np.float32)
+        kv = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
+        cpu_kernels.attend_rows(q_BHD.numpy(), kv, self._contexts, self._splits, limits, out_BHD.numpy())
+        return out_BHD
+
+
+def _slots(span: AttentionSpan) -> NDArray[np.int64]:
+    if isinstance(span.context, slice):
+        return np.arange(span.context.start, span.context.stop, dtype=np.int64)
+    slots: NDArray[np.int64] = span.context.cpu().numpy()
+    return slots
+
+
 def attend_spans(
     q_THD: torch.Tensor,
     kv_SGD: tuple[torch.Tensor, torch.Tensor],
-    spans: list[AttentionSpan],
+    spans: Sequence[AttentionSpan],
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention output [T, H, D].
-
-    Args:
-        kv_SGD: keys (rotated) and values of one layer, with this step's tokens written already.
-        scale: factor on the logits, usually 1 / sqrt(D).
-        window: a query sees itself and the `window - 1` tokens before it; None: everything before it.
-    """
+    """`AttentionPlan.attend` one span after the other, with torch's operators; rows of no span are undefined."""
     k_SGD, v_SGD = kv_SGD
     out_THD = torch.empty_like(q_THD)
     for span in spans:
@@ -55,10 +128,8 @@ def attend(
     if window is not None and num_keys > window + num_queries - 1:
         first = num_keys - window - num_queries + 1  # nobody sees anything before it
         k_KGD, v_KGD, num_keys = k_KGD[first:], v_KGD[first:], num_keys - first
-    dtype = q_QHD.dtype
-    if num_queries == 1 and dtype != torch.float32 and q_QHD.device.type == "cpu":
-        # One-row attention in half precision is several times slower than float32 on CPUs.
-        q_QHD, k_KGD, v_KGD = q_QHD.float(), k_KGD.float(), v_KGD.float()
+    # on a CPU queries are float32, at which its attention is fastest
+    k_KGD, v_KGD = k_KGD.to(q_QHD.dtype), v_KGD.to(q_QHD.dtype)
     mask = None
     is_causal = num_queries == num_keys > 1 and (window is None or num_keys <= window)
     if num_queries > 1 and not is_causal:
@@ -72,9 +143,10 @@ def attend(
         scale=scale,
         enable_gqa=True,
     )[0]
-    return out_HQD.transpose(0, 1).to(dtype)
+    return out_HQD.transpose(0, 1)
 
 
+@lru_cache(maxsize=4)
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Bool [Q, K]: whether a query, one of the last Q tokens, may look at a key."""
     query_positions = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-# T tokens, H heads, D head dimension
+from stillroom.ops import cpu_kernels
+
+# T tokens, H query heads, G key/value heads, D head dimension, P = D / 2 pairs of dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,37 @@ def _yarn_attention_factor(factor: float, numbers: dict[str, Any]) -> float:
 def cos_sin(
     inv_freq: torch.Tensor, factor: float, positions_T: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine for each position, computed in float32, each [T, 1, D] in `dtype`."""
-    angles = positions_T.float()[:, None] * inv_freq[None, :]
-    angles_T1D = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return (angles_T1D.cos() * factor).to(dtype), (angles_T1D.sin() * factor).to(dtype)
+    """Cosine and sine for each position and pair of dimensions, computed in float32, each [T, 1, P] in `dtype`."""
+    angles_T1P = (positions_T.float()[:, None] * inv_freq[None, :])[:, None, :]
+    return (angles_T1P.cos() * factor).to(dtype), (angles_T1P.sin() * factor).to(dtype)
 
 
-def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-    """Every head of every token rotated to its position; same shape and dtype."""
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos_sin_T1P: tuple[torch.Tensor, torch.Tensor],
+    slots_T: torch.Tensor,
+    kv_SGD: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Rotate the queries and keys of `qkv` [T, H + 2 G, D], write keys and values to their slots.
+
+    Returns:
+        The rotated queries [T, H, D].
+    """
+    num_kv_heads = kv_SGD[0].shape[1]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    if cpu_kernels.has_kernel(qkv, kv_SGD[0]):
+        cos_sin = (cos_sin_T1P[0].squeeze(1).numpy(), cos_sin_T1P[1].squeeze(1).numpy())
+        q_THD = qkv.new_empty((qkv.shape[0], num_heads, qkv.shape[2]))
+        kv = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
+        cpu_kernels.rotate_and_store(qkv.numpy(), cos_sin, slots_T.numpy(), kv, q_THD.numpy())
+        return q_THD
+    q_THD, k_TGD, v_TGD = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    kv_SGD[0].index_copy_(0, slots_T, rotate(k_TGD, *cos_sin_T1P).to(kv_SGD[0].dtype))
+    kv_SGD[1].index_copy_(0, slots_T, v_TGD.to(kv_SGD[1].dtype))
+    return rotate(q_THD, *cos_sin_T1P)
+
+
+def rotate(x_THD: torch.Tensor, cos_T1P: torch.Tensor, sin_T1P: torch.Tensor) -> torch.Tensor:
+    """Every head of every token rotated to its position; same shape and dtype. Pairs are (i, i + D / 2)."""
     first, second = x_THD.chunk(2, dim=-1)
-    return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D
+    return torch.cat((first * cos_T1P - second * sin_T1P, second * cos_T1P + first * sin_T1P), dim=-1)

@@ -35,16 +35,13 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """See `Runner.execute`."""
-        hidden_TM = self.decoder.hidden_states(self._pack(batch), self.store.layer)
-        sampling, rows, end = [], [], 0
-        for sequence in batch.sequences:
-            end += sequence.num_scheduled_tokens
-            if sequence.sample is not None:
-                sampling.append((sequence.request_id, sequence.sample))
-                rows.append(end - 1)  # only a sequence's last token predicts something new
+        sampling = [
+            (sequence.request_id, sequence.sample) for sequence in batch.sequences if sequence.sample is not None
+        ]
+        hidden_BM = self.decoder.hidden_states(self._pack(batch), self.store.layer)
         if not sampling:
             return StepResult({})
-        logits_BV = self.decoder.logits(hidden_TM[rows])
+        logits_BV = self.decoder.logits(hidden_BM)
         token_ids = sample(
             logits_BV,
             [spec.temperature for _, spec in sampling],
@@ -55,10 +52,14 @@ class TorchRunner:
 
     def _pack(self, batch: Batch) -> PackedInput:
         sequences, device = batch.sequences, self.decoder.device
-        spans, start = [], 0
+        spans: list[AttentionSpan] = []
+        wanted: list[int] = []
+        start = 0
         for sequence in sequences:
             end = start + sequence.num_scheduled_tokens
             spans.append(AttentionSpan(start, end, self._context(sequence), len(sequence.slots)))
+            if sequence.sample is not None:  # only a sequence's last token predicts something new
+                wanted.append(end - 1)
             start = end
         positions = [np.arange(s.first_position, len(s.slots)) for s in sequences]
         return PackedInput(
@@ -66,6 +67,7 @@ class TorchRunner:
             positions_T=_tensor(np.concatenate(positions), device),
             slots_T=_tensor(np.concatenate([s.slots[s.first_position :] for s in sequences]), device),
             spans=spans,
+            wanted=wanted,
         )
 
     def _context(self, sequence: ScheduledSequence) -> slice | torch.Tensor:

@@ -1,0 +1,385 @@
+"""Hot loops of the decoder on a CPU, compiled by numba: what torch spends ten small operators on, or reads twice.
+
+Activations are float32; weights, keys and values may be bfloat16, which numba knows as its bits (uint16, or two in a
+uint32). Every kernel has a slow twin in tests/ops/test_cpu_kernels.py, and the torch path beside it computes the same.
+The result does not depend on the number of threads.
+
+Compiled code is kept on disk, so only the first process on a machine waits for the compiler.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+from numpy.typing import NDArray
+
+# T tokens, N outputs and M inputs of a product, H query heads, G key/value heads, D head dimension, S slots
+
+Floats = NDArray[np.float32]
+Bits = NDArray[Any]
+
+SPLIT = 64
+"""Context tokens per task of `attend_rows`: enough work for a task, enough tasks for the threads."""
+
+_FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not ninf and nnan: attention starts from -inf
+_OPTIONS: Any = {"fastmath": _FAST, "nogil": True, "cache": True}
+_PARALLEL: Any = {"prange": True} | dict.fromkeys(
+    ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False
+)
+_HIGH = np.uint32(0xFFFF0000)
+_SIXTEEN = np.uint32(16)
+_BIAS = np.int32(127)
+_MANTISSA = np.int32(23)
+
+
+def has_kernel(activations: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Whether the kernels take these activations and this KV cache."""
+    is_cpu = activations.device.type == "cpu" and activations.dtype == torch.float32
+    return is_cpu and cache.dtype in (torch.float32, torch.bfloat16)
+
+
+def array(cache: torch.Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
+    """A tensor's memory as the kernels know it."""
+    found: NDArray[np.float32] | NDArray[np.uint16]
+    found = cache.view(torch.uint16).numpy() if cache.dtype == torch.bfloat16 else cache.numpy()
+    return found
+
+
+@intrinsic
+def _as_float(_: Any, bits: Any) -> Any:
+    """float32 of these 32 bits."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def _as_bits(_: Any, value: Any) -> Any:
+    """The 32 bits of a float32."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@numba.njit(**_OPTIONS)
+def _exp(x: Any) -> Any:
+    """exp in float32 within 2 ulp, in operations that the compiler can do for 16 numbers at a time (Cephes' expf)."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * _as_float(np.uint32((np.int32(n) + _BIAS) << _MANTISSA))
+
+
+def _read(value: Any) -> Any:
+    """float32 of an element of a cache: itself, or of a bfloat16's bits."""
+    raise NotImplementedError  # only compiled code has it
+
+
+@overload(_read)
+def _compiled_read(value: Any) -> Any:
+    if value == types.uint16:
+
+        def read_bfloat16(value: Any) -> Any:
+            return _as_float(np.uint32(value) << _SIXTEEN)
+
+        return read_bfloat16
+
+    def read(value: Any) -> Any:
+        return value
+
+    return read
+
+
+def _write(row: Any, index: Any, value: Any) -> Any:
+    """Put a float32 into a row of a cache, as bfloat16 rounded to the nearest (ties to even) where that is its type."""
+    raise NotImplementedError  # only compiled code has it
+
+
+@overload(_write)
+def _compiled_write(row: Any, index: Any, value: Any) -> Any:
+    if row.dtype != types.uint16:
+
+        def write(row: Any, index: Any, value: Any) -> None:
+            row[index] = value
+
+        return write
+
+    def write_bfloat16(row: Any, index: Any, value: Any) -> None:
+        bits = _as_bits(value)
+        row[index] = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> _SIXTEEN) & np.uint32(1))) >> _SIXTEEN)
+
+    return write_bfloat16
+
+
+@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+def linear_bfloat16(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int) -> None:
+    """x @ weight.T for few rows; weight [N, M / 2] holds two bfloat16 in each uint32.
+
+    Bound by memory, which is read fastest in several streams far apart: a thread goes through parts of the matrix side
+    by side, four for one row, two for four rows (missing rows are zeros: they cost less than reading again).
+    """
+    num_rows, num_pairs, num_outputs = x_TM.shape[0], weight.shape[1], weight.shape[0]
+    num_blocks = (num_rows + 3) // 4
+    even, odd = np.zeros((4 * num_blocks, num_pairs), np.float32), np.zeros((4 * num_blocks, num_pairs), np.float32)
+    for row in range(num_rows):
+        for i in range(num_pairs):
+            even[row, i] = x_TM[row, 2 * i]
+            odd[row, i] = x_TM[row, 2 * i + 1]
+    if num_rows == 1:
+        part = (num_outputs + 3) // 4
+        for thread in numba.prange(num_threads):
+            e, o = even[0], odd[0]
+            for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
+                n1, n2, n3 = n + part, min(n + 2 * part, num_outputs - 1), min(n + 3 * part, num_outputs - 1)
+                n1 = min(n1, num_outputs - 1)
+                w0, w1, w2, w3 = weight[n], weight[n1], weight[n2], weight[n3]
+                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(num_pairs):
+                    a += _as_float(w0[i] << _SIXTEEN) * e[i] + _as_float(w0[i] & _HIGH) * o[i]
+                    b += _as_float(w1[i] << _SIXTEEN) * e[i] + _as_float(w1[i] & _HIGH) * o[i]
+                    c += _as_float(w2[i] << _SIXTEEN) * e[i] + _as_float(w2[i] & _HIGH) * o[i]
+                    d += _as_float(w3[i] << _SIXTEEN) * e[i] + _as_float(w3[i] & _HIGH) * o[i]
+                # past the end the last output is computed again, to the same value
+                out_TN[0, n], out_TN[0, n1], out_TN[0, n2], out_TN[0, n3] = a, b, c, d
+        return
+    part = (num_outputs + 1) // 2
+    for thread in numba.prange(num_threads):
+        for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
+            other = min(n + part, num_outputs - 1)
+            w0, w1 = weight[n], weight[other]
+            for row in range(0, 4 * num_blocks, 4):
+                e0, e1, e2, e3 = even[row], even[row + 1], even[row + 2], even[row + 3]
+                o0, o1, o2, o3 = odd[row], odd[row + 1], odd[row + 2], odd[row + 3]
+                a0, b0, c0, d0 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                a1, b1, c1, d1 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(num_pairs):
+                    low0, high0 = _as_float(w0[i] << _SIXTEEN), _as_float(w0[i] & _HIGH)
+                    low1, high1 = _as_float(w1[i] << _SIXTEEN), _as_float(w1[i] & _HIGH)
+                    a0 += low0 * e0[i] + high0 * o0[i]
+                    b0 += low0 * e1[i] + high0 * o1[i]
+                    c0 += low0 * e2[i] + high0 * o2[i]
+                    d0 += low0 * e3[i] + high0 * o3[i]
+                    a1 += low1 * e0[i] + high1 * o0[i]
+                    b1 += low1 * e1[i] + high1 * o1[i]
+                    c1 += low1 * e2[i] + high1 * o2[i]
+                    d1 += low1 * e3[i] + high1 * o3[i]
+                _put_four(out_TN, row, n, (a0, b0, c0, d0))
+                _put_four(out_TN, row, other, (a1, b1, c1, d1))
+
+
+@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+def linear_float32(x_TM: Floats, weight_NM: Floats, out_TN: Floats, num_threads: int) -> None:
+    """x @ weight.T for few rows, likewise."""
+    num_rows, num_inputs, num_outputs = x_TM.shape[0], weight_NM.shape[1], weight_NM.shape[0]
+    if num_rows == 1:
+        part = (num_outputs + 3) // 4
+        for thread in numba.prange(num_threads):
+            x = x_TM[0]
+            for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
+                n1, n2, n3 = n + part, min(n + 2 * part, num_outputs - 1), min(n + 3 * part, num_outputs - 1)
+                n1 = min(n1, num_outputs - 1)
+                w0, w1, w2, w3 = weight_NM[n], weight_NM[n1], weight_NM[n2], weight_NM[n3]
+                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(num_inputs):
+                    a += w0[i] * x[i]
+                    b += w1[i] * x[i]
+                    c += w2[i] * x[i]
+                    d += w3[i] * x[i]
+                out_TN[0, n], out_TN[0, n1], out_TN[0, n2], out_TN[0, n3] = a, b, c, d
+        return
+    num_blocks = (num_rows + 3) // 4
+    x_RM = np.zeros((4 * num_blocks, num_inputs), np.float32)
+    x_RM[:num_rows] = x_TM
+    part = (num_outputs + 1) // 2
+    for thread in numba.prange(num_threads):
+        for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
+            other = min(n + part, num_outputs - 1)
+            w0, w1 = weight_NM[n], weight_NM[other]
+            for row in range(0, 4 * num_blocks, 4):
+                x0, x1, x2, x3 = x_RM[row], x_RM[row + 1], x_RM[row + 2], x_RM[row + 3]
+                a0, b0, c0, d0 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                a1, b1, c1, d1 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(num_inputs):
+                    a0 += w0[i] * x0[i]
+                    b0 += w0[i] * x1[i]
+                    c0 += w0[i] * x2[i]
+                    d0 += w0[i] * x3[i]
+                    a1 += w1[i] * x0[i]
+                    b1 += w1[i] * x1[i]
+                    c1 += w1[i] * x2[i]
+                    d1 += w1[i] * x3[i]
+                _put_four(out_TN, row, n, (a0, b0, c0, d0))
+                _put_four(out_TN, row, other, (a1, b1, c1, d1))
+
+
+@numba.njit(inline="always", **_OPTIONS)
+def _put_four(out_TN: Any, row: Any, column: Any, values: Any) -> None:
+    """Into four rows of a column, as far as there are rows."""
+    num_rows = out_TN.shape[0]
+    out_TN[row, column] = values[0]
+    if row + 1 < num_rows:
+        out_TN[row + 1, column] = values[1]
+    if row + 2 < num_rows:
+        out_TN[row + 2, column] = values[2]
+    if row + 3 < num_rows:
+        out_TN[row + 3, column] = values[3]
+
+
+@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Floats) -> None:
+    """x / sqrt(mean(x^2) + epsilon) * weight, row by row."""
+    num_rows, width = x_TM.shape
+    for row in numba.prange(num_rows):
+        x, out = x_TM[row], out_TM[row]
+        total = np.float32(0)
+        for i in range(width):
+            total += x[i] * x[i]
+        scale = np.float32(1) / np.sqrt(total / np.float32(width) + np.float32(epsilon))
+        for i in range(width):
+            out[i] = x[i] * scale * weight_M[i]
+
+
+@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+def silu_gate(gate_up: Floats, out: Floats) -> None:
+    """silu(gate) * up, where a row of [T, 2 * I] is gate, then up."""
+    num_rows, width = out.shape
+    for row in numba.prange(num_rows):
+        gate, up, result = gate_up[row, :width], gate_up[row, width:], out[row]
+        for i in range(width):
+            result[i] = gate[i] / (np.float32(1) + _exp(-gate[i])) * up[i]
+
+
+@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+def rotate_and_store(
+    qkv: Floats, cos_sin: tuple[Floats, Floats], slots: Any, cache: tuple[Bits, Bits], q_THD: Floats
+) -> None:
+    """Rotate queries and keys of `qkv` [T, H + 2 G, D]; queries go to `q_THD`, keys and values to their slots.
+
+    cos and sin are [T, D / 2]: one for each pair of dimensions (i, i + D / 2).
+    """
+    num_rows, num_heads, head_dim = q_THD.shape
+    cos_TP, sin_TP = cos_sin
+    k_SGD, v_SGD = cache
+    num_kv_heads, half = k_SGD.shape[1], cos_TP.shape[1]
+    for row in numba.prange(num_rows):
+        cos, sin, slot = cos_TP[row], sin_TP[row], slots[row]
+        for head in range(num_heads):
+            x, out = qkv[row, head], q_THD[row, head]
+            for i in range(half):
+                out[i] = x[i] * cos[i] - x[i + half] * sin[i]
+                out[i + half] = x[i + half] * cos[i] + x[i] * sin[i]
+        for group in range(num_kv_heads):
+            x, k = qkv[row, num_heads + group], k_SGD[slot, group]
+            for i in range(half):
+                _write(k, i, x[i] * cos[i] - x[i + half] * sin[i])
+                _write(k, i + half, x[i + half] * cos[i] + x[i] * sin[i])
+            x, v = qkv[row, num_heads + num_kv_heads + group], v_SGD[slot, group]
+            for i in range(head_dim):
+                _write(v, i, x[i])
+
+
+@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+def attend_rows(
+    q_BHD: Floats,
+    cache: tuple[Bits, Bits],
+    contexts: tuple[Any, Any],
+    splits: tuple[Any, Any],
+    limits: Any,
+    out_BHD: Floats,
+) -> None:
+    """Attention of one query per sequence over its context (flash decoding: splits of the context, then merged).
+
+    Args:
+        contexts: slots of all contexts back to back, and where each begins and ends [B + 1].
+        splits: of `split_contexts`.
+        limits: float32 (scale, soft cap or 0, window or 0).
+    """
+    num_heads, head_dim = q_BHD.shape[1], q_BHD.shape[2]
+    k_SGD, v_SGD = cache
+    slots, starts = contexts
+    tasks, bounds = splits
+    num_kv_heads, num_tasks = k_SGD.shape[1], tasks.shape[0]
+    share = num_heads // num_kv_heads
+    scale, cap, window = limits[0], limits[1], np.int64(limits[2])
+    sums = np.zeros((num_tasks, num_heads, head_dim), np.float32)
+    highs = np.full((num_tasks, num_heads), -np.inf, np.float32)
+    totals = np.zeros((num_tasks, num_heads), np.float32)
+    for task in numba.prange(num_tasks):
+        sequence, first = tasks[task, 0], starts[tasks[task, 0]] + tasks[task, 1]
+        end = min(starts[sequence + 1], first + SPLIT)
+        if window > 0:
+            first = max(first, starts[sequence + 1] - window)
+        weights, row = np.empty((num_heads, SPLIT), np.float32), np.empty(head_dim, np.float32)
+        for at in range(first, end):  # the keys of a token lie side by side, and are read once
+            slot = slots[at]
+            for group in range(num_kv_heads):
+                for i in range(head_dim):
+                    row[i] = _read(k_SGD[slot, group, i])
+                for head in range(group * share, (group + 1) * share):
+                    logit = np.float32(0)
+                    for i in range(head_dim):
+                        logit += q_BHD[sequence, head, i] * row[i]
+                    weights[head, at - first] = logit * scale
+        if first < end:
+            for head in range(num_heads):
+                if cap > 0:  # cap * tanh(logit / cap)
+                    for at in range(end - first):
+                        power = _exp(np.float32(2) * weights[head, at] / cap)
+                        weights[head, at] = cap - np.float32(2) * cap / (power + np.float32(1))
+                high = np.float32(-np.inf)
+                for at in range(end - first):
+                    high = max(high, weights[head, at])
+                total = np.float32(0)
+                for at in range(end - first):
+                    weights[head, at] = _exp(weights[head, at] - high)
+                    total += weights[head, at]
+                highs[task, head], totals[task, head] = high, total
+        for at in range(first, end):
+            slot = slots[at]
+            for group in range(num_kv_heads):
+                for i in range(head_dim):
+                    row[i] = _read(v_SGD[slot, group, i])
+                for head in range(group * share, (group + 1) * share):
+                    weight = weights[head, at - first]
+                    for i in range(head_dim):
+                        sums[task, head, i] += weight * row[i]
+    for sequence in numba.prange(q_BHD.shape[0]):
+        for head in range(num_heads):
+            high, total = np.float32(-np.inf), np.float32(0)
+            for task in range(bounds[sequence], bounds[sequence + 1]):
+                high = max(high, highs[task, head])
+            for i in range(head_dim):
+                out_BHD[sequence, head, i] = 0
+            for task in range(bounds[sequence], bounds[sequence + 1]):
+                if totals[task, head] > 0:
+                    factor = _exp(highs[task, head] - high)
+                    total += factor * totals[task, head]
+                    for i in range(head_dim):
+                        out_BHD[sequence, head, i] += factor * sums[task, head, i]
+            for i in range(head_dim):
+                out_BHD[sequence, head, i] /= total
+
+
+def split_contexts(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The tasks of `attend_rows` for contexts of these lengths: sequence and first context token of each split of
+    `SPLIT` tokens [n, 2], in order; and which tasks belong to which sequence [B + 1]."""
+    counts = -(-lengths // SPLIT)
+    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    sequences = np.repeat(np.arange(len(lengths)), counts)
+    firsts = (np.arange(bounds[-1]) - bounds[sequences]) * SPLIT
+    return np.stack([sequences, firsts], axis=1), bounds

@@ -1,0 +1,80 @@
+"""Matrix products with weights, each done in the way that is fastest where it runs.
+
+On a CPU activations are float32, whatever the weights are. A few rows (decoding) are bound by reading the weights, and
+go through our own kernel, which reads bfloat16 where it lies. Many rows (prefill) are bound by arithmetic, and take
+whichever of two ways this processor is faster at: bfloat16 products, or float32 products of weights widened on the fly.
+Elsewhere everything is torch's `linear` in the weights' dtype.
+"""
+
+import functools
+import time
+
+import numba
+import torch
+import torch.nn.functional as F
+
+from stillroom.ops import cpu_kernels
+
+# T tokens, M inputs, N outputs
+
+_MAX_ROWS = 16
+"""Up to here our kernel beats torch's; found by measurement on two processors with AVX-512."""
+
+_MAX_WIDENED = 1 << 23
+"""Weights widened at a time: what fits into a cache is read back from there."""
+
+
+class Linear:
+    """x @ weight.T + bias. Immutable."""
+
+    def __init__(self, weight_NM: torch.Tensor, bias_N: torch.Tensor | None = None) -> None:
+        self.weight = weight_NM
+        is_cpu = weight_NM.device.type == "cpu"
+        self._is_float32 = weight_NM.dtype == torch.float32
+        self._is_native = self._is_float32 or not is_cpu
+        # a bias is added to activations, which are float32 on a CPU
+        self.bias = bias_N.float() if bias_N is not None and is_cpu else bias_N
+        self._kernel_weight = None
+        if is_cpu and self._is_float32:
+            self._kernel_weight = weight_NM.numpy()
+        elif is_cpu and weight_NM.dtype == torch.bfloat16 and weight_NM.shape[1] % 2 == 0:
+            self._kernel_weight = weight_NM.view(torch.uint32).numpy()
+
+    def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] -> [T, N], in the dtype of x."""
+        if self._kernel_weight is not None and x_TM.shape[0] <= _MAX_ROWS:
+            return self._few_rows(x_TM)
+        if self._is_native:
+            return F.linear(x_TM, self.weight, self.bias)
+        if self.weight.dtype == torch.bfloat16 and not is_float32_faster():
+            out = F.linear(x_TM.to(torch.bfloat16), self.weight).float()
+        else:
+            out = self._widened(x_TM)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _few_rows(self, x_TM: torch.Tensor) -> torch.Tensor:
+        out_TN = torch.empty((x_TM.shape[0], self.weight.shape[0]))
+        kernel = cpu_kernels.linear_float32 if self._is_float32 else cpu_kernels.linear_bfloat16
+        kernel(x_TM.contiguous().numpy(), self._kernel_weight, out_TN.numpy(), numba.get_num_threads())
+        return out_TN if self.bias is None else out_TN.add_(self.bias)
+
+    def _widened(self, x_TM: torch.Tensor) -> torch.Tensor:
+        height = max(1, _MAX_WIDENED // self.weight.shape[1])
+        parts = [F.linear(x_TM, part.float()) for part in self.weight.split(height)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+@functools.cache
+def is_float32_faster() -> bool:
+    """Whether this processor multiplies bfloat16 matrices faster after widening them to float32. Measured once, in some
+    50 ms: processors that know bfloat16 do not agree on it."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((384, 512), generator=generator)
+    weight = torch.randn((1024, 512), generator=generator).to(torch.bfloat16)
+    seconds = {True: float("inf"), False: float("inf")}
+    for _ in range(7):
+        for widen in seconds:
+            began = time.perf_counter()
+            F.linear(x, weight.float()) if widen else F.linear(x.to(torch.bfloat16), weight).float()
+            seconds[widen] = min(seconds[widen], time.perf_counter() - began)
+    return seconds[True] <= seconds[False]

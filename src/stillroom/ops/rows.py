@@ -1,0 +1,36 @@
+"""Operations on the rows of activations: normalisation and the gate of the MLP.
+
+On a CPU in float32 each is one kernel; elsewhere torch's operators.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from stillroom.ops import cpu_kernels
+
+# T tokens, M model dimension, I inner dimension of the MLP
+
+
+def rms_norm(x: torch.Tensor, weight_M: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension; same shape and dtype."""
+    if not _has_kernel(x):
+        return F.rms_norm(x, weight_M.shape, weight_M, epsilon)
+    rows = x.contiguous()
+    out = torch.empty_like(rows)
+    width = rows.shape[-1]
+    cpu_kernels.rms_norm(rows.view(-1, width).numpy(), weight_M.numpy(), epsilon, out.view(-1, width).numpy())
+    return out
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up: [T, 2 * I] with gate before up -> [T, I]."""
+    if not _has_kernel(gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2))
+    cpu_kernels.silu_gate(gate_up.numpy(), out.numpy())
+    return out
+
+
+def _has_kernel(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32
