@@ -13,6 +13,9 @@ from stillroom.models.decoder import Decoder, DecoderWeights, LayerWeights
 from stillroom.models.spec import ModelSpec, spec_from_config
 from stillroom.models.tokenizer import Tokenizer
 
+_BASES = ("model.", "language_model.model.", "model.language_model.")
+"""Where the decoder's tensors may stand: the later ones in checkpoints that also have a vision tower."""
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -26,8 +29,8 @@ class LoadedModel:
     stop_token_ids: frozenset[int]
 
 
-def load_model(model: str, *, device: str = "auto", dtype: Dtype = "auto") -> LoadedModel:
-    """Load a checkpoint: `bundled`, a folder, or a hub name.
+def load_model(model: str, *, device: str = "auto", dtype: Dtype = "auto", max_model_len: int = 0) -> LoadedModel:
+    """Load a checkpoint: `bundled`, a folder, or a hub name; `max_model_len` as for `spec_from_config`.
 
     Raises:
         ModelNotFoundError: the checkpoint or one of its files is missing.
@@ -37,15 +40,15 @@ def load_model(model: str, *, device: str = "auto", dtype: Dtype = "auto") -> Lo
     """
     folder = resolve(model)
     tokenizer = Tokenizer.load(folder)
-    decoder = load_decoder(folder, device=device, dtype=dtype)
+    decoder = load_decoder(folder, device=device, dtype=dtype, max_model_len=max_model_len)
     name = model if not Path(model).is_dir() else Path(model).resolve().name
     return LoadedModel(name, decoder, tokenizer, _stop_token_ids(folder, tokenizer))
 
 
-def load_decoder(folder: Path, *, device: str = "auto", dtype: Dtype = "auto") -> Decoder:
+def load_decoder(folder: Path, *, device: str = "auto", dtype: Dtype = "auto", max_model_len: int = 0) -> Decoder:
     """Only the decoder, from a local folder; raises as `load_model`."""
     config = read_json(folder, "config.json")
-    spec = spec_from_config(config)
+    spec = spec_from_config(config, max_model_len)
     target = torch_device(device)
     torch_dtype = _torch_dtype(config, dtype)
     return Decoder(spec, _load_weights(spec, WeightFiles(folder), target, torch_dtype))
@@ -85,17 +88,29 @@ def _stop_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
 class _Reader:
     """Tensors by name with their expected shape, moved to where they will be used."""
 
-    def __init__(self, files: WeightFiles, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, files: WeightFiles, device: torch.device, dtype: torch.dtype, has_offset_norms: bool) -> None:
         self.files, self.device, self.dtype = files, device, dtype
+        self.has_offset_norms = has_offset_norms
 
     def __call__(self, name: str, *shape: int) -> torch.Tensor:
+        return self._read(name, shape).to(device=self.device, dtype=self.dtype)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.files.get(name)
         if tensor.shape != shape:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, config.json implies {shape}")
-        return tensor.to(device=self.device, dtype=self.dtype)
+        return tensor
 
-    def fused(self, names: list[str], heights: list[int], width: int) -> torch.Tensor:
-        """Several matrices of one width, stacked."""
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        """What a norm multiplies by; an offset of 1 would drown small weights in half precision, so float32 then."""
+        if not self.has_offset_norms:
+            return self(name, size)
+        return 1.0 + self._read(name, (size,)).to(device=self.device, dtype=torch.float32)
+
+    def fused(self, whole: str, names: list[str], heights: list[int], width: int) -> torch.Tensor:
+        """Several matrices of one width, stacked; some checkpoints (Phi-3) have the `whole`."""
+        if whole in self.files:
+            return self(whole, sum(heights), width)
         return torch.cat([self(n, h, width) for n, h in zip(names, heights, strict=True)])
 
     def fused_bias(self, names: list[str], heights: list[int]) -> torch.Tensor:
@@ -103,33 +118,67 @@ class _Reader:
 
 
 def _load_weights(spec: ModelSpec, files: WeightFiles, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    read = _Reader(files, device, dtype)
-    embedding = read("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+    read = _Reader(files, device, dtype, spec.has_offset_norms)
+    base = next((b for b in _BASES if b + "embed_tokens.weight" in files), _BASES[0])
+    embedding = read(base + "embed_tokens.weight", spec.vocab_size, spec.hidden_size)
     return DecoderWeights(
         embedding_VM=embedding,
-        layers=tuple(_load_layer(spec, read, f"model.layers.{i}.") for i in range(spec.num_layers)),
-        final_norm=read("model.norm.weight", spec.hidden_size),
+        layers=tuple(_load_layer(spec, read, f"{base}layers.{i}.", i) for i in range(spec.num_layers)),
+        final_norm=read.norm(base + "norm.weight", spec.hidden_size),
         lm_head_VM=embedding if spec.is_tied else read("lm_head.weight", spec.vocab_size, spec.hidden_size),
     )
 
 
-def _load_layer(spec: ModelSpec, read: _Reader, prefix: str) -> LayerWeights:
+def _load_layer(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> LayerWeights:
     model, inner = spec.hidden_size, spec.intermediate_size
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     qkv_heights, qkv = [q_size, kv_size, kv_size], [f"{attention}{p}_proj." for p in "qkv"]
-    gate_up = [f"{mlp}{p}_proj." for p in ("gate", "up")]
+    gate_up = [f"{mlp}{p}_proj.bias" for p in ("gate", "up")]
+    is_sandwich = spec.has_sandwich_norms
+    # after attention is where Llama's norm before the MLP stands, and where Gemma has one more
+    mlp_norm = "pre_feedforward_layernorm" if is_sandwich else "post_attention_layernorm"
+    router, gate_up_weight, down = _load_mlp(spec, read, prefix, index)
     return LayerWeights(
-        attention_norm=read(prefix + "input_layernorm.weight", model),
-        qkv=read.fused([n + "weight" for n in qkv], qkv_heights, model),
+        attention_norm=read.norm(prefix + "input_layernorm.weight", model),
+        qkv=read.fused(attention + "qkv_proj.weight", [n + "weight" for n in qkv], qkv_heights, model),
         qkv_bias=read.fused_bias([n + "bias" for n in qkv], qkv_heights) if spec.has_qkv_bias else None,
-        q_norm=read(attention + "q_norm.weight", spec.head_dim) if spec.has_qk_norm else None,
-        k_norm=read(attention + "k_norm.weight", spec.head_dim) if spec.has_qk_norm else None,
+        q_norm=read.norm(attention + "q_norm.weight", spec.head_dim) if spec.has_qk_norm else None,
+        k_norm=read.norm(attention + "k_norm.weight", spec.head_dim) if spec.has_qk_norm else None,
         output=read(attention + "o_proj.weight", model, q_size),
         output_bias=read(attention + "o_proj.bias", model) if spec.has_output_bias else None,
-        mlp_norm=read(prefix + "post_attention_layernorm.weight", model),
-        gate_up=read.fused([n + "weight" for n in gate_up], [inner, inner], model),
-        gate_up_bias=read.fused_bias([n + "bias" for n in gate_up], [inner, inner]) if spec.has_mlp_bias else None,
-        down=read(mlp + "down_proj.weight", model, inner),
+        post_attention_norm=read.norm(prefix + "post_attention_layernorm.weight", model) if is_sandwich else None,
+        mlp_norm=read.norm(f"{prefix}{mlp_norm}.weight", model),
+        router=router,
+        gate_up=gate_up_weight,
+        gate_up_bias=read.fused_bias(gate_up, [inner, inner]) if spec.has_mlp_bias else None,
+        down=down,
         down_bias=read(mlp + "down_proj.bias", model) if spec.has_mlp_bias else None,
+        post_mlp_norm=read.norm(prefix + "post_feedforward_layernorm.weight", model) if is_sandwich else None,
     )
+
+
+def _load_mlp(
+    spec: ModelSpec, read: _Reader, prefix: str, index: int
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Router, gate and up, down; see `LayerWeights`."""
+    mixture, model, mlp = spec.mixture, spec.hidden_size, prefix + "mlp."
+    if mixture is None or index not in mixture.layers:
+        return None, *_load_gated(read, mlp, ("gate_proj", "up_proj", "down_proj"), spec.intermediate_size, model)
+    names = ("gate_proj", "up_proj", "down_proj")
+    if prefix + "block_sparse_moe.gate.weight" in read.files:  # Mixtral's own names
+        mlp, names = prefix + "block_sparse_moe.", ("w1", "w3", "w2")
+    router = read(mlp + "gate.weight", mixture.num_experts, model)
+    inner = mixture.intermediate_size
+    gate_up = torch.empty((mixture.num_experts, 2 * inner, model), dtype=read.dtype, device=read.device)
+    down = torch.empty((mixture.num_experts, model, inner), dtype=read.dtype, device=read.device)
+    for expert in range(mixture.num_experts):
+        gate_up[expert], down[expert] = _load_gated(read, f"{mlp}experts.{expert}.", names, inner, model)
+    return router, gate_up, down
+
+
+def _load_gated(
+    read: _Reader, prefix: str, names: tuple[str, str, str], inner: int, model: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up, down = (f"{prefix}{name}.weight" for name in names)
+    return read.fused(prefix + "gate_up_proj.weight", [gate, up], [inner, inner], model), read(down, model, inner)
