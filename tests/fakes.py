@@ -1,5 +1,6 @@
 """What the tests use in place of time, and small models with random weights in place of large ones."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,10 @@ def random_checkpoint(folder: Path, kind: str, *, seed: int = 0, shards: bool = 
     """A random checkpoint of a transformers architecture (`Llama`, `Qwen3`, ...), saved; returns the oracle model."""
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**{**BASE, **settings})
+    config = getattr(transformers, f"{kind}Config")(**deepcopy({**BASE, **settings}))  # it writes into what it is given
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():  # biases and norms start as zeros and ones, which would hide mistakes
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:

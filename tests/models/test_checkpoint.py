@@ -54,13 +54,72 @@ def test_windows_follow_each_family() -> None:
     assert spec_from_config({**qwen, "use_sliding_window": True}).windows == (None, None, None, 8)
 
 
+GEMMA3_4B = {  # its text_config on the hub leaves out what transformers knows
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+PHI3_128K = {
+    **CONFIG,
+    "model_type": "phi3",
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 512,
+    "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    "sliding_window": 1000,
+}
+
+
+def test_what_hub_configurations_leave_out() -> None:
+    gemma = spec_from_config(GEMMA3_4B)
+    assert (gemma.vocab_size, gemma.num_heads, gemma.num_kv_heads, gemma.head_dim) == (262208, 8, 4, 256)
+    assert gemma.windows[:7] == (1024,) * 5 + (None, 1024) and gemma.is_tied
+    assert gemma.local_rope is not None
+    assert (gemma.rope.theta, gemma.rope.kind) == (1e6, "linear")
+    assert (gemma.local_rope.theta, gemma.local_rope.kind) == (1e4, "default")
+    gemma2 = spec_from_config({**CONFIG, "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh"})
+    assert gemma2.windows == (4096, None, 4096, None) and gemma2.is_tied and gemma2.local_rope is None
+    assert (gemma2.attention_softcap, gemma2.logit_softcap) == (50.0, 30.0)
+
+
+def test_both_layouts_of_gemma3s_rope_settings_mean_the_same() -> None:
+    base = {**CONFIG, "model_type": "gemma3_text", "head_dim": 8}
+    old = spec_from_config({**base, "rope_theta": 5e5, "rope_local_base_freq": 2e4})
+    per_type = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
+    new = spec_from_config({**base, "rope_parameters": per_type})
+    assert old.local_rope is not None and new.local_rope is not None
+    assert (old.rope.theta, old.local_rope.theta) == (new.rope.theta, new.local_rope.theta) == (5e5, 2e4)
+
+
+def test_a_longrope_model_runs_at_its_original_length_unless_asked_for_more() -> None:
+    assert spec_from_config(PHI3_128K).max_positions == 512
+    assert spec_from_config(PHI3_128K, max_model_len=2000).max_positions == 2000
+    assert spec_from_config(PHI3_128K, max_model_len=9999).max_positions == 4096
+    assert spec_from_config(PHI3_128K).rope.kind == "longrope"
+    inside = {**PHI3_128K["rope_scaling"], "original_max_position_embeddings": 4096}
+    assert spec_from_config({**PHI3_128K, "rope_scaling": inside}).max_positions == 512, "transformers' precedence"
+    assert spec_from_config(CONFIG, max_model_len=100).max_positions == 100
+    assert spec_from_config(CONFIG).max_positions == 2048
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; Stillroom runs llama, mistral"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; Stillroom runs gemma2, .*, qwen3_moe"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_attention"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "encoder"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "lacks 'original_max_position_embeddings'"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "lacks 'num_experts_per_tok'"),
+        ({"model_type": "gemma3", "text_config": {}}, "lacks 'hidden_size'"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
     ],
 )

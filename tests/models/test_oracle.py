@@ -2,6 +2,7 @@
 CPU."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from stillroom.models.decoder import PackedInput
 from stillroom.models.loader import load_decoder
 from stillroom.ops.attention import AttentionSpan
 from tests.engine.harness import Run, engine_on, random_segments, request
-from tests.fakes import random_checkpoint
+from tests.fakes import BASE, random_checkpoint
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -25,6 +26,22 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+PARTLY = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LONGROPE = {
+    "rope_type": "longrope",
+    **PARTLY,
+    "short_factor": [1.0, 1.3],
+    "long_factor": [1.5, 4.0],
+}
+PHI3_LONG: dict[str, Any] = {"pad_token_id": 0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 200}
+EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SOME_DENSE = {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True}
+LOCAL_AND_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+PER_TYPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -40,6 +57,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3-window": ("Phi3", {"pad_token_id": 0, "sliding_window": 24}),
+    "phi3-partly-rotated": ("Phi3", {"pad_token_id": 0, "rope_parameters": {"rope_type": "default", **PARTLY}}),
+    "phi3-longrope": ("Phi3", PHI3_LONG),
+    "mixtral": ("Mixtral", {"num_local_experts": 5}),
+    "mixtral-window-one-expert": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 24}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "qwen3-moe-normalised": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "num_experts_per_tok": 3}),
+    "qwen3-moe-some-dense": ("Qwen3Moe", {**EXPERTS, "num_hidden_layers": 4, **SOME_DENSE}),
+    "gemma2": ("Gemma2", {"head_dim": 16, **CAPS}),
+    "gemma2-window": ("Gemma2", {"head_dim": 16, **CAPS, "sliding_window": 24, "query_pre_attn_scalar": 10}),
+    "gemma2-uncapped": ("Gemma2", {"head_dim": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("Gemma3Text", {"head_dim": 16, "num_hidden_layers": 4, "layer_types": LOCAL_AND_GLOBAL}),
+    "gemma3-window": (
+        "Gemma3Text",
+        {"head_dim": 16, "layer_types": LOCAL_AND_GLOBAL[1:], "sliding_window": 24, "rope_parameters": PER_TYPE},
+    ),
 }
 
 
@@ -50,13 +84,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder, random_checkpoint(folder, kind, shards=request.param == "qwen2", **settings)
 
 
-def all_logits(folder: Path, token_ids: list[int], pieces: list[int]) -> torch.Tensor:
+def all_logits(folder: Path, token_ids: list[int], pieces: list[int], **load: Any) -> torch.Tensor:
     """Our logits [T, V] of every position, computed in prompt pieces of the given sizes over scattered slots."""
-    decoder = load_decoder(folder, device="cpu")
+    decoder = load_decoder(folder, device="cpu", **load)
     spec = decoder.spec
     num_slots = 2 * len(token_ids)
     slots = torch.from_numpy(np.random.default_rng(1).permutation(num_slots)[: len(token_ids)])
-    kv = torch.full((2, spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim), torch.nan)
+    kv = torch.full((2, spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim), torch.nan, dtype=decoder.dtype)
     rows, start = [], 0
     for size in pieces:
         end = start + size
@@ -81,6 +115,71 @@ def test_logits_equal_transformers(checkpoint: tuple[Path, Any], pieces: list[in
         expected = oracle(torch.tensor([token_ids])).logits[0]
     ours = all_logits(folder, token_ids, pieces)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def with_all_experts(folder: Path, copy: Path) -> Path:
+    """The same checkpoint with every expert active for every token: nothing is left to choose."""
+    shutil.copytree(folder, copy)
+    config = json.loads((folder / "config.json").read_text())
+    if "num_local_experts" in config:
+        config["num_experts_per_tok"] = config["num_local_experts"]
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_close_to_float32_as_that_of_transformers(
+    checkpoint: tuple[Path, Any], dtype: str, tmp_path: Path
+) -> None:
+    """With all experts: a near tie between two is decided by rounding, and attention spreads it to all later tokens."""
+    from transformers import AutoModelForCausalLM
+
+    folder = with_all_experts(checkpoint[0], tmp_path / "copy")
+    token_ids = np.random.default_rng(0).integers(3, 301, size=90).tolist()
+    exact, theirs = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, name), attn_implementation="eager")
+        for name in ("float32", dtype)
+    )
+    with torch.inference_mode():
+        expected, other = (model(torch.tensor([token_ids])).logits[0].float() for model in (exact, theirs))
+    ours = all_logits(folder, token_ids, [1, 37, 16, 1, 35], dtype=dtype)
+    assert (ours - expected).abs().mean() < 1.25 * (other - expected).abs().mean()
+
+
+def test_longrope_beyond_its_original_length(tmp_path: Path) -> None:
+    oracle = random_checkpoint(tmp_path, "Phi3", **PHI3_LONG)
+    token_ids = np.random.default_rng(0).integers(3, 301, size=230).tolist()
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([token_ids])).logits[0]
+    ours = all_logits(tmp_path, token_ids, [100, 1, 129], max_model_len=400)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    with_short_factors = all_logits(tmp_path, token_ids, [230])
+    assert (with_short_factors - expected).abs().max() > 1, "the two sets of factors are the same to this test"
+
+
+@pytest.mark.parametrize("base", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_a_checkpoint_with_a_vision_tower(tmp_path: Path, base: str) -> None:
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    text = {**BASE, "head_dim": 16, "sliding_window": 24, "layer_types": LOCAL_AND_GLOBAL[1:], "pad_token_id": 0}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**text, "tie_word_embeddings": True},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        image_token_index=300,
+    )
+    torch.manual_seed(0)
+    oracle = transformers.Gemma3ForConditionalGeneration(config).eval()
+    oracle.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("language_model.model.", base): tensor for name, tensor in tensors.items()}
+    assert base + "norm.weight" in renamed
+    save_file(renamed, tmp_path / "model.safetensors")
+    token_ids = np.random.default_rng(0).integers(3, 299, size=60).tolist()
+    with torch.inference_mode():
+        expected = oracle(input_ids=torch.tensor([token_ids])).logits[0]
+    torch.testing.assert_close(all_logits(tmp_path, token_ids, [13, 47]), expected, atol=1e-4, rtol=1e-4)
 
 
 def greedy(oracle: Any, token_ids: list[int], count: int) -> list[int]:

@@ -13,20 +13,31 @@ def tensors(num_queries: int, num_keys: int, dtype: torch.dtype = torch.float32)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 23), (7, 7), (5, 23), (23, 23)])
-def test_attend_equals_its_twin(num_queries: int, num_keys: int, window: int | None) -> None:
+def test_attend_equals_its_twin(num_queries: int, num_keys: int, window: int | None, softcap: float | None) -> None:
     q, k, v = tensors(num_queries, num_keys)
-    torch.testing.assert_close(attend(q, k, v, 0.3, window), attend_reference(q, k, v, 0.3, window))
+    expected = attend_reference(q, k, v, 0.3, window, softcap)
+    torch.testing.assert_close(attend(q, k, v, 0.3, window, softcap), expected)
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_queries", [1, 6])
-def test_half_precision_keeps_its_dtype_and_stays_close(dtype: torch.dtype, num_queries: int) -> None:
+def test_half_precision_keeps_its_dtype_and_stays_close(
+    dtype: torch.dtype, num_queries: int, softcap: float | None
+) -> None:
     q, k, v = tensors(num_queries, 20, dtype=dtype)
-    out = attend(q, k, v, 0.3, None)
+    out = attend(q, k, v, 0.3, None, softcap)
     assert out.dtype is dtype
-    torch.testing.assert_close(out, attend_reference(q, k, v, 0.3, None), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(out, attend_reference(q, k, v, 0.3, None, softcap), atol=2e-2, rtol=2e-2)
+
+
+def test_a_cap_bounds_what_one_key_can_get() -> None:
+    q, k, v = torch.full((1, 1, 2), 50.0), torch.tensor([[[50.0, 50.0]], [[-50.0, -50.0]]]), torch.eye(2)[:, None]
+    assert attend(q, k, v, 1.0, None)[0, 0, 1] == 0
+    torch.testing.assert_close(attend(q, k, v, 1.0, None, 1.0)[0, 0], torch.softmax(torch.tensor([1.0, -1.0]), 0))
 
 
 def test_slots_outside_the_context_are_never_read() -> None:

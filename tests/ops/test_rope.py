@@ -29,3 +29,20 @@ def test_products_depend_on_the_distance_only() -> None:
     near = (rotated(q, [9]) * rotated(k, [4])).sum()
     far = (rotated(q, [1009]) * rotated(k, [1004])).sum()
     torch.testing.assert_close(near, far, atol=1e-3, rtol=1e-3)
+
+
+def test_only_the_leading_dimensions_turn_where_fewer_are_rotated() -> None:
+    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(2))
+    turn = cos_sin(*inverse_frequencies(RopeSpec(4, 10000.0, 2048)), torch.tensor([1, 2, 3]), x.dtype)
+    turned = rotate(x, *turn)
+    torch.testing.assert_close(turned[..., 4:], x[..., 4:], rtol=0, atol=0)
+    torch.testing.assert_close(turned[..., :4], rotate(x[..., :4].contiguous(), *turn))
+
+
+def test_longrope_chooses_its_factors_by_the_longest_sequence_that_will_run() -> None:
+    numbers = {"short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0], "original_max_position_embeddings": 64}
+    plain, _ = inverse_frequencies(RopeSpec(4, 10000.0, 4096))
+    for length, factors in ((64, [1.0, 2.0]), (65, [4.0, 8.0])):
+        stretched, attention = inverse_frequencies(RopeSpec(4, 10000.0, 4096, "longrope", numbers, length))
+        torch.testing.assert_close(plain / stretched, torch.tensor(factors))
+        assert math.isclose(attention, math.sqrt(1 + math.log(64) / math.log(64)))

@@ -78,11 +78,17 @@ def test_a_base_model_gets_plain_text() -> None:
     assert form.system.startswith("<s>Answer") and form.question_end == "\nAnswer:"
 
 
-def test_a_template_without_system_role_keeps_the_instructions(tmp_path: Path, folder: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("refusal", ["", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"])
+def test_a_template_without_system_role_keeps_the_instructions(
+    refusal: str,
+    tmp_path: Path,
+    folder: Path,  # noqa: F811
+) -> None:
     from transformers import AutoTokenizer
 
     hf = AutoTokenizer.from_pretrained(folder)
-    hf.chat_template = "{% for m in messages if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% endfor %}"
+    users = "{% for m in messages if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% endfor %}"
+    hf.chat_template = refusal + users
     hf.save_pretrained(tmp_path)
     form = format_for(Tokenizer.load(tmp_path))
     assert form.system.startswith("[INST] Answer the question using only") and form.question_end == " [/INST]"

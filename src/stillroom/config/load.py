@@ -58,6 +58,7 @@ class Range:
 
 _RANGES = {
     "server.port": Range(0, 65535),
+    "runtime.max_model_len": Range(0),
     "index.m": Range(2),
     "index.seed": Range(0, 2**63 - 1),
     "index.nlist": Range(0),

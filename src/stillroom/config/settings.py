@@ -121,6 +121,9 @@ class RuntimeConfig:
     """`auto`: cuda where there is a GPU, else cpu; or any torch device name."""
     dtype: Dtype = "auto"
     """`auto`: the checkpoint's own."""
+    max_model_len: int = 0
+    """Most tokens of a prompt with its answer. 0: the model's own limit; for a longrope model (Phi-3 128k) the length
+    it was first trained for, because longer ones need other rotary frequencies, and then for every prompt."""
     block_size: int = 16
     """Tokens per KV block. Larger: shorter block tables, coarser sharing."""
     kv_bytes: int = 2 * 1024**3

@@ -10,22 +10,30 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from stillroom.models.mixture_of_experts import GatedMlp, mix, route
 from stillroom.models.spec import ModelSpec
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, only_rows
 from stillroom.ops.linear import Linear
-from stillroom.ops.rope import cos_sin, inverse_frequencies, rotate_and_store
-from stillroom.ops.rows import rms_norm, silu_gate
+from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate_and_store
+from stillroom.ops.rows import rms_norm
 
 # T packed tokens, B rows whose logits are wanted, M model dimension, V vocabulary, S slots,
-# H query heads, G key/value heads, D head dimension
+# H query heads, G key/value heads, D head dimension, E experts
 
 LayerKV = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Layer index -> its K and V, each [S, G, D], to be written and read by slot."""
 
 
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine of this step's positions."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Projections that read the same input are one matrix: a product each, instead of three and two."""
+    """One layer. Projections that read the same input are one matrix: a product each, instead of three and two.
+
+    Norm weights are in float32 where activations are, and where `ModelSpec.has_offset_norms`, with the offset added.
+    """
 
     attention_norm: torch.Tensor
     qkv: Linear
@@ -33,9 +41,15 @@ class LayerWeights:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     output: Linear
+    post_attention_norm: torch.Tensor | None
+    """Of what attention adds."""
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    router: Linear | None
+    """M -> E: the MLP is a mixture of experts."""
+    experts: tuple[GatedMlp, ...]
+    """One, or one for each expert of the mixture."""
+    post_mlp_norm: torch.Tensor | None
+    """Of what the MLP adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,51 +94,72 @@ class Decoder:
         self.dtype = weights.embedding_VM.dtype
         # a CPU has no arithmetic in half precision that is worth its rounding; only weights and KV are stored in it
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        inv_freq, self._rope_factor = inverse_frequencies(spec.rope)
-        self._inv_freq = inv_freq.to(self.device)
-        self._scale = spec.head_dim**-0.5
+        self._rope = self._frequencies(spec.rope)
+        self._local_rope = self._frequencies(spec.local_rope or spec.rope)
+        # rounded as the product with the embedding would be
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale or 1.0, dtype=self.dtype))
 
     @torch.inference_mode()
     def hidden_states(self, packed: PackedInput, layer_kv: LayerKV) -> torch.Tensor:
         """Final hidden states [B, M] of the wanted rows, before the last norm. Writes this step's K (rotated) and V to
         their slots."""
+        spec = self.spec
         x_TM = F.embedding(packed.token_ids_T, self.weights.embedding_VM).to(self.activation_dtype)
-        rope = cos_sin(self._inv_freq, self._rope_factor, packed.positions_T, self.activation_dtype)
+        if spec.embedding_scale is not None:
+            x_TM = x_TM * self._embedding_scale
+        rope = local_rope = cos_sin(*self._rope, packed.positions_T, self.activation_dtype)
+        if spec.local_rope is not None:
+            local_rope = cos_sin(*self._local_rope, packed.positions_T, self.activation_dtype)
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
-            q_THD = self._queries(layer, x_TM, rope, packed.slots_T, layer_kv(index))
+            kv_SGD, window = layer_kv(index), spec.windows[index]
+            q_THD = self._queries(layer, x_TM, rope if window is None else local_rope, packed.slots_T, kv_SGD)
             plan = packed.plan
             if index == last:
+                if not len(packed.wanted_B):
+                    return x_TM[:0]
                 x_TM, q_THD, plan = x_TM[packed.wanted_B], q_THD[packed.wanted_B], packed.last_plan
-            out_THD = plan.attend(q_THD, layer_kv(index), self._scale, self.spec.windows[index])
-            x_TM = x_TM + layer.output(out_THD.flatten(1))
-            x_TM = x_TM + self._mlp(layer, x_TM)
+            out_THD = plan.attend(q_THD, kv_SGD, spec.attention_scale, window, spec.attention_softcap)
+            x_TM = x_TM + self._normed(layer.output(out_THD.flatten(1)), layer.post_attention_norm)
+            x_TM = x_TM + self._normed(self._mlp(layer, x_TM), layer.post_mlp_norm)
         return x_TM
 
     @torch.inference_mode()
     def logits(self, hidden_BM: torch.Tensor) -> torch.Tensor:
         """Float32 logits [B, V] of the tokens that follow these hidden states."""
-        return self.weights.lm_head(self._norm(hidden_BM, self.weights.final_norm)).float()
+        logits_BV = self.weights.lm_head(self._normed(hidden_BM, self.weights.final_norm)).float()
+        cap = self.spec.logit_softcap
+        return logits_BV if cap is None else torch.tanh(logits_BV / cap) * cap
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weight, self.spec.norm_eps)
+    def _frequencies(self, rope: RopeSpec) -> tuple[torch.Tensor, float]:
+        inv_freq, factor = inverse_frequencies(rope)
+        return inv_freq.to(self.device), factor
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """In the precision of the weight; the result has that of x. Without a weight, x."""
+        return x if weight is None else rms_norm(x.to(weight.dtype), weight, self.spec.norm_eps).to(x.dtype)
 
     def _queries(
         self,
         layer: LayerWeights,
         x_TM: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
+        rope: Rotation,
         slots_T: torch.Tensor,
         kv_SGD: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Rotated queries [T, H, D]; keys and values go to their slots."""
         spec = self.spec
-        qkv = layer.qkv(self._norm(x_TM, layer.attention_norm))
+        qkv = layer.qkv(self._normed(x_TM, layer.attention_norm))
         qkv = qkv.view(x_TM.shape[0], spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
+        if layer.q_norm is not None:
             q_THD, k_TGD, v_TGD = torch.split(qkv, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-            qkv = torch.cat((self._norm(q_THD, layer.q_norm), self._norm(k_TGD, layer.k_norm), v_TGD), dim=1)
+            qkv = torch.cat((self._normed(q_THD, layer.q_norm), self._normed(k_TGD, layer.k_norm), v_TGD), dim=1)
         return rotate_and_store(qkv, rope, slots_T, kv_SGD)
 
     def _mlp(self, layer: LayerWeights, x_TM: torch.Tensor) -> torch.Tensor:
-        return layer.down(silu_gate(layer.gate_up(self._norm(x_TM, layer.mlp_norm))))
+        x_TM = self._normed(x_TM, layer.mlp_norm)
+        if layer.router is None:
+            return layer.experts[0](x_TM)
+        mixture = self.spec.mixture
+        assert mixture is not None
+        return mix(x_TM, route(layer.router(x_TM), mixture.num_active, mixture.is_normalised), layer.experts)

@@ -10,9 +10,13 @@ from stillroom.config.settings import Dtype
 from stillroom.errors import ConfigError, ModelError, UnsupportedModelError
 from stillroom.models.checkpoint import WeightFiles, read_json, resolve
 from stillroom.models.decoder import Decoder, DecoderWeights, LayerWeights
+from stillroom.models.mixture_of_experts import GatedMlp
 from stillroom.models.spec import ModelSpec, spec_from_config
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.ops.linear import Linear
+
+_BASES = ("model.", "language_model.model.", "model.language_model.")
+"""Where the decoder's tensors may stand: the later ones in checkpoints that also have a vision tower."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,8 +31,8 @@ class LoadedModel:
     stop_token_ids: frozenset[int]
 
 
-def load_model(model: str, *, device: str = "auto", dtype: Dtype = "auto") -> LoadedModel:
-    """Load a checkpoint: `bundled`, a folder, or a hub name.
+def load_model(model: str, *, device: str = "auto", dtype: Dtype = "auto", max_model_len: int = 0) -> LoadedModel:
+    """Load a checkpoint: `bundled`, a folder, or a hub name; `max_model_len` as for `spec_from_config`.
 
     Raises:
         ModelNotFoundError: the checkpoint or one of its files is missing.
@@ -38,15 +42,15 @@ def load_model(model: str, *, device: str = "auto", dtype: Dtype = "auto") -> Lo
     """
     folder = resolve(model)
     tokenizer = Tokenizer.load(folder)
-    decoder = load_decoder(folder, device=device, dtype=dtype)
+    decoder = load_decoder(folder, device=device, dtype=dtype, max_model_len=max_model_len)
     name = model if not Path(model).is_dir() else Path(model).resolve().name
     return LoadedModel(name, decoder, tokenizer, _stop_token_ids(folder, tokenizer))
 
 
-def load_decoder(folder: Path, *, device: str = "auto", dtype: Dtype = "auto") -> Decoder:
+def load_decoder(folder: Path, *, device: str = "auto", dtype: Dtype = "auto", max_model_len: int = 0) -> Decoder:
     """Only the decoder, from a local folder; raises as `load_model`."""
     config = read_json(folder, "config.json")
-    spec = spec_from_config(config)
+    spec = spec_from_config(config, max_model_len)
     target = torch_device(device)
     torch_dtype = _torch_dtype(config, dtype)
     return Decoder(spec, _load_weights(spec, WeightFiles(folder), target, torch_dtype))
@@ -86,60 +90,93 @@ def _stop_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
 class _Reader:
     """Tensors by name with their expected shape, moved to where they will be used."""
 
-    def __init__(self, files: WeightFiles, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, files: WeightFiles, device: torch.device, dtype: torch.dtype, has_offset_norms: bool) -> None:
         self.files, self.device, self.dtype = files, device, dtype
+        self.has_offset_norms = has_offset_norms
 
     def __call__(self, name: str, *shape: int) -> torch.Tensor:
+        return self._read(name, shape).to(device=self.device, dtype=self.dtype)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.files.get(name)
         if tensor.shape != shape:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, config.json implies {shape}")
-        return tensor.to(device=self.device, dtype=self.dtype)
+        return tensor
 
-    def norm(self, name: str, width: int) -> torch.Tensor:
-        """The weight of a norm, in the dtype of activations."""
-        weight = self(name, width)
-        return weight.float() if self.device.type == "cpu" else weight
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        """What a norm multiplies by. In float32 on a CPU, where activations are; and where there is an offset of 1,
+        which would drown small weights in half precision."""
+        weight = self._read(name, (size,)).to(self.device)
+        if self.has_offset_norms:
+            return 1.0 + weight.float()
+        return weight.float() if self.device.type == "cpu" else weight.to(self.dtype)
 
-    def linear(self, name: str, height: int, width: int, *, has_bias: bool) -> Linear:
+    def linear(self, name: str, height: int, width: int, *, has_bias: bool = False) -> Linear:
         """`name` ends with a dot."""
-        return self.fused([name], [height], width, has_bias=has_bias)
+        return Linear(self(f"{name}weight", height, width), self(f"{name}bias", height) if has_bias else None)
 
-    def fused(self, names: list[str], heights: list[int], width: int, *, has_bias: bool) -> Linear:
-        """Several projections of one input as one matrix."""
+    def fused(self, whole: str, names: list[str], heights: list[int], width: int, *, has_bias: bool = False) -> Linear:
+        """Several projections of one input, stacked; some checkpoints (Phi-3) have the `whole`.
+
+        Names end with a dot."""
+        if f"{whole}weight" in self.files:
+            return self.linear(whole, sum(heights), width, has_bias=has_bias)
         sizes = list(zip(names, heights, strict=True))
-        weights = [self(f"{name}weight", height, width) for name, height in sizes]
-        biases = [self(f"{name}bias", height) for name, height in sizes] if has_bias else []
-        return Linear(_stacked(weights), _stacked(biases) if biases else None)
-
-
-def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        weight = torch.cat([self(f"{name}weight", height, width) for name, height in sizes])
+        return Linear(weight, torch.cat([self(f"{name}bias", height) for name, height in sizes]) if has_bias else None)
 
 
 def _load_weights(spec: ModelSpec, files: WeightFiles, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    read = _Reader(files, device, dtype)
-    embedding = read("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+    read = _Reader(files, device, dtype, spec.has_offset_norms)
+    base = next((b for b in _BASES if b + "embed_tokens.weight" in files), _BASES[0])
+    embedding = read(base + "embed_tokens.weight", spec.vocab_size, spec.hidden_size)
     return DecoderWeights(
         embedding_VM=embedding,
-        layers=tuple(_load_layer(spec, read, f"model.layers.{i}.") for i in range(spec.num_layers)),
-        final_norm=read.norm("model.norm.weight", spec.hidden_size),
+        layers=tuple(_load_layer(spec, read, f"{base}layers.{i}.", i) for i in range(spec.num_layers)),
+        final_norm=read.norm(base + "norm.weight", spec.hidden_size),
         lm_head=Linear(embedding if spec.is_tied else read("lm_head.weight", spec.vocab_size, spec.hidden_size)),
     )
 
 
-def _load_layer(spec: ModelSpec, read: _Reader, prefix: str) -> LayerWeights:
-    model, inner = spec.hidden_size, spec.intermediate_size
+def _load_layer(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> LayerWeights:
+    model = spec.hidden_size
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    attention = prefix + "self_attn."
     qkv_heights, qkv = [q_size, kv_size, kv_size], [f"{attention}{p}_proj." for p in "qkv"]
-    gate_up = [f"{mlp}{p}_proj." for p in ("gate", "up")]
+    is_sandwich = spec.has_sandwich_norms
+    # after attention is where Llama's norm before the MLP stands, and where Gemma has one more
+    mlp_norm = "pre_feedforward_layernorm" if is_sandwich else "post_attention_layernorm"
+    router, experts = _load_mlp(spec, read, prefix, index)
     return LayerWeights(
         attention_norm=read.norm(prefix + "input_layernorm.weight", model),
-        qkv=read.fused(qkv, qkv_heights, model, has_bias=spec.has_qkv_bias),
+        qkv=read.fused(attention + "qkv_proj.", qkv, qkv_heights, model, has_bias=spec.has_qkv_bias),
         q_norm=read.norm(attention + "q_norm.weight", spec.head_dim) if spec.has_qk_norm else None,
         k_norm=read.norm(attention + "k_norm.weight", spec.head_dim) if spec.has_qk_norm else None,
         output=read.linear(attention + "o_proj.", model, q_size, has_bias=spec.has_output_bias),
-        mlp_norm=read.norm(prefix + "post_attention_layernorm.weight", model),
-        gate_up=read.fused(gate_up, [inner, inner], model, has_bias=spec.has_mlp_bias),
-        down=read.linear(mlp + "down_proj.", model, inner, has_bias=spec.has_mlp_bias),
+        post_attention_norm=read.norm(prefix + "post_attention_layernorm.weight", model) if is_sandwich else None,
+        mlp_norm=read.norm(f"{prefix}{mlp_norm}.weight", model),
+        router=router,
+        experts=experts,
+        post_mlp_norm=read.norm(prefix + "post_feedforward_layernorm.weight", model) if is_sandwich else None,
     )
+
+
+def _load_mlp(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> tuple[Linear | None, tuple[GatedMlp, ...]]:
+    """Router and experts; see `LayerWeights`."""
+    mixture, mlp, names = spec.mixture, prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
+    if mixture is None or index not in mixture.layers:
+        return None, (_load_gated(spec, read, mlp, names, spec.intermediate_size),)
+    if prefix + "block_sparse_moe.gate.weight" in read.files:  # Mixtral's own names
+        mlp, names = prefix + "block_sparse_moe.", ("w1", "w3", "w2")
+    experts = tuple(
+        _load_gated(spec, read, f"{mlp}experts.{expert}.", names, mixture.intermediate_size)
+        for expert in range(mixture.num_experts)
+    )
+    return read.linear(mlp + "gate.", mixture.num_experts, spec.hidden_size), experts
+
+
+def _load_gated(spec: ModelSpec, read: _Reader, prefix: str, names: tuple[str, str, str], inner: int) -> GatedMlp:
+    gate, up, down = (f"{prefix}{name}." for name in names)
+    model, has_bias = spec.hidden_size, spec.has_mlp_bias
+    gate_up = read.fused(prefix + "gate_up_proj.", [gate, up], [inner, inner], model, has_bias=has_bias)
+    return GatedMlp(gate_up, read.linear(down, model, inner, has_bias=has_bias), spec.activation)

@@ -1,20 +1,36 @@
 """The small record that describes a decoder: everything in which the supported architectures differ.
 
 `spec_from_config` reads it from a checkpoint's `config.json`, in the layout of transformers 4 and 5 alike. Adding an
-architecture of the Llama family means a line in `_FAMILIES`, and a row in the oracle test.
+architecture means a line in `_FAMILIES`, and a row in the oracle test.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stillroom.errors import UnsupportedModelError
 from stillroom.ops.rope import SUPPORTED_KINDS, RopeSpec
 
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureSpec:
+    """The layers whose MLP is a mixture of experts; a router picks some of them for each token."""
+
+    num_experts: int
+    num_active: int
+    """Experts per token."""
+    intermediate_size: int
+    """Of one expert."""
+    is_normalised: bool
+    """The weights of a token's experts add up to 1."""
+    layers: frozenset[int]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer of the Llama family: pre-norm, RMSNorm, rotary positions, gated SiLU MLP."""
+    """A decoder-only transformer: RMSNorm before each block, rotary positions, a gated MLP or a mixture of them."""
 
     model_type: str
     vocab_size: int
@@ -26,102 +42,246 @@ class ModelSpec:
     head_dim: int
     norm_eps: float
     max_positions: int
+    """Longest sequence that may run."""
     rope: RopeSpec
+    local_rope: RopeSpec | None
+    """Of the layers with a sliding window, where it is another one (Gemma 3)."""
+    activation: str
+    """silu | gelu_tanh."""
     has_qkv_bias: bool
     has_output_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
-    """Queries and keys are normalised per head before rotation (Qwen3)."""
+    """Queries and keys are normalised per head before rotation (Qwen3, Gemma 3)."""
+    has_offset_norms: bool
+    """Norms multiply by 1 + weight, in float32 (Gemma)."""
+    has_sandwich_norms: bool
+    """What attention and MLP add to the residual stream is normalised as well (Gemma)."""
+    embedding_scale: float | None
+    attention_scale: float
+    """Factor on the products of queries and keys."""
+    attention_softcap: float | None
+    """Attention logits are squeezed into (-cap, cap) by tanh (Gemma 2)."""
+    logit_softcap: float | None
     is_tied: bool
     """The output projection is the embedding matrix."""
     windows: tuple[int | None, ...]
     """Sliding-window length per layer; None: full attention."""
+    mixture: MixtureSpec | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a `model_type` implies when `config.json` does not say."""
+    """What a `model_type` implies, and what `config.json` may leave out."""
 
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    is_gemma: bool = False
+    is_partly_rotated: bool = False
+    """`partial_rotary_factor` is honoured; elsewhere transformers has no such thing."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
+
+_GEMMA = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GEMMA2 = _GEMMA | {
+    "sliding_window_pattern": 2,
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3 = _GEMMA | {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window_pattern": 6,
+}
 
 _FAMILIES = {
     "llama": _Family(),
     "mistral": _Family(),
-    "qwen2": _Family(has_qkv_bias=True),
-    "qwen3": _Family(has_qk_norm=True),
+    "mixtral": _Family(defaults={"rope_theta": 1e6, "norm_topk_prob": True}),
+    "qwen2": _Family(has_qkv_bias=True, defaults={"use_sliding_window": False}),
+    "qwen3": _Family(has_qk_norm=True, defaults={"use_sliding_window": False}),
+    "qwen3_moe": _Family(has_qk_norm=True, defaults={"use_sliding_window": False}),
+    "phi3": _Family(is_partly_rotated=True, defaults={"rms_norm_eps": 1e-5}),
+    "gemma2": _Family(is_gemma=True, defaults=_GEMMA2),
+    "gemma3_text": _Family(is_gemma=True, has_qk_norm=True, defaults=_GEMMA3),
 }
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+def spec_from_config(config: Mapping[str, Any], max_model_len: int = 0) -> ModelSpec:
     """The record for a parsed `config.json`.
+
+    Args:
+        max_model_len: longest sequence that shall run; 0: as long as the model's arithmetic does not change by it.
 
     Raises:
         UnsupportedModelError: an architecture, activation or RoPE scheme that is not implemented, or a missing field.
     """
+    config = _text_part(config)
     model_type = str(config.get("model_type"))
     family = _FAMILIES.get(model_type)
     if family is None:
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not supported; Stillroom runs {', '.join(sorted(_FAMILIES))}"
         )
-    if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"hidden_act {config['hidden_act']!r} is not supported; only silu is")
     if config.get("quantization_config"):
         raise UnsupportedModelError("quantised checkpoints are not supported; use the unquantised weights")
     try:
-        num_heads = int(config["num_attention_heads"])
-        num_layers = int(config["num_hidden_layers"])
-        head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
-        max_positions = int(config.get("max_position_embeddings") or 2048)
-        has_bias = bool(config.get("attention_bias", False))
-        return ModelSpec(
-            model_type=model_type,
-            vocab_size=int(config["vocab_size"]),
-            hidden_size=int(config["hidden_size"]),
-            intermediate_size=int(config["intermediate_size"]),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            head_dim=head_dim,
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_positions=max_positions,
-            rope=_rope(config, head_dim, max_positions),
-            has_qkv_bias=has_bias or family.has_qkv_bias,
-            has_output_bias=has_bias,
-            has_mlp_bias=bool(config.get("mlp_bias", False)),
-            has_qk_norm=family.has_qk_norm,
-            is_tied=bool(config.get("tie_word_embeddings", False)),
-            windows=_windows(config, num_layers),
-        )
+        return _spec({**family.defaults, **config}, family, max_model_len)
     except KeyError as error:
         raise UnsupportedModelError(f"config.json lacks {error.args[0]!r}; the checkpoint is incomplete") from None
 
 
-def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
-    """`rope_parameters` (transformers 5), else `rope_theta` with `rope_scaling` (transformers 4)."""
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Gemma 3 with a vision tower: its language model answers text like the one without."""
+    if config.get("model_type") != "gemma3":
+        return config
+    return {
+        **config.get("text_config", {}),
+        "model_type": "gemma3_text",
+        "quantization_config": config.get("quantization_config"),
+    }
+
+
+def _spec(config: Mapping[str, Any], family: _Family, max_model_len: int) -> ModelSpec:
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("use_bidirectional_attention makes an encoder; Stillroom runs decoders")
+    hidden_size, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    num_layers = int(config["num_hidden_layers"])
+    head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+    has_bias = bool(config.get("attention_bias", False))
+    windows = _windows(config, num_layers)
+    rope = _rope(config, family, head_dim, max_model_len)
+    return ModelSpec(
+        model_type=str(config["model_type"]),
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=hidden_size,
+        intermediate_size=int(config["intermediate_size"]),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=head_dim,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        max_positions=rope.max_model_len,
+        rope=rope,
+        local_rope=_local_rope(config, family, head_dim, max_model_len),
+        activation=_activation(config),
+        has_qkv_bias=has_bias or family.has_qkv_bias,
+        has_output_bias=has_bias,
+        has_mlp_bias=bool(config.get("mlp_bias", False)),
+        has_qk_norm=family.has_qk_norm,
+        has_offset_norms=family.is_gemma,
+        has_sandwich_norms=family.is_gemma,
+        embedding_scale=hidden_size**0.5 if family.is_gemma else None,
+        attention_scale=float(config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        attention_softcap=_optional(config, "attn_logit_softcapping"),
+        logit_softcap=_optional(config, "final_logit_softcapping"),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        windows=windows,
+        mixture=_mixture(config, num_layers),
+    )
+
+
+def _optional(config: Mapping[str, Any], name: str) -> float | None:
+    value = config.get(name)
+    return None if value is None else float(value)
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"hidden_act {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_model_len: int) -> RopeSpec:
+    """`rope_parameters` (transformers 5), else `rope_theta` with `rope_scaling` (transformers 4).
+
+    A longrope model has two sets of frequencies, one for sequences within its original length and one for longer
+    ones. Keys that are kept cannot follow such a switch, so the longest sequence that may run decides for all: the
+    original length, unless the caller asks for more.
+    """
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters = {**parameters, **(parameters.get("full_attention") or {})}
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    if config["model_type"] == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # its names before there was one
     if kind not in SUPPORTED_KINDS:
         raise UnsupportedModelError(
             f"RoPE scaling {kind!r} is not supported; supported are {', '.join(sorted(SUPPORTED_KINDS))}"
         )
-    if float(config.get("partial_rotary_factor") or parameters.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UnsupportedModelError("a partial_rotary_factor other than 1 is not supported")
+    part = float(config.get("partial_rotary_factor") or parameters.get("partial_rotary_factor") or 1.0)
+    if part != 1.0 and not family.is_partly_rotated:
+        raise UnsupportedModelError(f"a partial_rotary_factor other than 1 is not supported for {config['model_type']}")
     theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return RopeSpec(head_dim, float(theta), max_positions, kind, parameters)
+    max_positions = int(config.get("max_position_embeddings") or 2048)
+    usual_len = max_positions
+    if kind == "longrope":
+        # it stands beside the scheme's numbers, as in Phi-3, or among them; the former wins, as in transformers
+        usual_len = int(({**parameters, **config})["original_max_position_embeddings"])
+        parameters["original_max_position_embeddings"] = usual_len
+    return RopeSpec(
+        rotary_dim=int(head_dim * part),
+        theta=float(theta),
+        max_positions=max_positions,
+        kind=kind,
+        parameters=parameters,
+        max_model_len=min(max_model_len or usual_len, max_positions),
+    )
+
+
+def _local_rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_model_len: int) -> RopeSpec | None:
+    """`rope_parameters.sliding_attention` (transformers 5), else `rope_local_base_freq` (transformers 4)."""
+    if "rope_local_base_freq" not in config:
+        return None
+    own = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    parameters = {"rope_theta": config["rope_local_base_freq"], **own}
+    return _rope({**config, "rope_parameters": parameters}, family, head_dim, max_model_len)
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Which layers slide: `layer_types` where given, else Qwen's `max_window_layers`, else all of them or none."""
+    """Which layers slide: `layer_types` where given, else the family's older way to say it."""
+    kinds = config.get("layer_types")
+    unknown = set(kinds or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(f"layers of type {', '.join(sorted(unknown))} are not supported")
     window = config.get("sliding_window")
     if window is None or config.get("use_sliding_window") is False:
         return (None,) * num_layers
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
-    first = int(config.get("max_window_layers", 0))
-    if config.get("model_type") in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
-        first = num_layers
-    return tuple(int(window) if layer >= first else None for layer in range(num_layers))
+    if kinds is None:
+        kinds = [_layer_type(config, layer) for layer in range(num_layers)]
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _layer_type(config: Mapping[str, Any], layer: int) -> str:
+    """Gemma: every n-th layer is full. Qwen2 and 3: the first ones are. Others: none is."""
+    if "sliding_window_pattern" in config:
+        slides = (layer + 1) % int(config["sliding_window_pattern"]) != 0
+    else:
+        slides = config["model_type"] not in ("qwen2", "qwen3") or layer >= int(config.get("max_window_layers", 0))
+    return "sliding_attention" if slides else "full_attention"
+
+
+def _mixture(config: Mapping[str, Any], num_layers: int) -> MixtureSpec | None:
+    """Mixtral: every layer. Qwen3-MoE: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+    if config["model_type"] not in ("mixtral", "qwen3_moe") or not num_experts:
+        return None
+    step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    return MixtureSpec(
+        num_experts=num_experts,
+        num_active=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
+        is_normalised=bool(config.get("norm_topk_prob", False)),
+        layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense),
+    )

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from stillroom.ops import cpu_kernels
 
-# T packed query tokens, B of them the only one of their span, Q queries of one span, K context tokens of one span, S slots,
-# H query heads, G key/value heads, D head dimension
+# T packed query tokens, B of them the only one of their span, Q queries of one span, K context tokens of one span,
+# S slots, H query heads, G key/value heads, D head dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class AttentionPlan:
         kv_SGD: tuple[torch.Tensor, torch.Tensor],
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Attention output [T, H, D].
 
@@ -75,25 +76,26 @@ class AttentionPlan:
             kv_SGD: keys (rotated) and values of one layer, with this step's tokens written already.
             scale: factor on the logits, usually 1 / sqrt(D).
             window: a query sees itself and the `window - 1` tokens before it; None: everything before it.
+            softcap: logits are squeezed into (-softcap, softcap); None: left alone.
         """
         if not cpu_kernels.has_kernel(q_THD, kv_SGD[0]):
-            return attend_spans(q_THD, kv_SGD, self.spans, scale, window)
+            return attend_spans(q_THD, kv_SGD, self.spans, scale, window, softcap)
         if not self._several:  # nothing but decoding: rows are in order
-            return self._attend_rows(q_THD, kv_SGD, scale, window)
-        out_THD = attend_spans(q_THD, kv_SGD, self._several, scale, window)
+            return self._attend_rows(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0))
+        out_THD = attend_spans(q_THD, kv_SGD, self._several, scale, window, softcap)
         if len(self._rows):
             rows = torch.from_numpy(self._rows)
-            out_THD[rows] = self._attend_rows(q_THD[rows], kv_SGD, scale, window)
+            out_THD[rows] = self._attend_rows(q_THD[rows], kv_SGD, (scale, softcap or 0.0, window or 0))
         return out_THD
 
     def _attend_rows(
-        self, q_BHD: torch.Tensor, kv_SGD: tuple[torch.Tensor, torch.Tensor], scale: float, window: int | None
+        self, q_BHD: torch.Tensor, kv_SGD: tuple[torch.Tensor, torch.Tensor], limits: tuple[float, float, int]
     ) -> torch.Tensor:
         """All sequences that have one query, in one kernel."""
         out_BHD = torch.empty_like(q_BHD)
-        limits = np.array([scale, 0.0, window or 0], dtype=np.float32)
         kv = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
-        cpu_kernels.attend_rows(q_BHD.numpy(), kv, self._contexts, self._splits, limits, out_BHD.numpy())
+        limits_3 = np.array(limits, dtype=np.float32)
+        cpu_kernels.attend_rows(q_BHD.numpy(), kv, self._contexts, self._splits, limits_3, out_BHD.numpy())
         return out_BHD
 
 
@@ -110,18 +112,24 @@ def attend_spans(
     spans: Sequence[AttentionSpan],
     scale: float,
     window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """`AttentionPlan.attend` one span after the other, with torch's operators; rows of no span are undefined."""
     k_SGD, v_SGD = kv_SGD
     out_THD = torch.empty_like(q_THD)
     for span in spans:
         rows = slice(span.query_start, span.query_end)
-        out_THD[rows] = attend(q_THD[rows], k_SGD[span.context], v_SGD[span.context], scale, window)
+        out_THD[rows] = attend(q_THD[rows], k_SGD[span.context], v_SGD[span.context], scale, window, softcap)
     return out_THD
 
 
 def attend(
-    q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, scale: float, window: int | None
+    q_QHD: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of the last Q of K tokens over all K, [Q, H, D]."""
     num_queries, num_keys = q_QHD.shape[0], k_KGD.shape[0]
@@ -130,6 +138,8 @@ def attend(
         k_KGD, v_KGD, num_keys = k_KGD[first:], v_KGD[first:], num_keys - first
     # on a CPU queries are float32, at which its attention is fastest
     k_KGD, v_KGD = k_KGD.to(q_QHD.dtype), v_KGD.to(q_QHD.dtype)
+    if softcap is not None:
+        return attend_capped(q_QHD, k_KGD, v_KGD, scale, window, softcap)
     mask = None
     is_causal = num_queries == num_keys > 1 and (window is None or num_keys <= window)
     if num_queries > 1 and not is_causal:
@@ -146,6 +156,20 @@ def attend(
     return out_HQD.transpose(0, 1)
 
 
+def attend_capped(
+    q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, scale: float, window: int | None, softcap: float
+) -> torch.Tensor:
+    """`attend` with capped logits, which no fused kernel computes: [H, Q, K] logits in float32 exist for a while."""
+    (num_queries, _, head_dim), (num_keys, num_kv_heads, _) = q_QHD.shape, k_KGD.shape
+    q_GNQD = (q_QHD * scale).transpose(0, 1).reshape(num_kv_heads, -1, num_queries, head_dim)
+    k_G1DK, v_G1KD = k_KGD.permute(1, 2, 0)[:, None], v_KGD.transpose(0, 1)[:, None]
+    logits = torch.tanh((q_GNQD @ k_G1DK).float() / softcap) * softcap
+    if num_queries > 1 or (window is not None and num_keys > window):
+        logits = logits.masked_fill(~visible(num_queries, num_keys, window, q_QHD.device), -torch.inf)
+    out_GNQD = torch.softmax(logits, dim=-1).to(v_KGD.dtype) @ v_G1KD
+    return out_GNQD.flatten(0, 1).transpose(0, 1)
+
+
 @lru_cache(maxsize=4)
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Bool [Q, K]: whether a query, one of the last Q tokens, may look at a key."""
@@ -156,7 +180,12 @@ def visible(num_queries: int, num_keys: int, window: int | None, device: torch.d
 
 
 def attend_reference(
-    q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, scale: float, window: int | None
+    q_QHD: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """The slow twin of `attend`: one query and one head at a time, in float64."""
     num_queries, num_heads, _ = q_QHD.shape
@@ -171,6 +200,9 @@ def attend_reference(
                 k_KGD[first : position + 1, group].double(),
                 v_KGD[first : position + 1, group].double(),
             )
-            weights = torch.softmax(keys @ q_QHD[row, head].double() * scale, dim=0)
+            logits = keys @ q_QHD[row, head].double() * scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            weights = torch.softmax(logits, dim=0)
             out_QHD[row, head] = (weights @ values).to(out_QHD.dtype)
     return out_QHD

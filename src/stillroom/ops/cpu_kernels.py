@@ -127,7 +127,7 @@ def _compiled_write(row: Any, index: Any, value: Any) -> Any:
 
 
 @numba.njit(parallel=_PARALLEL, **_OPTIONS)
-def linear_bfloat16(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int) -> None:
+def linear_bfloat16(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int) -> None:  # noqa: C901
     """x @ weight.T for few rows; weight [N, M / 2] holds two bfloat16 in each uint32.
 
     Bound by memory, which is read fastest in several streams far apart: a thread goes through parts of the matrix side
@@ -270,7 +270,7 @@ def rotate_and_store(
 ) -> None:
     """Rotate queries and keys of `qkv` [T, H + 2 G, D]; queries go to `q_THD`, keys and values to their slots.
 
-    cos and sin are [T, D / 2]: one for each pair of dimensions (i, i + D / 2).
+    cos and sin are [T, P]: one for each pair of dimensions (i, i + P); those beyond 2 P stay as they are.
     """
     num_rows, num_heads, head_dim = q_THD.shape
     cos_TP, sin_TP = cos_sin
@@ -283,18 +283,22 @@ def rotate_and_store(
             for i in range(half):
                 out[i] = x[i] * cos[i] - x[i + half] * sin[i]
                 out[i + half] = x[i + half] * cos[i] + x[i] * sin[i]
+            for i in range(2 * half, head_dim):
+                out[i] = x[i]
         for group in range(num_kv_heads):
             x, k = qkv[row, num_heads + group], k_SGD[slot, group]
             for i in range(half):
                 _write(k, i, x[i] * cos[i] - x[i + half] * sin[i])
                 _write(k, i + half, x[i + half] * cos[i] + x[i] * sin[i])
+            for i in range(2 * half, head_dim):
+                _write(k, i, x[i])
             x, v = qkv[row, num_heads + num_kv_heads + group], v_SGD[slot, group]
             for i in range(head_dim):
                 _write(v, i, x[i])
 
 
 @numba.njit(parallel=_PARALLEL, **_OPTIONS)
-def attend_rows(
+def attend_rows(  # noqa: C901  a kernel is one function
     q_BHD: Floats,
     cache: tuple[Bits, Bits],
     contexts: tuple[Any, Any],

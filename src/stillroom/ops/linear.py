@@ -60,7 +60,7 @@ class Linear:
 
     def _widened(self, x_TM: torch.Tensor) -> torch.Tensor:
         height = max(1, _MAX_WIDENED // self.weight.shape[1])
-        parts = [F.linear(x_TM, part.float()) for part in self.weight.split(height)]
+        parts = [F.linear(x_TM, part.float()) for part in torch.split(self.weight, height)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

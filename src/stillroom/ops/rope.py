@@ -11,29 +11,33 @@ import torch
 
 from stillroom.ops import cpu_kernels
 
-# T tokens, H query heads, G key/value heads, D head dimension, P = D / 2 pairs of dimensions
+# T tokens, H query heads, G key/value heads, D head dimension, P pairs of rotated dimensions
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """The part of a checkpoint's configuration that decides its rotations."""
 
-    head_dim: int
+    rotary_dim: int
+    """Leading dimensions of a head that are rotated; usually all."""
     theta: float
     max_positions: int
+    """What the checkpoint says it was made for."""
     kind: str = "default"
-    """default | linear | llama3 | yarn."""
+    """default | linear | llama3 | yarn | longrope."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """The scheme's own numbers, as they stand in the checkpoint."""
+    max_model_len: int = 0
+    """Longest sequence that will run; longrope has other frequencies for long ones."""
 
 
-SUPPORTED_KINDS = frozenset({"default", "linear", "llama3", "yarn"})
+SUPPORTED_KINDS = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
 
 
 def inverse_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """Angle per position for each pair of dimensions, float32 [D / 2], and the factor on cos and sin."""
     assert spec.kind in SUPPORTED_KINDS, spec.kind
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
     plain = 1.0 / (spec.theta**exponents)
     if spec.kind == "linear":
         return plain / float(spec.parameters["factor"]), 1.0
@@ -41,6 +45,8 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return _llama3(plain, spec), 1.0
     if spec.kind == "yarn":
         return _yarn(plain, spec)
+    if spec.kind == "longrope":
+        return _longrope(plain, spec)
     return plain, 1.0
 
 
@@ -61,14 +67,14 @@ def _yarn(plain: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, float]:
     old_length = float(numbers.get("original_max_position_embeddings") or spec.max_positions)
 
     def dimension_of(num_rotations: float) -> float:
-        return spec.head_dim * math.log(old_length / (num_rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
+        return spec.rotary_dim * math.log(old_length / (num_rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low = dimension_of(float(numbers.get("beta_fast") or 32))
     high = dimension_of(float(numbers.get("beta_slow") or 1))
     if numbers.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spec.head_dim - 1)
-    ramp = (torch.arange(spec.head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    ramp = (torch.arange(spec.rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     keep = 1.0 - ramp.clamp(0.0, 1.0)
     return plain / factor * (1 - keep) + plain * keep, _yarn_attention_factor(factor, numbers)
 
@@ -82,6 +88,18 @@ def _yarn_attention_factor(factor: float, numbers: dict[str, Any]) -> float:
     if numbers.get("mscale") and numbers.get("mscale_all_dim"):
         return m_scale(float(numbers["mscale"])) / m_scale(float(numbers["mscale_all_dim"]))
     return m_scale(1.0)
+
+
+def _longrope(plain: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    """LongRoPE (arXiv 2402.13753): a searched factor for each pair of dimensions, one set for each range of lengths."""
+    numbers = spec.parameters
+    old_length = int(numbers["original_max_position_embeddings"])
+    factors = numbers["long_factor" if spec.max_model_len > old_length else "short_factor"]
+    stretch = float(numbers.get("factor") or spec.max_positions / old_length)
+    attention_factor = numbers.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(stretch) / math.log(old_length)) if stretch > 1 else 1.0
+    return plain / torch.tensor(factors, dtype=torch.float32), float(attention_factor)
 
 
 def cos_sin(
@@ -118,6 +136,10 @@ def rotate_and_store(
 
 
 def rotate(x_THD: torch.Tensor, cos_T1P: torch.Tensor, sin_T1P: torch.Tensor) -> torch.Tensor:
-    """Every head of every token rotated to its position; same shape and dtype. Pairs are (i, i + D / 2)."""
-    first, second = x_THD.chunk(2, dim=-1)
-    return torch.cat((first * cos_T1P - second * sin_T1P, second * cos_T1P + first * sin_T1P), dim=-1)
+    """Every head of every token rotated to its position; same shape and dtype.
+
+    Pairs are (i, i + P); dimensions beyond 2 P stay as they are.
+    """
+    num_pairs = cos_T1P.shape[-1]
+    first, second, rest = torch.split(x_THD, [num_pairs, num_pairs, x_THD.shape[-1] - 2 * num_pairs], dim=-1)
+    return torch.cat((first * cos_T1P - second * sin_T1P, second * cos_T1P + first * sin_T1P, rest), dim=-1)

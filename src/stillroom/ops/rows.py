@@ -22,14 +22,14 @@ def rms_norm(x: torch.Tensor, weight_M: torch.Tensor, epsilon: float) -> torch.T
     return out
 
 
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up: [T, 2 * I] with gate before up -> [T, I]."""
-    if not _has_kernel(gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2))
-    cpu_kernels.silu_gate(gate_up.numpy(), out.numpy())
-    return out
+def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up: [T, 2 * I] with gate before up -> [T, I]. The activation is silu or gelu_tanh."""
+    if activation == "silu" and _has_kernel(gate_up):
+        out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2))
+        cpu_kernels.silu_gate(gate_up.numpy(), out.numpy())
+        return out
+    gates, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")) * up
 
 
 def _has_kernel(x: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from stillroom.core.document import Chunk
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.errors import ModelError
 from stillroom.models.tokenizer import Tokenizer
 
 _INSTRUCTIONS = (
@@ -57,9 +58,12 @@ def marker_format(bos_token: str) -> PromptFormat:
 def chat_format(tokenizer: Tokenizer) -> PromptFormat:
     """The checkpoint's chat template, rendered once around a slot and cut there."""
     slot = [{"role": "user", "content": _SLOT}]
-    rendered = tokenizer.render_chat([{"role": "system", "content": _INSTRUCTIONS}, *slot])
+    try:
+        rendered = tokenizer.render_chat([{"role": "system", "content": _INSTRUCTIONS}, *slot])
+    except ModelError:
+        rendered = ""
     instructions = ""
-    if _INSTRUCTIONS not in rendered:  # some templates drop the system role
+    if _INSTRUCTIONS not in rendered:  # some templates drop the system role, some refuse it (Gemma 2)
         rendered = tokenizer.render_chat(slot)
         instructions = _INSTRUCTIONS + "\n\n"
     before, _, after = rendered.partition(_SLOT)

@@ -1,0 +1,71 @@
+"""The gated MLP, and a mixture of them: a router picks a few experts for each token (arXiv 2401.04088).
+
+Tokens are sorted by expert, so that each expert that anybody chose is one product over all its tokens. The number of
+tokens per expert crosses to the host once per layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stillroom.ops.linear import Linear
+from stillroom.ops.rows import gate
+
+# T tokens, M model dimension, I inner dimension of an expert, E experts, A active experts per token
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(activation(gate(x)) * up(x))."""
+
+    gate_up: Linear
+    """M -> 2 I: gate, then up."""
+    down: Linear
+    activation: str
+    """silu | gelu_tanh."""
+
+    def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] -> [T, M]."""
+        return self.down(gate(self.gate_up(x_TM), self.activation))
+
+
+def route(router_TE: torch.Tensor, num_active: int, is_normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """From router logits to each token's weights, float32 [T, A], and experts, int64 [T, A]."""
+    weights_TA, experts_TA = torch.topk(torch.softmax(router_TE.float(), dim=-1), num_active, dim=-1)
+    if is_normalised:
+        weights_TA = weights_TA / weights_TA.sum(dim=-1, keepdim=True)
+    return weights_TA, experts_TA
+
+
+def mix(x_TM: torch.Tensor, routes: tuple[torch.Tensor, torch.Tensor], experts: Sequence[GatedMlp]) -> torch.Tensor:
+    """The weighted sum [T, M] of each token's experts; `routes` is what `route` returned."""
+    weights_TA, experts_TA = routes
+    num_tokens, num_active = experts_TA.shape
+    order = experts_TA.flatten().argsort(stable=True)  # assignments (token, choice), those of one expert together
+    sizes = torch.bincount(experts_TA.flatten(), minlength=len(experts)).tolist()
+    out = x_TM.new_empty(num_tokens * num_active, x_TM.shape[1])
+    start = 0
+    for expert, size in zip(experts, sizes, strict=True):
+        if size:
+            rows = order[start : start + size]
+            out[rows] = expert(x_TM[rows // num_active])
+            start += size
+    weighted = out.view(num_tokens, num_active, x_TM.shape[1]) * weights_TA[:, :, None]
+    return weighted.sum(dim=1).to(x_TM.dtype)
+
+
+def mix_reference(
+    x_TM: torch.Tensor, routes: tuple[torch.Tensor, torch.Tensor], experts: Sequence[GatedMlp]
+) -> torch.Tensor:
+    """The slow twin of `mix`: one token and one expert at a time, in float64."""
+    out_TM = torch.zeros_like(x_TM)
+    for token, (weights, chosen) in enumerate(zip(*routes, strict=True)):
+        x = x_TM[token].double()
+        total = torch.zeros_like(x)
+        for weight, index in zip(weights, chosen.tolist(), strict=True):
+            expert = experts[index]
+            inner = gate((expert.gate_up.weight.double() @ x)[None], expert.activation)[0]
+            total += weight.double() * (expert.down.weight.double() @ inner)
+        out_TM[token] = total.to(x_TM.dtype)
+    return out_TM
