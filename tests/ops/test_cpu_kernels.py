@@ -1,0 +1,156 @@
+"""Each compiled kernel against a slow twin in float64, with odd shapes, for both kinds of weights and caches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stillroom.ops import linear as linear_module
+from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, only_rows
+from stillroom.ops.cpu_kernels import SPLIT, split_contexts
+from stillroom.ops.linear import Linear, is_float32_faster
+from stillroom.ops.rope import rotate, rotate_and_store
+from stillroom.ops.rows import gate, rms_norm
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 4, 5, 8, 16, 17, 40])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 2), (3, 8), (6, 6), (301, 48)])
+def test_products(
+    dtype: torch.dtype,
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    has_bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, x = drawn(num_outputs, num_inputs).to(dtype), drawn(num_rows, num_inputs, seed=1)
+    bias = drawn(num_outputs, seed=2).to(dtype) if has_bias else None
+    expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0.0)
+    for is_faster in (True, False):
+        monkeypatch.setattr(linear_module, "is_float32_faster", lambda is_faster=is_faster: is_faster)
+        out = Linear(weight, bias)(x)
+        assert out.dtype == torch.float32
+        is_rounded = dtype == torch.bfloat16 and num_rows > 16 and not is_faster  # products in bfloat16
+        torch.testing.assert_close(out.double(), expected, atol=0.2 if is_rounded else 1e-4, rtol=2e-2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_float16_weights_and_odd_widths_take_the_widened_way(num_rows: int) -> None:
+    x = drawn(num_rows, 7)
+    for dtype in (torch.float16, torch.bfloat16):
+        weight = drawn(5, 7, seed=1).to(dtype)
+        torch.testing.assert_close(Linear(weight)(x), x @ weight.float().T, atol=0.1, rtol=2e-2)
+
+
+def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "_MAX_WIDENED", 40)
+    monkeypatch.setattr(linear_module, "is_float32_faster", lambda: True)
+    weight, x = drawn(33, 12).bfloat16(), drawn(20, 12, seed=1)
+    torch.testing.assert_close(Linear(weight)(x), x @ weight.float().T)
+
+
+def test_the_faster_arithmetic_is_measured_once() -> None:
+    assert is_float32_faster() is is_float32_faster()
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 3, 16), (0, 4), (70, 33)])
+def test_rms_norm(shape: tuple[int, ...]) -> None:
+    x, weight = drawn(*shape), drawn(shape[-1], seed=1)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_gate_is_exact_over_the_range_of_float32() -> None:
+    gates = torch.tensor([0.0, -0.0, 1e-30, -1e-3, 1.0, -1.0, 20.0, -20.0, 87.0, -87.0, 200.0, -200.0, 1e30, -1e30])
+    gates = torch.cat((gates, drawn(500) * 10))
+    gate_up = torch.cat((gates, torch.ones_like(gates)))[None]
+    expected = torch.nn.functional.silu(gates.double())
+    torch.testing.assert_close(gate(gate_up, "silu")[0].double(), expected, rtol=1e-6, atol=1e-8)
+    tanh = torch.nn.functional.gelu(gates, approximate="tanh")
+    torch.testing.assert_close(gate(gate_up, "gelu_tanh")[0], tanh)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_pairs", [4, 3])
+def test_rotation_writes_keys_and_values_to_their_slots_only(dtype: torch.dtype, num_pairs: int) -> None:
+    num_tokens, num_heads, num_kv_heads, head_dim = 5, 4, 2, 8
+    qkv = drawn(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    angles = drawn(num_tokens, 1, num_pairs, seed=1)
+    turn = (angles.cos(), angles.sin())
+    slots = torch.tensor([7, 0, 3, 9, 2])
+    kv = (
+        torch.full((10, num_kv_heads, head_dim), 99.0, dtype=dtype),
+        torch.full((10, num_kv_heads, head_dim), 99.0, dtype=dtype),
+    )
+    q = rotate_and_store(qkv, turn, slots, kv)
+    torch.testing.assert_close(q, rotate(qkv[:, :num_heads], *turn))
+    keys = rotate(qkv[:, num_heads : num_heads + num_kv_heads], *turn)
+    torch.testing.assert_close(kv[0][slots], keys.to(dtype), rtol=0.01 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+    torch.testing.assert_close(kv[1][slots], qkv[:, num_heads + num_kv_heads :].to(dtype), rtol=0, atol=0)
+    others = [slot for slot in range(10) if slot not in slots.tolist()]
+    assert (kv[0][others] == 99.0).all() and (kv[1][others] == 99.0).all()
+
+
+def test_values_are_rounded_as_torch_rounds_them() -> None:
+    special = torch.tensor([0.0, -0.0, 1.0, 1.00390625, 1.01171875, 3.0e38, -1e-40, 65504.0])
+    qkv = torch.zeros(1, 3, 8)
+    qkv[0, 2] = special
+    kv = (torch.zeros(1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 8, dtype=torch.bfloat16))
+    rotate_and_store(qkv, (torch.ones(1, 1, 4), torch.zeros(1, 1, 4)), torch.tensor([0]), kv)
+    assert kv[1][0, 0].tolist() == special.bfloat16().tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.sampled_from([1, 2, SPLIT - 1, SPLIT, SPLIT + 1, 3 * SPLIT + 5]), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window=st.sampled_from([None, 1, 3, SPLIT, 2 * SPLIT]),
+    softcap=st.sampled_from([None, 2.0]),
+    seed=st.integers(0, 1000),
+)
+def test_rows_attend_like_the_twin(
+    lengths: list[int], dtype: torch.dtype, window: int | None, softcap: float | None, seed: int
+) -> None:
+    num_heads, num_kv_heads, head_dim = 6, 2, 8
+    rng = np.random.default_rng(seed)
+    slots = torch.from_numpy(rng.permutation(sum(lengths) + 10))
+    kv = (
+        drawn(len(slots), num_kv_heads, head_dim, seed=seed).to(dtype),
+        drawn(len(slots), num_kv_heads, head_dim).to(dtype),
+    )
+    q = drawn(len(lengths), num_heads, head_dim, seed=seed + 1)
+    spans, start = [], 0
+    for row, length in enumerate(lengths):
+        spans.append(AttentionSpan(row, row + 1, slots[start : start + length], length))
+        start += length
+    out = AttentionPlan(spans).attend(q, kv, 0.4, window, softcap)
+    for row, span in enumerate(spans):
+        k, v = kv[0][span.context].float(), kv[1][span.context].float()
+        expected = attend_reference(q[row : row + 1], k, v, 0.4, window, softcap)
+        torch.testing.assert_close(out[row : row + 1], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_splits_by_hand() -> None:
+    tasks, bounds = split_contexts(np.array([SPLIT + 1, 1, 2 * SPLIT]))
+    assert tasks.tolist() == [[0, 0], [0, SPLIT], [1, 0], [2, 0], [2, SPLIT]]
+    assert bounds.tolist() == [0, 2, 3, 5]
+    tasks, bounds = split_contexts(np.array([], dtype=np.int64))
+    assert tasks.shape == (0, 2) and bounds.tolist() == [0]
+
+
+def test_only_rows_sees_what_the_rows_saw() -> None:
+    scattered = torch.tensor([5, 9, 1, 4, 7])
+    spans = [AttentionSpan(0, 3, slice(10, 20), 10), AttentionSpan(3, 5, scattered, 5)]
+    first, second, third = only_rows(spans, [0, 2, 3])
+    assert (first.query_start, first.query_end, first.context, first.num_context_tokens) == (0, 1, slice(10, 18), 8)
+    assert (second.query_start, second.context) == (1, slice(10, 20))
+    assert isinstance(third.context, torch.Tensor) and third.context.tolist() == [5, 9, 1, 4]
