@@ -1,6 +1,7 @@
 """`stillroom bench`: measure on one's own machine and documents."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from stillroom.cli.bench_report import (
 )
 from stillroom.cli.console import note
 from stillroom.cli.options import ConfigOption, JsonOption, QuietOption, help_text
+from stillroom.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -61,6 +63,15 @@ QUESTIONS_HELP = help_text(
     examples=(
         "stillroom bench questions --dataset data/nfcorpus",
         "stillroom bench questions --dataset data/nfcorpus --rate 50 --change-every 20 --zipf 1.2",
+    ),
+)
+
+RUNTIME_HELP = help_text(
+    "Measure the decoder on random weights of one shape: prefill, decoding, batches, memory, beside other runtimes.",
+    "Each peer runs in a process of its own under the Python that has it installed; `transformers` is always measured.",
+    examples=(
+        "stillroom bench runtime",
+        "stillroom bench runtime --peer llama.cpp=llama/bin/python --peer vllm=vllm/bin/python --dtype bfloat16",
     ),
 )
 
@@ -183,6 +194,48 @@ def questions(  # noqa: PLR0913  one parameter per flag
         on_run=None if quiet else show_run,
     )
     deliver(result, Delivery(as_json, output, html, compare))
+
+
+@app.command("runtime", help=RUNTIME_HELP)
+def runtime(  # noqa: PLR0913  one parameter per flag
+    peers: Annotated[
+        list[str] | None,
+        typer.Option("--peer", metavar="NAME=PYTHON", help="llama.cpp or vllm, and the Python that has it."),
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="bfloat16 or float32; can be repeated.")
+    ] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", min=1, metavar="N", help="Tokens of a prompt; can be repeated.")
+    ] = None,
+    repeat: RepeatOption = 5,
+    seed: SeedOption = 0,
+    work_dir: WorkDirOption = None,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    compare: CompareOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    from stillroom.bench.runtime import DTYPES, run_runtime
+
+    result = run_runtime(
+        work_dir or cache_folder(),
+        peers={"transformers": sys.executable} | dict(_named_python(peer) for peer in peers or ()),
+        dtypes=dtypes or DTYPES,
+        lengths=lengths or (256, 1024, 2048),
+        repeat=repeat,
+        seed=seed,
+        on_progress=(lambda _: None) if quiet else note,
+    )
+    deliver(result, Delivery(as_json, output, html, compare))
+
+
+def _named_python(peer: str) -> tuple[str, str]:
+    name, separator, python = peer.partition("=")
+    if not separator or not python:
+        raise UsageError(f"--peer {peer} names no Python; write it as --peer {name}=PATH/bin/python")
+    return name, python
 
 
 def cache_folder() -> Path:

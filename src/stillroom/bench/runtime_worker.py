@@ -1,0 +1,243 @@
+"""One runtime in a process of its own, for `stillroom bench runtime`: reads requests from standard input, a JSON object
+per line, and answers each with one.
+
+Runs as a script under the Python that has the runtime installed, so it imports nothing of Stillroom before it is asked
+to, and of each runtime only its public interface.
+
+    python runtime_worker.py stillroom|transformers|vllm|llama.cpp MODEL_FOLDER bfloat16|float32 NUM_THREADS
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+MAX_TOKENS = 4096
+"""Prompt plus answer."""
+
+
+class Runtime(Protocol):
+    """Prompts are token ids, answers greedy and never cut short by an end token."""
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
+        """Seconds for so many tokens of each prompt, all at once."""
+        ...
+
+
+class Stillroom:
+    """The engine: scheduler, KV blocks, decoder and sampling, as `ask` and `serve` use it, stepped by hand."""
+
+    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+        import numba
+        import torch
+
+        from stillroom.config.settings import Dtype, RuntimeConfig
+        from stillroom.core.clock import SystemClock
+        from stillroom.models.loader import load_decoder
+        from stillroom.rag.generator import build_engine
+
+        torch.set_num_threads(num_threads)
+        numba.set_num_threads(num_threads)
+        decoder = load_decoder(folder, device="cpu", dtype=cast(Dtype, dtype))
+        self.engine = build_engine(decoder, RuntimeConfig(max_num_batched_tokens=2048), SystemClock())
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
+        from stillroom.core.ids import RequestId
+        from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+        from stillroom.core.request import Request, SamplingParams
+
+        began = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            segments = SegmentedPrompt((Segment(SegmentKind.QUESTION, tuple(prompt)),))
+            sampling = SamplingParams(max_tokens=num_tokens)
+            self.engine.submit(Request(request_id=RequestId(str(number)), prompt=segments, sampling=sampling))
+        num_generated = 0
+        while self.engine.has_work:
+            num_generated += sum(event.token_id is not None for event in self.engine.step())
+        assert num_generated == len(prompts) * num_tokens
+        return time.perf_counter() - began
+
+
+class Transformers:
+    """Eager `generate` with sdpa attention."""
+
+    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+        import torch
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        torch.set_num_threads(num_threads)
+        self.torch = torch
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
+        began = time.perf_counter()
+        with self.torch.inference_mode():
+            ids = self.torch.tensor(prompts)
+            self.model.generate(
+                ids,
+                attention_mask=self.torch.ones_like(ids),
+                min_new_tokens=num_tokens,
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return time.perf_counter() - began
+
+
+class Vllm:
+    """The offline engine in this process, without prefix caching: prompts are to be computed."""
+
+    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_threads - 1}")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        import vllm
+
+        self.vllm = vllm
+        self.engine = vllm.LLM(
+            model=str(folder),
+            dtype=dtype,
+            block_size=32,
+            max_model_len=MAX_TOKENS,
+            max_num_batched_tokens=MAX_TOKENS,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+        )
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
+        parameters = self.vllm.SamplingParams(
+            temperature=0.0, min_tokens=num_tokens, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        began = time.perf_counter()
+        outputs = self.engine.generate(inputs, parameters, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
+        return seconds
+
+
+class LlamaCpp:
+    """The C interface, on a GGUF file of the same weights."""
+
+    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+        import ctypes
+
+        import llama_cpp
+        import numpy
+
+        self.numpy, self.api, self.ctypes = numpy, llama_cpp, ctypes
+        path = write_gguf(folder, dtype)
+        llama_cpp.llama_backend_init()
+        self.silent = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self.silent, ctypes.c_void_p(0))
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = MAX_TOKENS, MAX_TOKENS, 512
+        settings.n_threads = settings.n_threads_batch = num_threads
+        self.context = llama_cpp.llama_init_from_model(self.model, settings)
+        assert self.context, "llama.cpp could not load the GGUF file"
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
+        """Prompts one after the other: batches need bookkeeping that its users do not write themselves."""
+        began = time.perf_counter()
+        for prompt in prompts:
+            self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+            token = self._next(prompt)
+            for _ in range(num_tokens - 1):
+                token = self._next([token])
+        return time.perf_counter() - began
+
+    def _next(self, tokens: list[int]) -> int:
+        array = (self.api.llama_token * len(tokens))(*tokens)
+        assert self.api.llama_decode(self.context, self.api.llama_batch_get_one(array, len(tokens))) == 0
+        logits = self.api.llama_get_logits_ith(self.context, -1)
+        return int(self.numpy.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
+
+
+def write_gguf(folder: Path, dtype: str) -> Path:
+    """The checkpoint's weights as GGUF beside it, without a vocabulary; kept for the next run."""
+    import gguf
+    import numpy
+
+    path = folder / f"model-{dtype}.gguf"
+    if path.exists():
+        return path
+    config = json.loads((folder / "config.json").read_text())
+    temporary = path.with_suffix(".tmp")
+    writer = gguf.GGUFWriter(temporary, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, bits, shape in safetensors_bits(folder / "model.safetensors"):
+        target = names.get_name(name, try_suffixes=(".weight",))
+        if len(shape) == 1:  # norms are float32
+            wide = numpy.frombuffer(bits, numpy.uint16).astype(numpy.uint32) << 16 if dtype == "bfloat16" else None
+            values = wide.view(numpy.float32) if wide is not None else numpy.frombuffer(bits, numpy.float32)
+            writer.add_tensor(target, values)
+        elif dtype == "bfloat16":
+            rows = numpy.frombuffer(bits, numpy.uint8).reshape(shape[0], 2 * shape[1])
+            writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(target, numpy.frombuffer(bits, numpy.float32).reshape(shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    temporary.rename(path)
+    return path
+
+
+def safetensors_bits(path: Path) -> list[tuple[str, bytes, list[int]]]:
+    """Name, bytes and shape of each tensor of a safetensors file."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header: dict[str, Any] = json.loads(content[8:start])
+    found = []
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, last = entry["data_offsets"]
+            found.append((name, content[start + first : start + last], entry["shape"]))
+    return found
+
+
+RUNTIMES: dict[str, Callable[[Path, str, int], Runtime]] = {
+    "stillroom": Stillroom,
+    "transformers": Transformers,
+    "vllm": Vllm,
+    "llama.cpp": LlamaCpp,
+}
+
+
+def serve(name: str, folder: Path, dtype: str, num_threads: int) -> None:
+    """Load, say so, then answer until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not stand between the answers
+    began = time.perf_counter()
+    runtime = RUNTIMES[name](folder, dtype, num_threads)
+    answer: dict[str, Any] = {"load_seconds": time.perf_counter() - began}
+    print(json.dumps(answer), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        seconds = runtime.generate(request["prompts"], request["num_tokens"])
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"seconds": seconds, "peak_rss_bytes": peak}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

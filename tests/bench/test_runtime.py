@@ -1,0 +1,58 @@
+"""The runtime bench on a tiny shape, with transformers as the peer; other peers are processes like it."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stillroom.bench.runtime import OURS, Shape, run_runtime, write_checkpoint
+from stillroom.bench.runtime_worker import safetensors_bits
+from stillroom.errors import UsageError
+from stillroom.models.loader import load_decoder
+
+TINY = Shape(97, 32, 48, 2, 4, 2, 8)
+
+
+@pytest.mark.slow  # starts processes that import torch and transformers
+def test_a_run_has_all_arms_and_limits(tmp_path: Path) -> None:
+    peers = {"transformers": sys.executable, "vllm": sys.executable}
+    result = run_runtime(tmp_path, peers=peers, dtypes=["float32"], lengths=[5, 9], shape=TINY, repeat=2)
+    groups = ["prefill of 5 tokens", "prefill of 9 tokens", "decode after 512 tokens", "batch of 8"]
+    assert set(result.samples.values) == {f"float32: {g}/{name}" for g in groups for name in (OURS, "transformers")}
+    assert result.ratio("float32: batch of 8/transformers", "tokens_per_second") is not None
+    assert len(result.notes) == 1 and result.notes[0].startswith("vllm, float32: left out")
+    assert {row["runtime"] for row in result.tables["memory, float32"]} == {OURS, "transformers"}
+    assert len(result.tables["against the machine's limits, float32"]) == 6
+
+
+def test_the_checkpoint_loads_and_is_kept(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, TINY, "bfloat16", seed=1)
+    decoder = load_decoder(folder, device="cpu")
+    assert decoder.dtype == torch.bfloat16 and decoder.spec.num_kv_heads == 2
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert write_checkpoint(tmp_path, TINY, "bfloat16", seed=1) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert write_checkpoint(tmp_path, TINY, "bfloat16", seed=2) != folder
+
+
+def test_the_shape_counts_its_parameters_and_work(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, TINY, "float32", seed=0)
+    matrices = [shape for _, _, shape in safetensors_bits(folder / "model.safetensors") if len(shape) == 2]
+    assert TINY.layer_parameters + 97 * 32 == sum(int(np.prod(shape)) for shape in matrices)
+    assert 134e6 < Shape().layer_parameters + 49_152 * 576 < 136e6
+    assert TINY.prefill_flops(1) >= 2 * (TINY.layer_parameters + 97 * 32)
+    assert TINY.decode_bytes(10, 4) == 4 * (TINY.layer_parameters + 97 * 32 + 2 * 2 * 2 * 8 * 10)
+    assert json.loads((folder / "config.json").read_text())["head_dim"] == 8
+
+
+def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
+    for arguments in (
+        {"peers": {"nobody": "python"}},
+        {"peers": {}, "dtypes": ["int3"]},
+        {"peers": {}, "lengths": [5000]},
+    ):
+        with pytest.raises(UsageError):
+            run_runtime(tmp_path, **arguments)
