@@ -6,6 +6,8 @@ each time, so that no prefix cache helps. Speed does not depend on the weights' 
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -126,7 +128,7 @@ def vars_of(shape: Shape) -> dict[str, int]:
 
 
 class Worker:
-    """A runtime in a process of its own."""
+    """A runtime in a process group of its own, stopped while it has nothing to do: some keep spinning."""
 
     def __init__(self, name: str, python: str, folder: Path, dtype: str, num_threads: int) -> None:
         """Start loading; `wait` until it is done."""
@@ -134,7 +136,13 @@ class Worker:
         command = [python, str(_WORKER), name, str(folder), dtype, str(num_threads)]
         self._log = (folder / f"{name}.log").open("w")
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"PYTHONSAFEPATH": "1"},  # our `statistics` is not the library's
         )
         self.peak_rss_bytes = 0
 
@@ -144,7 +152,9 @@ class Worker:
         Raises:
             UsageError: it failed.
         """
-        return float(self._answer()["load_seconds"])
+        seconds = float(self._answer()["load_seconds"])
+        self._signal(signal.SIGSTOP)
+        return seconds
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
         """Seconds for so many tokens of each prompt.
@@ -153,18 +163,23 @@ class Worker:
             UsageError: the process died.
         """
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
+        self._signal(signal.SIGSTOP)
         self.peak_rss_bytes = int(answer["peak_rss_bytes"])
         return float(answer["seconds"])
 
     def close(self) -> None:
-        """End the process. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._process.communicate(timeout=20)
-        self._process.kill()
+        """End the processes. Idempotent."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
         self._log.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
