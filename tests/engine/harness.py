@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,12 +34,12 @@ def request(
     segments: Sequence[Sequence[int]],
     max_tokens: int = 64,
     stop: Sequence[int] = (),
-    **sampling: float,
+    **sampling: Any,
 ) -> Request:
     """A request whose prompt has these segments: system, chunks, question."""
     kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(segments) - 2), SegmentKind.QUESTION][-len(segments) :]
     prompt = SegmentedPrompt(tuple(Segment(k, tuple(ids)) for k, ids in zip(kinds, segments, strict=True)))
-    params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
     return Request(request_id=RequestId(name), prompt=prompt, sampling=params, stop_token_ids=frozenset(stop))
 
 

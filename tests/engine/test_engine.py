@@ -1,6 +1,7 @@
 """Tokens do not depend on what else runs: random arrivals, cancellations and preemptions against one request alone."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,19 +28,35 @@ def tokens_alone(folder: Path, one: Request) -> list[int]:
     return run.tokens[one.request_id]
 
 
+def random_sampling(rng: np.random.Generator, max_tokens: int) -> dict[str, Any]:
+    """Every way to pick a token, each on about half of the time."""
+    return {
+        "temperature": float(rng.choice([0.0, 0.8])),
+        "top_k": int(rng.choice([0, 20])),
+        "top_p": float(rng.choice([1.0, 0.9])),
+        "min_p": float(rng.choice([0.0, 0.02])),
+        "repetition_penalty": float(rng.choice([1.0, 1.3])),
+        "presence_penalty": float(rng.choice([0.0, 0.4])),
+        "frequency_penalty": float(rng.choice([0.0, 0.3])),
+        "min_tokens": int(rng.integers(0, max_tokens + 1)),
+        "logit_bias": {int(token): 1.5 for token in rng.integers(0, 301, size=3)},
+    }
+
+
 def make_requests(seed: int, count: int) -> list[Request]:
     rng = np.random.default_rng(seed)
     made = []
     for index in range(count):
         lengths = rng.integers(1, 30, size=rng.integers(1, 5)).tolist()
-        temperature = float(rng.choice([0.0, 0.8]))
+        max_tokens = int(rng.integers(1, 40))
         made.append(
             request(
                 f"r{index}",
                 random_segments(rng, 301, lengths),
-                max_tokens=int(rng.integers(1, 40)),
-                temperature=temperature,
+                max_tokens,
+                stop=rng.integers(0, 301, size=20).tolist(),
                 seed=index,
+                **random_sampling(rng, max_tokens),
             )
         )
     return made
@@ -97,6 +114,32 @@ def test_the_stop_token_ends_generation(folder: Path) -> None:
     run.finish()
     assert run.tokens["stopped"] == free[: free.index(stop)]
     assert run.reasons["stopped"] is FinishReason.STOP
+
+
+def test_min_tokens_keeps_the_stop_token_away(folder: Path) -> None:
+    prompt = [[5, 6, 7, 8]]
+    stop = tokens_alone(folder, request("free", prompt, max_tokens=20))
+    run = Run(engine_on(folder))
+    run.submit(request("patient", prompt, max_tokens=20, stop=stop[:1], min_tokens=7))
+    run.finish()
+    assert len(run.tokens["patient"]) >= 7
+    assert not set(stop[:1]) & set(run.tokens["patient"])
+
+
+def test_logprobs_come_with_every_token_and_change_none(folder: Path) -> None:
+    prompt = [[5, 6, 7, 8]]
+    run = Run(engine_on(folder))
+    one = request("a", prompt, max_tokens=6, logprobs=3, repetition_penalty=5.0)
+    run.submit(one, request("b", prompt, max_tokens=6, repetition_penalty=5.0))
+    events = []
+    while run.engine.has_work:
+        events += [event for event in run.engine.step() if event.request_id == "a"]
+    assert [event.token_id for event in events] == tokens_alone(folder, one)
+    for event in events:
+        assert event.logprobs is not None
+        values = [value for _, value in event.logprobs.top]
+        assert len(values) == 3 and values == sorted(values, reverse=True) and event.logprobs.logprob <= values[0]
+    assert any(event.logprobs and event.logprobs.top[0][0] != event.token_id for event in events), "of the raw logits"
 
 
 def test_seeds_make_samples_repeatable_and_different(folder: Path) -> None:

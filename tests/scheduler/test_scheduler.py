@@ -34,7 +34,7 @@ def shape(batch: Batch | None) -> dict[str, tuple[int, int, bool]]:
     """Per sequence: its first position, its number of tokens, and whether it samples."""
     if batch is None:
         return {}
-    return {s.request_id: (s.first_position, s.num_scheduled_tokens, s.sample is not None) for s in batch.sequences}
+    return {s.request_id: (s.first_position, s.num_scheduled_tokens, bool(s.samples)) for s in batch.sequences}
 
 
 def run(one: Scheduler, token: int = 5) -> tuple[dict[str, tuple[int, int, bool]], list[SequenceUpdate]]:
@@ -42,7 +42,7 @@ def run(one: Scheduler, token: int = 5) -> tuple[dict[str, tuple[int, int, bool]
     batch = one.schedule()
     updates = []
     if batch is not None:
-        sampled = {s.request_id: token for s in batch.sequences if s.sample is not None}
+        sampled = {s.request_id: token for s in batch.sequences if s.samples}
         updates = one.update(batch, StepResult(sampled))
     one.check_integrity()
     return shape(batch), updates

@@ -8,7 +8,7 @@ so somebody always finishes. Design: docs/runtime.md
 
 from dataclasses import dataclass
 
-from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, StepResult
+from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, StepResult, TokenLogprobs
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request, uniform_at
 from stillroom.errors import PromptTooLongError
@@ -38,6 +38,8 @@ class SequenceUpdate:
     token_id: int | None
     """The new token; None if it was a stop token."""
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+    """Of the new token, if the request wants them."""
 
 
 class Scheduler:
@@ -121,8 +123,8 @@ class Scheduler:
         for entry in batch.sequences:
             sequence = self._running[entry.request_id]
             sequence.num_computed += entry.num_scheduled_tokens
-            if entry.sample is not None:
-                updates.append(self._advance(sequence, result.token_ids[entry.request_id]))
+            if entry.samples:
+                updates.append(self._advance(sequence, result))
         return updates
 
     def check_integrity(self) -> None:
@@ -135,7 +137,8 @@ class Scheduler:
             assert sequence.num_computed <= sequence.table.num_slots, sequence.request_id
             assert sequence.num_tokens - sequence.table.num_slots <= 1, sequence.request_id
 
-    def _advance(self, sequence: Sequence, token_id: int) -> SequenceUpdate:
+    def _advance(self, sequence: Sequence, result: StepResult) -> SequenceUpdate:
+        token_id = result.token_ids[sequence.request_id]
         reason: FinishReason | None = None
         if token_id in sequence.request.stop_token_ids:
             reason = FinishReason.STOP
@@ -145,7 +148,13 @@ class Scheduler:
                 reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(sequence, reason)
-        return SequenceUpdate(sequence.request_id, None if reason is FinishReason.STOP else token_id, reason)
+        is_answer = reason is not FinishReason.STOP
+        return SequenceUpdate(
+            sequence.request_id,
+            token_id if is_answer else None,
+            reason,
+            result.logprobs.get(sequence.request_id) if is_answer else None,
+        )
 
     def _decodes(self) -> list[ScheduledSequence]:
         """One token of every decoding sequence, oldest first: whom a preemption hits has not been taken yet."""
@@ -159,13 +168,9 @@ class Scheduler:
         """The next tokens of a sequence, as many as the budget allows."""
         start = sequence.num_computed
         end = min(start + budget, sequence.num_tokens)
-        sampling = sequence.request.sampling
-        sample = None
-        if end == sequence.num_tokens:
-            uniform = 0.0 if sampling.is_greedy else uniform_at(sampling.seed, sequence.num_generated)
-            sample = SampleSpec(sampling.temperature, sampling.top_p, uniform)
+        samples = (_sample_spec(sequence),) if end == sequence.num_tokens else ()
         return ScheduledSequence(
-            sequence.request_id, sequence.tokens(start, end), start, sequence.table.slots[:end], sample
+            sequence.request_id, sequence.tokens(start, end), start, sequence.table.slots[:end], samples
         )
 
     def _ensure_slot(self, sequence: Sequence) -> bool:
@@ -203,3 +208,15 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         self._running.pop(sequence.request_id, None)
+
+
+def _sample_spec(sequence: Sequence) -> SampleSpec:
+    request, params = sequence.request, sequence.request.sampling
+    return SampleSpec(
+        request_id=request.request_id,
+        params=params,
+        uniform=0.0 if params.is_greedy else uniform_at(params.seed, sequence.num_generated),
+        token_ids=sequence.tokens(0, sequence.num_tokens),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        forbidden=request.stop_token_ids if sequence.num_generated < params.min_tokens else frozenset(),
+    )
