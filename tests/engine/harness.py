@@ -1,5 +1,6 @@
 """An engine on a checkpoint, run by hand: every step is followed by an integrity check."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from stillroom.config.settings import RuntimeConfig
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.core.request import FinishReason, Request, SamplingParams
+from stillroom.core.request import FinishReason, Request, SamplingParams, seed_of_sample
 from stillroom.engine.engine import Engine
 from stillroom.models.loader import load_decoder
 from stillroom.rag.generator import build_engine
@@ -47,6 +48,18 @@ def random_segments(rng: np.random.Generator, vocab_size: int, lengths: Sequence
     return [rng.integers(3, vocab_size, size=length).tolist() for length in lengths]
 
 
+def samples_of(one: Request, count: int) -> list[Request]:
+    """The request and further samples of it, each with its own name and seed."""
+    return [
+        dataclasses.replace(
+            one,
+            request_id=RequestId(f"{one.request_id}/{index}"),
+            sampling=dataclasses.replace(one.sampling, seed=seed_of_sample(one.sampling.seed, index)),
+        )
+        for index in range(count)
+    ]
+
+
 class Run:
     """Drives an engine and collects what each request produced."""
 
@@ -60,6 +73,12 @@ class Run:
         for one in requests:
             self.tokens[one.request_id] = []
             self.engine.submit(one)
+
+    def submit_samples(self, *requests: Request) -> None:
+        """One group: the same prompt, computed once."""
+        for one in requests:
+            self.tokens[one.request_id] = []
+        self.engine.submit(*requests)
 
     def step(self) -> None:
         for event in self.engine.step():

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
-from tests.engine.harness import Run, engine_on, random_segments, request
+from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
 from tests.fakes import random_checkpoint
 
 
@@ -91,6 +92,77 @@ def test_random_arrivals_preemption_and_cancellation_change_no_token(
             assert run.tokens[one.request_id] == expected[: len(run.tokens[one.request_id])]
         else:
             assert run.tokens[one.request_id] == expected
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    arrivals=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=2, max_size=5),
+    num_blocks=st.sampled_from([12, 20, 200]),
+    budget=st.sampled_from([5, 17, 512]),
+    cancels=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 12)), max_size=4),
+)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_samples_of_one_prompt_equal_requests_run_alone(
+    folder: Path,
+    seed: int,
+    arrivals: list[tuple[int, int]],
+    num_blocks: int,
+    budget: int,
+    cancels: list[tuple[int, int]],
+) -> None:
+    """Random groups, cancellations of single samples and preemption; every step's books are checked by the harness."""
+    groups = [
+        samples_of(one, count) for one, (count, _) in zip(make_requests(seed, len(arrivals)), arrivals, strict=True)
+    ]
+    run = Run(engine_on(folder, num_blocks=num_blocks, max_num_batched_tokens=budget, max_num_seqs=5))
+    for group, (_, pause) in zip(groups, arrivals, strict=True):
+        run.submit_samples(*group)
+        for _ in range(pause):
+            run.step()
+    everyone = [one for group in groups for one in group]
+    for which, pause in cancels:
+        run.engine.cancel(everyone[which % len(everyone)].request_id)
+        run.engine.check_integrity()
+        for _ in range(pause):
+            run.step()
+    run.finish()
+    for one in everyone:
+        expected, ours = tokens_alone(folder, one), run.tokens[one.request_id]
+        assert ours == (expected if one.request_id in run.reasons else expected[: len(ours)])
+
+
+def test_a_prompt_is_computed_once_for_all_samples_and_its_blocks_are_shared(folder: Path) -> None:
+    group = samples_of(request("r", [[7] * 20, [8] * 27], max_tokens=12, temperature=1.0), 4)
+    run = Run(engine_on(folder))
+    run.submit_samples(*group)
+    execute, scheduled, used = run.engine.runner.execute, list[Batch](), list[int]()
+
+    def watched(batch: Batch) -> StepResult:
+        scheduled.append(batch)
+        return execute(batch)
+
+    run.engine.runner.execute = watched  # type: ignore[method-assign]
+    pool = run.engine.scheduler.kv.pool
+    while run.engine.has_work:
+        used.append(pool.num_used)
+        run.step()
+    assert [batch.num_scheduled_tokens for batch in scheduled[:2]] == [47, 4]
+    assert used[:3] == [0, 4, 7], "three of four copy the last block, the last to write keeps it"
+    assert len(scheduled[1].copies) == 3
+    assert len({tuple(tokens) for tokens in run.tokens.values()}) == 4
+    assert all(run.tokens[one.request_id] == tokens_alone(folder, one) for one in group)
+
+
+def test_preempting_a_sample_leaves_the_others_their_blocks(folder: Path) -> None:
+    group = samples_of(request("r", [[7] * 40], max_tokens=40, temperature=1.0), 4)
+    run = Run(engine_on(folder, num_blocks=8))
+    run.submit_samples(*group)
+    seen = set()
+    while run.engine.has_work:
+        run.step()
+        seen.add((run.engine.scheduler.num_running, run.engine.scheduler.num_waiting))
+    assert {(4, 0), (3, 1), (2, 2)} <= seen
+    assert all(run.tokens[one.request_id] == tokens_alone(folder, one) for one in group)
 
 
 def test_a_small_pool_really_preempts(folder: Path) -> None:

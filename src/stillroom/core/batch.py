@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.core.ids import RequestId
+from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.request import SamplingParams
 
 
@@ -48,10 +48,20 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The content of one KV block, to be written to another."""
+
+    source: BlockId
+    target: BlockId
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step."""
 
     sequences: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    """Carried out before anything is computed. No source is the target of an earlier one."""
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -99,6 +99,14 @@ class Request:
     """Generation ends after one of these; it is not part of the answer."""
 
 
+def seed_of_sample(seed: int, index: int) -> int:
+    """The seed of the `index`-th of several samples of one request: the seed itself for the first, else one derived
+    from both."""
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1)
+
+
 def uniform_at(seed: int, index: int) -> float:
     """The random number in [0, 1) of the `index`-th token of a request with this seed.
 

@@ -42,13 +42,14 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def submit(self, request: Request) -> None:
-        """Queue a request.
+    def submit(self, request: Request, *samples: Request) -> None:
+        """Queue a request, with further samples of the same prompt, which then is computed once.
 
         Raises:
             PromptTooLongError: it can never run.
+            UsageError: there are more samples than can run at the same time.
         """
-        self.scheduler.add(request)
+        self.scheduler.add(request, *samples)
 
     def cancel(self, request_id: RequestId) -> TokenEvent | None:
         """Forget a request; its blocks are free from now on. None if it had ended already."""

@@ -35,6 +35,8 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """See `Runner.execute`."""
+        if batch.copies:
+            self.store.copy_blocks(batch.copies)
         hidden_BM = self.decoder.hidden_states(self._pack(batch), self.store.layer)
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
         if not sampling:

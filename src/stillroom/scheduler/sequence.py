@@ -35,6 +35,8 @@ class Sequence:
         self.num_prompt_tokens = request.prompt.num_tokens
         self.num_tokens = self.num_prompt_tokens
         self.num_computed = 0
+        self.followers: list[Sequence] = []
+        """Other samples of this prompt. They fork from this sequence once its prompt has run."""
         self._token_ids: NDArray[np.int64] = np.empty(
             self.num_prompt_tokens + request.sampling.max_tokens, dtype=np.int64
         )
