@@ -90,11 +90,11 @@ def test_question_that_cannot_be_answered_does_not_stop_the_others(run: Run, ope
 
 
 def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeRoom) -> None:
-    flags = "-k 3 --mode dense --max-tokens 7 --temperature 0.5 --top-p 0.9 --seed 5 --model m"
+    flags = "-k 3 --mode dense --max-tokens 7 --temperature 0.5 --top-p 0.9 --seed 5 --stop a --stop b --model m"
 
     run("ask", QUESTION, *flags.split())
 
-    expected = AskOptions(mode="dense", top_k=3, max_tokens=7, temperature=0.5, top_p=0.9, seed=5)
+    expected = AskOptions(mode="dense", top_k=3, max_tokens=7, temperature=0.5, top_p=0.9, seed=5, stop=("a", "b"))
     assert fake.asked == [(QUESTION, expected)]
     assert opened.calls[0][1].runtime.model == "m"
 

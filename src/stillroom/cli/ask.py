@@ -78,6 +78,10 @@ def ask(  # noqa: PLR0913  one parameter per flag
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, metavar="N", help="Same seed, same question: same answer.")
     ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End the answer before this text; can be given several times."),
+    ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -95,7 +99,17 @@ def ask(  # noqa: PLR0913  one parameter per flag
     settings = room.settings(config, flags)
     from stillroom.rag.answer import AskOptions
 
-    options = AskOptions(mode=mode, top_k=top_k, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if stop and not all(stop):
+        raise UsageError("--stop '': an empty text is everywhere; leave it out")
+    options = AskOptions(
+        mode=mode,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
     style = _Style(as_json, quiet, is_series=len(questions) > 1 or STDIN in questions)
     failure: UsageError | None = None
     with room.open_room(kb, settings) as opened:

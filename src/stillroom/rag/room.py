@@ -152,12 +152,37 @@ class Stillroom:
 
     def stream(self, question: str, options: AskOptions | None = None) -> "AnswerStream":
         """The answer piece by piece; its sources are known at once. Raises as `ask`."""
-        return self._pipeline().stream(question, options or AskOptions())
+        return self.streams(question, options)[0]
+
+    def ask_several(self, question: str, n: int, options: AskOptions | None = None) -> list[Answer]:
+        """`n` answers to one question: searched and read once, then answered with a seed of its own each.
+
+        The first is the answer that `ask` gives. Raises as `ask`.
+        """
+        streams = self.streams(question, options, n=n)
+        try:
+            for stream in streams:
+                for _ in stream:
+                    pass
+        finally:
+            for stream in streams:
+                stream.cancel()
+        return [stream.answer for stream in streams]
+
+    def streams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> "list[AnswerStream]":
+        """`n` answers to one question, piece by piece; each can be cancelled by itself. Raises as `ask`."""
+        return self._pipeline().streams(question, options or AskOptions(), n)
 
     async def astream(self, question: str, options: AskOptions | None = None) -> "AsyncAnswerStream":
         """`stream` for an event loop: nothing blocks it."""
+        return (await self.astreams(question, options))[0]
+
+    async def astreams(
+        self, question: str, options: AskOptions | None = None, *, n: int = 1
+    ) -> "list[AsyncAnswerStream]":
+        """`streams` for an event loop: nothing blocks it."""
         pipeline = await asyncio.to_thread(self._pipeline)
-        return await pipeline.astream(question, options or AskOptions())
+        return await pipeline.astreams(question, options or AskOptions(), n)
 
     # Life
 
