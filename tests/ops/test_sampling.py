@@ -1,6 +1,7 @@
 """Sampling against its slow twin, and against the distribution it promises."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from stillroom.core.batch import SampleSpec
 from stillroom.core.ids import RequestId
@@ -28,15 +30,37 @@ def spec(*, uniform: float = 0.0, prompt: Any = (), answer: Any = (), forbidden:
     )
 
 
+class Allowed:
+    """A constraint that never moves."""
+
+    is_complete = False
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self._words = np.zeros(1, dtype=np.int32)
+        for token in token_ids:
+            self._words[0] |= 1 << token
+
+    def copy(self) -> "Allowed":
+        return self
+
+    def allowed(self) -> NDArray[np.int32]:
+        return self._words
+
+    def advance(self, token_id: int) -> None:
+        raise AssertionError("sampling moves no constraint")
+
+
 @st.composite
 def rows(draw: st.DrawFn, size: int | None = None) -> tuple[list[float], SampleSpec]:
     logits = draw(LOGITS if size is None else st.lists(HALVES, min_size=size, max_size=size))
     token = st.integers(0, len(logits) - 1)
+    forbidden = draw(st.sets(token, max_size=len(logits) - 1))
+    free = sorted(set(range(len(logits))) - forbidden)
     one = spec(
         uniform=draw(UNIFORM),
         prompt=draw(st.lists(token, max_size=5)),
         answer=draw(st.lists(token, max_size=5)),
-        forbidden=draw(st.sets(token, max_size=len(logits) - 1)),
+        forbidden=forbidden,
         temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
         top_k=draw(st.sampled_from([0, 1, 3, 100])),
         top_p=draw(st.sampled_from([0.15, 0.5, 0.83, 1.0])),
@@ -46,6 +70,9 @@ def rows(draw: st.DrawFn, size: int | None = None) -> tuple[list[float], SampleS
         frequency_penalty=draw(st.sampled_from([0.0, 0.5, -1.0])),
         logit_bias=draw(st.dictionaries(token, HALVES, max_size=3)),
     )
+    if draw(st.booleans()):
+        allowed = draw(st.sets(token)) | {draw(st.sampled_from(free))}
+        one = dataclasses.replace(one, constraint=Allowed(allowed))
     return logits, one
 
 
@@ -66,6 +93,7 @@ def test_a_row_equals_its_twin(row: tuple[list[float], SampleSpec]) -> None:
     }
     assert ours == sample_reference(logits, one) or ours in nearby
     assert ours not in one.forbidden
+    assert one.constraint is None or one.constraint.allowed()[0] >> ours & 1
 
 
 @given(st.lists(rows(size=6), min_size=2, max_size=5))

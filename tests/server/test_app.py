@@ -193,6 +193,23 @@ def test_log_probabilities_in_openais_form(client: httpx.Client) -> None:
     assert sum(streamed, []) == choice["logprobs"]["content"]
 
 
+@pytest.mark.parametrize(
+    ("response_format", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}, {"type": "integer"}),
+        ({"type": "json_schema", "json_schema": {"name": "anything"}}, {}),
+    ],
+)
+def test_response_formats(
+    client: httpx.Client, room: FakeRoom, response_format: dict[str, Any], schema: dict[str, Any] | None
+) -> None:
+    client.post("/v1/chat/completions", json=QUESTION | {"response_format": response_format})
+
+    assert room.asked[0][1].json_schema == schema
+
+
 def test_alternatives_without_log_probabilities_are_a_contradiction(client: httpx.Client) -> None:
     response = client.post("/v1/chat/completions", json=QUESTION | {"top_logprobs": 2})
 

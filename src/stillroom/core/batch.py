@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.ids import BlockId, RequestId
-from stillroom.core.request import SamplingParams
+from stillroom.core.request import SamplingParams, TokenConstraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class SampleSpec:
     """How many of them are the prompt; the others are the answer."""
     forbidden: frozenset[int] = frozenset()
     """Tokens that must not be picked in this step."""
+    constraint: TokenConstraint | None = None
+    """Asked once for the tokens that may be picked, after the step's arithmetic has been started."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import SegmentedPrompt
@@ -88,6 +90,27 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class TokenConstraint(Protocol):
+    """Which tokens may come next in one sequence."""
+
+    def copy(self) -> "TokenConstraint":
+        """An independent constraint at the same place."""
+        ...
+
+    def allowed(self) -> NDArray[np.int32]:
+        """One bit per token of the vocabulary, lowest bit first; at least one is set."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """This token came; it was allowed."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing can follow: the sequence ends."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt to be continued."""
@@ -97,6 +120,8 @@ class Request:
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     """Generation ends after one of these; it is not part of the answer."""
+    constraint: TokenConstraint | None = None
+    """At the beginning of an answer; never advanced, every sequence works on a copy."""
 
 
 def seed_of_sample(seed: int, index: int) -> int:

@@ -54,6 +54,11 @@ class Tokenizer:
             raise ModelError(f"the tokenizer in {folder} could not be loaded: {error}") from error
 
     @property
+    def hf_tokenizer(self) -> Any:
+        """The wrapped tokenizer, for libraries that read its vocabulary."""
+        return self._hf
+
+    @property
     def eos_token_id(self) -> int | None:
         token_id: int | None = self._hf.eos_token_id
         return token_id

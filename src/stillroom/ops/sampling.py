@@ -1,7 +1,8 @@
 """Picking the next token from logits. Randomness comes in as one uniform number per row, never from here.
 
-The order, as in vLLM and transformers: bias, repetition penalty, presence and frequency penalty, forbidden tokens;
-temperature, top-k, top-p, min-p; one draw by inverse cumulative distribution. Log probabilities are those of the
+The order, as in vLLM and transformers: bias, repetition penalty, presence and frequency penalty; tokens that are
+forbidden or break the request's constraint; temperature, top-k, top-p, min-p; one draw by inverse cumulative
+distribution. Log probabilities are those of the
 untouched logits.
 """
 
@@ -17,7 +18,7 @@ from stillroom.core.batch import SampleSpec, TokenLogprobs
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# B rows (one per request that samples), R of them that are drawn and not greedy, V vocabulary
+# B rows (one per request that samples), R of them that are drawn and not greedy, V vocabulary, W words of I = 32 bits
 
 
 def sample(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
@@ -63,14 +64,24 @@ def _adjusted(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Ten
             answered.add(row, tokens, params.presence_penalty + params.frequency_penalty * counts)
         if spec.forbidden:
             forbidden.add(row, list(spec.forbidden), -math.inf)
-    if not (biases or repeated or answered or forbidden):
+    constrained = [row for row, spec in enumerate(specs) if spec.constraint is not None]
+    if not (biases or repeated or answered or forbidden or constrained):
         return logits_BV
     adjusted_BV = logits_BV.to(torch.float32, copy=True)
     biases.apply(adjusted_BV, torch.add)
     repeated.apply(adjusted_BV, lambda logit, penalty: torch.where(logit > 0, logit / penalty, logit * penalty))
     answered.apply(adjusted_BV, torch.sub)
     forbidden.apply(adjusted_BV, lambda _, value: value)
+    if constrained:
+        adjusted_BV[constrained] = _constrained(adjusted_BV[constrained], [specs[row] for row in constrained])
     return adjusted_BV
+
+
+def _constrained(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    masks = [spec.constraint.allowed() for spec in specs if spec.constraint is not None]
+    words_BW = torch.from_numpy(np.stack(masks)).to(logits_BV.device)
+    bits_BWI = (words_BW[:, :, None] >> torch.arange(32, device=logits_BV.device, dtype=torch.int32)) & 1
+    return logits_BV.masked_fill(bits_BWI.flatten(1)[:, : logits_BV.shape[-1]] == 0, -math.inf)
 
 
 class _Edits:
@@ -155,5 +166,7 @@ def _adjusted_reference(logits: Sequence[float], spec: SampleSpec) -> list[float
             scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
         scores[token] -= params.presence_penalty * (token in answer) + params.frequency_penalty * answer[token]
         if token in spec.forbidden:
+            scores[token] = -math.inf
+        if spec.constraint is not None and not int(spec.constraint.allowed()[token // 32]) >> (token % 32) & 1:
             scores[token] = -math.inf
     return scores

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from stillroom.config.settings import SearchMode
 from stillroom.core.ids import RequestId
@@ -29,6 +30,8 @@ class AskOptions:
     """Added to the logits of these tokens."""
     stop: str | Sequence[str] = ()
     """Texts before which the answer ends."""
+    json_schema: Mapping[str, Any] | None = None
+    """The answer is JSON of this schema, unless `max_tokens` cuts it. The model is not told: say it in the question."""
     logprobs: int | None = None
     """Report each token's log probability, and those of this many most likely tokens (up to 20)."""
 

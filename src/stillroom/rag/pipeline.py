@@ -96,6 +96,8 @@ class Pipeline:
             raise EmptyKnowledgeBaseError(
                 "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR"
             )
+        schema = options.json_schema
+        constraint = None if schema is None else self._generator.constraints.compile(schema)
         defaults = self._config.search
         top_k = defaults.top_k if options.top_k is None else options.top_k
         found = self._search.search(question, options.mode or defaults.mode, top_k).results
@@ -110,6 +112,7 @@ class Pipeline:
             prompt=prompt,
             sampling=self._sampling(options, prompt.num_tokens),
             stop_token_ids=self._generator.model.stop_token_ids,
+            constraint=constraint,
         )
         started = Started(
             request_id=request.request_id,

@@ -163,16 +163,16 @@ class Scheduler:
 
     def _advance(self, sequence: Sequence, result: StepResult) -> SequenceUpdate:
         token_id = result.token_ids[sequence.request_id]
-        reason: FinishReason | None = None
-        if token_id in sequence.request.stop_token_ids:
-            reason = FinishReason.STOP
-        else:
+        is_answer = token_id not in sequence.request.stop_token_ids
+        if is_answer:
             sequence.append(token_id)
-            if sequence.num_generated == sequence.request.sampling.max_tokens:
-                reason = FinishReason.LENGTH
+        reason: FinishReason | None = None
+        if not is_answer or sequence.is_complete:
+            reason = FinishReason.STOP
+        elif sequence.num_generated == sequence.request.sampling.max_tokens:
+            reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(sequence, reason)
-        is_answer = reason is not FinishReason.STOP
         return SequenceUpdate(
             sequence.request_id,
             token_id if is_answer else None,
@@ -289,4 +289,5 @@ def _sample_spec(sequence: Sequence) -> SampleSpec:
         token_ids=sequence.tokens(0, sequence.num_tokens),
         num_prompt_tokens=sequence.num_prompt_tokens,
         forbidden=request.stop_token_ids if sequence.num_generated < params.min_tokens else frozenset(),
+        constraint=sequence.constraint,
     )

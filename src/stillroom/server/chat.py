@@ -70,6 +70,7 @@ def ask_options(body: ChatCompletionRequest) -> AskOptions:
         min_tokens=body.min_tokens or 0,
         logit_bias=body.logit_bias or {},
         stop=body.stop or (),
+        json_schema=body.response_format.schema_to_enforce if body.response_format else None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 

@@ -51,6 +51,24 @@ class SearchOptions(BaseModel):
     mode: SearchMode | None = None
 
 
+class JsonSchema(BaseModel):
+    name: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    """Empty: any JSON."""
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_to_enforce(self) -> dict[str, Any] | None:
+        """None for free text."""
+        if self.type == "json_schema":
+            return (self.json_schema or JsonSchema()).schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class ChatCompletionRequest(BaseModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     model: str | None = None
@@ -69,6 +87,7 @@ class ChatCompletionRequest(BaseModel):
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: StopStrings | None = None
     """A text or a list of texts."""
+    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
