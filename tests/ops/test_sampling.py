@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -81,10 +82,12 @@ def moved(one: SampleSpec, by: float) -> SampleSpec:
     return dataclasses.replace(one, params=params, uniform=min(max(0.0, one.uniform + by), 1 - 1e-9))
 
 
-@given(rows())
-def test_a_row_equals_its_twin(row: tuple[list[float], SampleSpec]) -> None:
+@given(rows(), st.sampled_from([1, 2, 1024]))
+@settings(max_examples=300)
+def test_a_row_equals_its_twin(row: tuple[list[float], SampleSpec], num_tried: int) -> None:
     logits, one = row
-    ours = sample(torch.tensor([logits]), [one])[0]
+    with patch("stillroom.ops.sampling.NUM_TRIED", num_tried):
+        ours = sample(torch.tensor([logits]), [one])[0]
     # Equal up to rounding exactly on a border of the cumulative distribution.
     nearby = {
         sample_reference(logits, dataclasses.replace(moved(one, p), uniform=moved(one, u).uniform))
@@ -94,6 +97,26 @@ def test_a_row_equals_its_twin(row: tuple[list[float], SampleSpec]) -> None:
     assert ours == sample_reference(logits, one) or ours in nearby
     assert ours not in one.forbidden
     assert one.constraint is None or one.constraint.allowed()[0] >> ours & 1
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([0.1, 1.0, 4.0]),
+    top_k=st.sampled_from([0, 5, 60, 64, 500]),
+    top_p=st.sampled_from([0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.001, 0.2]),
+)
+def test_trying_the_likeliest_first_changes_no_draw(
+    seed: int, scale: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(8, 700, generator=generator) * scale
+    specs = [
+        spec(uniform=uniform_at(seed, row), temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p) for row in range(8)
+    ]
+    with patch("stillroom.ops.sampling.NUM_TRIED", 64):
+        tried = sample(logits, specs)
+    assert tried == sample(logits, specs)
 
 
 @given(st.lists(rows(size=6), min_size=2, max_size=5))

@@ -18,7 +18,11 @@ from stillroom.core.batch import SampleSpec, TokenLogprobs
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# B rows (one per request that samples), R of them that are drawn and not greedy, V vocabulary, W words of I = 32 bits
+NUM_TRIED = 1024
+"""Tokens that a draw looks at before it sorts the vocabulary."""
+
+# B rows (one per request that samples), R of them that are drawn and not greedy, V vocabulary,
+# C likeliest tokens, W words of I = 32 bits
 
 
 def sample(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
@@ -112,23 +116,61 @@ class _Edits:
 
 
 def _draw(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        return torch.tensor(values, device=logits_RV.device, dtype=dtype)[:, None]
-
-    size = logits_RV.shape[-1]
-    scaled_RV = logits_RV / column([spec.params.temperature for spec in specs], torch.float32)
-    sorted_RV, order_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
-    probabilities_RV = sorted_RV.double().softmax(dim=-1)
-    cumulative_RV = probabilities_RV.cumsum(dim=-1)
-    top_k = column([min(spec.params.top_k or size, size) for spec in specs], torch.int64)
-    reach = column([spec.params.top_p for spec in specs]) * cumulative_RV.gather(1, top_k - 1)
-    num_kept = ((cumulative_RV < reach).sum(dim=-1, keepdim=True) + 1).clamp(max=size)
-    least = column([spec.params.min_p for spec in specs]) * probabilities_RV[:, :1]
-    num_kept = num_kept.minimum((probabilities_RV >= least).sum(dim=-1, keepdim=True))
-    target = column([spec.uniform for spec in specs]) * cumulative_RV.gather(1, num_kept - 1)
-    picked = (cumulative_RV <= target).sum(dim=-1, keepdim=True).minimum(num_kept - 1)
-    token_ids: list[int] = order_RV.gather(1, picked)[:, 0].tolist()
+    """A draw for each row. Sorting a whole vocabulary takes longer than a layer of the model, so the likeliest tokens
+    are tried first; a row whose draw they do not decide is sorted whole."""
+    scaled_RV = logits_RV / _column([spec.params.temperature for spec in specs], logits_RV)
+    size = scaled_RV.shape[-1]
+    num_tried = NUM_TRIED if size > 4 * NUM_TRIED else size
+    token_ids, is_decided = _pick(scaled_RV, num_tried, specs)
+    rest = [row for row, decided in enumerate(is_decided) if not decided]
+    if rest:
+        picked, _ = _pick(scaled_RV[rest], size, [specs[row] for row in rest])
+        for row, token_id in zip(rest, picked, strict=True):
+            token_ids[row] = token_id
     return token_ids
+
+
+def _pick(scaled_RV: torch.Tensor, num_tried: int, specs: Sequence[SampleSpec]) -> tuple[list[int], list[bool]]:
+    """A draw for each row among its `num_tried` = C likeliest tokens, and whether it is the draw among all tokens."""
+    size = scaled_RV.shape[-1]
+    sorted_RC, order_RC = _likeliest(scaled_RV, num_tried)
+    weights_RC = (sorted_RC - sorted_RC[:, :1]).double().exp()  # the first weighs 1
+    cumulative_RC = weights_RC.cumsum(dim=-1)
+    reached_R1 = cumulative_RC[:, -1:]
+    all_R1 = reached_R1 if num_tried == size else (scaled_RV - sorted_RC[:, :1]).exp().sum(-1, True, dtype=torch.double)
+
+    top_k = _column([min(spec.params.top_k or size, size) for spec in specs], cumulative_RC).long()
+    top_p = _column([spec.params.top_p for spec in specs], cumulative_RC)
+    min_p = _column([spec.params.min_p for spec in specs], cumulative_RC)
+    top_k_mass = torch.where(top_k == size, all_R1, cumulative_RC.gather(1, top_k.clamp(max=num_tried) - 1))
+    is_mass_known = (top_k <= num_tried) | (top_k == size)  # else the nucleus is a share of nobody knows what
+    nucleus = (cumulative_RC < top_p * top_k_mass).sum(-1, True) + 1
+    likely = (weights_RC >= min_p).sum(-1, True)
+    num_kept = nucleus.minimum(top_k).minimum(likely).clamp(max=num_tried)
+    num_kept = num_kept.minimum((weights_RC > 0).sum(-1, True))
+    is_closed = is_mass_known & ((nucleus <= num_tried) | (likely < num_tried)) | (num_tried == size)
+    is_uncut = (top_k == size) & (top_p == 1.0) & (min_p == 0.0)
+
+    kept_mass = torch.where(is_closed, cumulative_RC.gather(1, num_kept - 1), all_R1)
+    target = _column([spec.uniform for spec in specs], cumulative_RC) * kept_mass
+    picked = (cumulative_RC <= target).sum(-1, True).minimum(num_kept - 1)
+    is_decided = is_closed | (is_uncut & (target < reached_R1))
+    if num_tried < size:  # among equals at the end of what was tried, a lower id may have been left out
+        is_decided &= sorted_RC.gather(1, picked) > sorted_RC[:, -1:]
+    return order_RC.gather(1, picked)[:, 0].tolist(), is_decided[:, 0].tolist()
+
+
+def _likeliest(scaled_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest logits of each row in descending order, and their tokens, lower ids first among equals."""
+    if count == scaled_RV.shape[-1]:
+        return scaled_RV.sort(dim=-1, descending=True, stable=True)
+    token_ids, _ = scaled_RV.topk(count, dim=-1).indices.sort(dim=-1)
+    values, order = scaled_RV.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
+    return values, token_ids.gather(1, order)
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, device=like.device, dtype=like.dtype)[:, None]
 
 
 def sample_reference(logits: Sequence[float], spec: SampleSpec) -> int:
