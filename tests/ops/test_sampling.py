@@ -119,6 +119,17 @@ def test_trying_the_likeliest_first_changes_no_draw(
     assert tried == sample(logits, specs)
 
 
+@pytest.mark.gpu
+@given(st.lists(rows(size=6), min_size=1, max_size=5))
+def test_a_gpu_draws_what_the_cpu_draws(batch: list[tuple[list[float], SampleSpec]]) -> None:
+    logits, specs = torch.tensor([logits for logits, _ in batch]), [one for _, one in batch]
+    ours = sample(logits.cuda(), specs)
+    for row, (token, one) in enumerate(zip(ours, specs, strict=True)):
+        nearby = {sample(logits[row : row + 1], [moved(one, by)])[0] for by in (-1e-6, 0, 1e-6)}
+        assert token in nearby
+    assert logprobs(logits.cuda(), ours, [2] * len(ours))[0].logprob <= 0
+
+
 @given(st.lists(rows(size=6), min_size=2, max_size=5))
 def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SampleSpec]]) -> None:
     together = sample(torch.tensor([logits for logits, _ in batch]), [one for _, one in batch])
