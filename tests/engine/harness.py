@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams, seed_of_sample
 from stillroom.engine.engine import Engine
+from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom.rag.generator import build_engine
 from tests.fakes import ManualClock
@@ -21,13 +23,19 @@ def engine_on(
     folder: Path, *, num_blocks: int = 256, max_num_seqs: int = 32, max_num_batched_tokens: int = 512
 ) -> Engine:
     """An engine whose KV pool has exactly `num_blocks` blocks."""
-    decoder = load_decoder(folder, device="cpu")
+    decoder = _decoder(folder)
     spec = decoder.spec
     per_block = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize * 16
     config = RuntimeConfig(
         kv_bytes=num_blocks * per_block, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
     return build_engine(decoder, config, ManualClock())
+
+
+@lru_cache(maxsize=2)
+def _decoder(folder: Path) -> Decoder:
+    """Read once: a decoder has no state, and hundreds of engines are built on the same one."""
+    return load_decoder(folder, device="cpu")
 
 
 def request(
