@@ -36,6 +36,20 @@ BASE: dict[str, Any] = {
 }
 
 
+def byte_tokenizer(vocab_size: int = 301) -> Any:
+    """A transformers tokenizer that spells any text: GPT-2's bytes, merges of some JSON, and `<e>` (1), which ends."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<s>", "<e>"], initial_alphabet=alphabet)
+    raw.train_from_iterator(['{"name": "the lazy dog", "year": 1971, "ok": true, "tags": ["a", "b"]}'] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="<e>")
+
+
 def random_checkpoint(folder: Path, kind: str, *, seed: int = 0, shards: bool = False, **settings: Any) -> Any:
     """A random checkpoint of a transformers architecture (`Llama`, `Qwen3`, ...), saved; returns the oracle model."""
     import transformers

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -90,13 +91,29 @@ def test_question_that_cannot_be_answered_does_not_stop_the_others(run: Run, ope
 
 
 def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeRoom) -> None:
-    flags = "-k 3 --mode dense --max-tokens 7 --temperature 0.5 --top-p 0.9 --seed 5 --model m"
+    flags = "-k 3 --mode dense --max-tokens 7 --temperature 0.5 --top-p 0.9 --seed 5 --stop a --stop b --model m"
 
     run("ask", QUESTION, *flags.split())
 
-    expected = AskOptions(mode="dense", top_k=3, max_tokens=7, temperature=0.5, top_p=0.9, seed=5)
+    expected = AskOptions(mode="dense", top_k=3, max_tokens=7, temperature=0.5, top_p=0.9, seed=5, stop=("a", "b"))
     assert fake.asked == [(QUESTION, expected)]
     assert opened.calls[0][1].runtime.model == "m"
+
+
+def test_json_schema_is_read_from_a_file(run: Run, opened: Opened, fake: FakeRoom, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    (tmp_path / "list.json").write_text("[]")
+
+    run("ask", QUESTION, "--json-schema", "schema.json")
+
+    assert fake.asked == [(QUESTION, AskOptions(json_schema={"type": "integer"}))]
+    for bad, complaint in (("list.json", "a schema is an object"), ("nowhere.json", "No such file")):
+        result = run("ask", QUESTION, "--json-schema", bad)
+        assert result.code == 2 and complaint in result.err
+
+
+def test_empty_stop_string_is_refused(run: Run, opened: Opened) -> None:
+    assert "everywhere" in run("ask", QUESTION, "--stop", "").err
 
 
 def test_failure_in_the_middle_keeps_what_came_before(run: Run, opened: Opened, fake: FakeRoom) -> None:

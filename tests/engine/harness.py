@@ -1,15 +1,19 @@
 """An engine on a checkpoint, run by hand: every step is followed by an integrity check."""
 
+import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from stillroom.config.settings import RuntimeConfig
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.core.request import FinishReason, Request, SamplingParams
+from stillroom.core.request import FinishReason, Request, SamplingParams, seed_of_sample
 from stillroom.engine.engine import Engine
+from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom.rag.generator import build_engine
 from tests.fakes import ManualClock
@@ -19,7 +23,7 @@ def engine_on(
     folder: Path, *, num_blocks: int = 256, max_num_seqs: int = 32, max_num_batched_tokens: int = 512
 ) -> Engine:
     """An engine whose KV pool has exactly `num_blocks` blocks."""
-    decoder = load_decoder(folder, device="cpu")
+    decoder = _decoder(folder)
     spec = decoder.spec
     per_block = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize * 16
     config = RuntimeConfig(
@@ -28,22 +32,40 @@ def engine_on(
     return build_engine(decoder, config, ManualClock())
 
 
+@lru_cache(maxsize=2)
+def _decoder(folder: Path) -> Decoder:
+    """Read once: a decoder has no state, and hundreds of engines are built on the same one."""
+    return load_decoder(folder, device="cpu")
+
+
 def request(
     name: str,
     segments: Sequence[Sequence[int]],
     max_tokens: int = 64,
     stop: Sequence[int] = (),
-    **sampling: float,
+    **sampling: Any,
 ) -> Request:
     """A request whose prompt has these segments: system, chunks, question."""
     kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(segments) - 2), SegmentKind.QUESTION][-len(segments) :]
     prompt = SegmentedPrompt(tuple(Segment(k, tuple(ids)) for k, ids in zip(kinds, segments, strict=True)))
-    params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
     return Request(request_id=RequestId(name), prompt=prompt, sampling=params, stop_token_ids=frozenset(stop))
 
 
 def random_segments(rng: np.random.Generator, vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
     return [rng.integers(3, vocab_size, size=length).tolist() for length in lengths]
+
+
+def samples_of(one: Request, count: int) -> list[Request]:
+    """The request and further samples of it, each with its own name and seed."""
+    return [
+        dataclasses.replace(
+            one,
+            request_id=RequestId(f"{one.request_id}/{index}"),
+            sampling=dataclasses.replace(one.sampling, seed=seed_of_sample(one.sampling.seed, index)),
+        )
+        for index in range(count)
+    ]
 
 
 class Run:
@@ -59,6 +81,12 @@ class Run:
         for one in requests:
             self.tokens[one.request_id] = []
             self.engine.submit(one)
+
+    def submit_samples(self, *requests: Request) -> None:
+        """One group: the same prompt, computed once."""
+        for one in requests:
+            self.tokens[one.request_id] = []
+        self.engine.submit(*requests)
 
     def step(self) -> None:
         for event in self.engine.step():

@@ -1,15 +1,17 @@
 """Tokens do not depend on what else runs: random arrivals, cancellations and preemptions against one request alone."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
-from tests.engine.harness import Run, engine_on, random_segments, request
+from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
 from tests.fakes import random_checkpoint
 
 
@@ -27,19 +29,35 @@ def tokens_alone(folder: Path, one: Request) -> list[int]:
     return run.tokens[one.request_id]
 
 
+def random_sampling(rng: np.random.Generator, max_tokens: int) -> dict[str, Any]:
+    """Every way to pick a token, each on about half of the time."""
+    return {
+        "temperature": float(rng.choice([0.0, 0.8])),
+        "top_k": int(rng.choice([0, 20])),
+        "top_p": float(rng.choice([1.0, 0.9])),
+        "min_p": float(rng.choice([0.0, 0.02])),
+        "repetition_penalty": float(rng.choice([1.0, 1.3])),
+        "presence_penalty": float(rng.choice([0.0, 0.4])),
+        "frequency_penalty": float(rng.choice([0.0, 0.3])),
+        "min_tokens": int(rng.integers(0, max_tokens + 1)),
+        "logit_bias": {int(token): 1.5 for token in rng.integers(0, 301, size=3)},
+    }
+
+
 def make_requests(seed: int, count: int) -> list[Request]:
     rng = np.random.default_rng(seed)
     made = []
     for index in range(count):
         lengths = rng.integers(1, 30, size=rng.integers(1, 5)).tolist()
-        temperature = float(rng.choice([0.0, 0.8]))
+        max_tokens = int(rng.integers(1, 40))
         made.append(
             request(
                 f"r{index}",
                 random_segments(rng, 301, lengths),
-                max_tokens=int(rng.integers(1, 40)),
-                temperature=temperature,
+                max_tokens,
+                stop=rng.integers(0, 301, size=20).tolist(),
                 seed=index,
+                **random_sampling(rng, max_tokens),
             )
         )
     return made
@@ -76,6 +94,77 @@ def test_random_arrivals_preemption_and_cancellation_change_no_token(
             assert run.tokens[one.request_id] == expected
 
 
+@given(
+    seed=st.integers(0, 10_000),
+    arrivals=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=2, max_size=5),
+    num_blocks=st.sampled_from([12, 20, 200]),
+    budget=st.sampled_from([5, 17, 512]),
+    cancels=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 12)), max_size=4),
+)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_samples_of_one_prompt_equal_requests_run_alone(
+    folder: Path,
+    seed: int,
+    arrivals: list[tuple[int, int]],
+    num_blocks: int,
+    budget: int,
+    cancels: list[tuple[int, int]],
+) -> None:
+    """Random groups, cancellations of single samples and preemption; every step's books are checked by the harness."""
+    groups = [
+        samples_of(one, count) for one, (count, _) in zip(make_requests(seed, len(arrivals)), arrivals, strict=True)
+    ]
+    run = Run(engine_on(folder, num_blocks=num_blocks, max_num_batched_tokens=budget, max_num_seqs=5))
+    for group, (_, pause) in zip(groups, arrivals, strict=True):
+        run.submit_samples(*group)
+        for _ in range(pause):
+            run.step()
+    everyone = [one for group in groups for one in group]
+    for which, pause in cancels:
+        run.engine.cancel(everyone[which % len(everyone)].request_id)
+        run.engine.check_integrity()
+        for _ in range(pause):
+            run.step()
+    run.finish()
+    for one in everyone:
+        expected, ours = tokens_alone(folder, one), run.tokens[one.request_id]
+        assert ours == (expected if one.request_id in run.reasons else expected[: len(ours)])
+
+
+def test_a_prompt_is_computed_once_for_all_samples_and_its_blocks_are_shared(folder: Path) -> None:
+    group = samples_of(request("r", [[7] * 20, [8] * 27], max_tokens=12, temperature=1.0), 4)
+    run = Run(engine_on(folder))
+    run.submit_samples(*group)
+    execute, scheduled, used = run.engine.runner.execute, list[Batch](), list[int]()
+
+    def watched(batch: Batch) -> StepResult:
+        scheduled.append(batch)
+        return execute(batch)
+
+    run.engine.runner.execute = watched  # type: ignore[method-assign]
+    pool = run.engine.scheduler.kv.pool
+    while run.engine.has_work:
+        used.append(pool.num_used)
+        run.step()
+    assert [batch.num_scheduled_tokens for batch in scheduled[:2]] == [47, 4]
+    assert used[:3] == [0, 4, 7], "three of four copy the last block, the last to write keeps it"
+    assert len(scheduled[1].copies) == 3
+    assert len({tuple(tokens) for tokens in run.tokens.values()}) == 4
+    assert all(run.tokens[one.request_id] == tokens_alone(folder, one) for one in group)
+
+
+def test_preempting_a_sample_leaves_the_others_their_blocks(folder: Path) -> None:
+    group = samples_of(request("r", [[7] * 40], max_tokens=40, temperature=1.0), 4)
+    run = Run(engine_on(folder, num_blocks=8))
+    run.submit_samples(*group)
+    seen = set()
+    while run.engine.has_work:
+        run.step()
+        seen.add((run.engine.scheduler.num_running, run.engine.scheduler.num_waiting))
+    assert {(4, 0), (3, 1), (2, 2)} <= seen
+    assert all(run.tokens[one.request_id] == tokens_alone(folder, one) for one in group)
+
+
 def test_a_small_pool_really_preempts(folder: Path) -> None:
     run = Run(engine_on(folder, num_blocks=9, max_num_seqs=4))
     requests = [request(name, [[7] * 20, [8] * 11], max_tokens=40) for name in "abcd"]
@@ -97,6 +186,32 @@ def test_the_stop_token_ends_generation(folder: Path) -> None:
     run.finish()
     assert run.tokens["stopped"] == free[: free.index(stop)]
     assert run.reasons["stopped"] is FinishReason.STOP
+
+
+def test_min_tokens_keeps_the_stop_token_away(folder: Path) -> None:
+    prompt = [[5, 6, 7, 8]]
+    stop = tokens_alone(folder, request("free", prompt, max_tokens=20))
+    run = Run(engine_on(folder))
+    run.submit(request("patient", prompt, max_tokens=20, stop=stop[:1], min_tokens=7))
+    run.finish()
+    assert len(run.tokens["patient"]) >= 7
+    assert not set(stop[:1]) & set(run.tokens["patient"])
+
+
+def test_logprobs_come_with_every_token_and_change_none(folder: Path) -> None:
+    prompt = [[5, 6, 7, 8]]
+    run = Run(engine_on(folder))
+    one = request("a", prompt, max_tokens=6, logprobs=3, repetition_penalty=5.0)
+    run.submit(one, request("b", prompt, max_tokens=6, repetition_penalty=5.0))
+    events = []
+    while run.engine.has_work:
+        events += [event for event in run.engine.step() if event.request_id == "a"]
+    assert [event.token_id for event in events] == tokens_alone(folder, one)
+    for event in events:
+        assert event.logprobs is not None
+        values = [value for _, value in event.logprobs.top]
+        assert len(values) == 3 and values == sorted(values, reverse=True) and event.logprobs.logprob <= values[0]
+    assert any(event.logprobs and event.logprobs.top[0][0] != event.token_id for event in events), "of the raw logits"
 
 
 def test_seeds_make_samples_repeatable_and_different(folder: Path) -> None:

@@ -84,6 +84,22 @@ def test_half_a_character_at_the_end_is_flushed(tokenizer: Tokenizer) -> None:
     assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
 
 
+@given(text=st.text(st.sampled_from("the quick \u00e4\u4f60\U0001f600\n\u0301x"), max_size=40))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_the_bytes_of_tokens_are_the_bytes_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode_text(text))) == text.encode()
+
+
+def test_bytes_of_special_unknown_and_sentencepiece_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_bytes(1) == b"<|im_end|>"
+    assert tokenizer.token_bytes(10**6) == b""
+    vocab = {"<unk>": 0, "\N{LOWER ONE EIGHTH BLOCK}the": 1, "<0xE4>": 2, "x": 3}
+    raw = RawTokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = decoders.Sequence([decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), decoders.ByteFallback()])
+    llama = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>"))
+    assert [llama.token_bytes(token) for token in (1, 2, 3)] == [b" the", b"\xe4", b"x"]
+
+
 def test_words_of_the_bundled_model_are_joined_by_blanks() -> None:
     tokenizer = Tokenizer.load(resolve("bundled"))
     detokenizer = IncrementalDetokenizer(tokenizer)

@@ -1,52 +1,218 @@
 """Sampling against its slow twin, and against the distribution it promises."""
 
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from stillroom.core.request import uniform_at
-from stillroom.ops.sampling import sample, sample_reference
+from stillroom.core.batch import SampleSpec
+from stillroom.core.ids import RequestId
+from stillroom.core.request import SamplingParams, uniform_at
+from stillroom.errors import UsageError
+from stillroom.ops.sampling import logprobs, sample, sample_reference
 
-LOGITS = st.lists(st.integers(-8, 8).map(lambda n: n / 2), min_size=1, max_size=12)
+# Halves, and penalties that are powers of two: what is equal on paper is equal in float32 too.
+HALVES = st.integers(-8, 8).map(lambda n: n / 2)
+LOGITS = st.lists(HALVES, min_size=1, max_size=12)
 UNIFORM = st.floats(0, 1, exclude_max=True)
 
 
-@given(LOGITS, st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.sampled_from([0.15, 0.5, 0.83, 1.0]), UNIFORM)
-def test_a_row_equals_its_twin(logits: list[float], temperature: float, top_p: float, uniform: float) -> None:
-    ours = sample(torch.tensor([logits]), [temperature], [top_p], [uniform])[0]
-    twin = sample_reference(logits, temperature, top_p, uniform)
+def spec(*, uniform: float = 0.0, prompt: Any = (), answer: Any = (), forbidden: Any = (), **params: Any) -> SampleSpec:
+    token_ids = np.array([*prompt, *answer], dtype=np.int64)
+    return SampleSpec(
+        RequestId("r"), SamplingParams(**params), uniform, token_ids, len(list(prompt)), frozenset(forbidden)
+    )
+
+
+class Allowed:
+    """A constraint that never moves."""
+
+    is_complete = False
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self._words = np.zeros(1, dtype=np.int32)
+        for token in token_ids:
+            self._words[0] |= 1 << token
+
+    def copy(self) -> "Allowed":
+        return self
+
+    def allowed(self) -> NDArray[np.int32]:
+        return self._words
+
+    def advance(self, token_id: int) -> None:
+        raise AssertionError("sampling moves no constraint")
+
+
+@st.composite
+def rows(draw: st.DrawFn, size: int | None = None) -> tuple[list[float], SampleSpec]:
+    logits = draw(LOGITS if size is None else st.lists(HALVES, min_size=size, max_size=size))
+    token = st.integers(0, len(logits) - 1)
+    forbidden = draw(st.sets(token, max_size=len(logits) - 1))
+    free = sorted(set(range(len(logits))) - forbidden)
+    one = spec(
+        uniform=draw(UNIFORM),
+        prompt=draw(st.lists(token, max_size=5)),
+        answer=draw(st.lists(token, max_size=5)),
+        forbidden=forbidden,
+        temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+        top_k=draw(st.sampled_from([0, 1, 3, 100])),
+        top_p=draw(st.sampled_from([0.15, 0.5, 0.83, 1.0])),
+        min_p=draw(st.sampled_from([0.0, 0.1, 0.3, 1.0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 0.5, 2.0])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.5, -1.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.5, -1.0])),
+        logit_bias=draw(st.dictionaries(token, HALVES, max_size=3)),
+    )
+    if draw(st.booleans()):
+        allowed = draw(st.sets(token)) | {draw(st.sampled_from(free))}
+        one = dataclasses.replace(one, constraint=Allowed(allowed))
+    return logits, one
+
+
+def moved(one: SampleSpec, by: float) -> SampleSpec:
+    params = dataclasses.replace(one.params, top_p=min(1.0, one.params.top_p + by))
+    return dataclasses.replace(one, params=params, uniform=min(max(0.0, one.uniform + by), 1 - 1e-9))
+
+
+@given(rows(), st.sampled_from([1, 2, 1024]))
+@settings(max_examples=300)
+def test_a_row_equals_its_twin(row: tuple[list[float], SampleSpec], num_tried: int) -> None:
+    logits, one = row
+    with patch("stillroom.ops.sampling.NUM_TRIED", num_tried):
+        ours = sample(torch.tensor([logits]), [one])[0]
     # Equal up to rounding exactly on a border of the cumulative distribution.
     nearby = {
-        sample_reference(logits, temperature, p, u)
-        for p in (top_p - 1e-6, min(1.0, top_p + 1e-6))
-        for u in (max(0.0, uniform - 1e-6), min(1 - 1e-9, uniform + 1e-6))
+        sample_reference(logits, dataclasses.replace(moved(one, p), uniform=moved(one, u).uniform))
+        for p in (-1e-6, 0, 1e-6)
+        for u in (-1e-6, 0, 1e-6)
     }
-    assert ours == twin or ours in nearby
+    assert ours == sample_reference(logits, one) or ours in nearby
+    assert ours not in one.forbidden
+    assert one.constraint is None or one.constraint.allowed()[0] >> ours & 1
 
 
 @given(
-    st.lists(LOGITS.filter(lambda row: len(row) > 3).map(lambda row: row[:4]), min_size=2, max_size=5),
-    UNIFORM,
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([0.1, 1.0, 4.0]),
+    top_k=st.sampled_from([0, 5, 60, 64, 500]),
+    top_p=st.sampled_from([0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.001, 0.2]),
 )
-def test_a_row_does_not_depend_on_its_batch(rows: list[list[float]], uniform: float) -> None:
-    temperatures = [float(index % 3) for index in range(len(rows))]
-    together = sample(torch.tensor(rows), temperatures, [0.9] * len(rows), [uniform] * len(rows))
-    alone = [sample(torch.tensor([row]), [t], [0.9], [uniform])[0] for row, t in zip(rows, temperatures, strict=True)]
-    assert together == alone
+def test_trying_the_likeliest_first_changes_no_draw(
+    seed: int, scale: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(8, 700, generator=generator) * scale
+    specs = [
+        spec(uniform=uniform_at(seed, row), temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p) for row in range(8)
+    ]
+    with patch("stillroom.ops.sampling.NUM_TRIED", 64):
+        tried = sample(logits, specs)
+    assert tried == sample(logits, specs)
+
+
+@pytest.mark.gpu
+@given(st.lists(rows(size=6), min_size=1, max_size=5))
+def test_a_gpu_draws_what_the_cpu_draws(batch: list[tuple[list[float], SampleSpec]]) -> None:
+    logits, specs = torch.tensor([logits for logits, _ in batch]), [one for _, one in batch]
+    ours = sample(logits.cuda(), specs)
+    for row, (token, one) in enumerate(zip(ours, specs, strict=True)):
+        nearby = {sample(logits[row : row + 1], [moved(one, by)])[0] for by in (-1e-6, 0, 1e-6)}
+        assert token in nearby
+    assert logprobs(logits.cuda(), ours, [2] * len(ours))[0].logprob <= 0
+
+
+@given(st.lists(rows(size=6), min_size=2, max_size=5))
+def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SampleSpec]]) -> None:
+    together = sample(torch.tensor([logits for logits, _ in batch]), [one for _, one in batch])
+    assert together == [sample(torch.tensor([logits]), [one])[0] for logits, one in batch]
 
 
 def test_frequencies_follow_the_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    rows = probabilities.log().repeat(4000, 1)
-    drawn = sample(rows, [1.0] * 4000, [1.0] * 4000, [uniform_at(7, index) for index in range(4000)])
+    specs = [spec(temperature=1.0, uniform=uniform_at(7, index)) for index in range(4000)]
+    drawn = sample(probabilities.log().repeat(4000, 1), specs)
     shares = torch.bincount(torch.tensor(drawn), minlength=4) / 4000
     torch.testing.assert_close(shares, probabilities, atol=0.025, rtol=0)  # over three standard errors
 
 
-def test_nucleus_excludes_the_tail() -> None:
+@pytest.mark.parametrize(
+    ("cut", "kept"),
+    [
+        ({"top_p": 0.75}, {0, 1}),
+        ({"top_k": 3}, {0, 1, 2}),
+        ({"min_p": 0.25}, {0, 1, 2}),
+        ({"min_p": 0.35}, {0, 1}),
+        ({"top_k": 2, "top_p": 0.6}, {0}),  # 0.5 of the 0.8 that are left is 0.625
+        ({"top_k": 3, "min_p": 0.5}, {0, 1}),
+    ],
+)
+def test_cuts_exclude_the_tail(cut: dict[str, float], kept: set[int]) -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(500, 1)
-    drawn = sample(logits, [1.0] * 500, [0.75] * 500, [index / 500 for index in range(500)])
-    assert set(drawn) == {0, 1}
+    specs = [spec(temperature=1.0, uniform=index / 500, **cut) for index in range(500)]
+    assert set(sample(logits, specs)) == kept
+
+
+def test_penalties_by_hand() -> None:
+    logits = torch.tensor([[2.0, -1.0, 1.5, 0.0]])
+    assert sample(logits, [spec(prompt=[0], repetition_penalty=2.0)]) == [2], "2 / 2 < 1.5"
+    assert sample(logits, [spec(prompt=[0], presence_penalty=1.0)]) == [0], "the prompt is free of it"
+    assert sample(logits, [spec(answer=[0], presence_penalty=1.0)]) == [2], "2 - 1 < 1.5"
+    assert sample(logits, [spec(answer=[0], frequency_penalty=0.4)]) == [0], "2 - 0.4 > 1.5"
+    assert sample(logits, [spec(answer=[0, 0], frequency_penalty=0.4)]) == [2], "2 - 0.8 < 1.5"
+    assert sample(logits, [spec(logit_bias={1: 5.0})]) == [1]
+    assert sample(logits, [spec(forbidden=[0, 2])]) == [3]
+    assert logits.tolist() == [[2.0, -1.0, 1.5, 0.0]], "the logits are left as they were"
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.linspace(-3, 3, 40)[torch.randperm(40, generator=torch.Generator().manual_seed(1))]
+    for seen in ([39], list(range(0, 40, 2)), list(range(30))):
+        theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([seen]), logits[None].clone())
+        assert sample(logits[None], [spec(prompt=seen, repetition_penalty=1.7)]) == [int(theirs.argmax())]
+
+
+def test_logprobs_are_those_of_the_untouched_logits() -> None:
+    probabilities = torch.tensor([[0.1, 0.6, 0.3], [0.2, 0.3, 0.5]])
+    first, second = logprobs(probabilities.log(), [0, 2], [2, 0])
+    assert first.logprob == pytest.approx(np.log(0.1), abs=1e-6)
+    assert [token for token, _ in first.top] == [1, 2]
+    assert [value for _, value in first.top] == pytest.approx(np.log([0.6, 0.3]), abs=1e-6)
+    assert second.logprob == pytest.approx(np.log(0.5), abs=1e-6)
+    assert second.top == ()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 4, "min_tokens": 5},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": float("inf")},
+        {"frequency_penalty": float("nan")},
+        {"logit_bias": {1: float("nan")}},
+        {"logprobs": 21},
+        {"seed": -1},
+    ],
+)
+def test_impossible_values_are_refused_by_name(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{list(bad)[-1]}="):
+        SamplingParams(**bad)
 
 
 def test_random_numbers_depend_on_seed_and_index_only() -> None:

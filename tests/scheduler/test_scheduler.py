@@ -2,11 +2,11 @@
 
 import pytest
 
-from stillroom.core.batch import Batch, StepResult
-from stillroom.core.ids import RequestId
+from stillroom.core.batch import Batch, BlockCopy, StepResult
+from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams
-from stillroom.errors import PromptTooLongError
+from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
@@ -34,15 +34,15 @@ def shape(batch: Batch | None) -> dict[str, tuple[int, int, bool]]:
     """Per sequence: its first position, its number of tokens, and whether it samples."""
     if batch is None:
         return {}
-    return {s.request_id: (s.first_position, s.num_scheduled_tokens, s.sample is not None) for s in batch.sequences}
+    return {s.request_id: (s.first_position, s.num_scheduled_tokens, bool(s.samples)) for s in batch.sequences}
 
 
 def run(one: Scheduler, token: int = 5) -> tuple[dict[str, tuple[int, int, bool]], list[SequenceUpdate]]:
-    """One step in which every sampling sequence gets `token`."""
+    """One step in which every sample is `token`."""
     batch = one.schedule()
     updates = []
     if batch is not None:
-        sampled = {s.request_id: token for s in batch.sequences if s.sample is not None}
+        sampled = {spec.request_id: token for s in batch.sequences for spec in s.samples}
         updates = one.update(batch, StepResult(sampled))
     one.check_integrity()
     return shape(batch), updates
@@ -96,6 +96,66 @@ def test_without_blocks_the_youngest_is_preempted_and_runs_again_later() -> None
     while one.num_running == 1 and one.num_waiting == 1:
         run(one)
     assert run(one)[0] == {"young": (0, 9, True)}, "its prompt and its two tokens so far run as one prompt"
+
+
+def test_samples_share_a_prompt_and_copy_its_last_block_when_they_write() -> None:
+    one = scheduler()
+    one.add(*(request(name, 6, max_tokens=3) for name in "abc"))
+    batch = one.schedule()
+    assert batch is not None and shape(batch) == {"a": (0, 6, True)}
+    assert [spec.request_id for spec in batch.sequences[0].samples] == ["a", "b", "c"]
+    updates = one.update(batch, StepResult({RequestId(name): 5 for name in "abc"}))
+    assert [update.request_id for update in updates] == ["a", "b", "c"]
+    one.check_integrity()
+    assert one.kv.pool.num_used == 2 and one.kv.pool.ref_count(BlockId(0)) == 3
+
+    batch = one.schedule()
+    assert batch is not None and shape(batch) == dict.fromkeys("abc", (6, 1, True))
+    assert batch.copies == (BlockCopy(BlockId(1), BlockId(2)), BlockCopy(BlockId(1), BlockId(3)))
+    assert [sequence.slots.tolist() for sequence in batch.sequences] == [
+        [0, 1, 2, 3, 8, 9, 10],
+        [0, 1, 2, 3, 12, 13, 14],
+        [0, 1, 2, 3, 4, 5, 6],
+    ]
+    one.update(batch, StepResult({RequestId(name): 5 for name in "abc"}))
+    one.check_integrity()
+    batch = one.schedule()
+    assert batch is not None and not batch.copies, "each writes into a block of its own now"
+
+
+def test_samples_whose_prompt_fills_its_blocks_copy_nothing() -> None:
+    one = scheduler()
+    one.add(*(request(name, 8, max_tokens=3) for name in "ab"))
+    run(one)
+    batch = one.schedule()
+    assert batch is not None and not batch.copies
+    assert [int(sequence.slots[-1]) for sequence in batch.sequences] == [8, 12]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_when_the_leader_is_cancelled_the_next_goes_on_with_what_it_computed(steps: int) -> None:
+    one = scheduler(tokens=5)
+    one.add(*(request(name, 8, max_tokens=3) for name in "abc"))
+    for _ in range(steps):
+        assert run(one)[0] == {"a": (0, 5, False)}
+    assert one.abort(RequestId("a")) and one.abort(RequestId("c"))
+    one.check_integrity()
+    if not steps:
+        run(one)
+    assert run(one) == ({"b": (5, 3, True)}, [SequenceUpdate(RequestId("b"), 5, None)])
+    assert one.abort(RequestId("b")) and not one.has_work and one.kv.pool.num_free == 64
+
+
+def test_a_group_waits_until_there_are_seats_for_all_of_it() -> None:
+    one = scheduler(seqs=4)
+    one.add(request("a", 4, max_tokens=2))
+    one.add(*(request(name, 4, max_tokens=2) for name in "bcde"))
+    assert set(run(one)[0]) == {"a"}
+    assert set(run(one)[0]) == {"a"}
+    assert set(run(one)[0]) == {"b"}
+    assert set(run(one)[0]) == set("bcde")
+    with pytest.raises(UsageError, match=r"n=5 exceeds the 4 sequences"):
+        one.add(*(request(name, 4) for name in "abcde"))
 
 
 def test_abort_frees_the_blocks_of_running_and_waiting_requests() -> None:

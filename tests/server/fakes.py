@@ -19,7 +19,7 @@ from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId, RequestId, format_chunk_id
 from stillroom.errors import EmptyKnowledgeBaseError, RequestAbortedError, StillroomError, UsageError
-from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing
+from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing, TokenScore
 from stillroom.telemetry.metrics import Metrics
 
 NUM_BLOCKS = 64
@@ -35,6 +35,13 @@ class FakeStream:
         self._is_cut = len(self._words) < len(question.split())
         self._is_cancelled = False
         self._is_done = False
+        wanted = options.logprobs
+        tops = (TokenScore(7, "\u00e4", (195, 164), -0.25), TokenScore(8, "\ufffd", (195,), float("-inf")))
+        self._scores = [
+            TokenScore(index, word, tuple(word.encode()), -0.5, tops[:wanted])
+            for index, word in enumerate([] if wanted is None else self._words)
+        ]
+        self._num_read = self._num_scores_taken = 0
         self.request_id = RequestId(f"req-{room.next_number()}")
         self.sources = sources
         room.acquire(self)
@@ -51,7 +58,12 @@ class FakeStream:
             sources=self.sources,
             timing=Timing(0.01, 0.02, 0.001, 0.05),
             reuse=ReuseReport(num_prompt_tokens=100, num_cached_tokens=40, num_recomputed_tokens=0),
+            logprobs=tuple(self._scores) or None,
         )
+
+    def take_logprobs(self) -> list[TokenScore]:
+        first, self._num_scores_taken = self._num_scores_taken, self._num_read
+        return self._scores[first : self._num_read]
 
     def cancel(self) -> None:
         self._is_cancelled = True
@@ -79,6 +91,7 @@ class FakeStream:
     def _piece(self, index: int, word: str) -> str:
         if self._is_cancelled:
             raise RequestAbortedError(f"{self.request_id} was cancelled")
+        self._num_read = index + 1
         if word == self._room.fails_at:
             raise self._room.failure
         return word if index == 0 else f" {word}"
@@ -159,8 +172,9 @@ class FakeRoom:
         found = self.search(question, mode=options.mode, top_k=options.top_k).results
         return FakeStream(self, question, options, tuple(_source(i, s) for i, s in enumerate(found, start=1)))
 
-    async def astream(self, question: str, options: AskOptions | None = None) -> FakeStream:
-        return self.stream(question, options)
+    async def astreams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> list[FakeStream]:
+        first = self.stream(question, options)
+        return [first, *(FakeStream(self, question, options or AskOptions(), first.sources) for _ in range(n - 1))]
 
     def ask(self, question: str, options: AskOptions | None = None) -> Answer:
         stream = self.stream(question, options)

@@ -2,14 +2,18 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from stillroom.core.request import seed_of_sample
+from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.room import Stillroom
 from tests.server.fakes import until
 from tests.server.harness import serving
@@ -111,6 +115,106 @@ def test_many_clients_at_once_all_finish_with_their_own_answer(client: OpenAI, r
     alone = [room.ask(question).text for question in questions]
     assert answers == alone * (NUM_CLIENTS // 2)
     assert alone[0] == ANSWER
+
+
+RAMBLING = {"max_tokens": 60, "temperature": 50.0, "seed": 3}  # close to a uniform choice of words
+
+
+def ramble(room: Stillroom, **options: Any) -> Answer:
+    return room.ask(QUESTION, rambling(**options))
+
+
+def rambling(**options: Any) -> AskOptions:
+    return AskOptions(**(RAMBLING | options))
+
+
+def num_aborted(room: Stillroom) -> float:
+    found = re.search(r'requests_total{outcome="aborted"} (\S+)', room.metrics.render().decode())
+    return float(found[1]) if found else 0.0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_across_tokens_ends_the_answer_and_the_request(
+    client: OpenAI, room: Stillroom, streamed: bool
+) -> None:
+    free = ramble(room)
+    words = free.text.split(" ")
+    stop = f"{words[5][-1]} {words[6]} {words[7][0]}"
+    expected = free.text[: free.text.index(stop)]
+
+    num_aborted_before = num_aborted(room)
+    text, reason = "", ""
+    if streamed:
+        chunks = list(
+            client.chat.completions.create(
+                model="stillroom",
+                messages=[{"role": "user", "content": QUESTION}],
+                max_tokens=1500,
+                temperature=50.0,
+                seed=3,
+                stop=["never so written", stop],
+                stream=True,
+            )
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        reason = str(chunks[-1].choices[0].finish_reason)
+    else:
+        answer = ramble(room, stop=stop, max_tokens=1500)
+        text, reason = answer.text, answer.finish_reason
+        assert answer.token_ids == free.token_ids[:8], "not one token more is kept"
+
+    assert (text, reason) == (expected, "stop")
+    until(lambda: room.num_free_blocks == room.num_blocks)
+    assert num_aborted(room) == num_aborted_before
+
+
+def test_several_answers_are_those_of_their_seeds(client: OpenAI, room: Stillroom) -> None:
+    completion = client.chat.completions.create(
+        model="stillroom",
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=20,
+        temperature=5.0,
+        seed=3,
+        n=4,
+    )
+
+    texts = [choice.message.content for choice in completion.choices]
+    alone = [ramble(room, max_tokens=20, temperature=5.0, seed=seed_of_sample(3, index)).text for index in range(4)]
+    assert texts == alone
+    assert len(set(texts)) == 4
+
+
+def test_cancelling_one_of_several_answers_leaves_the_others(room: Stillroom) -> None:
+    streams = room.streams(QUESTION, rambling(), n=3)
+    streams[0].cancel()
+
+    for stream in streams[1:]:
+        assert "".join(stream) == stream.answer.text
+    assert streams[1].answer.text == ramble(room, seed=seed_of_sample(3, 1)).text
+
+
+def test_log_probabilities_are_those_of_the_model(client: OpenAI) -> None:
+    completion = client.chat.completions.create(
+        model="stillroom", messages=[{"role": "user", "content": QUESTION}], logprobs=True, top_logprobs=3
+    )
+
+    logprobs = completion.choices[0].logprobs
+    assert logprobs and logprobs.content
+    assert " ".join(token.token for token in logprobs.content) == ANSWER
+    for token in logprobs.content:
+        assert token.logprob == token.top_logprobs[0].logprob <= 0, "greedy takes the likeliest"
+        assert sum(math.exp(other.logprob) for other in token.top_logprobs) <= 1 + 1e-6
+
+
+def test_what_the_model_cannot_do_is_refused(url: str) -> None:
+    for change, complaint in (
+        ({"n": 1000}, "n=1000 exceeds the 32 sequences"),
+        ({"logit_bias": {"5000000": 1}}, "logit_bias names token 5000000"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9"),
+    ):
+        request = {"messages": [{"role": "user", "content": QUESTION}]} | change
+        response = httpx.post(f"{url}/v1/chat/completions", json=request)
+        assert response.status_code == 400 and complaint in response.json()["error"]["message"]
 
 
 def test_client_that_leaves_a_stream_frees_its_blocks(client: OpenAI, room: Stillroom) -> None:

@@ -1,9 +1,11 @@
 """`stillroom ask`: answers on stdout as they come, then what they are made from and what they cost."""
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -78,6 +80,14 @@ def ask(  # noqa: PLR0913  one parameter per flag
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, metavar="N", help="Same seed, same question: same answer.")
     ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End the answer before this text; can be given several times."),
+    ] = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option("--json-schema", metavar="FILE", help="Make the answer JSON of the schema in this file."),
+    ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -95,7 +105,18 @@ def ask(  # noqa: PLR0913  one parameter per flag
     settings = room.settings(config, flags)
     from stillroom.rag.answer import AskOptions
 
-    options = AskOptions(mode=mode, top_k=top_k, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if stop and not all(stop):
+        raise UsageError("--stop '': an empty text is everywhere; leave it out")
+    options = AskOptions(
+        mode=mode,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        json_schema=None if json_schema is None else _read_schema(json_schema),
+    )
     style = _Style(as_json, quiet, is_series=len(questions) > 1 or STDIN in questions)
     failure: UsageError | None = None
     with room.open_room(kb, settings) as opened:
@@ -111,6 +132,16 @@ def ask(  # noqa: PLR0913  one parameter per flag
                 failure = error
     if failure is not None:
         raise UsageError("some questions were not answered; see above") from failure
+
+
+def _read_schema(path: Path) -> dict[str, Any]:
+    try:
+        schema = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--json-schema {path}: {error}") from None
+    if not isinstance(schema, dict):
+        raise UsageError(f"--json-schema {path}: a schema is an object")
+    return schema
 
 
 def _each(questions: list[str]) -> Iterator[str]:

@@ -145,6 +145,16 @@ class GenerationConfig:
     """0: greedy, the most likely token each time."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities add up to this."""
+    sample_top_k: int = 0
+    """Sample from this many of the most likely tokens. 0: all."""
+    min_p: float = 0.0
+    """Sample from tokens at least this likely relative to the most likely one."""
+    repetition_penalty: float = 1.0
+    """Above 1: tokens of the prompt and of the answer so far become less likely, so quotes do too."""
+    presence_penalty: float = 0.0
+    """Above 0: tokens that the answer has become less likely."""
+    frequency_penalty: float = 0.0
+    """Above 0: tokens become less likely each time the answer has them."""
     seed: int = 0
     """Same seed, question and documents: same answer, whatever else runs in the batch."""
 

@@ -4,23 +4,31 @@ Arrays are views of the scheduler's state, valid until the step's result is hand
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.core.ids import RequestId
+from stillroom.core.ids import BlockId, RequestId
+from stillroom.core.request import SamplingParams, TokenConstraint
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How to pick the next token of one sequence."""
+    """How to pick the next token of one request."""
 
-    temperature: float
-    """0 is greedy; the other fields are then unused."""
-    top_p: float
+    request_id: RequestId
+    params: SamplingParams
     uniform: float
-    """The step's random number, in [0, 1)."""
+    """The step's random number, in [0, 1); unused where sampling is greedy."""
+    token_ids: NDArray[np.int64]
+    """Shape [n]: all tokens so far."""
+    num_prompt_tokens: int
+    """How many of them are the prompt; the others are the answer."""
+    forbidden: frozenset[int] = frozenset()
+    """Tokens that must not be picked in this step."""
+    constraint: TokenConstraint | None = None
+    """Asked once for the tokens that may be picked, after the step's arithmetic has been started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +41,8 @@ class ScheduledSequence:
     first_position: int
     slots: NDArray[np.int64]
     """Shape [first_position + n]: the slot of every token attended to, in order of position. The last n are written."""
-    sample: SampleSpec | None
-    """None for a piece of a prompt that is not its last: nothing is sampled."""
+    samples: tuple[SampleSpec, ...]
+    """What is picked from the logits of the last token. Nothing for a piece of a prompt that is not its last."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -42,10 +50,20 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The content of one KV block, to be written to another."""
+
+    source: BlockId
+    target: BlockId
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step."""
 
     sequences: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    """Carried out before anything is computed. No source is the target of an earlier one."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -53,7 +71,19 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one place of an answer, of the model itself: before penalties, temperature and cuts."""
+
+    logprob: float
+    """Of the token that was picked."""
+    top: tuple[tuple[int, float], ...]
+    """Token and log probability of the most likely ones, most likely first; as many as asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """The sampled token of every sequence of the batch that asked for one."""
+    """The sampled token of every request of the batch that asked for one."""
 
     token_ids: Mapping[RequestId, int]
+    logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    """For the requests that want them."""

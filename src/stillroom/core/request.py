@@ -1,13 +1,21 @@
 """What the engine is asked to do, and how a request ends. Plain values; the running state is the scheduler's."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.errors import UsageError
+
+_INFINITY = float("inf")
+
+MAX_LOGPROBS = 20
+"""Most alternatives reported for a token; OpenAI's own limit."""
 
 
 class FinishReason(StrEnum):
@@ -21,7 +29,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are picked.
+    """How tokens are picked. In the order of application: `logit_bias`, penalties, `min_tokens`, temperature, `top_k`,
+    `top_p`, `min_p`.
 
     Raises:
         UsageError: a value is out of range.
@@ -29,26 +38,77 @@ class SamplingParams:
 
     max_tokens: int = 256
     """Most tokens to generate; at least 1."""
+    min_tokens: int = 0
+    """Stop tokens are out of the question before this many tokens."""
     temperature: float = 0.0
     """0 is greedy."""
+    top_k: int = 0
+    """Sample from this many of the most likely tokens; 0 is all."""
     top_p: float = 1.0
     """Nucleus: sample from the fewest tokens whose probabilities reach this sum; in (0, 1]."""
+    min_p: float = 0.0
+    """Sample from tokens at least this likely relative to the most likely one; in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """The logit of every token of the prompt or the answer is divided by it if positive, else multiplied (CTRL, Keskar
+    et al. 2019); above 0, 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token of the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as often as the answer has it."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    logprobs: int | None = None
+    """None: none. Otherwise each token comes with its log probability and those of this many most likely ones."""
     seed: int = 0
     """Non-negative. The n-th token's random number is a function of (seed, n) alone."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise UsageError(f"max_tokens={self.max_tokens}; it must be at least 1")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise UsageError(f"temperature={self.temperature}; it must be 0 (greedy) or a positive number")
-        if not 0.0 < self.top_p <= 1.0:
-            raise UsageError(f"top_p={self.top_p}; it must be in (0, 1]")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed={self.seed}; it must be in [0, 2**63)")
+        for name, is_valid, rule in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]"),
+            ("temperature", 0.0 <= self.temperature < _INFINITY, "0 (greedy) or a positive number"),
+            ("top_k", self.top_k >= 0, "0 (all) or a positive number"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < _INFINITY, "a positive number"),
+            ("presence_penalty", abs(self.presence_penalty) < _INFINITY, "a finite number"),
+            ("frequency_penalty", abs(self.frequency_penalty) < _INFINITY, "a finite number"),
+            ("logit_bias", all(abs(bias) < _INFINITY for bias in self.logit_bias.values()), "finite numbers"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+            ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
+        ):
+            if not is_valid:
+                raise UsageError(f"{name}={getattr(self, name)}; it must be {rule}")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may come next in one sequence."""
+
+    def copy(self) -> "TokenConstraint":
+        """An independent constraint at the same place."""
+        ...
+
+    def allowed(self) -> NDArray[np.int32]:
+        """One bit per token of the vocabulary, lowest bit first; at least one is set."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """This token came; it was allowed."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing can follow: the sequence ends."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +120,16 @@ class Request:
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     """Generation ends after one of these; it is not part of the answer."""
+    constraint: TokenConstraint | None = None
+    """At the beginning of an answer; never advanced, every sequence works on a copy."""
+
+
+def seed_of_sample(seed: int, index: int) -> int:
+    """The seed of the `index`-th of several samples of one request: the seed itself for the first, else one derived
+    from both."""
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def uniform_at(seed: int, index: int) -> float:

@@ -48,18 +48,20 @@ class AsyncEngine:
     def num_running(self) -> int:
         return self._engine.scheduler.num_running
 
-    def submit(self, request: Request, listener: Listener) -> None:
-        """Start a request; its events go to the listener.
+    def submit(self, request: Request, listener: Listener, *samples: tuple[Request, Listener]) -> None:
+        """Start a request, with further samples of the same prompt; the events of each go to its listener.
 
         Raises:
             PromptTooLongError: it can never run.
+            UsageError: there are more samples than can run at the same time.
             EngineClosedError: the engine was closed.
         """
-        self._engine.scheduler.check(request)
+        self._engine.scheduler.check(request, 1 + len(samples))
 
         def start() -> None:
-            self._listeners[request.request_id] = listener
-            self._engine.submit(request)
+            for one, listen in ((request, listener), *samples):
+                self._listeners[one.request_id] = listen
+            self._engine.submit(request, *(one for one, _ in samples))
 
         with self._closing:
             if self._is_closed:

@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 
+from stillroom.core.batch import TokenLogprobs
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
@@ -25,6 +26,8 @@ class TokenEvent:
     """Seconds on the engine's monotonic clock."""
     error: Exception | None = None
     """Why the request was aborted by the engine, if it was."""
+    logprobs: TokenLogprobs | None = None
+    """Of the new token, if the request wants them."""
 
 
 class Engine:
@@ -39,13 +42,14 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def submit(self, request: Request) -> None:
-        """Queue a request.
+    def submit(self, request: Request, *samples: Request) -> None:
+        """Queue a request, with further samples of the same prompt, which then is computed once.
 
         Raises:
             PromptTooLongError: it can never run.
+            UsageError: there are more samples than can run at the same time.
         """
-        self.scheduler.add(request)
+        self.scheduler.add(request, *samples)
 
     def cancel(self, request_id: RequestId) -> TokenEvent | None:
         """Forget a request; its blocks are free from now on. None if it had ended already."""
@@ -61,7 +65,7 @@ class Engine:
         result = self.runner.execute(batch)
         now = self.clock.monotonic()
         return [
-            TokenEvent(update.request_id, update.token_id, update.finish_reason, now)
+            TokenEvent(update.request_id, update.token_id, update.finish_reason, now, logprobs=update.logprobs)
             for update in self.scheduler.update(batch, result)
         ]
 

@@ -57,6 +57,21 @@ class BlockTable:
         self.num_slots += 1
         self._room -= 1
 
+    def copy_from(self, other: "BlockTable") -> None:
+        """The same blocks and slots as another table; the caller acquires the blocks."""
+        assert not self.block_ids, "a table that holds blocks cannot take over others"
+        self.block_ids = list(other.block_ids)
+        self.num_slots = other.num_slots
+        self._slots[: self.num_slots] = other.slots
+        self._room = other._room
+
+    def replace_last_block(self, block_id: BlockId) -> None:
+        """The tokens of the last block are in this one now, at the same offsets."""
+        num_tokens = self.block_size - self._room
+        self.block_ids[-1] = block_id
+        first = block_id * self.block_size
+        self._slots[self.num_slots - num_tokens : self.num_slots] = np.arange(first, first + num_tokens)
+
     def clear(self) -> list[BlockId]:
         """Forget everything; returns the blocks for the caller to release."""
         block_ids, self.block_ids = self.block_ids, []

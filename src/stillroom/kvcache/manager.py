@@ -1,9 +1,19 @@
 """Gives sequences their KV blocks and takes them back. Decides over block ids; the tensors live in `kvstore`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from stillroom.core.batch import BlockCopy
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable, num_blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """A table has one slot more."""
+
+    copy: BlockCopy | None
+    """What must be copied before the slot is written."""
 
 
 class KVCacheManager:
@@ -33,16 +43,30 @@ class KVCacheManager:
             first += count
         return True
 
-    def try_append_token(self, table: BlockTable) -> bool:
-        """A slot for one more token; False, and nothing taken, if that needs a block and none is free."""
-        if not table.is_full:
+    def try_append_token(self, table: BlockTable) -> Appended | None:
+        """A slot for one more token; None, and nothing taken, if that needs a block and none is free.
+
+        Copy on write: a last block that others read too is left to them, and the table goes on in a copy of it.
+        """
+        shared = None if table.is_full or self.pool.ref_count(table.block_ids[-1]) == 1 else table.block_ids[-1]
+        if not table.is_full and shared is None:
             table.append_token()
-            return True
+            return Appended(None)
         blocks = self.pool.try_allocate(1)
         if blocks is None:
-            return False
-        table.append_segment(blocks, 1)
-        return True
+            return None
+        if shared is None:
+            table.append_segment(blocks, 1)
+            return Appended(None)
+        table.replace_last_block(blocks[0])
+        table.append_token()
+        self.pool.release([shared])
+        return Appended(BlockCopy(shared, blocks[0]))
+
+    def fork(self, table: BlockTable, into: BlockTable) -> None:
+        """Let an empty table go on where this one stands. Both read the same blocks and write into none of them."""
+        into.copy_from(table)
+        self.pool.acquire(table.block_ids)
 
     def release(self, table: BlockTable) -> None:
         """Give back everything the table holds."""

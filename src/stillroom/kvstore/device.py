@@ -4,9 +4,12 @@ Slot `block_id * block_size + offset` belongs to the block of that id; who may w
 that were never written hold garbage, and nobody may attend to them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from stillroom.core.batch import BlockCopy
 
 # L layers, S slots, G key/value heads, D head dimension
 
@@ -30,6 +33,7 @@ class DeviceStore:
 
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.shape = shape
+        self.block_size = block_size
         size = (shape.num_layers, num_blocks * block_size, shape.num_kv_heads, shape.head_dim)
         self.k_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
         self.v_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
@@ -41,3 +45,13 @@ class DeviceStore:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each [S, G, D]; writes go through to the store."""
         return self.k_LSGD[index], self.v_LSGD[index]
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in all layers; every source is read before any target is written."""
+        source, target = (
+            torch.tensor(ids, device=self.k_LSGD.device)
+            for ids in ([copy.source for copy in copies], [copy.target for copy in copies])
+        )
+        for kv_LSGD in (self.k_LSGD, self.v_LSGD):
+            blocks = kv_LSGD.view(len(kv_LSGD), -1, self.block_size, *kv_LSGD.shape[2:])
+            blocks[:, target] = blocks[:, source]

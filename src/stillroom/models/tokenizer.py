@@ -4,6 +4,7 @@ Two ways in: `encode_template` for what the prompt format itself writes (special
 for everything that comes from outside, where `<|im_end|>` is just nine characters.
 """
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,19 @@ from typing import Any
 
 from stillroom.errors import ModelError, ModelNotFoundError
 
+_BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How SentencePiece writes a blank."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable ones stand for themselves, the others are moved behind them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(moved)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 class Tokenizer:
@@ -39,6 +52,11 @@ class Tokenizer:
             return cls(AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True))
         except Exception as error:  # the library raises whatever its parsers raise
             raise ModelError(f"the tokenizer in {folder} could not be loaded: {error}") from error
+
+    @property
+    def hf_tokenizer(self) -> Any:
+        """The wrapped tokenizer, for libraries that read its vocabulary."""
+        return self._hf
 
     @property
     def eos_token_id(self) -> int | None:
@@ -85,6 +103,29 @@ class Tokenizer:
             self._backend.encode_special_tokens = not is_template
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; its name, if it is special."""
+        with self._lock:
+            text = self._backend.id_to_token(token_id)
+        if text is None:  # a vocabulary may be padded to a round size
+            return b""
+        if token_id in self._added_ids:
+            return str(text).encode()
+        if self._is_byte_level and _BYTE_OF.keys() >= set(text):
+            return bytes(_BYTE_OF[char] for char in text)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+            return bytes([int(text[3:5], 16)])
+        return str(text).replace(_BLANK, " ").encode()
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether tokens are spelled in GPT-2's alphabet of bytes."""
+        return self._backend.decoder is not None and b'"ByteLevel"' in self._backend.decoder.__getstate__()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, without special ones."""

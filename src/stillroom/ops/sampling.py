@@ -1,57 +1,214 @@
-"""Picking the next token from logits. Randomness comes in as one uniform number per row, never from here."""
+"""Picking the next token from logits. Randomness comes in as one uniform number per row, never from here.
+
+The order, as in vLLM and transformers: bias, repetition penalty, presence and frequency penalty; tokens that are
+forbidden or break the request's constraint; temperature, top-k, top-p, min-p; one draw by inverse cumulative
+distribution. Log probabilities are those of the
+untouched logits.
+"""
 
 import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
-# B rows (one per sequence that samples), V vocabulary
+from stillroom.core.batch import SampleSpec, TokenLogprobs
+
+Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+NUM_TRIED = 1024
+"""Tokens that a draw looks at before it sorts the vocabulary."""
+
+# B rows (one per request that samples), R of them that are drawn and not greedy, V vocabulary,
+# C likeliest tokens, W words of I = 32 bits
 
 
-def sample(
-    logits_BV: torch.Tensor, temperature_B: list[float], top_p_B: list[float], uniform_B: list[float]
-) -> list[int]:
+def sample(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     """One token id per row.
 
     Temperature 0 takes the most likely token (the lowest id among equals). Otherwise the row is sharpened by 1 /
-    temperature, cut to the nucleus (the fewest most likely tokens whose probabilities reach top_p), and the row's
-    uniform number, in [0, 1), picks by inverse cumulative distribution, most likely token first.
+    temperature and cut to its first tokens, most likely first and lower ids first among equals: the first `top_k`; of
+    those the fewest whose probabilities reach `top_p` of their sum; of those the ones at least `min_p` times as likely
+    as the first. The row's uniform number picks among them by inverse cumulative distribution.
     """
+    logits_BV = _adjusted(logits_BV, specs)
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
-    rows = [row for row, temperature in enumerate(temperature_B) if temperature > 0]
-    if not rows:
-        return token_ids
-    device = logits_BV.device
-    temperature = torch.tensor([temperature_B[row] for row in rows], device=device)
-    top_p = torch.tensor([top_p_B[row] for row in rows], device=device)
-    uniform = torch.tensor([uniform_B[row] for row in rows], device=device, dtype=torch.float64)
-    scaled = logits_BV[rows].float() / temperature[:, None]
-    sorted_logits, order = scaled.sort(dim=-1, descending=True, stable=True)
-    cumulative = sorted_logits.double().softmax(dim=-1).cumsum(dim=-1)
-    num_kept = (cumulative < top_p[:, None].double()).sum(dim=-1).clamp(max=scaled.shape[-1] - 1)
-    total = cumulative.gather(1, num_kept[:, None])
-    picked = (cumulative <= uniform[:, None] * total).sum(dim=-1).minimum(num_kept)
-    for row, token_id in zip(rows, order.gather(1, picked[:, None])[:, 0].tolist(), strict=True):
-        token_ids[row] = token_id
+    rows = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
+    if rows:
+        drawn = _draw(logits_BV[rows].float(), [specs[row] for row in rows])
+        for row, token_id in zip(rows, drawn, strict=True):
+            token_ids[row] = token_id
     return token_ids
 
 
-def sample_reference(logits: list[float], temperature: float, top_p: float, uniform: float) -> int:
+def logprobs(logits_BV: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Per row: the log probability of its token, and its `num_top` most likely tokens."""
+    logprobs_BV = logits_BV.float().log_softmax(dim=-1)
+    picked = logprobs_BV.gather(1, torch.tensor(token_ids, device=logits_BV.device)[:, None])[:, 0].tolist()
+    values, order = logprobs_BV.topk(min(max(num_top), logits_BV.shape[-1]), dim=-1)
+    rows = zip(picked, num_top, order.tolist(), values.tolist(), strict=True)
+    return [
+        TokenLogprobs(logprob, tuple(zip(ids[:count], tops[:count], strict=True))) for logprob, count, ids, tops in rows
+    ]
+
+
+def _adjusted(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """The logits after bias, penalties and bans; the same tensor where no row has any."""
+    biases, repeated, answered, forbidden = _Edits(), _Edits(), _Edits(), _Edits()
+    for row, spec in enumerate(specs):
+        params = spec.params
+        if params.logit_bias:
+            biases.add(row, list(params.logit_bias), list(params.logit_bias.values()))
+        if params.repetition_penalty != 1.0:
+            repeated.add(row, np.unique(spec.token_ids), params.repetition_penalty)
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            tokens, counts = np.unique(spec.token_ids[spec.num_prompt_tokens :], return_counts=True)
+            answered.add(row, tokens, params.presence_penalty + params.frequency_penalty * counts)
+        if spec.forbidden:
+            forbidden.add(row, list(spec.forbidden), -math.inf)
+    constrained = [row for row, spec in enumerate(specs) if spec.constraint is not None]
+    if not (biases or repeated or answered or forbidden or constrained):
+        return logits_BV
+    adjusted_BV = logits_BV.to(torch.float32, copy=True)
+    biases.apply(adjusted_BV, torch.add)
+    repeated.apply(adjusted_BV, lambda logit, penalty: torch.where(logit > 0, logit / penalty, logit * penalty))
+    answered.apply(adjusted_BV, torch.sub)
+    forbidden.apply(adjusted_BV, lambda _, value: value)
+    if constrained:
+        adjusted_BV[constrained] = _constrained(adjusted_BV[constrained], [specs[row] for row in constrained])
+    return adjusted_BV
+
+
+def _constrained(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    masks = [spec.constraint.allowed() for spec in specs if spec.constraint is not None]
+    words_BW = torch.from_numpy(np.stack(masks)).to(logits_BV.device)
+    bits_BWI = (words_BW[:, :, None] >> torch.arange(32, device=logits_BV.device, dtype=torch.int32)) & 1
+    return logits_BV.masked_fill(bits_BWI.flatten(1)[:, : logits_BV.shape[-1]] == 0, -math.inf)
+
+
+class _Edits:
+    """Changes of one kind at (row, token) pairs, collected over the batch and applied at once."""
+
+    def __init__(self) -> None:
+        self._rows: list[NDArray[np.int64]] = []
+        self._tokens: list[NDArray[np.int64]] = []
+        self._values: list[NDArray[np.float32]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, row: int, tokens: ArrayLike, values: ArrayLike) -> None:
+        """Tokens of a row, each at most once."""
+        self._tokens.append(np.asarray(tokens, dtype=np.int64))
+        size = len(self._tokens[-1])
+        self._rows.append(np.full(size, row, dtype=np.int64))
+        self._values.append(np.broadcast_to(np.asarray(values, dtype=np.float32), size))
+
+    def apply(self, logits_BV: torch.Tensor, change: Change) -> None:
+        if self:
+            rows, tokens, values = (
+                torch.from_numpy(np.concatenate(parts)).to(logits_BV.device)
+                for parts in (self._rows, self._tokens, self._values)
+            )
+            logits_BV[rows, tokens] = change(logits_BV[rows, tokens], values)
+
+
+def _draw(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    """A draw for each row. Sorting a whole vocabulary takes longer than a layer of the model, so the likeliest tokens
+    are tried first; a row whose draw they do not decide is sorted whole."""
+    scaled_RV = logits_RV / _column([spec.params.temperature for spec in specs], logits_RV)
+    size = scaled_RV.shape[-1]
+    num_tried = NUM_TRIED if size > 4 * NUM_TRIED else size
+    token_ids, is_decided = _pick(scaled_RV, num_tried, specs)
+    rest = [row for row, decided in enumerate(is_decided) if not decided]
+    if rest:
+        picked, _ = _pick(scaled_RV[rest], size, [specs[row] for row in rest])
+        for row, token_id in zip(rest, picked, strict=True):
+            token_ids[row] = token_id
+    return token_ids
+
+
+def _pick(scaled_RV: torch.Tensor, num_tried: int, specs: Sequence[SampleSpec]) -> tuple[list[int], list[bool]]:
+    """A draw for each row among its `num_tried` = C likeliest tokens, and whether it is the draw among all tokens."""
+    size = scaled_RV.shape[-1]
+    sorted_RC, order_RC = _likeliest(scaled_RV, num_tried)
+    weights_RC = (sorted_RC - sorted_RC[:, :1]).double().exp()  # the first weighs 1
+    cumulative_RC = weights_RC.cumsum(dim=-1)
+    reached_R1 = cumulative_RC[:, -1:]
+    all_R1 = reached_R1 if num_tried == size else (scaled_RV - sorted_RC[:, :1]).exp().sum(-1, True, dtype=torch.double)
+
+    top_k = _column([min(spec.params.top_k or size, size) for spec in specs], cumulative_RC).long()
+    top_p = _column([spec.params.top_p for spec in specs], cumulative_RC)
+    min_p = _column([spec.params.min_p for spec in specs], cumulative_RC)
+    top_k_mass = torch.where(top_k == size, all_R1, cumulative_RC.gather(1, top_k.clamp(max=num_tried) - 1))
+    is_mass_known = (top_k <= num_tried) | (top_k == size)  # else the nucleus is a share of nobody knows what
+    nucleus = (cumulative_RC < top_p * top_k_mass).sum(-1, True) + 1
+    likely = (weights_RC >= min_p).sum(-1, True)
+    num_kept = nucleus.minimum(top_k).minimum(likely).clamp(max=num_tried)
+    num_kept = num_kept.minimum((weights_RC > 0).sum(-1, True))
+    is_closed = is_mass_known & ((nucleus <= num_tried) | (likely < num_tried)) | (num_tried == size)
+    is_uncut = (top_k == size) & (top_p == 1.0) & (min_p == 0.0)
+
+    kept_mass = torch.where(is_closed, cumulative_RC.gather(1, num_kept - 1), all_R1)
+    target = _column([spec.uniform for spec in specs], cumulative_RC) * kept_mass
+    picked = (cumulative_RC <= target).sum(-1, True).minimum(num_kept - 1)
+    is_decided = is_closed | (is_uncut & (target < reached_R1))
+    if num_tried < size:  # among equals at the end of what was tried, a lower id may have been left out
+        is_decided &= sorted_RC.gather(1, picked) > sorted_RC[:, -1:]
+    return order_RC.gather(1, picked)[:, 0].tolist(), is_decided[:, 0].tolist()
+
+
+def _likeliest(scaled_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest logits of each row in descending order, and their tokens, lower ids first among equals."""
+    if count == scaled_RV.shape[-1]:
+        return scaled_RV.sort(dim=-1, descending=True, stable=True)
+    token_ids, _ = scaled_RV.topk(count, dim=-1).indices.sort(dim=-1)
+    values, order = scaled_RV.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
+    return values, token_ids.gather(1, order)
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, device=like.device, dtype=like.dtype)[:, None]
+
+
+def sample_reference(logits: Sequence[float], spec: SampleSpec) -> int:
     """The slow twin of one row of `sample`, in plain Python."""
-    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    if temperature == 0:
+    params = spec.params
+    scores = _adjusted_reference(logits, spec)
+    order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
+    if params.is_greedy:
         return order[0]
-    top = logits[order[0]]
-    weights = [math.exp((logits[token] - top) / temperature) for token in order]
-    total = math.fsum(weights)
-    nucleus, reached = 0.0, 0
+    top = scores[order[0]]
+    weights = [math.exp((scores[token] - top) / params.temperature) for token in order][: params.top_k or len(order)]
+    total, nucleus, kept = math.fsum(weights), 0.0, list[float]()
     for weight in weights:
-        nucleus += weight / total
-        reached += 1
-        if nucleus >= top_p:
+        nucleus += weight
+        kept.append(weight)
+        if nucleus >= params.top_p * total:
             break
-    target, cumulative = uniform * nucleus, 0.0
-    for token, weight in zip(order[:reached], weights, strict=False):
-        cumulative += weight / total
+    kept = [weight for weight in kept if weight >= params.min_p]  # the first weighs 1
+    target, cumulative = spec.uniform * math.fsum(kept), 0.0
+    for token, weight in zip(order, kept, strict=False):
+        cumulative += weight
         if cumulative > target:
             return token
-    return order[reached - 1]
+    return order[len(kept) - 1]
+
+
+def _adjusted_reference(logits: Sequence[float], spec: SampleSpec) -> list[float]:
+    params, scores = spec.params, list(logits)
+    known = spec.token_ids.tolist()
+    answer = Counter(known[spec.num_prompt_tokens :])
+    for token in range(len(scores)):
+        scores[token] += params.logit_bias.get(token, 0.0)
+        if token in known:
+            penalty = params.repetition_penalty
+            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+        scores[token] -= params.presence_penalty * (token in answer) + params.frequency_penalty * answer[token]
+        if token in spec.forbidden:
+            scores[token] = -math.inf
+        if spec.constraint is not None and not int(spec.constraint.allowed()[token // 32]) >> (token % 32) & 1:
+            scores[token] = -math.inf
+    return scores

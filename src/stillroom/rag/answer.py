@@ -1,6 +1,8 @@
 """What a question comes back with. The field names are those of `stillroom ask --json`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from stillroom.config.settings import SearchMode
 from stillroom.core.ids import RequestId
@@ -15,7 +17,23 @@ class AskOptions:
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    sample_top_k: int | None = None
+    """Sample from this many of the most likely tokens; `top_k` counts chunks."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = None
+    min_tokens: int = 0
+    """The model cannot end its answer before this many tokens; stop strings can."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    stop: str | Sequence[str] = ()
+    """Texts before which the answer ends."""
+    json_schema: Mapping[str, Any] | None = None
+    """The answer is JSON of this schema, unless `max_tokens` cuts it. The model is not told: say it in the question."""
+    logprobs: int | None = None
+    """Report each token's log probability, and those of this many most likely tokens (up to 20)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +81,31 @@ class ReuseReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token and its log probability as the model gave it: before penalties, temperature and cuts."""
+
+    token_id: int
+    text: str
+    """What it reads as on its own; a replacement character stands for part of a character."""
+    utf8: tuple[int, ...]
+    """Its bytes."""
+    logprob: float
+    top: tuple["TokenScore", ...] = ()
+    """The most likely tokens at its place, most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A finished answer."""
 
     request_id: RequestId
     text: str
     token_ids: tuple[int, ...]
-    """Generated tokens, without the end-of-sequence token."""
+    """Generated tokens, without the end-of-sequence token; the last ones may reach into a stop string."""
     finish_reason: str
-    """`stop`: the model ended the answer. `length`: `max_tokens` was reached."""
+    """`stop`: the model ended the answer, or a stop string did. `length`: `max_tokens` was reached."""
     sources: tuple[Source, ...]
     timing: Timing
     reuse: ReuseReport
+    logprobs: tuple[TokenScore, ...] | None = None
+    """One per token of `token_ids`, if asked for."""

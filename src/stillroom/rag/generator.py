@@ -11,6 +11,7 @@ from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.models.decoder import Decoder
+from stillroom.models.json_constraint import JsonConstraints
 from stillroom.models.loader import LoadedModel, load_model
 from stillroom.rag.prompt import PromptBuilder, format_for
 from stillroom.runner.torch_runner import TorchRunner
@@ -24,6 +25,7 @@ class Generator:
     model: LoadedModel
     engine: AsyncEngine
     prompts: PromptBuilder
+    constraints: JsonConstraints
 
     @property
     def max_model_len(self) -> int:
@@ -40,7 +42,9 @@ def build_generator(config: RuntimeConfig, clock: Clock) -> Generator:
     """
     model = load_model(config.model, device=config.device, dtype=config.dtype, max_model_len=config.max_model_len)
     engine = build_engine(model.decoder, config, clock)
-    return Generator(model, AsyncEngine(engine), PromptBuilder(model.tokenizer, format_for(model.tokenizer)))
+    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
+    constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
+    return Generator(model, AsyncEngine(engine), prompts, constraints)
 
 
 def build_engine(decoder: Decoder, config: RuntimeConfig, clock: Clock) -> Engine:

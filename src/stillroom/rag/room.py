@@ -6,6 +6,7 @@ Opening is cheap: the embedder loads with the first search or add, the model wit
 import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -145,19 +146,40 @@ class Stillroom:
             ModelError: the model cannot be loaded.
             EngineError: generation failed.
         """
-        stream = self.stream(question, options)
-        for _ in stream:
-            pass
-        return stream.answer
+        return _read_to_end(self.stream(question, options))
 
     def stream(self, question: str, options: AskOptions | None = None) -> "AnswerStream":
         """The answer piece by piece; its sources are known at once. Raises as `ask`."""
-        return self._pipeline().stream(question, options or AskOptions())
+        return self.streams(question, options)[0]
+
+    def ask_several(self, question: str, n: int, options: AskOptions | None = None) -> list[Answer]:
+        """`n` answers to one question: searched and read once, then answered with a seed of its own each.
+
+        The first is the answer that `ask` gives. Raises as `ask`.
+        """
+        streams = self.streams(question, options, n=n)
+        # each in a thread: an answer that ends at a stop string must not be generated on until others have been read
+        with ThreadPoolExecutor(n, thread_name_prefix="stillroom-answer") as pool:
+            try:
+                return list(pool.map(_read_to_end, streams))
+            finally:
+                for stream in streams:
+                    stream.cancel()
+
+    def streams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> "list[AnswerStream]":
+        """`n` answers to one question, piece by piece; each can be cancelled by itself. Raises as `ask`."""
+        return self._pipeline().streams(question, options or AskOptions(), n)
 
     async def astream(self, question: str, options: AskOptions | None = None) -> "AsyncAnswerStream":
         """`stream` for an event loop: nothing blocks it."""
+        return (await self.astreams(question, options))[0]
+
+    async def astreams(
+        self, question: str, options: AskOptions | None = None, *, n: int = 1
+    ) -> "list[AsyncAnswerStream]":
+        """`streams` for an event loop: nothing blocks it."""
         pipeline = await asyncio.to_thread(self._pipeline)
-        return await pipeline.astream(question, options or AskOptions())
+        return await pipeline.astreams(question, options or AskOptions(), n)
 
     # Life
 
@@ -217,3 +239,9 @@ class Stillroom:
 
     def _publish_corpus(self) -> None:
         self.metrics.set_corpus(self._kb.num_documents, self._kb.num_chunks)
+
+
+def _read_to_end(stream: "AnswerStream") -> Answer:
+    for _ in stream:
+        pass
+    return stream.answer

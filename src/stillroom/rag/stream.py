@@ -6,15 +6,17 @@ Leaving a stream early cancels its request.
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason
 from stillroom.engine.engine import TokenEvent
 from stillroom.errors import RequestAbortedError, UsageError
-from stillroom.models.tokenizer import IncrementalDetokenizer
-from stillroom.rag.answer import Answer, ReuseReport, Source, Timing
+from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from stillroom.rag.answer import Answer, ReuseReport, Source, Timing, TokenScore
+from stillroom.rag.stop import StopMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +29,30 @@ class Started:
     retrieval_seconds: float
     sources: tuple[Source, ...]
     num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    """Prompt tokens that this answer did not have to compute."""
 
 
 class AnswerCollector:
     """Token events in, pieces of text out, and the `Answer` at the end."""
 
     def __init__(
-        self, started: Started, detokenizer: IncrementalDetokenizer, on_finish: Callable[[Answer], None]
+        self, started: Started, tokenizer: Tokenizer, stops: Sequence[str], on_finish: Callable[[Answer], None]
     ) -> None:
         self.started = started
         self.answer: Answer | None = None
-        self._detokenizer = detokenizer
+        self.scores: list[TokenScore] = []
+        """Log probabilities of the tokens so far, if the request wants them."""
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._matcher = StopMatcher(stops)
         self._on_finish = on_finish
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
         self._first_at: float | None = None
 
     def feed(self, event: TokenEvent) -> str:
-        """The text this event completes.
+        """The text this event completes. At a stop string the answer is complete, before the engine says so.
 
         Raises:
             EngineError: the engine gave the request up, or it was cancelled.
@@ -53,17 +61,31 @@ class AnswerCollector:
             raise event.error or RequestAbortedError(f"{event.request_id} was cancelled")
         if self._first_at is None:
             self._first_at = event.at
+        piece = self._text(event)
+        self._pieces.append(piece)
+        reason = FinishReason.STOP if self._matcher.is_matched else event.finish_reason
+        if reason is not None:
+            self.answer = self._finish(reason, event.at)
+            self._on_finish(self.answer)
+        return piece
+
+    def _text(self, event: TokenEvent) -> str:
         piece = ""
         if event.token_id is not None:
             self._token_ids.append(event.token_id)
             piece = self._detokenizer.push([event.token_id])
-        if event.finish_reason is not None:
-            piece += self._detokenizer.flush()
-        self._pieces.append(piece)
-        if event.finish_reason is not None:
-            self.answer = self._finish(event.finish_reason, event.at)
-            self._on_finish(self.answer)
-        return piece
+            if event.logprobs is not None:
+                self.scores.append(self._score(event.token_id, event.logprobs))
+        if event.finish_reason is None:
+            return self._matcher.push(piece)
+        return self._matcher.push(piece + self._detokenizer.flush()) + self._matcher.flush()
+
+    def _score(self, token_id: int, found: TokenLogprobs) -> TokenScore:
+        def score(one: int, logprob: float, top: tuple[TokenScore, ...] = ()) -> TokenScore:
+            utf8 = self._tokenizer.token_bytes(one)
+            return TokenScore(one, utf8.decode("utf-8", errors="replace"), tuple(utf8), logprob, top)
+
+        return score(token_id, found.logprob, tuple(score(one, logprob) for one, logprob in found.top))
 
     def _finish(self, reason: FinishReason, at: float) -> Answer:
         started, count = self.started, len(self._token_ids)
@@ -80,7 +102,8 @@ class AnswerCollector:
                 tpot_seconds=(at - first) / (count - 1) if count > 1 else 0.0,
                 total_seconds=at - started.arrival,
             ),
-            reuse=ReuseReport(started.num_prompt_tokens, num_cached_tokens=0, num_recomputed_tokens=0),
+            reuse=ReuseReport(started.num_prompt_tokens, started.num_cached_tokens, num_recomputed_tokens=0),
+            logprobs=tuple(self.scores) if self.scores else None,
         )
 
 
@@ -91,6 +114,7 @@ class _Stream:
         self._collector = collector
         self._cancel = cancel
         self._is_over = False
+        self._num_scores_taken = 0
 
     @property
     def request_id(self) -> RequestId:
@@ -118,9 +142,18 @@ class _Stream:
         if self._collector.answer is None:
             self._cancel()
 
+    def take_logprobs(self) -> list[TokenScore]:
+        """Log probabilities of the tokens that came since this was asked last; empty where they are not wanted."""
+        first, self._num_scores_taken = self._num_scores_taken, len(self._collector.scores)
+        return self._collector.scores[first:]
+
     def _feed(self, event: TokenEvent) -> str:
         self._is_over = event.finish_reason is not None
-        return self._collector.feed(event)
+        piece = self._collector.feed(event)
+        if self._collector.answer is not None and not self._is_over:
+            self._is_over = True
+            self._cancel()  # the answer ended at a stop string: the engine need not go on
+        return piece
 
 
 class AnswerStream(_Stream):

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stillroom.core.batch import Batch, ScheduledSequence, StepResult
+from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, StepResult
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder, PackedInput
 from stillroom.ops.attention import AttentionSpan
-from stillroom.ops.sampling import sample
+from stillroom.ops.sampling import logprobs, sample
 
 
 class Runner(Protocol):
@@ -35,20 +35,16 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """See `Runner.execute`."""
-        sampling = [
-            (sequence.request_id, sequence.sample) for sequence in batch.sequences if sequence.sample is not None
-        ]
+        if batch.copies:
+            self.store.copy_blocks(batch.copies)
         hidden_BM = self.decoder.hidden_states(self._pack(batch), self.store.layer)
+        sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
         if not sampling:
             return StepResult({})
         logits_BV = self.decoder.logits(hidden_BM)
-        token_ids = sample(
-            logits_BV,
-            [spec.temperature for _, spec in sampling],
-            [spec.top_p for _, spec in sampling],
-            [spec.uniform for _, spec in sampling],
-        )
-        return StepResult({request_id: token for (request_id, _), token in zip(sampling, token_ids, strict=True)})
+        if len(rows := [row for row, samples in enumerate(sampling) for _ in samples]) > len(sampling):
+            logits_BV = logits_BV[rows]  # several samples are drawn from the same logits
+        return _sampled(logits_BV, [spec for samples in sampling for spec in samples])
 
     def _pack(self, batch: Batch) -> PackedInput:
         sequences, device = batch.sequences, self.decoder.device
@@ -58,7 +54,7 @@ class TorchRunner:
         for sequence in sequences:
             end = start + sequence.num_scheduled_tokens
             spans.append(AttentionSpan(start, end, self._context(sequence), len(sequence.slots)))
-            if sequence.sample is not None:  # only a sequence's last token predicts something new
+            if sequence.samples:  # only a sequence's last token predicts something new
                 wanted.append(end - 1)
             start = end
         positions = [np.arange(s.first_position, len(s.slots)) for s in sequences]
@@ -77,6 +73,17 @@ class TorchRunner:
         if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
             return slice(first, last + 1)
         return _tensor(slots, self.decoder.device)
+
+
+def _sampled(logits_BV: torch.Tensor, specs: list[SampleSpec]) -> StepResult:
+    token_ids = sample(logits_BV, specs)
+    picked = {spec.request_id: token_id for spec, token_id in zip(specs, token_ids, strict=True)}
+    wanted = [(row, spec, spec.params.logprobs) for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+    if not wanted:
+        return StepResult(picked)
+    rows = [row for row, _, _ in wanted]
+    found = logprobs(logits_BV[rows], [token_ids[row] for row in rows], [count for _, _, count in wanted])
+    return StepResult(picked, {spec.request_id: one for (_, spec, _), one in zip(wanted, found, strict=True)})
 
 
 def _tensor(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:

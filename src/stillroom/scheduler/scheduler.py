@@ -3,15 +3,20 @@
 Who is admitted next is a policy's sort key, by default first come, first served. A sequence gets the blocks of its
 whole prompt when it is admitted and one more whenever it outgrows them; when none is free, the youngest running
 sequence is preempted: it waits at the front of the queue and its tokens run again later. The oldest is never preempted,
-so somebody always finishes. Design: docs/runtime.md
+so somebody always finishes.
+
+Samples of one prompt come as a leader and its followers: the leader's prompt is computed, its last logits pick a first
+token for each of them, and from then on they are sequences of their own that share blocks. Design: docs/runtime.md
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
-from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, StepResult
-from stillroom.core.ids import RequestId
+from stillroom.core.batch import Batch, BlockCopy, SampleSpec, ScheduledSequence, StepResult, TokenLogprobs
+from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.request import FinishReason, Request, uniform_at
-from stillroom.errors import PromptTooLongError
+from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.scheduler.policy import Policy, first_come
 from stillroom.scheduler.queue import WaitingQueue
@@ -38,6 +43,8 @@ class SequenceUpdate:
     token_id: int | None
     """The new token; None if it was a stop token."""
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+    """Of the new token, if the request wants them."""
 
 
 class Scheduler:
@@ -63,12 +70,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, num_samples: int = 1) -> None:
         """Whether the request could ever run. Reads only constants, so any thread may ask.
 
         Raises:
             PromptTooLongError: it exceeds the model's length or the whole KV pool; the message has the numbers.
+            UsageError: so many samples cannot run at the same time.
         """
+        if num_samples > self.limits.max_num_seqs:
+            raise UsageError(
+                f"n={num_samples} exceeds the {self.limits.max_num_seqs} sequences that run at the same time; "
+                "lower n or raise runtime.max_num_seqs"
+            )
         num_prompt, num_output = request.prompt.num_tokens, request.sampling.max_tokens
         if num_prompt + num_output > self.limits.max_model_len:
             raise PromptTooLongError(
@@ -84,25 +97,28 @@ class Scheduler:
                 f"{pool.num_blocks} blocks of {pool.block_size} tokens; raise runtime.kv_bytes or shorten the prompt"
             )
 
-    def add(self, request: Request) -> None:
-        """Queue a request; raises as `check`."""
-        self.check(request)
-        table = self.kv.new_table(request.prompt.num_tokens + request.sampling.max_tokens)
-        self._num_arrivals += 1
-        self._waiting.push(Sequence(request, table, self._num_arrivals))
+    def add(self, request: Request, *samples: Request) -> None:
+        """Queue a request, with further samples of the same prompt; raises as `check`."""
+        self.check(request, 1 + len(samples))
+        leader, *followers = (self._new_sequence(one) for one in (request, *samples))
+        leader.followers = followers
+        self._waiting.push(leader)
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request and free its blocks; False if it is not here (any more)."""
-        sequence = self._running.get(request_id) or self._waiting.remove(request_id)
+        sequence = self._running.get(request_id) or self._waiting.remove(request_id) or self._leave(request_id)
         if sequence is None:
             return False
+        if sequence.followers:
+            self._hand_over(sequence)
         self._finish(sequence, FinishReason.ABORTED)
         return True
 
     def schedule(self) -> Batch | None:
         """The next step, or None if there is nothing to run."""
         num_running_before = len(self._running)
-        scheduled = self._decodes()
+        copies: list[BlockCopy] = []
+        scheduled = self._decodes(copies)
         has_preempted = len(self._running) < num_running_before
         budget = self.limits.max_num_batched_tokens - len(scheduled)
         for sequence in self._running.values():
@@ -113,7 +129,7 @@ class Scheduler:
         while budget > 0 and not has_preempted and (admitted := self._try_admit()) is not None:
             scheduled.append(self._take(admitted, budget))
             budget -= scheduled[-1].num_scheduled_tokens
-        return Batch(tuple(scheduled)) if scheduled else None
+        return Batch(tuple(scheduled), tuple(copies)) if scheduled else None
 
     def update(self, batch: Batch, result: StepResult) -> list[SequenceUpdate]:
         """Record that a step ran; returns what became of each sequence that sampled a token."""
@@ -121,37 +137,97 @@ class Scheduler:
         for entry in batch.sequences:
             sequence = self._running[entry.request_id]
             sequence.num_computed += entry.num_scheduled_tokens
-            if entry.sample is not None:
-                updates.append(self._advance(sequence, result.token_ids[entry.request_id]))
+            if entry.samples:
+                branches = [sequence, *self._fork(sequence)]
+                updates += [self._advance(branch, result) for branch in branches]
         return updates
 
     def check_integrity(self) -> None:
-        """Every block in use belongs to exactly one running sequence, and each has the slots it needs."""
-        self.kv.pool.check_integrity()
-        held = [block_id for sequence in self._running.values() for block_id in sequence.table.block_ids]
-        assert len(held) == len(set(held)) == self.kv.pool.num_used, "blocks held and blocks in use differ"
-        assert all(not sequence.table.block_ids for sequence in self._waiting), "a waiting sequence holds blocks"
+        """Blocks are held by running sequences only and as often as they are counted, each sequence has the slots it
+        needs, and nobody will write where others read."""
+        pool = self.kv.pool
+        pool.check_integrity()
+        holders = Counter(block_id for sequence in self._running.values() for block_id in sequence.table.block_ids)
+        assert len(holders) == pool.num_used, "blocks held and blocks in use differ"
+        assert all(pool.ref_count(block_id) == count for block_id, count in holders.items()), "ref counts differ"
+        leaders = chain(self._waiting, self._running.values())
+        idle = [*self._waiting, *(follower for leader in leaders for follower in leader.followers)]
+        assert all(not sequence.table.block_ids for sequence in idle), "a waiting sequence holds blocks"
+        assert self._num_seats_taken <= self.limits.max_num_seqs
         for sequence in self._running.values():
             assert sequence.num_computed <= sequence.table.num_slots, sequence.request_id
+            unwritten = set((sequence.table.slots[sequence.num_computed :] // pool.block_size).tolist())
+            assert all(pool.ref_count(BlockId(block_id)) == 1 for block_id in unwritten), sequence.request_id
+            assert not (sequence.followers and sequence.num_generated), sequence.request_id
             assert sequence.num_tokens - sequence.table.num_slots <= 1, sequence.request_id
 
-    def _advance(self, sequence: Sequence, token_id: int) -> SequenceUpdate:
-        reason: FinishReason | None = None
-        if token_id in sequence.request.stop_token_ids:
-            reason = FinishReason.STOP
-        else:
+    def _advance(self, sequence: Sequence, result: StepResult) -> SequenceUpdate:
+        token_id = result.token_ids[sequence.request_id]
+        is_answer = token_id not in sequence.request.stop_token_ids
+        if is_answer:
             sequence.append(token_id)
-            if sequence.num_generated == sequence.request.sampling.max_tokens:
-                reason = FinishReason.LENGTH
+        reason: FinishReason | None = None
+        if not is_answer or sequence.is_complete:
+            reason = FinishReason.STOP
+        elif sequence.num_generated == sequence.request.sampling.max_tokens:
+            reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(sequence, reason)
-        return SequenceUpdate(sequence.request_id, None if reason is FinishReason.STOP else token_id, reason)
+        return SequenceUpdate(
+            sequence.request_id,
+            token_id if is_answer else None,
+            reason,
+            result.logprobs.get(sequence.request_id) if is_answer else None,
+        )
 
-    def _decodes(self) -> list[ScheduledSequence]:
+    @property
+    def _num_seats_taken(self) -> int:
+        """Followers have the seats that they will sit on when they fork."""
+        return sum(1 + len(sequence.followers) for sequence in self._running.values())
+
+    def _new_sequence(self, request: Request) -> Sequence:
+        self._num_arrivals += 1
+        table = self.kv.new_table(request.prompt.num_tokens + request.sampling.max_tokens)
+        return Sequence(request, table, self._num_arrivals)
+
+    def _fork(self, leader: Sequence) -> list[Sequence]:
+        """The followers of a sequence whose prompt has just run, now running themselves."""
+        followers, leader.followers = leader.followers, []
+        for follower in followers:
+            self._take_over(follower, leader)
+            self._running[follower.request_id] = follower
+        return followers
+
+    def _take_over(self, follower: Sequence, leader: Sequence) -> None:
+        self.kv.fork(leader.table, follower.table)
+        follower.num_computed = leader.num_computed
+        follower.status = leader.status
+
+    def _leave(self, request_id: RequestId) -> Sequence | None:
+        """Take a follower out of its group; None if there is none of that name."""
+        for leader in chain(self._waiting, self._running.values()):
+            left = next((one for one in leader.followers if one.request_id == request_id), None)
+            if left is not None:
+                leader.followers.remove(left)
+                return left
+        return None
+
+    def _hand_over(self, leader: Sequence) -> None:
+        """The first follower leads from now on, in the same place and with what has been computed."""
+        heir = leader.followers[0]
+        heir.followers, leader.followers = leader.followers[1:], []
+        if leader.status is not Status.RUNNING:
+            self._waiting.push(heir)
+            return
+        self._take_over(heir, leader)
+        running = ((heir if one is leader else one) for one in self._running.values())
+        self._running = {one.request_id: one for one in running}
+
+    def _decodes(self, copies: list[BlockCopy]) -> list[ScheduledSequence]:
         """One token of every decoding sequence, oldest first: whom a preemption hits has not been taken yet."""
         taken = []
         for sequence in list(self._running.values()):
-            if sequence.status is Status.RUNNING and sequence.is_decoding and self._ensure_slot(sequence):
+            if sequence.status is Status.RUNNING and sequence.is_decoding and self._ensure_slot(sequence, copies):
                 taken.append(self._take(sequence, 1))
         return taken
 
@@ -159,19 +235,18 @@ class Scheduler:
         """The next tokens of a sequence, as many as the budget allows."""
         start = sequence.num_computed
         end = min(start + budget, sequence.num_tokens)
-        sampling = sequence.request.sampling
-        sample = None
-        if end == sequence.num_tokens:
-            uniform = 0.0 if sampling.is_greedy else uniform_at(sampling.seed, sequence.num_generated)
-            sample = SampleSpec(sampling.temperature, sampling.top_p, uniform)
+        branches = (sequence, *sequence.followers) if end == sequence.num_tokens else ()
+        samples = tuple(_sample_spec(branch) for branch in branches)
         return ScheduledSequence(
-            sequence.request_id, sequence.tokens(start, end), start, sequence.table.slots[:end], sample
+            sequence.request_id, sequence.tokens(start, end), start, sequence.table.slots[:end], samples
         )
 
-    def _ensure_slot(self, sequence: Sequence) -> bool:
+    def _ensure_slot(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """A slot for the sequence's next token, preempting younger sequences if need be; False if it was preempted."""
         while sequence.table.num_slots < sequence.num_tokens:
-            if self.kv.try_append_token(sequence.table):
+            appended = self.kv.try_append_token(sequence.table)
+            if appended is not None:
+                copies += [] if appended.copy is None else [appended.copy]
                 break
             victim = next(reversed(self._running.values()))
             self._preempt(victim)
@@ -189,7 +264,7 @@ class Scheduler:
     def _try_admit(self) -> Sequence | None:
         """The first waiting sequence, if there is a seat and blocks for all of its tokens."""
         sequence = self._waiting.first()
-        if sequence is None or len(self._running) >= self.limits.max_num_seqs:
+        if sequence is None or self._num_seats_taken + 1 + len(sequence.followers) > self.limits.max_num_seqs:
             return None
         if not self.kv.try_allocate(sequence.table, sequence.segment_lengths):
             return None
@@ -203,3 +278,16 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         self._running.pop(sequence.request_id, None)
+
+
+def _sample_spec(sequence: Sequence) -> SampleSpec:
+    request, params = sequence.request, sequence.request.sampling
+    return SampleSpec(
+        request_id=request.request_id,
+        params=params,
+        uniform=0.0 if params.is_greedy else uniform_at(params.seed, sequence.num_generated),
+        token_ids=sequence.tokens(0, sequence.num_tokens),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        forbidden=request.stop_token_ids if sequence.num_generated < params.min_tokens else frozenset(),
+        constraint=sequence.constraint,
+    )

@@ -35,6 +35,9 @@ class Sequence:
         self.num_prompt_tokens = request.prompt.num_tokens
         self.num_tokens = self.num_prompt_tokens
         self.num_computed = 0
+        self.constraint = None if request.constraint is None else request.constraint.copy()
+        self.followers: list[Sequence] = []
+        """Other samples of this prompt. They fork from this sequence once its prompt has run."""
         self._token_ids: NDArray[np.int64] = np.empty(
             self.num_prompt_tokens + request.sampling.max_tokens, dtype=np.int64
         )
@@ -57,6 +60,11 @@ class Sequence:
         return self.num_generated > 0 and self.num_to_compute == 1
 
     @property
+    def is_complete(self) -> bool:
+        """Nothing can follow by the request's constraint."""
+        return self.constraint is not None and self.constraint.is_complete
+
+    @property
     def segment_lengths(self) -> list[int]:
         """Lengths of the prompt's segments; what was generated continues the last one."""
         lengths = [len(segment.token_ids) for segment in self.request.prompt.segments]
@@ -71,3 +79,5 @@ class Sequence:
         """A sampled token."""
         self._token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
+        if self.constraint is not None:
+            self.constraint.advance(token_id)

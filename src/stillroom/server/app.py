@@ -14,7 +14,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from stillroom import __version__
 from stillroom.errors import UsageError
 from stillroom.server import errors
-from stillroom.server.chat import AnswerEvents, ask_options, whole_answer
+from stillroom.server.chat import AnswerEvents, ask_options, whole_answers
 from stillroom.server.errors import ModelNotServed
 from stillroom.server.middleware import Observed
 from stillroom.server.payloads import Payload, search_payload
@@ -73,11 +73,11 @@ class _Api:
         self._check_model(body.model, [self._room.model_name])
         if not body.question.strip():
             raise UsageError("messages hold no question; the last message of the role 'user' is the question")
-        stream = await self._room.astream(body.question, ask_options(body))
+        streams = await self._room.astreams(body.question, ask_options(body), n=body.n or 1)
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
-            return AnswerEvents(stream, self._room.model_name, include_usage=include_usage)
-        return await whole_answer(stream, self._room.model_name, request)
+            return AnswerEvents(streams, self._room.model_name, include_usage=include_usage)
+        return await whole_answers(streams, self._room.model_name, request)
 
     async def embeddings(self, body: EmbeddingRequest) -> EmbeddingList:
         embedder = self._room.config.embedder.model

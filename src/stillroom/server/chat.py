@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: the last user message is the question, and the answer comes whole or as a stream of events.
+"""`/v1/chat/completions`: the last user message is the question, and its answers come whole or as a stream of events.
 
 A client that goes away takes its request with it: the stream is cancelled, and its KV blocks are free after the
 current step.
@@ -8,16 +8,17 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from stillroom.errors import StillroomError
-from stillroom.rag.answer import Answer, AskOptions
+from stillroom.errors import StillroomError, UsageError
+from stillroom.rag.answer import Answer, AskOptions, TokenScore
 from stillroom.server.errors import CLIENT_CLOSED_REQUEST, describe
 from stillroom.server.payloads import Payload, source_payload
 from stillroom.server.protocol import (
@@ -26,21 +27,33 @@ from stillroom.server.protocol import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     Choice,
+    ChoiceLogprobs,
     ChunkChoice,
     Delta,
     PromptTokensDetails,
     SearchOptions,
+    TokenLogprob,
+    TopLogprob,
     Usage,
 )
 
 if TYPE_CHECKING:
     from stillroom.rag.stream import AsyncAnswerStream
 
+LEAST_LOGPROB = -9999.0
+"""JSON has no minus infinity; OpenAI's word for it."""
+
 logger = logging.getLogger(__name__)
 
 
 def ask_options(body: ChatCompletionRequest) -> AskOptions:
-    """What the request sets; the rest is left to the configuration."""
+    """What the request sets; the rest is left to the configuration.
+
+    Raises:
+        UsageError: fields contradict each other.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise UsageError("top_logprobs needs logprobs: true")
     extension = body.stillroom or SearchOptions()
     return AskOptions(
         mode=extension.mode,
@@ -48,25 +61,44 @@ def ask_options(body: ChatCompletionRequest) -> AskOptions:
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
+        sample_top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
         seed=body.seed,
+        min_tokens=body.min_tokens or 0,
+        logit_bias=body.logit_bias or {},
+        stop=body.stop or (),
+        json_schema=body.response_format.schema_to_enforce if body.response_format else None,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
 
-async def whole_answer(stream: "AsyncAnswerStream", model: str, request: Request) -> Response:
-    """Wait for the complete answer, unless the client goes away first."""
-    reading = asyncio.create_task(_read_to_end(stream))
+async def whole_answers(streams: "Sequence[AsyncAnswerStream]", model: str, request: Request) -> Response:
+    """Wait for the complete answers to one question, unless the client goes away first."""
+    reading = asyncio.ensure_future(_read_all(streams))
     leaving = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
-            stream.cancel()
+            _cancel(streams)
             await asyncio.gather(reading, return_exceptions=True)
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(_completion(reading.result(), model).model_dump())
     finally:
-        stream.cancel()
+        _cancel(streams)
         reading.cancel()
         leaving.cancel()
+
+
+def _cancel(streams: "Sequence[AsyncAnswerStream]") -> None:
+    for stream in streams:
+        stream.cancel()
+
+
+async def _read_all(streams: "Sequence[AsyncAnswerStream]") -> list[Answer]:
+    return await asyncio.gather(*(_read_to_end(stream) for stream in streams))
 
 
 async def _read_to_end(stream: "AsyncAnswerStream") -> Answer:
@@ -80,18 +112,40 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _completion(answer: Answer, model: str) -> ChatCompletion:
+def _completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
+    first = answers[0]
     return ChatCompletion(
-        id=completion_id(answer.request_id),
+        id=completion_id(first.request_id),
         created=int(time.time()),
         model=model,
-        choices=[Choice(message=AssistantMessage(content=answer.text), finish_reason=answer.finish_reason)],
-        usage=_usage(answer),
+        choices=[
+            Choice(
+                index=index,
+                message=AssistantMessage(content=answer.text),
+                logprobs=None if answer.logprobs is None else choice_logprobs(answer.logprobs),
+                finish_reason=answer.finish_reason,
+            )
+            for index, answer in enumerate(answers)
+        ],
+        usage=_usage(answers),
         stillroom={
-            "request_id": answer.request_id,
-            "sources": [source_payload(source) for source in answer.sources],
-            **_costs(answer),
+            "request_id": first.request_id,
+            "sources": [source_payload(source) for source in first.sources],
+            **_costs(max(answers, key=lambda answer: answer.timing.total_seconds)),
         },
+    )
+
+
+def choice_logprobs(scores: Sequence[TokenScore]) -> ChoiceLogprobs:
+    """In OpenAI's form."""
+
+    def one(score: TokenScore) -> TopLogprob:
+        return TopLogprob(token=score.text, logprob=max(score.logprob, LEAST_LOGPROB), bytes=list(score.utf8))
+
+    return ChoiceLogprobs(
+        content=[
+            TokenLogprob(**one(score).model_dump(), top_logprobs=[one(top) for top in score.top]) for score in scores
+        ]
     )
 
 
@@ -99,13 +153,15 @@ def completion_id(request_id: str) -> str:
     return f"chatcmpl-{request_id}"
 
 
-def _usage(answer: Answer) -> Usage:
-    num_prompt, num_generated = answer.reuse.num_prompt_tokens, len(answer.token_ids)
+def _usage(answers: Sequence[Answer]) -> Usage:
+    """The prompt is counted once, however many answers it has."""
+    prompt = answers[0].reuse
+    num_generated = sum(len(answer.token_ids) for answer in answers)
     return Usage(
-        prompt_tokens=num_prompt,
+        prompt_tokens=prompt.num_prompt_tokens,
         completion_tokens=num_generated,
-        total_tokens=num_prompt + num_generated,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.reuse.num_cached_tokens),
+        total_tokens=prompt.num_prompt_tokens + num_generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=prompt.num_cached_tokens),
     )
 
 
@@ -114,60 +170,108 @@ def _costs(answer: Answer) -> Payload:
 
 
 class AnswerEvents(StreamingResponse):
-    """The answer as server-sent events. However the response ends, its request does not outlive it."""
+    """The answers as server-sent events. However the response ends, no request outlives it."""
 
-    def __init__(self, stream: "AsyncAnswerStream", model: str, *, include_usage: bool) -> None:
+    def __init__(self, streams: "Sequence[AsyncAnswerStream]", model: str, *, include_usage: bool) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(stream, model, include_usage), headers=headers, media_type="text/event-stream")
-        self._stream = stream
+        super().__init__(_events(streams, model, include_usage), headers=headers, media_type="text/event-stream")
+        self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._stream.cancel()
+            _cancel(self._streams)
 
 
-async def _events(stream: "AsyncAnswerStream", model: str, include_usage: bool) -> AsyncIterator[str]:
-    chunks = _Chunks(stream.request_id, model)
+async def _events(streams: "Sequence[AsyncAnswerStream]", model: str, include_usage: bool) -> AsyncIterator[str]:
+    first = streams[0]
+    chunks = _Chunks(first.request_id, model)
     try:
-        sources = [source_payload(source) for source in stream.sources]
-        yield chunks.event(
-            Delta(role="assistant", content=""),
-            stillroom={"request_id": stream.request_id, "sources": sources},
-        )
-        async for piece in stream:
-            yield chunks.event(Delta(content=piece))
-        answer = stream.answer
-        yield chunks.event(
-            Delta(),
-            finish_reason=answer.finish_reason,
-            stillroom={"request_id": stream.request_id, **_costs(answer)},
-        )
+        sources = [source_payload(source) for source in first.sources]
+        for index in range(len(streams)):
+            stillroom = {"request_id": first.request_id, "sources": sources} if index == 0 else None
+            yield chunks.event(index, Delta(role="assistant", content=""), stillroom=stillroom)
+        async for index, piece in _merged(streams):
+            stream = streams[index]
+            scores = stream.take_logprobs()
+            if piece is not None:
+                yield chunks.event(index, Delta(content=piece), scores)
+                continue
+            yield chunks.event(
+                index,
+                Delta(),
+                scores,
+                finish_reason=stream.answer.finish_reason,
+                stillroom={"request_id": stream.request_id, **_costs(stream.answer)},
+            )
         if include_usage:
-            yield chunks.usage_event(_usage(answer))
+            yield chunks.usage_event(_usage([stream.answer for stream in streams]))
         yield "data: [DONE]\n\n"
     except Exception as error:  # the status line is out already: the error is one more event
         if not isinstance(error, StillroomError):
-            logger.exception("streaming %s failed", stream.request_id)
+            logger.exception("streaming %s failed", first.request_id)
         yield _as_event(describe(error)[1])
 
 
+async def _merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[int, str | None]]:
+    """The pieces of all streams as they come, each with its stream's index; None is the end of that stream."""
+    if len(streams) == 1:  # the usual case needs no tasks
+        async for piece in streams[0]:
+            yield 0, piece
+        yield 0, None
+        return
+    arrived: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
+
+    async def read(index: int) -> None:
+        async for piece in streams[index]:
+            arrived.put_nowait((index, piece))
+
+    def end(index: int, task: asyncio.Task[None]) -> None:
+        arrived.put_nowait((index, None))
+
+    tasks = [asyncio.create_task(read(index)) for index in range(len(streams))]
+    for index, task in enumerate(tasks):
+        task.add_done_callback(partial(end, index))
+    try:
+        num_open = len(tasks)
+        while num_open:
+            index, text = await arrived.get()
+            if text is None:
+                num_open -= 1
+                tasks[index].result()  # raises what the stream raised
+            yield index, text
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class _Chunks:
-    """The chunks of one answer, with what they have in common."""
+    """The chunks of one response, with what they have in common."""
 
     def __init__(self, request_id: str, model: str) -> None:
         self._id = completion_id(request_id)
         self._model = model
         self._created = int(time.time())
 
-    def event(self, delta: Delta, *, finish_reason: str | None = None, stillroom: Payload | None = None) -> str:
+    def event(
+        self,
+        index: int,
+        delta: Delta,
+        scores: Sequence[TokenScore] = (),
+        *,
+        finish_reason: str | None = None,
+        stillroom: Payload | None = None,
+    ) -> str:
+        choice = ChunkChoice(
+            index=index,
+            delta=delta,
+            logprobs=choice_logprobs(scores) if scores else None,
+            finish_reason=finish_reason,
+        )
         chunk = ChatCompletionChunk(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[ChunkChoice(delta=delta, finish_reason=finish_reason)],
-            stillroom=stillroom,
+            id=self._id, created=self._created, model=self._model, choices=[choice], stillroom=stillroom
         )
         content = chunk.model_dump(exclude_none=True)
         content["choices"][0].setdefault("finish_reason", None)  # null until the end, but never absent

@@ -51,6 +51,7 @@ def source_payload(source: "Source") -> Payload:
 
 def answer_payload(question: str, answer: "Answer") -> Payload:
     """A question and its finished answer."""
+    scores = {} if answer.logprobs is None else {"logprobs": [dataclasses.asdict(score) for score in answer.logprobs]}
     return {
         "question": question,
         "text": answer.text,
@@ -60,6 +61,7 @@ def answer_payload(question: str, answer: "Answer") -> Payload:
         "sources": [source_payload(source) for source in answer.sources],
         "timing": dataclasses.asdict(answer.timing),
         "reuse": dataclasses.asdict(answer.reuse),
+        **scores,
     }
 
 

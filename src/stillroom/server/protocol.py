@@ -6,11 +6,14 @@ error, because it is ours and can only be a mistake. Which fields mean what: doc
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from stillroom.config.settings import SearchMode
 
 TopK = Annotated[int, Field(ge=1)]
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1)]], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)
+]
 MaxTokens = Annotated[int, Field(ge=1)]
 
 MAX_EMBEDDING_INPUTS = 2048
@@ -48,6 +51,24 @@ class SearchOptions(BaseModel):
     mode: SearchMode | None = None
 
 
+class JsonSchema(BaseModel):
+    name: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    """Empty: any JSON."""
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_to_enforce(self) -> dict[str, Any] | None:
+        """None for free text."""
+        if self.type == "json_schema":
+            return (self.json_schema or JsonSchema()).schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class ChatCompletionRequest(BaseModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     model: str | None = None
@@ -56,7 +77,20 @@ class ChatCompletionRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    n: Literal[1] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """Not OpenAI's, but usual: tokens to sample from. The number of chunks is `stillroom.top_k`."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: StopStrings | None = None
+    """A text or a list of texts."""
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stillroom: SearchOptions | None = None
@@ -85,10 +119,25 @@ class AssistantMessage(BaseModel):
     refusal: None = None
 
 
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
 class Choice(BaseModel):
     index: int = 0
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     finish_reason: str
 
 
@@ -113,7 +162,7 @@ class Delta(BaseModel):
 class ChunkChoice(BaseModel):
     index: int = 0
     delta: Delta
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     finish_reason: str | None = None
 
 

@@ -1,0 +1,130 @@
+"""Answers of a JSON schema: always valid, whatever the model would rather say and whatever else runs."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stillroom.core.request import FinishReason, Request
+from stillroom.errors import UsageError
+from stillroom.models.json_constraint import JsonConstraints
+from stillroom.models.tokenizer import Tokenizer
+from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
+from tests.fakes import byte_tokenizer, random_checkpoint
+
+EOS = 1
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "year": {"type": "integer", "minimum": 0, "maximum": 2100},
+        "kind": {"enum": ["ship", "town"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "year", "kind", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    random_checkpoint(path, "Llama", num_hidden_layers=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def constraints(tokenizer: Tokenizer) -> JsonConstraints:
+    return JsonConstraints(tokenizer, 301, frozenset({EOS}))
+
+
+def check(text: str) -> None:
+    found = json.loads(text)
+    assert list(found) == ["name", "year", "kind", "tags"]
+    assert len(found["name"]) <= 6 and 0 <= found["year"] <= 2100 and found["kind"] in ("ship", "town")
+    assert len(found["tags"]) <= 3 and set(found["tags"]) <= {True, False}
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    counts=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    num_blocks=st.sampled_from([14, 200]),
+)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_answers_are_valid_and_the_same_alone(
+    folder: Path, tokenizer: Tokenizer, constraints: JsonConstraints, seed: int, counts: list[int], num_blocks: int
+) -> None:
+    rng, constraint = np.random.default_rng(seed), constraints.compile(SCHEMA)
+    groups = []
+    for index, count in enumerate(counts):
+        plain = request(
+            f"r{index}",
+            random_segments(rng, 301, [9, 5]),
+            max_tokens=120,
+            stop=[EOS],
+            temperature=float(rng.choice([0.0, 1.0, 3.0])),
+            repetition_penalty=float(rng.choice([1.0, 1.3])),
+            top_k=int(rng.choice([0, 3])),
+            seed=index,
+        )
+        groups.append(samples_of(dataclasses.replace(plain, constraint=constraint), count))
+    run = Run(engine_on(folder, num_blocks=num_blocks, max_num_seqs=4))
+    run.submit(request("free", random_segments(rng, 301, [30]), max_tokens=30))
+    for group in groups:
+        run.submit_samples(*group)
+    run.finish()
+    for one in (one for group in groups for one in group):
+        text = tokenizer.decode(run.tokens[one.request_id])
+        assert run.reasons[one.request_id] is FinishReason.STOP
+        check(text)
+        assert run.tokens[one.request_id] == tokens_alone(folder, one)
+
+
+def tokens_alone(folder: Path, one: Request) -> list[int]:
+    run = Run(engine_on(folder))
+    run.submit(one)
+    run.finish()
+    return run.tokens[one.request_id]
+
+
+def test_a_text_that_follows_the_schema_is_allowed_and_ends_it(
+    tokenizer: Tokenizer, constraints: JsonConstraints
+) -> None:
+    constraint = constraints.compile(SCHEMA)
+    early = constraint.copy()
+    for token in tokenizer.encode_text('{"name": "a", "year": 7, "kind": "ship", "tags": []}'):
+        assert not constraint.is_complete
+        assert constraint.allowed()[token // 32] >> (token % 32) & 1
+        constraint.advance(token)
+    assert constraint.is_complete and not early.is_complete
+
+
+@pytest.mark.parametrize(
+    ("schema", "complaint"),
+    [
+        ({"type": "nonsense"}, "nonsense"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "integer", "minimum": 2, "maximum": 1}, "minimum"),
+        ({"type": {1, 2}}, "cannot be read"),
+    ],
+)
+def test_schemas_that_cannot_be_enforced_are_refused(
+    constraints: JsonConstraints, schema: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        constraints.compile(schema)
+
+
+def test_a_model_without_an_end_token_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UsageError, match="no end token"):
+        JsonConstraints(tokenizer, 301, frozenset()).compile(SCHEMA)

@@ -1,0 +1,57 @@
+"""JSON answers through the facade: a random model, which would never write any by itself."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stillroom.errors import UsageError
+from stillroom.rag.answer import AskOptions
+from stillroom.rag.room import Stillroom
+from tests.fakes import byte_tokenizer, random_checkpoint
+from tests.server.knowledge import QUESTION, write_knowledge
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"year": {"type": "integer", "minimum": 0, "maximum": 9999}, "bank": {"type": "boolean"}},
+    "required": ["year", "bank"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+    folder = tmp_path_factory.mktemp("json")
+    random_checkpoint(folder / "model", "Llama", num_hidden_layers=2, eos_token_id=1, max_position_embeddings=4096)
+    byte_tokenizer().save_pretrained(folder / "model")
+    with Stillroom.open(folder / "kb", model=folder / "model") as room:
+        room.add(write_knowledge(folder / "docs"))
+        yield room
+
+
+def test_every_answer_follows_the_schema(room: Stillroom) -> None:
+    options = AskOptions(json_schema=SCHEMA, temperature=2.0, top_k=1, max_tokens=60, logprobs=1)
+    answers = room.ask_several(QUESTION, 3, options)
+    for answer in answers:
+        found = json.loads(answer.text)
+        assert list(found) == ["year", "bank"] and isinstance(found["bank"], bool)
+        assert answer.finish_reason == "stop"
+        assert answer.logprobs and len(answer.logprobs) == len(answer.token_ids)
+        assert "".join(score.text for score in answer.logprobs) == answer.text
+    assert answers[0].text == room.ask(QUESTION, options).text
+    assert answers[0].reuse.num_cached_tokens == 0
+    assert answers[1].reuse.num_cached_tokens == answers[1].reuse.num_prompt_tokens
+
+
+def test_a_stop_string_ends_json_too(room: Stillroom) -> None:
+    answer = room.ask(QUESTION, AskOptions(json_schema=SCHEMA, stop=', "bank', top_k=1))
+    assert json.loads(answer.text + "}").keys() == {"year"}
+
+
+def test_a_model_whose_words_cannot_spell_json_says_so(tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb") as bundled:
+        bundled.add(write_knowledge(tmp_path / "docs"))
+        with pytest.raises(UsageError, match="cannot write JSON"):
+            bundled.ask(QUESTION, AskOptions(json_schema=SCHEMA))
+        assert bundled.num_free_blocks == bundled.num_blocks
