@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from stillroom.models.decode_path import DecodePath
 from stillroom.models.mixture_of_experts import GatedMlp, mix, route
 from stillroom.models.spec import ModelSpec
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, only_rows
@@ -96,6 +97,7 @@ class Decoder:
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self._rope = self._frequencies(spec.rope)
         self._local_rope = self._frequencies(spec.local_rope or spec.rope)
+        self._decode_path = DecodePath.of(spec, weights.layers)
         # rounded as the product with the embedding would be
         self._embedding_scale = float(torch.tensor(spec.embedding_scale or 1.0, dtype=self.dtype))
 
@@ -110,6 +112,8 @@ class Decoder:
         rope = local_rope = cos_sin(*self._rope, packed.positions_T, self.activation_dtype)
         if spec.local_rope is not None:
             local_rope = cos_sin(*self._local_rope, packed.positions_T, self.activation_dtype)
+        if self._decode_path is not None and self._decode_path.takes(packed.plan):
+            return self._decode_path.run(x_TM, rope, packed, layer_kv)[packed.wanted_B]
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
             kv_SGD, window = layer_kv(index), spec.windows[index]

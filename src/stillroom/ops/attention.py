@@ -59,8 +59,14 @@ class AttentionPlan:
         self._several = [span for span in self.spans if span.query_end - span.query_start > 1]
         lengths = np.array([span.num_context_tokens for span in single], dtype=np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self._contexts = (np.concatenate([np.zeros(0, np.int64), *(_slots(span) for span in single)]), starts)
-        self._splits = cpu_kernels.split_contexts(lengths)
+        # of the single queries, as the CPU kernels want it
+        self.contexts = (np.concatenate([np.zeros(0, np.int64), *(_slots(span) for span in single)]), starts)
+        self.splits = cpu_kernels.split_contexts(lengths)
+
+    @property
+    def is_rows_only(self) -> bool:
+        """Every sequence has one query: nothing but decoding, in order."""
+        return not self._several
 
     def attend(
         self,
@@ -80,7 +86,7 @@ class AttentionPlan:
         """
         if not cpu_kernels.has_kernel(q_THD, kv_SGD[0]):
             return attend_spans(q_THD, kv_SGD, self.spans, scale, window, softcap)
-        if not self._several:  # nothing but decoding: rows are in order
+        if self.is_rows_only:
             return self._attend_rows(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0))
         out_THD = attend_spans(q_THD, kv_SGD, self._several, scale, window, softcap)
         if len(self._rows):
@@ -95,7 +101,7 @@ class AttentionPlan:
         out_BHD = torch.empty_like(q_BHD)
         kv = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
         limits_3 = np.array(limits, dtype=np.float32)
-        cpu_kernels.attend_rows(q_BHD.numpy(), kv, self._contexts, self._splits, limits_3, out_BHD.numpy())
+        cpu_kernels.attend_rows(q_BHD.numpy(), kv, self.contexts, self.splits, limits_3, out_BHD.numpy())
         return out_BHD
 
 

@@ -379,6 +379,63 @@ def attend_rows(  # noqa: C901  a kernel is one function
                 out_BHD[sequence, head, i] /= total
 
 
+def _product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+    """x @ weight.T + bias, for both kinds of weights; an empty bias is none."""
+    raise NotImplementedError  # only compiled code has it
+
+
+@overload(_product)
+def _compiled_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+    linear = linear_bfloat16 if weight.dtype == types.uint32 else linear_float32
+
+    def product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+        out_TN = np.empty((x_TM.shape[0], weight.shape[0]), np.float32)
+        linear(x_TM, weight, out_TN, num_threads)
+        if len(bias_N) > 0:
+            out_TN += bias_N
+        return out_TN
+
+    return product
+
+
+@numba.njit(**_OPTIONS)
+def decode_layer(  # noqa: PLR0913  a kernel is one function
+    x_TM: Floats,
+    norms: tuple[Floats, Floats],
+    matrices: tuple[Bits, Bits, Bits, Bits],
+    biases: tuple[Floats, Floats, Floats, Floats],
+    turn: tuple[Floats, Floats],
+    slots_T: Any,
+    cache: tuple[Bits, Bits],
+    contexts: tuple[Any, Any],
+    splits: tuple[Any, Any],
+    limits: Any,
+    epsilon: float,
+    num_threads: int,
+) -> None:
+    """A whole layer of the plain kind for rows that are each the only one of their sequence; x is changed in place.
+
+    The other kernels one after the other, without Python in between. Matrices and biases: qkv, output, gate and up,
+    down; the rest as for those kernels.
+    """
+    num_rows = x_TM.shape[0]
+    num_kv_heads, head_dim = cache[0].shape[1], cache[0].shape[2]
+    normed_TM = np.empty_like(x_TM)
+    rms_norm(x_TM, norms[0], epsilon, normed_TM)
+    qkv = _product(normed_TM, matrices[0], biases[0], num_threads)
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    q_THD = np.empty((num_rows, num_heads, head_dim), np.float32)
+    rotate_and_store(qkv.reshape((num_rows, num_heads + 2 * num_kv_heads, head_dim)), turn, slots_T, cache, q_THD)
+    out_THD = np.empty_like(q_THD)
+    attend_rows(q_THD, cache, contexts, splits, limits, out_THD)
+    x_TM += _product(out_THD.reshape((num_rows, num_heads * head_dim)), matrices[1], biases[1], num_threads)
+    rms_norm(x_TM, norms[1], epsilon, normed_TM)
+    gate_up = _product(normed_TM, matrices[2], biases[2], num_threads)
+    inner = np.empty((num_rows, gate_up.shape[1] // 2), np.float32)
+    silu_gate(gate_up, inner)
+    x_TM += _product(inner, matrices[3], biases[3], num_threads)
+
+
 def split_contexts(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The tasks of `attend_rows` for contexts of these lengths: sequence and first context token of each split of
     `SPLIT` tokens [n, 2], in order; and which tasks belong to which sequence [B + 1]."""

@@ -8,16 +8,19 @@ Elsewhere everything is torch's `linear` in the weights' dtype.
 
 import functools
 import time
+from typing import Any
 
 import numba
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from stillroom.ops import cpu_kernels
 
 # T tokens, M inputs, N outputs
 
-_MAX_ROWS = 16
+MAX_ROWS = 16
 """Up to here our kernel beats torch's; found by measurement on two processors with AVX-512."""
 
 _MAX_WIDENED = 1 << 23
@@ -34,7 +37,7 @@ class Linear:
         self._is_native = self._is_float32 or not is_cpu
         # a bias is added to activations, which are float32 on a CPU
         self.bias = bias_N.float() if bias_N is not None and is_cpu else bias_N
-        self._kernel_weight = None
+        self._kernel_weight: NDArray[Any] | None = None
         if is_cpu and self._is_float32:
             self._kernel_weight = weight_NM.numpy()
         elif is_cpu and weight_NM.dtype == torch.bfloat16 and weight_NM.shape[1] % 2 == 0:
@@ -42,7 +45,7 @@ class Linear:
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
         """[T, M] -> [T, N], in the dtype of x."""
-        if self._kernel_weight is not None and x_TM.shape[0] <= _MAX_ROWS:
+        if self._kernel_weight is not None and x_TM.shape[0] <= MAX_ROWS:
             return self._few_rows(x_TM)
         if self._is_native:
             return F.linear(x_TM, self.weight, self.bias)
@@ -51,6 +54,13 @@ class Linear:
         else:
             out = self._widened(x_TM)
         return out if self.bias is None else out.add_(self.bias)
+
+    @property
+    def kernel_arrays(self) -> tuple[NDArray[Any], NDArray[np.float32]] | None:
+        """Weight and bias (empty if there is none) as our CPU kernels read them; None where they do not."""
+        if self._kernel_weight is None:
+            return None
+        return self._kernel_weight, np.empty(0, np.float32) if self.bias is None else self.bias.numpy()
 
     def _few_rows(self, x_TM: torch.Tensor) -> torch.Tensor:
         out_TN = torch.empty((x_TM.shape[0], self.weight.shape[0]))

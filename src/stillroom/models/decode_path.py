@@ -1,0 +1,71 @@
+"""Decoding on a CPU: the layers of a plain Llama, one compiled call each.
+
+A step of a few rows is so short that the calls between kernels cost as much as attention. What is not plain (norms of
+queries, mixtures, other activations) goes the decoder's usual way; both compute the same, from the same kernels.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stillroom.models.spec import ModelSpec
+from stillroom.ops import cpu_kernels
+from stillroom.ops.attention import AttentionPlan
+from stillroom.ops.linear import MAX_ROWS
+
+if TYPE_CHECKING:
+    from stillroom.models.decoder import LayerKV, LayerWeights, PackedInput
+
+
+class DecodePath:
+    """Of one decoder; see `of`."""
+
+    def __init__(self, spec: ModelSpec, layers: list[tuple[Any, Any, Any]]) -> None:
+        self._epsilon = spec.norm_eps
+        self._layers = layers
+        self._limits = [
+            np.array([spec.attention_scale, spec.attention_softcap or 0.0, window or 0], dtype=np.float32)
+            for window in spec.windows
+        ]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layers: "tuple[LayerWeights, ...]") -> "DecodePath | None":
+        """None where the layers are not plain, or where the kernels do not read their weights."""
+        is_plain = spec.activation == "silu" and spec.mixture is None and spec.local_rope is None
+        if not is_plain or spec.has_qk_norm or spec.has_sandwich_norms:
+            return None
+        found = []
+        for layer in layers:
+            mlp = layer.experts[0]
+            arrays = [linear.kernel_arrays for linear in (layer.qkv, layer.output, mlp.gate_up, mlp.down)]
+            if any(pair is None for pair in arrays):
+                return None
+            matrices, biases = zip(*(pair for pair in arrays if pair is not None), strict=True)
+            found.append(((layer.attention_norm.numpy(), layer.mlp_norm.numpy()), matrices, biases))
+        return cls(spec, found)
+
+    def takes(self, plan: AttentionPlan) -> bool:
+        """Whether a step is nothing but a few decoding rows."""
+        return plan.is_rows_only and 0 < len(plan.spans) <= MAX_ROWS
+
+    def run(
+        self,
+        x_TM: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        packed: "PackedInput",
+        layer_kv: "LayerKV",
+    ) -> torch.Tensor:
+        """Hidden states [T, M] after all layers; x is overwritten."""
+        x: NDArray[np.float32] = x_TM.numpy()
+        turn = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
+        slots, plan, num_threads = packed.slots_T.numpy(), packed.plan, numba.get_num_threads()
+        for index, (weights, limits) in enumerate(zip(self._layers, self._limits, strict=True)):
+            k_SGD, v_SGD = layer_kv(index)
+            cache = (cpu_kernels.array(k_SGD), cpu_kernels.array(v_SGD))
+            cpu_kernels.decode_layer(
+                x, *weights, turn, slots, cache, plan.contexts, plan.splits, limits, self._epsilon, num_threads
+            )
+        return x_TM
