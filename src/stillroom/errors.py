@@ -17,6 +17,8 @@
     |-- DocumentError                   one document could not be read; the others go on
     |-- EngineError                     generation failed
     |   |-- EngineClosedError           the engine was shut down
+    |   |-- EngineUnavailableError      the engine elsewhere cannot be reached, or has no room now
+    |   |-- EngineRefusedError          the engine elsewhere refuses the key, the model or the request
     |   `-- RequestAbortedError         the request was cancelled before it finished
     `-- ServerError                     the HTTP server cannot listen
 
@@ -90,6 +92,14 @@ class EngineError(StillroomError):
 
 class EngineClosedError(EngineError):
     """The engine was shut down while, or before, the request ran."""
+
+
+class EngineUnavailableError(EngineError):
+    """The engine elsewhere cannot be reached, failed, or has no room now; asking again later can help."""
+
+
+class EngineRefusedError(EngineError):
+    """The engine elsewhere refuses the key, the model or the request, or is no such engine."""
 
 
 class RequestAbortedError(EngineError):

@@ -12,6 +12,7 @@ from tests.server.fakes import FakeRoom
 
 QUESTION = "How do I rotate keys?"
 KEYS = ["question", "text", "token_ids", "finish_reason", "request_id", "sources", "timing", "reuse"]
+KEYS += ["num_generated_tokens"]
 
 
 def test_answer_sources_and_timing(run: Run, opened: Opened) -> None:
@@ -114,6 +115,22 @@ def test_json_schema_is_read_from_a_file(run: Run, opened: Opened, fake: FakeRoo
 
 def test_empty_stop_string_is_refused(run: Run, opened: Opened) -> None:
     assert "everywhere" in run("ask", QUESTION, "--stop", "").err
+
+
+def test_address_alone_is_an_engine_elsewhere(run: Run, opened: Opened) -> None:
+    run("ask", QUESTION, "--base-url", "http://host:8000", "--engine-model", "m")
+    run("ask", QUESTION, "--base-url", "http://host:8000", "--engine", "builtin")
+
+    first, second = (config.engine for _, config, _ in opened.calls)
+    assert (first.kind, first.base_url, first.model) == ("openai", "http://host:8000", "m")
+    assert second.kind == "builtin"
+
+
+def test_engine_elsewhere_needs_an_address(run: Run, opened: Opened) -> None:
+    result = run("ask", QUESTION, "--engine", "openai")
+
+    assert (result.code, opened.calls) == (2, [])
+    assert "--base-url" in result.err
 
 
 def test_failure_in_the_middle_keeps_what_came_before(run: Run, opened: Opened, fake: FakeRoom) -> None:

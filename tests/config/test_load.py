@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stillroom.config.load import load_config, settings
-from stillroom.config.settings import StillroomConfig
+from stillroom.config.settings import EngineConfig, StillroomConfig
 from stillroom.errors import ConfigError
 
 
@@ -181,3 +181,38 @@ def test_every_setting_can_come_from_the_environment() -> None:
     env = {setting.env_name: str(setting.default) for setting in settings().values()}
 
     assert load_config(env=env) == StillroomConfig()
+
+
+def test_secret_comes_from_the_environment_and_is_never_shown() -> None:
+    config = load_config(env={"STILLROOM_ENGINE__API_KEY": "sk-do-not-show"})
+    assert config.engine.api_key == "sk-do-not-show"
+    assert "sk-do-not-show" not in repr(config)
+
+    write("[engine]\napi_key = 'sk-do-not-show'\n")
+    with pytest.raises(ConfigError, match="give it in the environment: STILLROOM_ENGINE__API_KEY") as caught:
+        load_config(env={})
+    assert "sk-do-not-show" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("base_url", "hint"),
+    [
+        ("", "needs an address"),
+        ("localhost:8000", "must be like"),
+        ("ftp://host/v1", "must be like"),
+        ("http://", "must be like"),
+        ("http://host/v1?key=1", "must be like"),
+        ("http://host:99999", "is no address"),
+        ("http://me:sk-do-not-show@host/v1", "holds a name or password"),
+    ],
+)
+def test_impossible_addresses(base_url: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint) as caught:
+        EngineConfig(kind="openai", base_url=base_url)
+    assert "sk-do-not-show" not in str(caught.value)
+
+
+def test_key_with_a_line_break_is_told_without_showing_it() -> None:
+    with pytest.raises(ConfigError, match="holds a blank, a line break") as caught:
+        EngineConfig(kind="openai", base_url="http://host", api_key="sk-do-not\nshow")
+    assert "sk-do" not in str(caught.value)

@@ -9,7 +9,8 @@ from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason
 from stillroom.engine.async_engine import AsyncEngine
-from stillroom.engine.engine import Engine, TokenEvent
+from stillroom.engine.engine import Engine
+from stillroom.engine.events import TokenEvent
 from stillroom.errors import EngineClosedError, EngineError, PromptTooLongError
 from tests.engine.harness import Run, engine_on, request
 from tests.fakes import random_checkpoint

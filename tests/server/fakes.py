@@ -58,6 +58,7 @@ class FakeStream:
             sources=self.sources,
             timing=Timing(0.01, 0.02, 0.001, 0.05),
             reuse=ReuseReport(num_prompt_tokens=100, num_cached_tokens=40, num_recomputed_tokens=0),
+            num_generated_tokens=len(self._words),
             logprobs=tuple(self._scores) or None,
         )
 
@@ -175,6 +176,10 @@ class FakeRoom:
     async def astreams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> list[FakeStream]:
         first = self.stream(question, options)
         return [first, *(FakeStream(self, question, options or AskOptions(), first.sources) for _ in range(n - 1))]
+
+    async def acontinue(self, prompt: str | Sequence[int], options: AskOptions | None = None) -> FakeStream:
+        text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+        return FakeStream(self, text, options or AskOptions(), ())
 
     def ask(self, question: str, options: AskOptions | None = None) -> Answer:
         stream = self.stream(question, options)

@@ -14,7 +14,10 @@ from stillroom.cli.console import duration, line, place, print_json, write
 from stillroom.cli.options import (
     DEFAULT_KB,
     AnnRecallOption,
+    BaseUrlOption,
     ConfigOption,
+    EngineModelOption,
+    EngineOption,
     JsonOption,
     KbOption,
     ModelOption,
@@ -22,6 +25,7 @@ from stillroom.cli.options import (
     QuietOption,
     SearchBudgetOption,
     TopKOption,
+    engine_settings,
     help_text,
     index_goal,
 )
@@ -41,6 +45,7 @@ HELP = help_text(
     examples=(
         "stillroom ask 'How do I rotate keys?' --kb ./kb",
         "stillroom ask 'How do I rotate keys?' --model ./models/qwen2.5-0.5b",
+        "stillroom ask 'How do I rotate keys?' --engine openai --base-url http://127.0.0.1:8000/v1",
         "stillroom ask 'How do I rotate keys?' --quiet        # only the answer",
         "stillroom ask - --json < questions.txt > answers.jsonl",
     ),
@@ -61,6 +66,9 @@ def ask(  # noqa: PLR0913  one parameter per flag
     questions: Annotated[list[str], typer.Argument(metavar="QUESTION", help="Questions; - reads them from stdin.")],
     kb: KbOption = DEFAULT_KB,
     model: ModelOption = None,
+    engine: EngineOption = None,
+    base_url: BaseUrlOption = None,
+    engine_model: EngineModelOption = None,
     top_k: TopKOption = None,
     mode: ModeOption = None,
     ann_recall: AnnRecallOption = None,
@@ -100,6 +108,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
         "generation.temperature": temperature,
         "generation.top_p": top_p,
         "generation.seed": seed,
+        **engine_settings(engine, base_url, engine_model),
         **index_goal(ann_recall, search_budget),
     }
     settings = room.settings(config, flags)
@@ -182,9 +191,10 @@ def _show_sources(answer: "Answer") -> None:
 
 def _costs(answer: "Answer") -> str:
     timing, reuse = answer.timing, answer.reuse
-    per_token = f"{duration(timing.tpot_seconds)} per token, " if len(answer.token_ids) > 1 else ""
+    per_token = f"{duration(timing.tpot_seconds)} per token, " if answer.num_generated_tokens > 1 else ""
+    prompt = f"{reuse.num_prompt_tokens:,} prompt tokens, {reuse.num_cached_tokens:,} cached"
     return (
         f"Timing: retrieval {duration(timing.retrieval_seconds)}, first token {duration(timing.ttft_seconds)}, "
-        f"{per_token}total {duration(timing.total_seconds)}; "
-        f"{reuse.num_prompt_tokens:,} prompt tokens, {reuse.num_cached_tokens:,} cached"
+        f"{per_token}total {duration(timing.total_seconds)}"
+        + (f"; {prompt}" if reuse.num_prompt_tokens else "")  # not every engine elsewhere counts
     )

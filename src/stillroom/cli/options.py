@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from stillroom.config.settings import SearchMode
+from stillroom.config.settings import EngineKind, SearchMode
 from stillroom.errors import UsageError
 
 KbOption = Annotated[
@@ -34,6 +34,22 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress an
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", "-m", metavar="MODEL", help="bundled, a checkpoint's folder, or a hub name."),
+]
+EngineOption = Annotated[
+    EngineKind | None,
+    typer.Option(
+        "--engine",
+        metavar="builtin|openai",
+        help="Generate here, or on a server with OpenAI's routes (vLLM, SGLang, llama.cpp); see docs/engines.md.",
+    ),
+]
+BaseUrlOption = Annotated[
+    str | None,
+    typer.Option("--base-url", metavar="URL", help="That server, such as http://127.0.0.1:8000/v1."),
+]
+EngineModelOption = Annotated[
+    str | None,
+    typer.Option("--engine-model", metavar="NAME", help="The model to ask it for; without it, its first."),
 ]
 ModeOption = Annotated[
     SearchMode | None,
@@ -79,6 +95,13 @@ def index_goal(ann_recall: float | None, search_budget: str | None) -> dict[str,
     if seconds <= 0.0:
         raise UsageError(f"--search-budget {search_budget}: give a time with its unit, such as 2ms or 500us")
     return {"index.ann_recall": ann_recall, "index.search_budget_s": seconds}
+
+
+def engine_settings(engine: EngineKind | None, base_url: str | None, model: str | None) -> dict[str, object]:
+    """The three flags as settings; an address alone means an engine elsewhere."""
+    if engine is None and base_url is not None:
+        engine = "openai"
+    return {"engine.kind": engine, "engine.base_url": base_url, "engine.model": model}
 
 
 def help_text(summary: str, *paragraphs: str, examples: tuple[str, ...]) -> str:

@@ -10,12 +10,16 @@ from stillroom.cli.console import note, print_json
 from stillroom.cli.options import (
     DEFAULT_KB,
     AnnRecallOption,
+    BaseUrlOption,
     ConfigOption,
+    EngineModelOption,
+    EngineOption,
     JsonOption,
     KbOption,
     ModelOption,
     QuietOption,
     SearchBudgetOption,
+    engine_settings,
     help_text,
     index_goal,
 )
@@ -28,6 +32,7 @@ HELP = help_text(
     examples=(
         "stillroom serve --kb ./kb",
         "stillroom serve --kb ./kb --model ./models/qwen2.5-0.5b --port 9000",
+        "stillroom serve --kb ./kb --engine openai --base-url http://127.0.0.1:8000/v1",
         "stillroom serve --kb ./kb --port 0 --json        # any free port",
     ),
 )
@@ -36,6 +41,9 @@ HELP = help_text(
 def serve(  # noqa: PLR0913  one parameter per flag
     kb: KbOption = DEFAULT_KB,
     model: ModelOption = None,
+    engine: EngineOption = None,
+    base_url: BaseUrlOption = None,
+    engine_model: EngineModelOption = None,
     ann_recall: AnnRecallOption = None,
     search_budget: SearchBudgetOption = None,
     host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = None,
@@ -47,7 +55,8 @@ def serve(  # noqa: PLR0913  one parameter per flag
     quiet: QuietOption = False,
 ) -> None:
     flags: dict[str, object] = {"runtime.model": model, "server.host": host, "server.port": port}
-    settings = room.settings(config, flags | index_goal(ann_recall, search_budget))
+    flags |= engine_settings(engine, base_url, engine_model) | index_goal(ann_recall, search_budget)
+    settings = room.settings(config, flags)
     say = (lambda text: None) if quiet or as_json else note
     from stillroom.server.run import HttpServer
 

@@ -59,6 +59,9 @@ class Range:
 _RANGES = {
     "server.port": Range(0, 65535),
     "runtime.max_model_len": Range(0),
+    "engine.connect_timeout_s": Range(0, is_low_open=True),
+    "engine.read_timeout_s": Range(0, is_low_open=True),
+    "engine.max_retries": Range(0),
     "index.m": Range(2),
     "index.seed": Range(0, 2**63 - 1),
     "index.nlist": Range(0),
@@ -76,6 +79,9 @@ _RANGES = {
     "query_cache.similarity": Range(0, 1),
 }
 """What differs from the rule: whole numbers are at least 1, other numbers at least 0."""
+
+_SECRETS = ("engine.api_key",)
+"""Taken from the environment only; no message shows their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,11 @@ class Setting:
         return _RANGES.get(self.path, Range(1 if self.kind is int else 0))
 
     @property
+    def is_optional(self) -> bool:
+        """Whether empty text is a value: it is where it is the default."""
+        return self.default == ""
+
+    @property
     def allowed(self) -> str:
         """In words, for messages and the reference."""
         if self.choices:
@@ -120,7 +131,7 @@ class Setting:
         if self.kind is bool:
             return "true or false"
         if self.kind is str:
-            return "text, not empty"
+            return "text" if self.is_optional else "text, not empty"
         noun = (
             "a size in bytes, such as 512MiB," if self.is_size else "a whole number" if self.kind is int else "a number"
         )
@@ -186,6 +197,8 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, object]]:
             raise ConfigError(f"{file}: {section} is a section; write [{section}] and its settings below it")
         for name, value in table.items():
             setting = _find(section, name, str(file))
+            if setting.path in _SECRETS and value != "":
+                raise ConfigError(f"{file}: {setting.path} is a secret; give it in the environment: {setting.env_name}")
             yield setting.path, _check(setting, value, str(file), is_text=False)
 
 
@@ -258,7 +271,7 @@ def _check(setting: Setting, value: object, origin: str, *, is_text: bool) -> ob
     if setting.kind is float and type(converted) is int:
         converted = float(converted)
     # `type`, not `isinstance`: a TOML `true` must not pass for the number 1
-    if type(converted) is not setting.kind or converted == "":
+    if type(converted) is not setting.kind or (converted == "" and not setting.is_optional):
         raise problem
     if isinstance(converted, int | float) and setting.range and not setting.range.holds(converted):
         raise problem

@@ -5,6 +5,7 @@ What is discovered at start-up (number of blocks, embedding dimension) is a retu
 
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
 from stillroom.errors import ConfigError
 
@@ -14,6 +15,9 @@ BUNDLED_MODEL = "bundled"
 SearchMode = Literal["hybrid", "dense", "sparse"]
 FusionName = Literal["smoothed", "convex", "rrf", "minmax"]
 IndexKind = Literal["flat", "hnsw", "ivf_pq"]
+EngineKind = Literal["builtin", "openai"]
+EnginePrompt = Literal["chat", "text", "tokens"]
+DocumentOrder = Literal["prefix", "rank"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -136,6 +140,56 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Where answers are generated: here, or by a server with OpenAI's routes. See docs/engines.md."""
+
+    kind: EngineKind = "builtin"
+    """`builtin`: the runtime of this process. `openai`: the server at `base_url`; no model is loaded here."""
+    base_url: str = ""
+    """The server's address, such as `http://127.0.0.1:8000/v1`; `/v1` is added where there is no path."""
+    model: str = ""
+    """The model to ask the server for. Empty: the first that it lists."""
+    api_key: str = field(default="", repr=False)
+    """Sent as a bearer token. Taken from the environment only, so that it is in no file and on no command line."""
+    prompt: EnginePrompt = "chat"
+    """`chat`: messages, which the server puts into its model's own template. `text`, `tokens`: `/v1/completions` with
+    the prompt rendered for `runtime.model`, whose tokenizer is loaded for it; `tokens` keeps text from documents from
+    being read as special tokens."""
+    document_order: DocumentOrder = "prefix"
+    """`prefix`: documents that an earlier prompt began with stand first, so that the server's prefix cache has them.
+    `rank`: best first."""
+    extra_sampling: bool = True
+    """Whether to send sampling parameters that OpenAI does not have (`top_k`, `min_p`, `repetition_penalty`), at values
+    that change nothing unless asked for: servers have defaults of their own. `false` for servers that refuse fields
+    they do not know, such as OpenAI's."""
+    connect_timeout_s: float = 5.0
+    """Seconds to wait for a connection."""
+    read_timeout_s: float = 300.0
+    """Longest silence of the server, in seconds; a long prompt on a slow machine is silent until its first token."""
+    max_retries: int = 4
+    """How often a request is repeated that failed before its first token: no connection, HTTP 429 or 5xx."""
+    max_retry_wait_s: float = 30.0
+    """Longest wait before a repetition, in seconds; a server that asks for more is given up."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "builtin":
+            return
+        if not self.base_url:
+            raise ConfigError("engine.kind = 'openai' needs an address: --base-url http://127.0.0.1:8000/v1")
+        try:
+            url = urlsplit(self.base_url)
+            is_possible = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        except ValueError:
+            raise ConfigError("engine.base_url is no address; it is like http://127.0.0.1:8000/v1") from None
+        if url.username is not None:
+            raise ConfigError("engine.base_url holds a name or password; give a key in STILLROOM_ENGINE__API_KEY")
+        if not all("!" <= character <= "~" for character in self.api_key):
+            raise ConfigError("STILLROOM_ENGINE__API_KEY holds a blank, a line break or a letter that no key has")
+        if not is_possible or url.query or url.fragment:
+            raise ConfigError(f"engine.base_url={self.base_url!r}; it must be like http://127.0.0.1:8000/v1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
     """Defaults for an answer; each can be set per question."""
 
@@ -179,5 +233,6 @@ class StillroomConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
     query_cache: QueryCacheConfig = field(default_factory=QueryCacheConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -11,13 +11,11 @@ from collections.abc import Callable
 
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
-from stillroom.engine.engine import Engine, TokenEvent
+from stillroom.engine.engine import Engine
+from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EngineClosedError, EngineError
 
 logger = logging.getLogger(__name__)
-
-Listener = Callable[[TokenEvent], None]
-"""Called from the engine's thread with each event of one request; must return quickly."""
 
 
 class AsyncEngine:

@@ -3,31 +3,12 @@
 `async_engine` runs it in a thread of its own; tests run it by hand.
 """
 
-from dataclasses import dataclass
-
-from stillroom.core.batch import TokenLogprobs
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
+from stillroom.engine.events import TokenEvent
 from stillroom.runner.torch_runner import Runner
 from stillroom.scheduler.scheduler import Scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """Something happened to a request: a token, its end, or both."""
-
-    request_id: RequestId
-    token_id: int | None
-    """The new token; None if the request ended without one."""
-    finish_reason: FinishReason | None
-    """Set on the last event of a request."""
-    at: float
-    """Seconds on the engine's monotonic clock."""
-    error: Exception | None = None
-    """Why the request was aborted by the engine, if it was."""
-    logprobs: TokenLogprobs | None = None
-    """Of the new token, if the request wants them."""
 
 
 class Engine:

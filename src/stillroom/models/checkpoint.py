@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from stillroom.config.settings import BUNDLED_MODEL
 from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+
+if TYPE_CHECKING:  # finding a tokenizer needs no tensors
+    import torch
 
 _BUNDLED_FOLDER = Path(__file__).parent / "bundled" / "microworld"
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
@@ -88,7 +90,7 @@ class WeightFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> "torch.Tensor":
         """One tensor, in the checkpoint's dtype, on the CPU.
 
         Raises:

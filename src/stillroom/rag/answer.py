@@ -74,6 +74,7 @@ class ReuseReport:
     """How much of the prompt's KV came from a cache."""
 
     num_prompt_tokens: int
+    """0 if an engine elsewhere did not say."""
     num_cached_tokens: int
     """Prompt tokens whose KV was taken from a cache and not computed."""
     num_recomputed_tokens: int
@@ -101,11 +102,14 @@ class Answer:
     request_id: RequestId
     text: str
     token_ids: tuple[int, ...]
-    """Generated tokens, without the end-of-sequence token; the last ones may reach into a stop string."""
+    """Generated tokens, without the end-of-sequence token; the last ones may reach into a stop string. None from an
+    engine elsewhere, which sends text."""
     finish_reason: str
     """`stop`: the model ended the answer, or a stop string did. `length`: `max_tokens` was reached."""
     sources: tuple[Source, ...]
     timing: Timing
     reuse: ReuseReport
+    num_generated_tokens: int
+    """As the engine counted them."""
     logprobs: tuple[TokenScore, ...] | None = None
     """One per token of `token_ids`, if asked for."""

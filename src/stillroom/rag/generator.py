@@ -1,18 +1,26 @@
-"""A loaded model with a running engine: what turns a prompt into tokens. Built once, on first use."""
+"""Our own runtime as the backend: a loaded model with a running engine. Built once, on first use."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from stillroom.config.settings import RuntimeConfig
 from stillroom.core.clock import Clock
+from stillroom.core.document import Chunk
+from stillroom.core.ids import RequestId
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import Request, SamplingParams, TokenConstraint
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
-from stillroom.errors import ConfigError
+from stillroom.errors import ConfigError, UsageError
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.models.decoder import Decoder
 from stillroom.models.json_constraint import JsonConstraints
 from stillroom.models.loader import LoadedModel, load_model
+from stillroom.models.tokenizer import Tokenizer
+from stillroom.rag.backend import Draft, Load, Sample
 from stillroom.rag.prompt import PromptBuilder, format_for
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -20,7 +28,7 @@ from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """The model's side of a pipeline."""
+    """Prompts as segments of tokens, continued by the engine of this process."""
 
     model: LoadedModel
     engine: AsyncEngine
@@ -28,9 +36,71 @@ class Generator:
     constraints: JsonConstraints
 
     @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer
+
+    @property
     def max_model_len(self) -> int:
-        """Prompt plus answer, in tokens."""
         return self.model.decoder.spec.max_positions
+
+    @property
+    def load(self) -> Load:
+        engine = self.engine
+        return Load(engine.num_waiting, engine.num_running, engine.num_blocks, engine.num_free_blocks)
+
+    def draft(
+        self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None
+    ) -> Draft:
+        constraint = None if schema is None else self.constraints.compile(schema)
+        return self._draft(self.prompts.build(chunks, question, max_tokens), constraint)
+
+    def draft_raw(self, prompt: str | Sequence[int]) -> Draft:
+        """Text without the model's begin token gets one, as everywhere."""
+        ids = self._tokens(prompt) if isinstance(prompt, str) else tuple(prompt)
+        num_known = self.model.decoder.spec.vocab_size
+        if not ids:
+            raise UsageError("the prompt is empty")
+        if not all(0 <= token_id < num_known for token_id in ids):
+            raise UsageError(f"the prompt holds a token that the model does not have; it has 0 to {num_known - 1}")
+        return self._draft(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)))
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.engine.cancel(request_id)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        begin = self.tokenizer.bos_token
+        return tuple(self.tokenizer.encode_template(text if text.startswith(begin) else begin + text))
+
+    def _draft(self, prompt: SegmentedPrompt, constraint: TokenConstraint | None = None) -> Draft:
+        def request(sample: Sample) -> Request:
+            self._check_bias(sample.sampling)
+            return Request(
+                request_id=sample.request_id,
+                prompt=prompt,
+                sampling=sample.sampling,
+                stop_token_ids=self.model.stop_token_ids,
+                constraint=constraint,
+            )
+
+        def start(samples: Sequence[Sample]) -> None:
+            first, *others = ((request(sample), sample.listener) for sample in samples)
+            self.engine.submit(*first, *others)
+
+        chunk_ids = tuple(segment.chunk_id for segment in prompt.segments if segment.chunk_id is not None)
+        return Draft(chunk_ids, prompt.num_tokens, start)
+
+    def _check_bias(self, sampling: SamplingParams) -> None:
+        vocab_size = self.model.decoder.spec.vocab_size
+        unknown = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocab_size]
+        if unknown:
+            raise UsageError(f"logit_bias names token {unknown[0]}; the model has tokens 0 to {vocab_size - 1}")
 
 
 def build_generator(config: RuntimeConfig, clock: Clock) -> Generator:

@@ -11,12 +11,11 @@ from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk
 from stillroom.core.ids import RequestId, format_chunk_id
-from stillroom.core.request import FinishReason, Request, SamplingParams, seed_of_sample
-from stillroom.engine.async_engine import Listener
-from stillroom.engine.engine import TokenEvent
+from stillroom.core.request import FinishReason, SamplingParams, seed_of_sample
+from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EmptyKnowledgeBaseError, UsageError
 from stillroom.rag.answer import Answer, AskOptions, Source
-from stillroom.rag.generator import Generator
+from stillroom.rag.backend import Backend, Draft, Sample
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.stream import AnswerCollector, AnswerStream, AsyncAnswerStream, Started
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -29,26 +28,27 @@ T = TypeVar("T")
 class _Sample:
     """One answer that is about to be generated."""
 
-    request: Request
+    draft: Draft
+    sampling: SamplingParams
     collector: AnswerCollector
     cancel: Callable[[], None]
 
 
 class Pipeline:
-    """Answers questions from one knowledge base with one generator. Thread-safe."""
+    """Answers questions from one knowledge base with one backend. Thread-safe."""
 
     def __init__(
         self,
         kb: KnowledgeBase,
         search: QueryCache,
-        generator: Generator,
+        backend: Backend,
         config: StillroomConfig,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
         self._kb = kb
         self._search = search
-        self._generator = generator
+        self._backend = backend
         self._config = config
         self._metrics = metrics
         self._clock = clock
@@ -70,8 +70,20 @@ class Pipeline:
 
     async def astreams(self, question: str, options: AskOptions, num_samples: int = 1) -> list[AsyncAnswerStream]:
         """The same for an event loop: the search runs in a thread. Raises as `streams`."""
+        return self._astreams(await asyncio.to_thread(self._prepare, question, options, num_samples))
+
+    async def acontinue(self, prompt: str | Sequence[int], options: AskOptions) -> AsyncAnswerStream:
+        """Continue a prompt as it is, without any search.
+
+        Raises:
+            UsageError: the prompt or an option is not possible.
+        """
+        arrival = self._clock.monotonic()
+        draft = self._backend.draft_raw(prompt)
+        return self._astreams(self._samples(draft, options, arrival, arrival, [], 1))[0]
+
+    def _astreams(self, samples: list["_Sample"]) -> list[AsyncAnswerStream]:
         loop = asyncio.get_running_loop()
-        samples = await asyncio.to_thread(self._prepare, question, options, num_samples)
         queues: list[asyncio.Queue[TokenEvent]] = [asyncio.Queue() for _ in samples]
 
         def deliver_to(events: asyncio.Queue[TokenEvent]) -> Listener:
@@ -96,61 +108,66 @@ class Pipeline:
             raise EmptyKnowledgeBaseError(
                 "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR"
             )
-        schema = options.json_schema
-        constraint = None if schema is None else self._generator.constraints.compile(schema)
         defaults = self._config.search
         top_k = defaults.top_k if options.top_k is None else options.top_k
         found = self._search.search(question, options.mode or defaults.mode, top_k).results
         retrieved_at = self._clock.monotonic()
-        reserved = options.max_tokens or min(self._config.generation.max_tokens, self._generator.max_model_len // 4)
-        prompt = self._generator.prompts.build(
-            [scored.chunk for scored in found], question, self._generator.max_model_len - reserved
-        )
-        num_sources = sum(segment.chunk_id is not None for segment in prompt.segments)
-        request = Request(
-            request_id=RequestId(f"req-{uuid.uuid4().hex[:16]}"),
-            prompt=prompt,
-            sampling=self._sampling(options, prompt.num_tokens),
-            stop_token_ids=self._generator.model.stop_token_ids,
-            constraint=constraint,
-        )
+        chunks = [scored.chunk for scored in found]
+        draft = self._backend.draft(chunks, question, self._room_for_prompt(options), options.json_schema)
+        return self._samples(draft, options, arrival, retrieved_at, found, num_samples)
+
+    def _room_for_prompt(self, options: AskOptions) -> int | None:
+        limit = self._backend.max_model_len
+        if limit is None:
+            return None
+        return limit - (options.max_tokens or min(self._config.generation.max_tokens, limit // 4))
+
+    def _samples(
+        self,
+        draft: Draft,
+        options: AskOptions,
+        arrival: float,
+        retrieved_at: float,
+        found: Sequence[ScoredChunk],
+        num_samples: int,
+    ) -> list["_Sample"]:
+        by_id = {scored.chunk.chunk_id: scored for scored in found}
         started = Started(
-            request_id=request.request_id,
+            request_id=RequestId(f"req-{uuid.uuid4().hex[:16]}"),
             arrival=arrival,
             retrieval_seconds=retrieved_at - arrival,
-            sources=_sources(found[:num_sources]),
-            num_prompt_tokens=prompt.num_tokens,
+            sources=_sources([by_id[chunk_id] for chunk_id in draft.chunk_ids]),
+            num_prompt_tokens=draft.num_tokens,
         )
-        return [self._sample(started, request, options, index) for index in range(num_samples)]
+        return [self._sample(started, draft, options, index) for index in range(num_samples)]
 
-    def _sample(self, started: Started, request: Request, options: AskOptions, index: int) -> "_Sample":
+    def _sample(self, started: Started, draft: Draft, options: AskOptions, index: int) -> "_Sample":
         """The `index`-th answer to a question: its own name and seed, and only the first computes the prompt."""
+        sampling = self._sampling(options, draft.num_tokens)
         if index > 0:
-            request_id = RequestId(f"{request.request_id}-{index}")
-            seed = seed_of_sample(request.sampling.seed, index)
-            request = replace(request, request_id=request_id, sampling=replace(request.sampling, seed=seed))
-            started = replace(started, request_id=request_id, num_cached_tokens=started.num_prompt_tokens)
+            request_id = RequestId(f"{started.request_id}-{index}")
+            sampling = replace(sampling, seed=seed_of_sample(sampling.seed, index))
+            started = replace(started, request_id=request_id, num_cached_tokens=started.num_prompt_tokens or 0)
         stops = (options.stop,) if isinstance(options.stop, str) else options.stop
         if not all(stops):
             raise UsageError("stop holds an empty text, which is everywhere; leave it out")
-        collector = AnswerCollector(started, self._generator.model.tokenizer, stops, self._record)
-        return _Sample(request, collector, lambda: self._generator.engine.cancel(request.request_id))
+        collector = AnswerCollector(started, self._backend.tokenizer, stops, self._record)
+        return _Sample(draft, sampling, collector, lambda: self._backend.cancel(started.request_id))
 
-    def _sampling(self, options: AskOptions, num_prompt_tokens: int) -> SamplingParams:
+    def _sampling(self, options: AskOptions, num_prompt_tokens: int | None) -> SamplingParams:
         """The question's own settings over the configured ones. A default max_tokens is cut to what the model has
         left."""
         defaults = self._config.generation
-        room = max(1, self._generator.max_model_len - num_prompt_tokens)
-        vocab_size = self._generator.model.decoder.spec.vocab_size
-        unknown = [token_id for token_id in options.logit_bias if not 0 <= token_id < vocab_size]
-        if unknown:
-            raise UsageError(f"logit_bias names token {unknown[0]}; the model has tokens 0 to {vocab_size - 1}")
+        limit = self._backend.max_model_len
+        max_tokens = defaults.max_tokens
+        if limit is not None and num_prompt_tokens is not None:
+            max_tokens = min(max_tokens, max(1, limit - num_prompt_tokens))
 
         def chosen(own: T | None, default: T) -> T:
             return default if own is None else own
 
         return SamplingParams(
-            max_tokens=chosen(options.max_tokens, min(defaults.max_tokens, room)),
+            max_tokens=chosen(options.max_tokens, max_tokens),
             min_tokens=options.min_tokens,
             temperature=chosen(options.temperature, defaults.temperature),
             top_k=chosen(options.sample_top_k, defaults.sample_top_k),
@@ -175,10 +192,12 @@ class Pipeline:
 
             return listen
 
-        first, *others = (
-            (sample.request, watched(sample, listener)) for sample, listener in zip(samples, listeners, strict=True)
+        samples[0].draft.start(
+            [
+                Sample(sample.collector.started.request_id, sample.sampling, watched(sample, listener))
+                for sample, listener in zip(samples, listeners, strict=True)
+            ]
         )
-        self._generator.engine.submit(*first, *others)
 
     def _record(self, answer: Answer) -> None:
         self._metrics.observe_request(
@@ -189,13 +208,13 @@ class Pipeline:
             total_seconds=answer.timing.total_seconds,
             num_prompt_tokens=answer.reuse.num_prompt_tokens,
             num_cached_tokens=answer.reuse.num_cached_tokens,
-            num_generated_tokens=len(answer.token_ids),
+            num_generated_tokens=answer.num_generated_tokens,
         )
 
     def _publish_load(self) -> None:
-        engine = self._generator.engine
-        self._metrics.set_kv_blocks(engine.num_free_blocks, engine.num_blocks - engine.num_free_blocks)
-        self._metrics.set_requests(engine.num_waiting, engine.num_running)
+        load = self._backend.load
+        self._metrics.set_kv_blocks(load.num_free_blocks, load.num_blocks - load.num_free_blocks)
+        self._metrics.set_requests(load.num_waiting, load.num_running)
 
 
 def _sources(found: Sequence[ScoredChunk]) -> tuple[Source, ...]:

@@ -5,15 +5,16 @@ prompt (no numbering), so its tokens are the same wherever it stands; text from 
 text, so it cannot imitate the template.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stillroom.core.document import Chunk
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.errors import ModelError
 from stillroom.models.tokenizer import Tokenizer
 
-_INSTRUCTIONS = (
+INSTRUCTIONS = (
     "Answer the question using only the documents below. "
     "Be brief and exact. If the documents do not contain the answer, say that they do not."
 )
@@ -32,6 +33,16 @@ class PromptFormat:
     question_end: str
     shows_headings: bool = True
     """Whether a chunk's text is preceded by its title and headings."""
+
+
+PLAIN_CHAT = PromptFormat(
+    system="Documents:\n\n",
+    chunk_start="<document>\n",
+    chunk_end="\n</document>\n\n",
+    question_start="Question: ",
+    question_end="",
+)
+"""The user's message in a chat, without a template around it."""
 
 
 def format_for(tokenizer: Tokenizer) -> PromptFormat:
@@ -59,32 +70,38 @@ def chat_format(tokenizer: Tokenizer) -> PromptFormat:
     """The checkpoint's chat template, rendered once around a slot and cut there."""
     slot = [{"role": "user", "content": _SLOT}]
     try:
-        rendered = tokenizer.render_chat([{"role": "system", "content": _INSTRUCTIONS}, *slot])
+        rendered = tokenizer.render_chat([{"role": "system", "content": INSTRUCTIONS}, *slot])
     except ModelError:
         rendered = ""
     instructions = ""
-    if _INSTRUCTIONS not in rendered:  # some templates drop the system role, some refuse it (Gemma 2)
+    if INSTRUCTIONS not in rendered:  # some templates drop the system role, some refuse it (Gemma 2)
         rendered = tokenizer.render_chat(slot)
-        instructions = _INSTRUCTIONS + "\n\n"
+        instructions = INSTRUCTIONS + "\n\n"
     before, _, after = rendered.partition(_SLOT)
-    return PromptFormat(
-        system=f"{before}{instructions}Documents:\n\n",
-        chunk_start="<document>\n",
-        chunk_end="\n</document>\n\n",
-        question_start="Question: ",
-        question_end=after,
-    )
+    return replace(PLAIN_CHAT, system=f"{before}{instructions}{PLAIN_CHAT.system}", question_end=after)
 
 
 def plain_format(bos_token: str) -> PromptFormat:
     """For base models without a chat template."""
     return PromptFormat(
-        system=f"{bos_token}{_INSTRUCTIONS}\n\n",
+        system=f"{bos_token}{INSTRUCTIONS}\n\n",
         chunk_start="Document:\n",
         chunk_end="\n\n",
         question_start="Question: ",
         question_end="\nAnswer:",
     )
+
+
+def render(prompt_format: PromptFormat, chunks: Sequence[Chunk], question: str) -> str:
+    """The whole prompt as text. A tokenizer may read special tokens in the documents; `PromptBuilder` prevents that."""
+    parts = [prompt_format.system]
+    for chunk in chunks:
+        parts += [prompt_format.chunk_start, _text_of(chunk, prompt_format), prompt_format.chunk_end]
+    return "".join([*parts, prompt_format.question_start, question, prompt_format.question_end])
+
+
+def _text_of(chunk: Chunk, prompt_format: PromptFormat) -> str:
+    return f"{chunk.heading}\n\n{chunk.text}" if prompt_format.shows_headings and chunk.heading else chunk.text
 
 
 class PromptBuilder:
@@ -95,14 +112,14 @@ class PromptBuilder:
         self._format = prompt_format
         self._system = Segment(SegmentKind.SYSTEM, tuple(tokenizer.encode_template(prompt_format.system)))
 
-    def build(self, chunks: Sequence[Chunk], question: str, max_tokens: int) -> SegmentedPrompt:
+    def build(self, chunks: Sequence[Chunk], question: str, max_tokens: int | None) -> SegmentedPrompt:
         """System, chunks in the given order, question; the last chunks are left out where more than `max_tokens` would
-        result.
+        result; None is no limit.
 
         Without any chunk the prompt may still be longer: the scheduler then says so.
         """
         last = self._question(question)
-        room = max_tokens - len(self._system.token_ids) - len(last.token_ids)
+        room = math.inf if max_tokens is None else max_tokens - len(self._system.token_ids) - len(last.token_ids)
         kept = []
         for chunk in chunks:
             segment = self._chunk(chunk)
@@ -113,8 +130,7 @@ class PromptBuilder:
         return SegmentedPrompt((self._system, *kept, last))
 
     def _chunk(self, chunk: Chunk) -> Segment:
-        text = f"{chunk.heading}\n\n{chunk.text}" if self._format.shows_headings and chunk.heading else chunk.text
-        ids = self._wrap(self._format.chunk_start, text, self._format.chunk_end)
+        ids = self._wrap(self._format.chunk_start, _text_of(chunk, self._format), self._format.chunk_end)
         return Segment(SegmentKind.CHUNK, ids, chunk.chunk_id)
 
     def _question(self, question: str) -> Segment:

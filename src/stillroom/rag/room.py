@@ -26,7 +26,7 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
-    from stillroom.rag.generator import Generator
+    from stillroom.rag.backend import Backend
     from stillroom.rag.pipeline import Pipeline
     from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 
@@ -52,7 +52,7 @@ class Stillroom:
         )
         self._clock = clock
         self._loading = Lock()
-        self._generator: Generator | None = None
+        self._backend: Backend | None = None
         self._is_closed = False
         self._publish_corpus()
 
@@ -144,7 +144,7 @@ class Stillroom:
             UsageError: the question is empty, an option is out of range, or the prompt does not fit the model.
             EmptyKnowledgeBaseError: there is nothing to search.
             ModelError: the model cannot be loaded.
-            EngineError: generation failed.
+            EngineError: generation failed, or the engine elsewhere cannot be reached or refuses.
         """
         return _read_to_end(self.stream(question, options))
 
@@ -181,12 +181,25 @@ class Stillroom:
         pipeline = await asyncio.to_thread(self._pipeline)
         return await pipeline.astreams(question, options or AskOptions(), n)
 
+    async def acontinue(self, prompt: str | Sequence[int], options: AskOptions | None = None) -> "AsyncAnswerStream":
+        """Continue a prompt, text or tokens, as it is: without a search, sources or a prompt format.
+
+        Raises:
+            UsageError: the prompt is empty or does not fit the model, or an option is out of range.
+            ModelError: the model cannot be loaded.
+        """
+        pipeline = await asyncio.to_thread(self._pipeline)
+        return await pipeline.acontinue(prompt, options or AskOptions())
+
     # Life
 
     @property
     def model_name(self) -> str:
         """The model's name, as it was given."""
-        return self._generator.model.name if self._generator else self.config.runtime.model
+        if self._backend:
+            return self._backend.name
+        engine = self.config.engine
+        return self.config.runtime.model if engine.kind == "builtin" else engine.model or engine.base_url
 
     @property
     def num_documents(self) -> int:
@@ -195,13 +208,13 @@ class Stillroom:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks in all; 0 before the model is loaded."""
-        return self._generator.engine.num_blocks if self._generator else 0
+        """KV blocks in all; 0 before the model is loaded, and with an engine elsewhere."""
+        return self._backend.load.num_blocks if self._backend else 0
 
     @property
     def num_free_blocks(self) -> int:
         """KV blocks that no running request uses."""
-        return self._generator.engine.num_free_blocks if self._generator else 0
+        return self._backend.load.num_free_blocks if self._backend else 0
 
     def warm_up(self) -> None:
         """Load the model, the embedder and the indexes now instead of with the first question."""
@@ -215,8 +228,8 @@ class Stillroom:
             if self._is_closed:
                 return
             self._is_closed = True
-        if self._generator is not None:
-            self._generator.engine.close()
+        if self._backend is not None:
+            self._backend.close()
         self._search.close()
         self._kb.close()
 
@@ -227,15 +240,24 @@ class Stillroom:
         self.close()
 
     def _pipeline(self) -> "Pipeline":
-        from stillroom.rag.generator import build_generator
         from stillroom.rag.pipeline import Pipeline
 
         with self._loading:
             if self._is_closed:
                 raise EngineClosedError("this Stillroom was closed; open it again")
-            if self._generator is None:
-                self._generator = build_generator(self.config.runtime, self._clock)
-        return Pipeline(self._kb, self._search, self._generator, self.config, self.metrics, self._clock)
+            if self._backend is None:
+                self._backend = self._open_backend()
+        return Pipeline(self._kb, self._search, self._backend, self.config, self.metrics, self._clock)
+
+    def _open_backend(self) -> "Backend":
+        config = self.config
+        if config.engine.kind == "openai":
+            from stillroom.rag.remote import connect
+
+            return connect(config.engine, config.runtime.model, self._clock)
+        from stillroom.rag.generator import build_generator
+
+        return build_generator(config.runtime, self._clock)
 
     def _publish_corpus(self) -> None:
         self.metrics.set_corpus(self._kb.num_documents, self._kb.num_chunks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason
-from stillroom.engine.engine import TokenEvent
+from stillroom.engine.events import TokenEvent, Usage
 from stillroom.errors import RequestAbortedError, UsageError
 from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from stillroom.rag.answer import Answer, ReuseReport, Source, Timing, TokenScore
@@ -28,7 +28,8 @@ class Started:
     """Seconds on the engine's clock when the question came in."""
     retrieval_seconds: float
     sources: tuple[Source, ...]
-    num_prompt_tokens: int
+    num_prompt_tokens: int | None
+    """None: the last event says."""
     num_cached_tokens: int = 0
     """Prompt tokens that this answer did not have to compute."""
 
@@ -37,14 +38,16 @@ class AnswerCollector:
     """Token events in, pieces of text out, and the `Answer` at the end."""
 
     def __init__(
-        self, started: Started, tokenizer: Tokenizer, stops: Sequence[str], on_finish: Callable[[Answer], None]
+        self, started: Started, tokenizer: Tokenizer | None, stops: Sequence[str], on_finish: Callable[[Answer], None]
     ) -> None:
+        """Without a tokenizer the events hold text."""
         self.started = started
         self.answer: Answer | None = None
         self.scores: list[TokenScore] = []
         """Log probabilities of the tokens so far, if the request wants them."""
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
+        self._num_texts = 0
         self._matcher = StopMatcher(stops)
         self._on_finish = on_finish
         self._token_ids: list[int] = []
@@ -65,30 +68,40 @@ class AnswerCollector:
         self._pieces.append(piece)
         reason = FinishReason.STOP if self._matcher.is_matched else event.finish_reason
         if reason is not None:
-            self.answer = self._finish(reason, event.at)
+            self.answer = self._finish(reason, event.at, event.usage or self._usage())
             self._on_finish(self.answer)
         return piece
 
     def _text(self, event: TokenEvent) -> str:
-        piece = ""
-        if event.token_id is not None:
+        piece = event.text
+        self._num_texts += bool(piece)
+        if event.token_id is not None and self._detokenizer is not None:
             self._token_ids.append(event.token_id)
             piece = self._detokenizer.push([event.token_id])
             if event.logprobs is not None:
                 self.scores.append(self._score(event.token_id, event.logprobs))
         if event.finish_reason is None:
             return self._matcher.push(piece)
-        return self._matcher.push(piece + self._detokenizer.flush()) + self._matcher.flush()
+        rest = "" if self._detokenizer is None else self._detokenizer.flush()
+        return self._matcher.push(piece + rest) + self._matcher.flush()
+
+    def _usage(self) -> Usage:
+        """Our own count. Of text from elsewhere, a piece is usually a token."""
+        num_generated = self._num_texts if self._detokenizer is None else len(self._token_ids)
+        return Usage(self.started.num_prompt_tokens or 0, self.started.num_cached_tokens, num_generated)
 
     def _score(self, token_id: int, found: TokenLogprobs) -> TokenScore:
+        assert self._tokenizer is not None, "an engine elsewhere sends no log probabilities"
+        tokenizer = self._tokenizer
+
         def score(one: int, logprob: float, top: tuple[TokenScore, ...] = ()) -> TokenScore:
-            utf8 = self._tokenizer.token_bytes(one)
+            utf8 = tokenizer.token_bytes(one)
             return TokenScore(one, utf8.decode("utf-8", errors="replace"), tuple(utf8), logprob, top)
 
         return score(token_id, found.logprob, tuple(score(one, logprob) for one, logprob in found.top))
 
-    def _finish(self, reason: FinishReason, at: float) -> Answer:
-        started, count = self.started, len(self._token_ids)
+    def _finish(self, reason: FinishReason, at: float, usage: Usage) -> Answer:
+        started, count = self.started, usage.num_generated_tokens
         first = at if self._first_at is None else self._first_at
         return Answer(
             request_id=started.request_id,
@@ -102,7 +115,8 @@ class AnswerCollector:
                 tpot_seconds=(at - first) / (count - 1) if count > 1 else 0.0,
                 total_seconds=at - started.arrival,
             ),
-            reuse=ReuseReport(started.num_prompt_tokens, started.num_cached_tokens, num_recomputed_tokens=0),
+            reuse=ReuseReport(usage.num_prompt_tokens, usage.num_cached_tokens, num_recomputed_tokens=0),
+            num_generated_tokens=count,
             logprobs=tuple(self.scores) if self.scores else None,
         )
 

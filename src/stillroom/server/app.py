@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 
 from stillroom import __version__
 from stillroom.errors import UsageError
-from stillroom.server import errors
+from stillroom.server import chat, completions, errors
 from stillroom.server.chat import AnswerEvents, ask_options, whole_answers
 from stillroom.server.errors import ModelNotServed
 from stillroom.server.middleware import Observed
@@ -21,6 +21,8 @@ from stillroom.server.payloads import Payload, search_payload
 from stillroom.server.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
     Embedding,
     EmbeddingList,
     EmbeddingRequest,
@@ -61,6 +63,7 @@ class _Api:
         router.add_api_route(
             "/v1/chat/completions", self.chat_completions, methods=["POST"], response_model=ChatCompletion
         )
+        router.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=Completion)
         router.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"])
         router.add_api_route("/v1/models", self.models, methods=["GET"])
         router.add_api_route("/v1/models/{model:path}", self.model, methods=["GET"])
@@ -74,10 +77,20 @@ class _Api:
         if not body.question.strip():
             raise UsageError("messages hold no question; the last message of the role 'user' is the question")
         streams = await self._room.astreams(body.question, ask_options(body), n=body.n or 1)
+        model = self._room.model_name
         if body.stream:
-            include_usage = body.stream_options is not None and body.stream_options.include_usage
-            return AnswerEvents(streams, self._room.model_name, include_usage=include_usage)
-        return await whole_answers(streams, self._room.model_name, request)
+            return AnswerEvents(streams, chat.chat_events(streams, model, include_usage=body.includes_usage))
+        return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model))
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        self._check_model(body.model, [self._room.model_name])
+        stream = await self._room.acontinue(body.prompt, completions.completion_options(body))
+        model = self._room.model_name
+        if body.stream:
+            return AnswerEvents(
+                [stream], completions.completion_events(stream, model, include_usage=body.includes_usage)
+            )
+        return await whole_answers([stream], request, lambda answers: completions.whole_completion(answers[0], model))
 
     async def embeddings(self, body: EmbeddingRequest) -> EmbeddingList:
         embedder = self._room.config.embedder.model

@@ -8,11 +8,12 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -75,8 +76,10 @@ def ask_options(body: ChatCompletionRequest) -> AskOptions:
     )
 
 
-async def whole_answers(streams: "Sequence[AsyncAnswerStream]", model: str, request: Request) -> Response:
-    """Wait for the complete answers to one question, unless the client goes away first."""
+async def whole_answers(
+    streams: "Sequence[AsyncAnswerStream]", request: Request, complete: Callable[[Sequence[Answer]], BaseModel]
+) -> Response:
+    """Wait for the complete answers, unless the client goes away first; `complete` makes the response of them."""
     reading = asyncio.ensure_future(_read_all(streams))
     leaving = asyncio.create_task(_disconnected(request))
     try:
@@ -85,7 +88,7 @@ async def whole_answers(streams: "Sequence[AsyncAnswerStream]", model: str, requ
             _cancel(streams)
             await asyncio.gather(reading, return_exceptions=True)
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(_completion(reading.result(), model).model_dump())
+        return JSONResponse(complete(reading.result()).model_dump())
     finally:
         _cancel(streams)
         reading.cancel()
@@ -112,7 +115,8 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
+def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
+    """The whole response."""
     first = answers[0]
     return ChatCompletion(
         id=completion_id(first.request_id),
@@ -127,11 +131,11 @@ def _completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
             )
             for index, answer in enumerate(answers)
         ],
-        usage=_usage(answers),
+        usage=usage_of(answers),
         stillroom={
             "request_id": first.request_id,
             "sources": [source_payload(source) for source in first.sources],
-            **_costs(max(answers, key=lambda answer: answer.timing.total_seconds)),
+            **costs(max(answers, key=lambda answer: answer.timing.total_seconds)),
         },
     )
 
@@ -153,10 +157,10 @@ def completion_id(request_id: str) -> str:
     return f"chatcmpl-{request_id}"
 
 
-def _usage(answers: Sequence[Answer]) -> Usage:
+def usage_of(answers: Sequence[Answer]) -> Usage:
     """The prompt is counted once, however many answers it has."""
     prompt = answers[0].reuse
-    num_generated = sum(len(answer.token_ids) for answer in answers)
+    num_generated = sum(answer.num_generated_tokens for answer in answers)
     return Usage(
         prompt_tokens=prompt.num_prompt_tokens,
         completion_tokens=num_generated,
@@ -165,16 +169,17 @@ def _usage(answers: Sequence[Answer]) -> Usage:
     )
 
 
-def _costs(answer: Answer) -> Payload:
+def costs(answer: Answer) -> Payload:
+    """Timing and reuse, in our field of a response."""
     return {"timing": asdict(answer.timing), "reuse": asdict(answer.reuse)}
 
 
 class AnswerEvents(StreamingResponse):
     """The answers as server-sent events. However the response ends, no request outlives it."""
 
-    def __init__(self, streams: "Sequence[AsyncAnswerStream]", model: str, *, include_usage: bool) -> None:
+    def __init__(self, streams: "Sequence[AsyncAnswerStream]", events: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(streams, model, include_usage), headers=headers, media_type="text/event-stream")
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,7 +189,8 @@ class AnswerEvents(StreamingResponse):
             _cancel(self._streams)
 
 
-async def _events(streams: "Sequence[AsyncAnswerStream]", model: str, include_usage: bool) -> AsyncIterator[str]:
+async def chat_events(streams: "Sequence[AsyncAnswerStream]", model: str, *, include_usage: bool) -> AsyncIterator[str]:
+    """The response as server-sent events."""
     first = streams[0]
     chunks = _Chunks(first.request_id, model)
     try:
@@ -203,15 +209,15 @@ async def _events(streams: "Sequence[AsyncAnswerStream]", model: str, include_us
                 Delta(),
                 scores,
                 finish_reason=stream.answer.finish_reason,
-                stillroom={"request_id": stream.request_id, **_costs(stream.answer)},
+                stillroom={"request_id": stream.request_id, **costs(stream.answer)},
             )
         if include_usage:
-            yield chunks.usage_event(_usage([stream.answer for stream in streams]))
+            yield chunks.usage_event(usage_of([stream.answer for stream in streams]))
         yield "data: [DONE]\n\n"
     except Exception as error:  # the status line is out already: the error is one more event
         if not isinstance(error, StillroomError):
             logger.exception("streaming %s failed", first.request_id)
-        yield _as_event(describe(error)[1])
+        yield as_event(describe(error)[1])
 
 
 async def _merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[int, str | None]]:
@@ -275,12 +281,13 @@ class _Chunks:
         )
         content = chunk.model_dump(exclude_none=True)
         content["choices"][0].setdefault("finish_reason", None)  # null until the end, but never absent
-        return _as_event(content)
+        return as_event(content)
 
     def usage_event(self, usage: Usage) -> str:
         chunk = ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=[], usage=usage)
-        return _as_event(chunk.model_dump(exclude_none=True))
+        return as_event(chunk.model_dump(exclude_none=True))
 
 
-def _as_event(content: Payload) -> str:
+def as_event(content: Payload) -> str:
+    """One server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

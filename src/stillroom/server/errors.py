@@ -10,6 +10,8 @@ from starlette.responses import JSONResponse
 from stillroom.errors import (
     EmptyKnowledgeBaseError,
     EngineClosedError,
+    EngineRefusedError,
+    EngineUnavailableError,
     KnowledgeBaseBusyError,
     PromptTooLongError,
     RequestAbortedError,
@@ -32,6 +34,8 @@ _KINDS: tuple[tuple[type[StillroomError], int, str, str], ...] = (
     (EmptyKnowledgeBaseError, 409, "conflict_error", "knowledge_base_empty"),
     (KnowledgeBaseBusyError, 503, _UNAVAILABLE, "knowledge_base_busy"),
     (EngineClosedError, 503, _UNAVAILABLE, "shutting_down"),
+    (EngineUnavailableError, 503, _UNAVAILABLE, "engine_unavailable"),
+    (EngineRefusedError, 502, "bad_gateway_error", "engine_refused"),
     (RequestAbortedError, 503, _UNAVAILABLE, "request_aborted"),
     (StillroomError, 500, "server_error", "internal_error"),
 )

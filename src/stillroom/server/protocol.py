@@ -69,11 +69,11 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class ChatCompletionRequest(BaseModel):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+class GenerationRequest(BaseModel):
+    """What both kinds of completion take."""
+
     model: str | None = None
     max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
@@ -87,12 +87,30 @@ class ChatCompletionRequest(BaseModel):
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: StopStrings | None = None
     """A text or a list of texts."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with an event of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | list[int]
+    """Text, in which special tokens count as such, or tokens."""
+    n: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: MaxTokens | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stillroom: SearchOptions | None = None
 
     @property
@@ -150,6 +168,26 @@ class ChatCompletion(BaseModel):
     usage: Usage
     stillroom: dict[str, Any]
     """`request_id`, `sources`, `timing`, `reuse`."""
+
+
+class CompletionChoice(BaseModel):
+    index: int = 0
+    text: str
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class Completion(BaseModel):
+    """The whole response, or one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    stillroom: dict[str, Any] | None = None
+    """Of a whole response: `request_id`, `timing`, `reuse`."""
 
 
 class Delta(BaseModel):

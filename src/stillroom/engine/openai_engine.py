@@ -1,0 +1,158 @@
+"""An engine elsewhere: a server with OpenAI's routes continues the prompts. The same face as `async_engine`.
+
+One thread with an event loop of its own talks to the server; a request is a task there. Every submitted request gets
+exactly one last event. How to use it: docs/engines.md
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from typing import Any
+
+from stillroom.core.clock import Clock
+from stillroom.core.ids import RequestId
+from stillroom.core.request import FinishReason
+from stillroom.engine.events import Listener, TokenEvent
+from stillroom.engine.openai_protocol import RemoteRequest, body_of, path_of
+from stillroom.engine.openai_server import OpenAIServer
+from stillroom.errors import EngineClosedError, EngineError, StillroomError
+
+logger = logging.getLogger(__name__)
+
+
+class OpenAIEngine:
+    """A running engine. Close it, or use it as a context manager."""
+
+    def __init__(self, server: OpenAIServer, model: str, clock: Clock) -> None:
+        """An empty model is the first that the server lists; see `find_model`."""
+        self.model = model
+        self._server = server
+        self._clock = clock
+        self._tasks: dict[RequestId, asyncio.Task[TokenEvent]] = {}
+        self._begun: set[RequestId] = set()
+        self._closing = threading.Lock()  # orders every submit before, or after, the end of the loop
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stillroom-openai", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests of whose answer nothing has come yet."""
+        return max(0, len(self._tasks) - len(self._begun))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._begun)
+
+    def find_model(self) -> str:
+        """The model that is asked for: the one that was named, else the first that the server lists.
+
+        Raises:
+            EngineUnavailableError: the server cannot be reached.
+            EngineRefusedError: it refuses the key, or lists no model.
+        """
+        if not self.model:
+            with self._closing:
+                self._check_open()
+                found = asyncio.run_coroutine_threadsafe(self._server.first_model(), self._loop)
+            self.model = found.result()
+        return self.model
+
+    def submit(self, request: RemoteRequest, listener: Listener) -> None:
+        """Start a request; its events go to the listener.
+
+        Raises:
+            UsageError: a sampling parameter cannot be asked of a server.
+            EngineClosedError: the engine was closed.
+        """
+        body = body_of(request, self.model, has_extra_sampling=self._server.has_extra_sampling)
+
+        def start() -> None:
+            task = self._loop.create_task(self._answer(request, body, listener))
+            self._tasks[request.request_id] = task
+            task.add_done_callback(lambda ended: self._end(request.request_id, ended, listener))
+
+        with self._closing:
+            self._check_open()
+            self._loop.call_soon_threadsafe(start)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Close the request's connection, so that the server stops; its last event says `aborted`. Harmless if it has
+        ended."""
+
+        def stop() -> None:
+            if task := self._tasks.get(request_id):
+                task.cancel()
+
+        with self._closing:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(stop)
+
+    def close(self) -> None:
+        """Abort what runs and stop the thread. Idempotent."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> "OpenAIEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the engine is closed; open the knowledge base again")
+
+    async def _shut_down(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._server.close()
+        await self._loop.shutdown_asyncgens()
+
+    async def _answer(self, request: RemoteRequest, body: dict[str, Any], listener: Listener) -> TokenEvent:
+        """Tell the listener of every piece of text; the last event is the result."""
+        reason, usage = FinishReason.STOP, None
+        async with contextlib.aclosing(self._server.stream(path_of(request.prompt), body)) as stream:
+            async for progress in stream:
+                reason = progress.finish_reason or reason
+                usage = progress.usage or usage
+                if progress.text:
+                    self._begun.add(request.request_id)
+                    listener(TokenEvent(request.request_id, None, None, self._now(), text=progress.text))
+        return TokenEvent(request.request_id, None, reason, self._now(), usage=usage)
+
+    def _end(self, request_id: RequestId, task: "asyncio.Task[TokenEvent]", listener: Listener) -> None:
+        """The last event of a request, however its task ended."""
+        del self._tasks[request_id]
+        self._begun.discard(request_id)
+        try:
+            listener(self._last_event(request_id, task))
+        except Exception:  # a closed event loop, say; nobody is left to tell
+            logger.exception("the listener of %s failed", request_id)
+
+    def _last_event(self, request_id: RequestId, task: "asyncio.Task[TokenEvent]") -> TokenEvent:
+        error: Exception | None = None
+        if task.cancelled():
+            if self._is_closed:
+                error = EngineClosedError("the engine was closed before the answer was complete")
+        elif (failure := task.exception()) is None:
+            return task.result()
+        elif isinstance(failure, StillroomError):
+            error = failure
+        else:
+            logger.error("generating %s failed", request_id, exc_info=failure)
+            error = EngineError(f"generation failed: {type(failure).__name__}; the log has the details")
+        return TokenEvent(request_id, None, FinishReason.ABORTED, self._now(), error)
+
+    def _now(self) -> float:
+        return self._clock.monotonic()

@@ -1,0 +1,231 @@
+"""OpenAI's protocol as a client speaks it: what is asked, what comes back, what a refusal means. No sockets here.
+
+Servers differ in the details; each detail that is read here is one that vLLM, SGLang, llama.cpp or Stillroom sends.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from stillroom.core.ids import RequestId
+from stillroom.core.request import FinishReason, SamplingParams
+from stillroom.engine.events import Usage
+from stillroom.errors import EngineError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
+
+DONE = "[DONE]"
+"""The data of the event that ends a stream."""
+
+_MAX_EVENT_BYTES = 4 * 1024**2
+_MAX_SHOWN = 300
+_CONTEXT = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)
+_OPENAI_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
+_EXTRA_SAMPLING = ("top_k", "min_p", "repetition_penalty", "min_tokens")
+"""Under these names vLLM and SGLang have them, and llama.cpp all but the penalty."""
+_NEUTRAL: dict[str, Any] = {"top_k": 2**20, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What changes nothing, for every server: some take 0 for all tokens, some -1, all a number above the vocabulary's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages; the server's model has its own template for them."""
+
+    system: str
+    user: str
+
+
+RemotePrompt = ChatPrompt | str | tuple[int, ...]
+"""Messages, a rendered prompt, or its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRequest:
+    """One prompt to be continued elsewhere."""
+
+    request_id: RequestId
+    prompt: RemotePrompt
+    sampling: SamplingParams
+
+
+def path_of(prompt: RemotePrompt) -> str:
+    """The route that takes such a prompt, below the base URL."""
+    return "chat/completions" if isinstance(prompt, ChatPrompt) else "completions"
+
+
+def body_of(request: RemoteRequest, model: str, *, has_extra_sampling: bool) -> dict[str, Any]:
+    """The JSON of a streamed request.
+
+    Raises:
+        UsageError: a sampling parameter has no counterpart there.
+    """
+    prompt = request.prompt
+    asked: dict[str, Any]
+    if isinstance(prompt, ChatPrompt):
+        roles = (("system", prompt.system), ("user", prompt.user))
+        asked = {"messages": [{"role": role, "content": text} for role, text in roles]}
+    else:
+        asked = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": model, **asked, **sampling_fields(request.sampling, has_extra=has_extra_sampling), **stream}
+
+
+def sampling_fields(params: SamplingParams, *, has_extra: bool) -> dict[str, Any]:
+    """Sampling parameters by their names in the protocol. Those that change nothing are sent too, because servers have
+    defaults of their own: llama-cpp-python, for one, penalises repetition.
+
+    Args:
+        has_extra: whether the server takes parameters that OpenAI does not have.
+
+    Raises:
+        UsageError: one is set that cannot be sent.
+    """
+    default = SamplingParams()
+    known = (*_OPENAI_SAMPLING, *(_EXTRA_SAMPLING if has_extra else ()))
+    wire = dict(_NEUTRAL) if has_extra else {}
+    for name in (field.name for field in fields(SamplingParams)):
+        value = getattr(params, name)
+        if name in _OPENAI_SAMPLING or (name in known and value != getattr(default, name)):
+            wire[name] = value
+        elif value != getattr(default, name):
+            raise UsageError(f"{name} cannot be asked of this engine; leave it out, or set engine.kind to builtin")
+    if has_extra:
+        wire["repeat_penalty"] = wire["repetition_penalty"]  # llama.cpp's name
+    return wire
+
+
+class SseDecoder:
+    """Bytes of `text/event-stream` in, the data of whole events out. Lines end at CR, LF or both, as the format says:
+    other line separators of Unicode are text."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._data: list[bytes] = []
+
+    def push(self, received: bytes) -> Iterator[str]:
+        """Raises EngineError if it is no such stream."""
+        self._buffer += received
+        # a CR at the very end may be the first half of CR LF
+        end = len(self._buffer) - self._buffer.endswith(b"\r")
+        lines = self._buffer[:end].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._buffer = lines.pop() + self._buffer[end:]
+        if len(self._buffer) > _MAX_EVENT_BYTES:
+            raise EngineError("the server sent an event without end")
+        for line in lines:
+            if not line and self._data:
+                data, self._data = b"\n".join(self._data), []
+                yield data.decode("utf-8", errors="replace")
+            elif line.startswith(b"data:"):
+                self._data.append(line.removeprefix(b"data:").removeprefix(b" "))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one event adds."""
+
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+def read_event(data: str) -> Progress:
+    """The content of an event of a stream.
+
+    Raises:
+        EngineError: it holds an error, or is none of OpenAI's events.
+    """
+    try:
+        event = json.loads(data)
+        if problem := _error_text(event):
+            raise EngineUnavailableError(f"the server gave the answer up: {problem}")
+        usage = _usage(event.get("usage"))
+        if not event["choices"]:
+            return Progress(usage=usage)
+        choice = event["choices"][0]
+        text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+        reason = choice.get("finish_reason")
+        if not isinstance(text, str | None) or not isinstance(reason, str | None):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise EngineError(f"the server sent something that is no event of OpenAI's: {_shown(data)}") from None
+    return Progress(text or "", None if reason is None else _finish_reason(reason), usage)
+
+
+def _finish_reason(reason: str) -> FinishReason:
+    if reason in ("abort", "error"):
+        raise EngineUnavailableError("the server gave the answer up; ask again")
+    return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
+
+
+def _usage(usage: Any) -> Usage | None:
+    if not usage:
+        return None
+    details = usage.get("prompt_tokens_details") or {}
+    return Usage(
+        num_prompt_tokens=int(usage["prompt_tokens"]),
+        num_cached_tokens=int(details.get("cached_tokens") or 0),
+        num_generated_tokens=int(usage.get("completion_tokens") or 0),
+    )
+
+
+def refusal(status: int, content: bytes, url: str, model: str) -> Exception:
+    """What a status other than 200 means to the user."""
+    problem = _problem(content)
+    said = f": {problem}" if problem else ""
+    if status in (401, 403):
+        return EngineRefusedError(
+            f"{url} refuses the API key (HTTP {status}){said}; set STILLROOM_ENGINE__API_KEY to one that it takes"
+        )
+    if _CONTEXT.search(content.decode("utf-8", errors="replace")):  # in the message, or in the error's code
+        return PromptTooLongError(f"{url} has no room for the prompt{said}; lower search.top_k or max_tokens")
+    if status == 404 and _is_openai_error(content):
+        return EngineRefusedError(f"{url} does not serve the model {model!r}{said}; name another with --engine-model")
+    if status == 404 or 300 <= status < 400:
+        return EngineRefusedError(f"{url} answers HTTP {status}; is engine.base_url right? It usually ends in /v1")
+    if status == 429:
+        return EngineUnavailableError(f"{url} has too many requests (HTTP 429){said}; ask again later")
+    if status >= 500:
+        return EngineUnavailableError(f"{url} failed (HTTP {status}){said}; its log may say more")
+    return EngineRefusedError(f"{url} refuses the request (HTTP {status}){said}")
+
+
+def read_models(content: bytes, url: str) -> list[str]:
+    """The names in the answer to `GET /v1/models`.
+
+    Raises:
+        EngineRefusedError: it is something else.
+    """
+    try:
+        return [str(model["id"]) for model in json.loads(content)["data"]]
+    except (ValueError, KeyError, TypeError):
+        raise EngineRefusedError(f"{url} does not list its models; name one with --engine-model") from None
+
+
+def _problem(content: bytes) -> str:
+    try:
+        return _error_text(json.loads(content))
+    except ValueError:
+        return ""
+
+
+def _is_openai_error(content: bytes) -> bool:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and ("error" in found or found.get("object") == "error")
+
+
+def _error_text(found: Any) -> str:
+    """The message of an error object; empty if it is none."""
+    if not isinstance(found, dict):
+        return ""
+    error = found.get("error") or (found if found.get("object") == "error" else None)
+    if error is None:
+        return _shown(found.get("detail", "")) if "choices" not in found else ""
+    return _shown(error.get("message") or error if isinstance(error, dict) else error)
+
+
+def _shown(value: object) -> str:
+    text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + " ..."

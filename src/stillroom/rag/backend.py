@@ -1,0 +1,95 @@
+"""What turns a question and its documents into a stream of text: our own runtime, or a server elsewhere.
+
+The pipeline knows this face only. `generator` and `remote` implement it, and only `generator` imports torch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.request import SamplingParams
+from stillroom.engine.events import Listener
+from stillroom.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One continuation of a prompt; its events go to the listener."""
+
+    request_id: RequestId
+    sampling: SamplingParams
+    listener: Listener
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt, ready to be continued."""
+
+    chunk_ids: tuple[ChunkId, ...]
+    """The chunks in it, in order."""
+    num_tokens: int | None
+    """None: only the server will know."""
+    start: Callable[[Sequence[Sample]], None]
+    """Continue it, once for each sample. Raises what `AsyncEngine.submit` and `OpenAIEngine.submit` raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a backend is."""
+
+    num_waiting: int
+    num_running: int
+    num_blocks: int = 0
+    """KV blocks in all; 0 where they are not ours."""
+    num_free_blocks: int = 0
+
+
+class Backend(Protocol):
+    """Thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What reads the tokens of its events; None if they are text already."""
+        ...
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Prompt plus answer, in tokens; None: only the server knows."""
+        ...
+
+    @property
+    def load(self) -> Load: ...
+
+    def draft(
+        self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None
+    ) -> Draft:
+        """The prompt for a question and its chunks, best first; the last ones are left out where it would have more
+        than `max_tokens`. With a schema the answer is JSON.
+
+        Raises:
+            UsageError: the schema cannot be enforced.
+        """
+        ...
+
+    def draft_raw(self, prompt: str | Sequence[int]) -> Draft:
+        """A prompt that is continued as it is: text, in which special tokens count as such, or tokens.
+
+        Raises:
+            UsageError: it is empty, or a token is none of the model's.
+        """
+        ...
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Stop a request; its last event says `aborted`. Harmless if it has ended."""
+        ...
+
+    def close(self) -> None:
+        """Abort what runs. Idempotent."""
+        ...

@@ -1,0 +1,101 @@
+"""A server elsewhere as the backend: prompts as text, documents in an order that its prefix cache likes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stillroom.config.settings import EngineConfig, EnginePrompt
+from stillroom.core.clock import Clock
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.engine.openai_engine import OpenAIEngine
+from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteRequest
+from stillroom.engine.openai_server import OpenAIServer
+from stillroom.errors import UsageError
+from stillroom.models.checkpoint import resolve
+from stillroom.models.tokenizer import Tokenizer
+from stillroom.rag.backend import Draft, Load, Sample
+from stillroom.rag.document_order import PrefixOrder
+from stillroom.rag.prompt import INSTRUCTIONS, PLAIN_CHAT, PromptBuilder, format_for, render
+
+Writer = Callable[[Sequence[Chunk], str], RemotePrompt]
+"""Chunks in order and a question as a prompt."""
+
+
+class RemoteGenerator:
+    """Writes prompts for a server and hands them to its engine."""
+
+    tokenizer = None
+    max_model_len = None
+
+    def __init__(self, engine: OpenAIEngine, write: Writer, order: PrefixOrder[ChunkId] | None) -> None:
+        """Without an order, documents stand by rank."""
+        self._engine = engine
+        self._write = write
+        self._order = order
+
+    @property
+    def name(self) -> str:
+        return self._engine.model
+
+    @property
+    def load(self) -> Load:
+        return Load(self._engine.num_waiting, self._engine.num_running)
+
+    def draft(
+        self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None
+    ) -> Draft:
+        """Every chunk is sent: what the server has room for, it says itself."""
+        if schema is not None:
+            raise UsageError("an engine elsewhere is not asked for JSON of a schema; set engine.kind to builtin")
+        if self._order is not None:
+            by_id = {chunk.chunk_id: chunk for chunk in chunks}
+            chunks = [by_id[chunk_id] for chunk_id in self._order.arrange(list(by_id))]
+        return self._draft(tuple(chunk.chunk_id for chunk in chunks), self._write(chunks, question))
+
+    def draft_raw(self, prompt: str | Sequence[int]) -> Draft:
+        if not prompt:
+            raise UsageError("the prompt is empty")
+        return self._draft((), prompt if isinstance(prompt, str) else tuple(prompt))
+
+    def cancel(self, request_id: RequestId) -> None:
+        self._engine.cancel(request_id)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _draft(self, chunk_ids: tuple[ChunkId, ...], prompt: RemotePrompt) -> Draft:
+        def start(samples: Sequence[Sample]) -> None:
+            for sample in samples:
+                self._engine.submit(RemoteRequest(sample.request_id, prompt, sample.sampling), sample.listener)
+
+        return Draft(chunk_ids, len(prompt) if isinstance(prompt, tuple) else None, start)
+
+
+def connect(config: EngineConfig, model: str, clock: Clock) -> RemoteGenerator:
+    """The backend for a server. `model` names the checkpoint whose format and tokenizer write the prompts, where the
+    server does not do it.
+
+    Raises:
+        EngineUnavailableError: the server cannot be reached to ask for its model.
+        EngineRefusedError: it refuses the key, or lists no model.
+        ModelError: the checkpoint has no tokenizer.
+    """
+    write = _writer(config.prompt, model)
+    engine = OpenAIEngine(OpenAIServer(config, clock), config.model, clock)
+    try:
+        engine.find_model()
+    except BaseException:
+        engine.close()
+        raise
+    return RemoteGenerator(engine, write, PrefixOrder() if config.document_order == "prefix" else None)
+
+
+def _writer(kind: EnginePrompt, model: str) -> Writer:
+    if kind == "chat":
+        return lambda chunks, question: ChatPrompt(INSTRUCTIONS, render(PLAIN_CHAT, chunks, question))
+    tokenizer = Tokenizer.load(resolve(model))
+    prompt_format = format_for(tokenizer)
+    if kind == "text":  # the server puts the begin token in front
+        return lambda chunks, question: render(prompt_format, chunks, question).removeprefix(tokenizer.bos_token)
+    builder = PromptBuilder(tokenizer, prompt_format)
+    return lambda chunks, question: builder.build(chunks, question, max_tokens=None).token_ids

@@ -1,0 +1,84 @@
+"""The protocol without sockets."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stillroom.core.request import FinishReason, SamplingParams
+from stillroom.engine.events import Usage
+from stillroom.engine.openai_protocol import Progress, SseDecoder, read_event, sampling_fields
+from stillroom.engine.openai_server import base_url
+from stillroom.errors import EngineError, UsageError
+
+STREAM = b": hello\r\ndata: a\r\n\r\nevent: x\ndata:b\ndata: c\n\n\n\rdata: \xc3\xa4\x0b\r\r"
+
+
+@given(st.lists(st.integers(0, len(STREAM))))
+def test_events_are_the_same_however_the_bytes_are_cut(cuts: list[int]) -> None:
+    decoder = SseDecoder()
+    places = [0, *sorted(cuts), len(STREAM)]
+    found = [data for start, end in zip(places, places[1:], strict=False) for data in decoder.push(STREAM[start:end])]
+    found += decoder.push(b"\n")
+
+    assert found == ["a", "b\nc", "\u00e4\x0b"]
+
+
+def test_event_without_end_is_an_error() -> None:
+    decoder = SseDecoder()
+    with pytest.raises(EngineError, match="without end"):
+        for _ in range(5):
+            list(decoder.push(b"x" * 1024**2))
+
+
+@pytest.mark.parametrize(
+    ("data", "progress"),
+    [
+        ('{"choices": [{"delta": {"role": "assistant"}}]}', Progress()),
+        ('{"choices": [{"delta": {"content": null, "reasoning_content": "hm"}}]}', Progress()),
+        ('{"choices": [{"text": "a", "finish_reason": null}]}', Progress("a")),
+        ('{"choices": [{"text": "", "finish_reason": "length"}]}', Progress("", FinishReason.LENGTH)),
+        ('{"choices": [{"delta": {}, "finish_reason": "eos"}]}', Progress("", FinishReason.STOP)),
+        ('{"choices": [], "usage": {"prompt_tokens": 3}}', Progress(usage=Usage(3, 0, 0))),
+        (
+            '{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": null}}',
+            Progress(usage=Usage(3, 0, 1)),
+        ),
+    ],
+)
+def test_events(data: str, progress: Progress) -> None:
+    assert read_event(data) == progress
+
+
+def test_sampling_is_sent_with_what_changes_nothing() -> None:
+    params = SamplingParams(max_tokens=5, temperature=0.5, top_p=0.9, seed=3)
+    asked = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 3}
+    asked |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    neutral = {"top_k": 2**20, "min_p": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0}
+
+    assert sampling_fields(params, has_extra=True) == asked | neutral
+    assert sampling_fields(params, has_extra=False) == asked
+
+
+def test_sampling_that_a_server_does_not_know_is_refused() -> None:
+    params = SamplingParams(min_p=0.1, repetition_penalty=1.2, min_tokens=2)
+
+    wire = sampling_fields(params, has_extra=True)
+    assert (wire["min_p"], wire["repetition_penalty"], wire["repeat_penalty"], wire["min_tokens"]) == (0.1, 1.2, 1.2, 2)
+    with pytest.raises(UsageError, match="cannot be asked of this engine"):
+        sampling_fields(params, has_extra=False)
+    for unknown in (SamplingParams(logprobs=3), SamplingParams(logit_bias={1: 2.0})):
+        with pytest.raises(UsageError, match="cannot be asked of this engine"):
+            sampling_fields(unknown, has_extra=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("http://localhost:8000", "http://localhost:8000/v1"),
+        ("http://localhost:8000/", "http://localhost:8000/v1"),
+        ("http://localhost:8000/v1/", "http://localhost:8000/v1"),
+        ("https://host/llm/api", "https://host/llm/api"),
+    ],
+)
+def test_base_url(given: str, used: str) -> None:
+    assert base_url(given) == used

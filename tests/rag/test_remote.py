@@ -1,0 +1,216 @@
+"""An engine elsewhere, which is another Stillroom: the same answers, and what happens when somebody leaves."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from stillroom.config.settings import EngineConfig, EnginePrompt, StillroomConfig
+from stillroom.errors import EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
+from stillroom.rag.answer import AskOptions
+from stillroom.rag.room import Stillroom
+from tests.engine.scripted import GOOD, ScriptedServer, error
+from tests.server.fakes import until
+from tests.server.harness import serving
+from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
+
+QUESTIONS = [QUESTION, "In which year was Jatha Jurlow born ?", "What did Cirik Prurs study ?", QUESTION]
+ENDLESS = AskOptions(max_tokens=1500, temperature=50.0, seed=1)
+"""Close to a uniform choice of words: it goes on and on."""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+    """Generates with the built-in runtime."""
+    folder = tmp_path_factory.mktemp("remote")
+    with Stillroom.open(folder / "kb") as room:
+        room.add(write_knowledge(folder / "docs"))
+        room.warm_up()
+        yield room
+
+
+@pytest.fixture(scope="module")
+def url(here: Stillroom) -> Iterator[str]:
+    with serving(here) as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def every_block_is_free_afterwards(here: Stillroom) -> Iterator[None]:
+    yield
+    until(lambda: here.num_free_blocks == here.num_blocks > 0)
+
+
+def away(here: Stillroom, address: str, **engine: object) -> Stillroom:
+    """The same knowledge base with an engine at that address."""
+    settings = EngineConfig(kind="openai", base_url=address, **engine)  # type: ignore[arg-type]
+    return Stillroom.open(here._kb.path, config=StillroomConfig(engine=settings))
+
+
+@pytest.mark.parametrize("prompt", ["tokens", "text"])
+def test_answers_are_those_of_the_built_in_runtime(here: Stillroom, url: str, prompt: EnginePrompt) -> None:
+    with away(here, url, prompt=prompt, document_order="rank") as room:
+        for question in QUESTIONS:
+            answer, expected = room.ask(question), here.ask(question)
+
+            assert (answer.text, answer.finish_reason) == (expected.text, expected.finish_reason)
+            assert answer.sources == expected.sources
+            assert answer.reuse.num_prompt_tokens == expected.reuse.num_prompt_tokens
+            assert answer.num_generated_tokens == expected.num_generated_tokens
+            assert 0 < answer.timing.retrieval_seconds < answer.timing.ttft_seconds <= answer.timing.total_seconds
+        assert room.model_name == here.model_name
+        assert room.num_blocks == 0
+
+
+def test_sampled_answers_are_those_of_the_built_in_runtime(here: Stillroom, url: str) -> None:
+    options = AskOptions(max_tokens=20, temperature=5.0, top_p=0.9, seed=7, top_k=2)
+    with away(here, url, prompt="tokens", document_order="rank") as room:
+        assert room.ask(QUESTION, options).text == here.ask(QUESTION, options).text
+
+
+def test_several_answers_and_stop_strings(here: Stillroom, url: str) -> None:
+    options = AskOptions(max_tokens=12, temperature=5.0, seed=7, min_p=0.01)
+    with away(here, url, prompt="tokens", document_order="rank") as room:
+        answers = [stream.answer for stream in room.streams(QUESTION, options, n=3) if list(stream)]
+        expected = [stream.answer for stream in here.streams(QUESTION, options, n=3) if list(stream)]
+        assert [answer.text for answer in answers] == [answer.text for answer in expected]
+
+        assert room.ask(QUESTION, AskOptions(stop="Bank")).text == here.ask(QUESTION, AskOptions(stop="Bank")).text
+        with pytest.raises(UsageError, match="not asked for JSON"):
+            room.ask(QUESTION, AskOptions(json_schema={"type": "integer"}))
+
+
+def test_stream_for_threads_and_for_event_loops(here: Stillroom, url: str) -> None:
+    async def read(room: Stillroom) -> list[str]:
+        return [piece async for piece in await room.astream(QUESTION)]
+
+    with away(here, url, prompt="tokens") as room:
+        stream = room.stream(QUESTION)
+        assert len(stream.sources) > 0
+        pieces = list(stream)
+        assert pieces == asyncio.run(read(room))
+
+    assert len(pieces) == 2
+    assert "".join(pieces) == ANSWER
+
+
+def test_chat_is_asked_as_messages(here: Stillroom) -> None:
+    with ScriptedServer([GOOD]) as server, away(here, server.url, model="m") as room:
+        answer = room.ask(QUESTION, AskOptions(top_k=1))
+
+    [asked] = server.asked
+    system, user = asked.body["messages"]
+    assert system["role"] == "system" and "only the documents" in system["content"]
+    assert user["content"].startswith("Documents:\n\n<document>\nPeople > Dola Kenric\n\nThe mentor of Dola Kenric was")
+    assert user["content"].endswith(f"</document>\n\nQuestion: {QUESTION}")
+    assert answer.text == "Twice a year."
+    assert (answer.reuse.num_prompt_tokens, answer.reuse.num_cached_tokens, answer.num_generated_tokens) == (9, 4, 2)
+
+
+def test_sources_stand_in_the_order_of_the_prompt(here: Stillroom) -> None:
+    questions = ["Dola Kenric Cirik Prurs", "Cirik Prurs Dola Kenric birthplace Tunstead"]
+    ranked = [here.search(question, mode="sparse", top_k=2).results for question in questions]
+    assert [scored.chunk for scored in ranked[0]] == [scored.chunk for scored in reversed(ranked[1])]
+    with ScriptedServer([GOOD, GOOD]) as server, away(here, server.url, model="m") as room:
+        first, second = (room.ask(question, AskOptions(mode="sparse", top_k=2)) for question in questions)
+
+    assert [source.chunk_id for source in second.sources] == [source.chunk_id for source in first.sources]
+    assert [source.position for source in second.sources] == [1, 2]
+    assert second.sources[0].score < second.sources[1].score
+    prompts = [asked.body["messages"][1]["content"].partition("Question: ")[0] for asked in server.asked]
+    assert prompts[0] == prompts[1]
+
+
+def test_leaving_a_stream_frees_the_blocks_over_there(here: Stillroom, url: str) -> None:
+    with away(here, url, prompt="tokens") as room:
+        for _ in room.stream(QUESTION, ENDLESS):
+            assert here.num_free_blocks < here.num_blocks
+            break
+
+        until(lambda: here.num_free_blocks == here.num_blocks)
+
+
+def test_client_that_leaves_is_passed_on(here: Stillroom, url: str) -> None:
+    body = {
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 1500,
+        "temperature": 50.0,
+        "stream": True,
+    }
+    with away(here, url, prompt="tokens") as room, serving(room) as middle:
+        with httpx.stream("POST", f"{middle}/v1/chat/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            while '"content":" ' not in next(lines):
+                pass
+            assert here.num_free_blocks < here.num_blocks
+
+        until(lambda: here.num_free_blocks == here.num_blocks)
+
+
+def test_failures_have_a_status(here: Stillroom, url: str) -> None:
+    asked = {"messages": [{"role": "user", "content": QUESTION}]}
+    replies = [error(401, "no"), error(503, "full")]
+    with (
+        ScriptedServer(replies) as server,
+        away(here, server.url, model="m", max_retries=0) as room,
+        serving(room) as middle,
+    ):
+        refused, full = (httpx.post(f"{middle}/v1/chat/completions", json=asked) for _ in range(2))
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (502, "engine_refused")
+    assert (full.status_code, full.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert "stillroom_requests_total" in room.metrics.render().decode()
+
+
+def test_prompt_that_is_too_long_over_there(here: Stillroom, url: str) -> None:
+    with (
+        away(here, url, prompt="tokens") as room,
+        pytest.raises(PromptTooLongError, match="no room for the prompt.*more than the model's 2048"),
+    ):
+        room.ask(QUESTION, AskOptions(max_tokens=100_000))
+
+
+def test_model_that_is_not_served_over_there(here: Stillroom, url: str) -> None:
+    with away(here, url, model="other") as room, pytest.raises(EngineRefusedError, match="'other' is not served here"):
+        room.ask(QUESTION)
+
+
+def test_nobody_at_the_address(here: Stillroom) -> None:
+    with away(here, "http://127.0.0.1:9", max_retries=0) as room, pytest.raises(EngineUnavailableError):
+        room.warm_up()
+
+
+def test_prompt_is_continued_as_it_is(here: Stillroom, url: str) -> None:
+    text = (
+        "Answer the question using only the chunks below .<chunk> Yunder Bank was founded in the year 1720 . </chunk>"
+    )
+    body = {"prompt": f"{text}<q> In which year was Yunder Bank founded ? <a>", "model": "stillroom"}
+
+    whole = httpx.post(f"{url}/v1/completions", json=body).json()
+    streamed = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}).text
+
+    assert whole["choices"][0] == {"index": 0, "text": "1720", "logprobs": None, "finish_reason": "stop"}
+    assert whole["usage"]["completion_tokens"] == 1
+    assert '"text":"1720"' in streamed and streamed.endswith("data: [DONE]\n\n")
+
+    with away(here, url, prompt="tokens") as room, serving(room) as middle:
+        passed_on = httpx.post(f"{middle}/v1/completions", json=body).json()
+    assert passed_on["choices"] == whole["choices"]
+
+
+@pytest.mark.parametrize("prompt", [[], [10**6], [-1]])
+def test_prompts_that_are_none(here: Stillroom, prompt: list[int]) -> None:
+    with pytest.raises(UsageError):
+        asyncio.run(here.acontinue(prompt))
+
+
+def test_torch_is_not_imported_for_an_engine_elsewhere() -> None:
+    program = (
+        "import sys, stillroom.rag.room, stillroom.rag.pipeline, stillroom.rag.remote\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
