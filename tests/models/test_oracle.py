@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from stillroom.models.decoder import PackedInput
 from stillroom.models.loader import load_decoder
+from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
 from tests.engine.harness import Run, engine_on, random_segments, request
 from tests.fakes import BASE, random_checkpoint

@@ -4,20 +4,19 @@ A step of a few rows is so short that the calls between kernels cost as much as 
 queries, mixtures, other activations) goes the decoder's usual way; both compute the same, from the same kernels.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.spec import ModelSpec
+from stillroom.models.weights import LayerWeights
 from stillroom.ops import cpu_kernels
 from stillroom.ops.attention import AttentionPlan
 from stillroom.ops.linear import MAX_ROWS
-
-if TYPE_CHECKING:
-    from stillroom.models.decoder import LayerKV, LayerWeights, PackedInput
 
 
 class DecodePath:
@@ -32,7 +31,7 @@ class DecodePath:
         ]
 
     @classmethod
-    def of(cls, spec: ModelSpec, layers: "tuple[LayerWeights, ...]") -> "DecodePath | None":
+    def of(cls, spec: ModelSpec, layers: tuple[LayerWeights, ...]) -> "DecodePath | None":
         """None where the layers are not plain, or where the kernels do not read their weights."""
         is_plain = spec.activation == "silu" and spec.mixture is None and spec.local_rope is None
         if not is_plain or spec.has_qk_norm or spec.has_sandwich_norms:
@@ -55,8 +54,8 @@ class DecodePath:
         self,
         x_TM: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
-        packed: "PackedInput",
-        layer_kv: "LayerKV",
+        packed: PackedInput,
+        layer_kv: LayerKV,
     ) -> torch.Tensor:
         """Hidden states [T, M] after all layers; x is overwritten."""
         x: NDArray[np.float32] = x_TM.numpy()

@@ -4,85 +4,22 @@ One class for every architecture that `ModelSpec` describes. Sequences of a batc
 padding; only attention knows where one ends. Oracle: transformers' own models (tests/models/test_oracle.py).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
 from stillroom.models.decode_path import DecodePath
-from stillroom.models.mixture_of_experts import GatedMlp, mix, route
+from stillroom.models.mixture_of_experts import mix, route
+from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.spec import ModelSpec
-from stillroom.ops.attention import AttentionPlan, AttentionSpan, only_rows
-from stillroom.ops.linear import Linear
+from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate_and_store
 from stillroom.ops.rows import rms_norm
 
 # T packed tokens, B rows whose logits are wanted, M model dimension, V vocabulary, S slots,
 # H query heads, G key/value heads, D head dimension, E experts
 
-LayerKV = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Layer index -> its K and V, each [S, G, D], to be written and read by slot."""
-
-
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of this step's positions."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer. Projections that read the same input are one matrix: a product each, instead of three and two.
-
-    Norm weights are in float32 where activations are, and where `ModelSpec.has_offset_norms`, with the offset added.
-    """
-
-    attention_norm: torch.Tensor
-    qkv: Linear
-    """M -> (H + 2 G) * D: queries, keys, values."""
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: Linear
-    post_attention_norm: torch.Tensor | None
-    """Of what attention adds."""
-    mlp_norm: torch.Tensor
-    router: Linear | None
-    """M -> E: the MLP is a mixture of experts."""
-    experts: tuple[GatedMlp, ...]
-    """One, or one for each expert of the mixture."""
-    post_mlp_norm: torch.Tensor | None
-    """Of what the MLP adds."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    embedding_VM: torch.Tensor
-    layers: tuple[LayerWeights, ...]
-    final_norm: torch.Tensor
-    lm_head: Linear
-
-
-class PackedInput:
-    """One step's tokens of all sequences, back to back."""
-
-    def __init__(
-        self,
-        token_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        slots_T: torch.Tensor,
-        spans: list[AttentionSpan],
-        wanted: list[int],
-    ) -> None:
-        """
-        Args:
-            slots_T: where each token's K and V are written.
-            spans: the sequences, in order.
-            wanted: the rows whose hidden states are wanted, ascending; the last layer computes no others.
-        """
-        self.token_ids_T, self.positions_T, self.slots_T = token_ids_T, positions_T, slots_T
-        self.plan = AttentionPlan(spans)
-        self.wanted_B = torch.tensor(wanted, dtype=torch.int64, device=token_ids_T.device)
-        is_all = len(wanted) == token_ids_T.shape[0]
-        self.last_plan = self.plan if is_all else AttentionPlan(only_rows(spans, wanted))
 
 
 class Decoder:

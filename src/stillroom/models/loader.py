@@ -9,10 +9,11 @@ import torch
 from stillroom.config.settings import Dtype
 from stillroom.errors import ConfigError, ModelError, UnsupportedModelError
 from stillroom.models.checkpoint import WeightFiles, read_json, resolve
-from stillroom.models.decoder import Decoder, DecoderWeights, LayerWeights
+from stillroom.models.decoder import Decoder
 from stillroom.models.mixture_of_experts import GatedMlp
 from stillroom.models.spec import ModelSpec, spec_from_config
 from stillroom.models.tokenizer import Tokenizer
+from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops.linear import Linear
 
 _BASES = ("model.", "language_model.model.", "model.language_model.")

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, StepResult
 from stillroom.kvstore.device import DeviceStore
-from stillroom.models.decoder import Decoder, PackedInput
+from stillroom.models.decoder import Decoder
+from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.sampling import logprobs, sample
 
