@@ -1,11 +1,13 @@
 """Each compiled kernel against a slow twin in float64, with odd shapes, for both kinds of weights and caches."""
 
+import numba
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stillroom.ops import cpu_kernels
 from stillroom.ops import linear as linear_module
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, only_rows
 from stillroom.ops.cpu_kernels import SPLIT, split_contexts
@@ -137,6 +139,30 @@ def test_rows_attend_like_the_twin(
         k, v = kv[0][span.context].float(), kv[1][span.context].float()
         expected = attend_reference(q[row : row + 1], k, v, 0.4, window, softcap)
         torch.testing.assert_close(out[row : row + 1], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_kernels_run_on_as_many_threads_as_torch() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert cpu_kernels.use_threads() == 1 == numba.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+        cpu_kernels.use_threads()
+
+
+@DTYPES
+def test_products_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    before, linear = torch.get_num_threads(), Linear(drawn(303, 64).to(dtype))
+    try:
+        for num_rows in (1, 7):
+            found = []
+            for num_threads in (1, 2):
+                torch.set_num_threads(num_threads)
+                found.append(linear(drawn(num_rows, 64, seed=3)))
+            assert torch.equal(*found)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_splits_by_hand() -> None:

@@ -33,7 +33,6 @@ class Stillroom:
     """The engine: scheduler, KV blocks, decoder and sampling, as `ask` and `serve` use it, stepped by hand."""
 
     def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
-        import numba
         import torch
 
         from stillroom.config.settings import Dtype, RuntimeConfig
@@ -42,7 +41,6 @@ class Stillroom:
         from stillroom.rag.generator import build_engine
 
         torch.set_num_threads(num_threads)
-        numba.set_num_threads(num_threads)
         decoder = load_decoder(folder, device="cpu", dtype=cast(Dtype, dtype))
         self.engine = build_engine(decoder, RuntimeConfig(max_num_batched_tokens=2048), SystemClock())
 

@@ -6,7 +6,6 @@ queries, mixtures, other activations) goes the decoder's usual way; both compute
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -60,7 +59,7 @@ class DecodePath:
         """Hidden states [T, M] after all layers; x is overwritten."""
         x: NDArray[np.float32] = x_TM.numpy()
         turn = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
-        slots, plan, num_threads = packed.slots_T.numpy(), packed.plan, numba.get_num_threads()
+        slots, plan, num_threads = packed.slots_T.numpy(), packed.plan, cpu_kernels.use_threads()
         for index, (weights, limits) in enumerate(zip(self._layers, self._limits, strict=True)):
             k_SGD, v_SGD = layer_kv(index)
             cache = (cpu_kernels.array(k_SGD), cpu_kernels.array(v_SGD))

@@ -12,6 +12,7 @@ from stillroom.models.mixture_of_experts import mix, route
 from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import DecoderWeights, LayerWeights
+from stillroom.ops import cpu_kernels
 from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate_and_store
 from stillroom.ops.rows import rms_norm
 
@@ -43,6 +44,8 @@ class Decoder:
         """Final hidden states [B, M] of the wanted rows, before the last norm. Writes this step's K (rotated) and V to
         their slots."""
         spec = self.spec
+        if self.device.type == "cpu":
+            cpu_kernels.use_threads()
         x_TM = F.embedding(packed.token_ids_T, self.weights.embedding_VM).to(self.activation_dtype)
         if spec.embedding_scale is not None:
             x_TM = x_TM * self._embedding_scale

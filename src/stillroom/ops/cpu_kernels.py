@@ -4,7 +4,7 @@ Activations are float32; weights, keys and values may be bfloat16, which numba k
 uint32). Every kernel has a slow twin in tests/ops/test_cpu_kernels.py, and the torch path beside it computes the same.
 The result does not depend on the number of threads.
 
-Compiled code is kept on disk, so only the first process on a machine waits for the compiler.
+Compiled code is kept on disk where that is possible, so only the first process on a machine waits for the compiler.
 """
 
 from typing import Any
@@ -25,8 +25,18 @@ Bits = NDArray[Any]
 SPLIT = 64
 """Context tokens per task of `attend_rows`: enough work for a task, enough tasks for the threads."""
 
+
+def _can_keep_code() -> bool:
+    """Whether there is a folder to keep compiled code in: beside this file, or the user's cache."""
+    try:
+        numba.njit(cache=True)(_can_keep_code)
+    except RuntimeError:
+        return False
+    return True
+
+
 _FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not ninf and nnan: attention starts from -inf
-_OPTIONS: Any = {"fastmath": _FAST, "nogil": True, "cache": True}
+_OPTIONS: Any = {"fastmath": _FAST, "nogil": True, "cache": _can_keep_code()}
 _PARALLEL: Any = {"prange": True} | dict.fromkeys(
     ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False
 )
@@ -34,6 +44,13 @@ _HIGH = np.uint32(0xFFFF0000)
 _SIXTEEN = np.uint32(16)
 _BIAS = np.int32(127)
 _MANTISSA = np.int32(23)
+
+
+def use_threads() -> int:
+    """Make this thread's kernels run on as many threads as its torch operators; returns how many."""
+    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    numba.set_num_threads(num_threads)
+    return num_threads
 
 
 def has_kernel(activations: torch.Tensor, cache: torch.Tensor) -> bool:

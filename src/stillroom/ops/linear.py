@@ -10,7 +10,6 @@ import functools
 import time
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -65,7 +64,7 @@ class Linear:
     def _few_rows(self, x_TM: torch.Tensor) -> torch.Tensor:
         out_TN = torch.empty((x_TM.shape[0], self.weight.shape[0]))
         kernel = cpu_kernels.linear_float32 if self._is_float32 else cpu_kernels.linear_bfloat16
-        kernel(x_TM.contiguous().numpy(), self._kernel_weight, out_TN.numpy(), numba.get_num_threads())
+        kernel(x_TM.contiguous().numpy(), self._kernel_weight, out_TN.numpy(), cpu_kernels.use_threads())
         return out_TN if self.bias is None else out_TN.add_(self.bias)
 
     def _widened(self, x_TM: torch.Tensor) -> torch.Tensor:
