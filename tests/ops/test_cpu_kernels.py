@@ -53,6 +53,27 @@ def test_float16_weights_and_odd_widths_take_the_widened_way(num_rows: int) -> N
         torch.testing.assert_close(Linear(weight)(x), x @ weight.float().T, atol=0.1, rtol=2e-2)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 17])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 3), (6, 5), (301, 48)])
+def test_int8_products_are_those_of_the_rounded_weights(
+    num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool
+) -> None:
+    weight, x = drawn(num_outputs, num_inputs).bfloat16(), drawn(num_rows, num_inputs, seed=1)
+    bias = drawn(num_outputs, seed=2) if has_bias else None
+    linear = Linear.int8(weight, bias)
+    assert linear.weight.dtype == torch.int8 and linear.scale is not None
+    rounded = linear.weight.double() * linear.scale.double()[:, None]
+    step = weight.double().abs().amax(dim=1, keepdim=True) / 127
+    assert ((rounded - weight.double()).abs() <= step / 2 * 1.0001).all()
+    expected = x.double() @ rounded.T + (bias.double() if bias is not None else 0.0)
+    torch.testing.assert_close(linear(x).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_of_zeros_stay_zeros_in_int8() -> None:
+    assert Linear.int8(torch.zeros(3, 4))(torch.ones(2, 4)).tolist() == [[0.0] * 3] * 2
+
+
 def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "_MAX_WIDENED", 40)
     monkeypatch.setattr(linear_module, "is_float32_faster", lambda: True)

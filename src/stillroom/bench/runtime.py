@@ -25,7 +25,8 @@ from stillroom.bench.runtime_worker import MAX_TOKENS
 from stillroom.errors import UsageError
 
 OURS = "stillroom"
-PEERS = ("transformers", "llama.cpp", "vllm")
+INT8 = "stillroom int8"
+PEERS = (INT8, "transformers", "llama.cpp", "vllm")
 DTYPES = ("bfloat16", "float32")
 
 _WORKER = Path(__file__).parent / "runtime_worker.py"

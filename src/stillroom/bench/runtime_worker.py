@@ -4,7 +4,7 @@ per line, and answers each with one.
 Runs as a script under the Python that has the runtime installed, so it imports nothing of Stillroom before it is asked
 to, and of each runtime only its public interface.
 
-    python runtime_worker.py stillroom|transformers|vllm|llama.cpp MODEL_FOLDER bfloat16|float32 NUM_THREADS
+    python runtime_worker.py NAME MODEL_FOLDER bfloat16|float32 NUM_THREADS
 """
 
 import contextlib
@@ -15,7 +15,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from stillroom.config.settings import Dtype, Weights
 
 MAX_TOKENS = 4096
 """Prompt plus answer."""
@@ -32,16 +35,18 @@ class Runtime(Protocol):
 class Stillroom:
     """The engine: scheduler, KV blocks, decoder and sampling, as `ask` and `serve` use it, stepped by hand."""
 
+    weights: "Weights" = "checkpoint"
+
     def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
         import torch
 
-        from stillroom.config.settings import Dtype, RuntimeConfig
+        from stillroom.config.settings import RuntimeConfig
         from stillroom.core.clock import SystemClock
         from stillroom.models.loader import load_decoder
         from stillroom.rag.generator import build_engine
 
         torch.set_num_threads(num_threads)
-        decoder = load_decoder(folder, device="cpu", dtype=cast(Dtype, dtype))
+        decoder = load_decoder(folder, device="cpu", dtype=cast("Dtype", dtype), weights=self.weights)
         self.engine = build_engine(decoder, RuntimeConfig(max_num_batched_tokens=2048), SystemClock())
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
@@ -59,6 +64,12 @@ class Stillroom:
             num_generated += sum(event.token_id is not None for event in self.engine.step())
         assert num_generated == len(prompts) * num_tokens
         return time.perf_counter() - began
+
+
+class StillroomInt8(Stillroom):
+    """The same with weights in 8 bits."""
+
+    weights = "int8"
 
 
 class Transformers:
@@ -217,6 +228,7 @@ def safetensors_bits(path: Path) -> list[tuple[str, bytes, list[int]]]:
 
 RUNTIMES: dict[str, Callable[[Path, str, int], Runtime]] = {
     "stillroom": Stillroom,
+    "stillroom int8": StillroomInt8,
     "transformers": Transformers,
     "vllm": Vllm,
     "llama.cpp": LlamaCpp,

@@ -217,11 +217,12 @@ def runtime(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.bench.runtime import DTYPES, run_runtime
+    from stillroom.bench.runtime import DTYPES, INT8, run_runtime
 
     result = run_runtime(
         work_dir or cache_folder(),
-        peers={"transformers": sys.executable} | dict(_named_python(peer) for peer in peers or ()),
+        peers={INT8: sys.executable, "transformers": sys.executable}
+        | dict(_named_python(peer) for peer in peers or ()),
         dtypes=dtypes or DTYPES,
         lengths=lengths or (256, 1024, 2048),
         repeat=repeat,

@@ -18,6 +18,7 @@ IndexKind = Literal["flat", "hnsw", "ivf_pq"]
 EngineKind = Literal["builtin", "openai"]
 EnginePrompt = Literal["chat", "text", "tokens"]
 DocumentOrder = Literal["prefix", "rank"]
+Weights = Literal["checkpoint", "int8"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -125,6 +126,9 @@ class RuntimeConfig:
     """`auto`: cuda where there is a GPU, else cpu; or any torch device name."""
     dtype: Dtype = "auto"
     """`auto`: the checkpoint's own."""
+    weights: Weights = "checkpoint"
+    """`int8`: rounded to 8 bits while loading, half the memory of bfloat16 and faster decoding on a CPU; answers may
+    differ. Measured in docs/runtime-bench.md."""
     max_model_len: int = 0
     """Most tokens of a prompt with its answer. 0: the model's own limit; for a longrope model (Phi-3 128k) the length
     it was first trained for, because longer ones need other rotary frequencies, and then for every prompt."""

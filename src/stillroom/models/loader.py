@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stillroom.config.settings import Dtype
+from stillroom.config.settings import Dtype, Weights
 from stillroom.errors import ConfigError, ModelError, UnsupportedModelError
 from stillroom.models.checkpoint import WeightFiles, read_json, resolve
 from stillroom.models.decoder import Decoder
@@ -32,7 +32,9 @@ class LoadedModel:
     stop_token_ids: frozenset[int]
 
 
-def load_model(model: str, *, device: str = "auto", dtype: Dtype = "auto", max_model_len: int = 0) -> LoadedModel:
+def load_model(
+    model: str, *, device: str = "auto", dtype: Dtype = "auto", weights: Weights = "checkpoint", max_model_len: int = 0
+) -> LoadedModel:
     """Load a checkpoint: `bundled`, a folder, or a hub name; `max_model_len` as for `spec_from_config`.
 
     Raises:
@@ -43,18 +45,28 @@ def load_model(model: str, *, device: str = "auto", dtype: Dtype = "auto", max_m
     """
     folder = resolve(model)
     tokenizer = Tokenizer.load(folder)
-    decoder = load_decoder(folder, device=device, dtype=dtype, max_model_len=max_model_len)
+    decoder = load_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
     name = model if not Path(model).is_dir() else Path(model).resolve().name
     return LoadedModel(name, decoder, tokenizer, _stop_token_ids(folder, tokenizer))
 
 
-def load_decoder(folder: Path, *, device: str = "auto", dtype: Dtype = "auto", max_model_len: int = 0) -> Decoder:
+def load_decoder(
+    folder: Path,
+    *,
+    device: str = "auto",
+    dtype: Dtype = "auto",
+    weights: Weights = "checkpoint",
+    max_model_len: int = 0,
+) -> Decoder:
     """Only the decoder, from a local folder; raises as `load_model`."""
     config = read_json(folder, "config.json")
     spec = spec_from_config(config, max_model_len)
     target = torch_device(device)
     torch_dtype = _torch_dtype(config, dtype)
-    return Decoder(spec, _load_weights(spec, WeightFiles(folder), target, torch_dtype))
+    if weights == "int8" and target.type != "cpu":
+        raise ConfigError(f"runtime.weights = 'int8' runs on a CPU only, not on {target}; leave it out")
+    read = _Reader(WeightFiles(folder), target, torch_dtype, spec.has_offset_norms, weights == "int8")
+    return Decoder(spec, _load_weights(spec, read))
 
 
 def torch_device(name: str) -> torch.device:
@@ -91,9 +103,12 @@ def _stop_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
 class _Reader:
     """Tensors by name with their expected shape, moved to where they will be used."""
 
-    def __init__(self, files: WeightFiles, device: torch.device, dtype: torch.dtype, has_offset_norms: bool) -> None:
+    def __init__(
+        self, files: WeightFiles, device: torch.device, dtype: torch.dtype, has_offset_norms: bool, is_int8: bool
+    ) -> None:
         self.files, self.device, self.dtype = files, device, dtype
         self.has_offset_norms = has_offset_norms
+        self.make = Linear.int8 if is_int8 else Linear
 
     def __call__(self, name: str, *shape: int) -> torch.Tensor:
         return self._read(name, shape).to(device=self.device, dtype=self.dtype)
@@ -114,7 +129,7 @@ class _Reader:
 
     def linear(self, name: str, height: int, width: int, *, has_bias: bool = False) -> Linear:
         """`name` ends with a dot."""
-        return Linear(self(f"{name}weight", height, width), self(f"{name}bias", height) if has_bias else None)
+        return self.make(self(f"{name}weight", height, width), self(f"{name}bias", height) if has_bias else None)
 
     def fused(self, whole: str, names: list[str], heights: list[int], width: int, *, has_bias: bool = False) -> Linear:
         """Several projections of one input, stacked; some checkpoints (Phi-3) have the `whole`.
@@ -124,18 +139,19 @@ class _Reader:
             return self.linear(whole, sum(heights), width, has_bias=has_bias)
         sizes = list(zip(names, heights, strict=True))
         weight = torch.cat([self(f"{name}weight", height, width) for name, height in sizes])
-        return Linear(weight, torch.cat([self(f"{name}bias", height) for name, height in sizes]) if has_bias else None)
+        return self.make(
+            weight, torch.cat([self(f"{name}bias", height) for name, height in sizes]) if has_bias else None
+        )
 
 
-def _load_weights(spec: ModelSpec, files: WeightFiles, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    read = _Reader(files, device, dtype, spec.has_offset_norms)
-    base = next((b for b in _BASES if b + "embed_tokens.weight" in files), _BASES[0])
+def _load_weights(spec: ModelSpec, read: _Reader) -> DecoderWeights:
+    base = next((b for b in _BASES if b + "embed_tokens.weight" in read.files), _BASES[0])
     embedding = read(base + "embed_tokens.weight", spec.vocab_size, spec.hidden_size)
     return DecoderWeights(
         embedding_VM=embedding,
         layers=tuple(_load_layer(spec, read, f"{base}layers.{i}.", i) for i in range(spec.num_layers)),
         final_norm=read.norm(base + "norm.weight", spec.hidden_size),
-        lm_head=Linear(embedding if spec.is_tied else read("lm_head.weight", spec.vocab_size, spec.hidden_size)),
+        lm_head=read.make(embedding if spec.is_tied else read("lm_head.weight", spec.vocab_size, spec.hidden_size)),
     )
 
 
@@ -173,7 +189,8 @@ def _load_mlp(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> tuple[
         _load_gated(spec, read, f"{mlp}experts.{expert}.", names, mixture.intermediate_size)
         for expert in range(mixture.num_experts)
     )
-    return read.linear(mlp + "gate.", mixture.num_experts, spec.hidden_size), experts
+    # whom a router picks can turn on its last bits
+    return Linear(read(mlp + "gate.weight", mixture.num_experts, spec.hidden_size)), experts
 
 
 def _load_gated(spec: ModelSpec, read: _Reader, prefix: str, names: tuple[str, str, str], inner: int) -> GatedMlp:

@@ -48,7 +48,7 @@ _MANTISSA = np.int32(23)
 
 def use_threads() -> int:
     """Make this thread's kernels run on as many threads as its torch operators; returns how many."""
-    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    num_threads = min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
     numba.set_num_threads(num_threads)
     return num_threads
 
@@ -244,6 +244,48 @@ def linear_float32(x_TM: Floats, weight_NM: Floats, out_TN: Floats, num_threads:
                 _put_four(out_TN, row, other, (a1, b1, c1, d1))
 
 
+@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+def linear_int8(x_TM: Floats, weight_NM: Any, scale_N: Floats, out_TN: Floats, num_threads: int) -> None:
+    """x @ (weight * scale).T for few rows, likewise; one scale for each output."""
+    num_rows, num_inputs, num_outputs = x_TM.shape[0], weight_NM.shape[1], weight_NM.shape[0]
+    num_blocks = (num_rows + 3) // 4
+    x_RM = np.zeros((4 * num_blocks, num_inputs), np.float32)
+    x_RM[:num_rows] = x_TM
+    part = (num_outputs + 3) // 4 if num_rows == 1 else (num_outputs + 1) // 2
+    for thread in numba.prange(num_threads):
+        for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
+            n1 = min(n + part, num_outputs - 1)
+            if num_rows == 1:
+                n2, n3 = min(n + 2 * part, num_outputs - 1), min(n + 3 * part, num_outputs - 1)
+                x, w0, w1, w2, w3 = x_RM[0], weight_NM[n], weight_NM[n1], weight_NM[n2], weight_NM[n3]
+                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(num_inputs):
+                    a += np.float32(w0[i]) * x[i]
+                    b += np.float32(w1[i]) * x[i]
+                    c += np.float32(w2[i]) * x[i]
+                    d += np.float32(w3[i]) * x[i]
+                out_TN[0, n], out_TN[0, n1] = a * scale_N[n], b * scale_N[n1]
+                out_TN[0, n2], out_TN[0, n3] = c * scale_N[n2], d * scale_N[n3]
+            else:
+                w0, w1, s0, s1 = weight_NM[n], weight_NM[n1], scale_N[n], scale_N[n1]
+                for row in range(0, 4 * num_blocks, 4):
+                    x0, x1, x2, x3 = x_RM[row], x_RM[row + 1], x_RM[row + 2], x_RM[row + 3]
+                    a0, b0, c0, d0 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                    a1, b1, c1, d1 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                    for i in range(num_inputs):
+                        u, v = np.float32(w0[i]), np.float32(w1[i])
+                        a0 += u * x0[i]
+                        b0 += u * x1[i]
+                        c0 += u * x2[i]
+                        d0 += u * x3[i]
+                        a1 += v * x0[i]
+                        b1 += v * x1[i]
+                        c1 += v * x2[i]
+                        d1 += v * x3[i]
+                    _put_four(out_TN, row, n, (a0 * s0, b0 * s0, c0 * s0, d0 * s0))
+                    _put_four(out_TN, row, n1, (a1 * s1, b1 * s1, c1 * s1, d1 * s1))
+
+
 @numba.njit(inline="always", **_OPTIONS)
 def _put_four(out_TN: Any, row: Any, column: Any, values: Any) -> None:
     """Into four rows of a column, as far as there are rows."""
@@ -397,12 +439,23 @@ def attend_rows(  # noqa: C901  a kernel is one function
 
 
 def _product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
-    """x @ weight.T + bias, for both kinds of weights; an empty bias is none."""
+    """x @ weight.T + bias, for every kind of weights (int8: with scales); an empty bias is none."""
     raise NotImplementedError  # only compiled code has it
 
 
 @overload(_product)
 def _compiled_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+    if isinstance(weight, types.BaseTuple):
+
+        def int8_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+            out_TN = np.empty((x_TM.shape[0], weight[0].shape[0]), np.float32)
+            linear_int8(x_TM, weight[0], weight[1], out_TN, num_threads)
+            if len(bias_N) > 0:
+                out_TN += bias_N
+            return out_TN
+
+        return int8_product
+
     linear = linear_bfloat16 if weight.dtype == types.uint32 else linear_float32
 
     def product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:

@@ -29,18 +29,32 @@ _MAX_WIDENED = 1 << 23
 class Linear:
     """x @ weight.T + bias. Immutable."""
 
-    def __init__(self, weight_NM: torch.Tensor, bias_N: torch.Tensor | None = None) -> None:
-        self.weight = weight_NM
+    def __init__(
+        self, weight_NM: torch.Tensor, bias_N: torch.Tensor | None = None, scale_N: torch.Tensor | None = None
+    ) -> None:
+        """
+        Args:
+            scale_N: float32, for int8 weights: what each row is to be multiplied by; they run on a CPU only.
+        """
+        self.weight, self.scale = weight_NM, scale_N
         is_cpu = weight_NM.device.type == "cpu"
-        self._is_float32 = weight_NM.dtype == torch.float32
-        self._is_native = self._is_float32 or not is_cpu
+        self._is_native = not is_cpu or weight_NM.dtype == torch.float32
         # a bias is added to activations, which are float32 on a CPU
         self.bias = bias_N.float() if bias_N is not None and is_cpu else bias_N
-        self._kernel_weight: NDArray[Any] | None = None
-        if is_cpu and self._is_float32:
+        self._kernel_weight: Any = None
+        if is_cpu and weight_NM.dtype == torch.float32:
             self._kernel_weight = weight_NM.numpy()
         elif is_cpu and weight_NM.dtype == torch.bfloat16 and weight_NM.shape[1] % 2 == 0:
             self._kernel_weight = weight_NM.view(torch.uint32).numpy()
+        elif scale_N is not None:
+            self._kernel_weight = (weight_NM.numpy(), scale_N.numpy())
+
+    @classmethod
+    def int8(cls, weight_NM: torch.Tensor, bias_N: torch.Tensor | None = None) -> "Linear":
+        """The same with weights rounded to 255 steps, each row to its own: half the memory of bfloat16."""
+        scale_N1 = (weight_NM.float().abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-30)
+        weight = (weight_NM.float() / scale_N1).round().to(torch.int8)
+        return cls(weight, bias_N, scale_N1[:, 0].contiguous())
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
         """[T, M] -> [T, N], in the dtype of x."""
@@ -55,22 +69,29 @@ class Linear:
         return out if self.bias is None else out.add_(self.bias)
 
     @property
-    def kernel_arrays(self) -> tuple[NDArray[Any], NDArray[np.float32]] | None:
-        """Weight and bias (empty if there is none) as our CPU kernels read them; None where they do not."""
+    def kernel_arrays(self) -> tuple[Any, NDArray[np.float32]] | None:
+        """Weight (int8: with its scale) and bias (empty if there is none) as our CPU kernels read them; None where they
+        do not."""
         if self._kernel_weight is None:
             return None
         return self._kernel_weight, np.empty(0, np.float32) if self.bias is None else self.bias.numpy()
 
     def _few_rows(self, x_TM: torch.Tensor) -> torch.Tensor:
         out_TN = torch.empty((x_TM.shape[0], self.weight.shape[0]))
-        kernel = cpu_kernels.linear_float32 if self._is_float32 else cpu_kernels.linear_bfloat16
-        kernel(x_TM.contiguous().numpy(), self._kernel_weight, out_TN.numpy(), cpu_kernels.use_threads())
+        x, out, num_threads = x_TM.contiguous().numpy(), out_TN.numpy(), cpu_kernels.use_threads()
+        if self.scale is not None:
+            cpu_kernels.linear_int8(x, *self._kernel_weight, out, num_threads)
+        elif self.weight.dtype == torch.float32:
+            cpu_kernels.linear_float32(x, self._kernel_weight, out, num_threads)
+        else:
+            cpu_kernels.linear_bfloat16(x, self._kernel_weight, out, num_threads)
         return out_TN if self.bias is None else out_TN.add_(self.bias)
 
     def _widened(self, x_TM: torch.Tensor) -> torch.Tensor:
         height = max(1, _MAX_WIDENED // self.weight.shape[1])
         parts = [F.linear(x_TM, part.float()) for part in torch.split(self.weight, height)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return out if self.scale is None else out.mul_(self.scale)
 
 
 @functools.cache

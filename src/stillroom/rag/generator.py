@@ -110,7 +110,13 @@ def build_generator(config: RuntimeConfig, clock: Clock) -> Generator:
         ModelError: the checkpoint cannot be used.
         ConfigError: the device does not exist, or the KV budget is too small for the model.
     """
-    model = load_model(config.model, device=config.device, dtype=config.dtype, max_model_len=config.max_model_len)
+    model = load_model(
+        config.model,
+        device=config.device,
+        dtype=config.dtype,
+        weights=config.weights,
+        max_model_len=config.max_model_len,
+    )
     engine = build_engine(model.decoder, config, clock)
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
