@@ -16,6 +16,8 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Stillroom needs Python 3.11 or newer, this is {v[0]}.{v[1]}; run: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@echo 'compiling CPU kernels for this machine'
+	@$(BIN)/python -c 'from stillroom.ops import cpu_kernels; cpu_kernels.compile_all()'
 	@touch $@
 
 install: $(VENV)/.installed  ## make .venv and install Stillroom with its tools

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.config.settings import RuntimeConfig
+from stillroom.config.settings import Dtype, RuntimeConfig
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams, seed_of_sample
@@ -20,10 +20,15 @@ from tests.fakes import ManualClock
 
 
 def engine_on(
-    folder: Path, *, num_blocks: int = 256, max_num_seqs: int = 32, max_num_batched_tokens: int = 512
+    folder: Path,
+    *,
+    num_blocks: int = 256,
+    max_num_seqs: int = 32,
+    max_num_batched_tokens: int = 512,
+    dtype: Dtype = "auto",
 ) -> Engine:
     """An engine whose KV pool has exactly `num_blocks` blocks."""
-    decoder = _decoder(folder)
+    decoder = _decoder(folder, dtype)
     spec = decoder.spec
     per_block = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize * 16
     config = RuntimeConfig(
@@ -33,9 +38,9 @@ def engine_on(
 
 
 @lru_cache(maxsize=2)
-def _decoder(folder: Path) -> Decoder:
+def _decoder(folder: Path, dtype: Dtype) -> Decoder:
     """Read once: a decoder has no state, and hundreds of engines are built on the same one."""
-    return load_decoder(folder, device="cpu")
+    return load_decoder(folder, device="cpu", dtype=dtype)
 
 
 def request(

@@ -1,5 +1,7 @@
 """Each compiled kernel against a slow twin in float64, with odd shapes, for both kinds of weights and caches."""
 
+from pathlib import Path
+
 import numba
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stillroom.config.settings import Dtype
 from stillroom.ops import cpu_kernels
 from stillroom.ops import linear as linear_module
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, only_rows
@@ -14,6 +17,8 @@ from stillroom.ops.cpu_kernels import SPLIT, split_contexts
 from stillroom.ops.linear import Linear, is_float32_faster
 from stillroom.ops.rope import rotate, rotate_and_store
 from stillroom.ops.rows import gate, rms_norm
+from tests.engine.harness import engine_on, random_segments, request
+from tests.fakes import random_checkpoint
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
@@ -201,3 +206,28 @@ def test_only_rows_sees_what_the_rows_saw() -> None:
     assert (first.query_start, first.query_end, first.context, first.num_context_tokens) == (0, 1, slice(10, 18), 8)
     assert (second.query_start, second.context) == (1, slice(10, 20))
     assert isinstance(third.context, torch.Tensor) and third.context.tolist() == [5, 9, 1, 4]
+
+
+KERNELS = (
+    "linear_float32",
+    "linear_bfloat16",
+    "rms_norm",
+    "silu_gate",
+    "rotate_and_store",
+    "attend_rows",
+    "decode_layer",
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_left_to_compile_for_a_plain_model(dtype: Dtype, tmp_path: Path) -> None:
+    cpu_kernels.compile_all()
+    before = {name: set(getattr(cpu_kernels, name).signatures) for name in KERNELS}
+    random_checkpoint(tmp_path, "Llama")
+    engine = engine_on(tmp_path, dtype=dtype)
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        engine.submit(request(str(number), random_segments(rng, 300, [5, 9]), max_tokens=4))
+    while engine.has_work:
+        engine.step()
+    assert {name: set(getattr(cpu_kernels, name).signatures) for name in KERNELS} == before

@@ -514,3 +514,31 @@ def split_contexts(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArr
     sequences = np.repeat(np.arange(len(lengths)), counts)
     firsts = (np.arange(bounds[-1]) - bounds[sequences]) * SPLIT
     return np.stack([sequences, firsts], axis=1), bounds
+
+
+def compile_all() -> None:
+    """Compile what plain models in float32 and bfloat16 need, so that nobody has to wait for it later. Takes some ten
+    seconds where it has never been done, and a moment elsewhere."""
+    num_threads, head_dim, slots = use_threads(), 2, np.zeros(1, np.int64)
+    turn, limits = (np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)), np.array([1, 0, 0], np.float32)
+    contexts, splits = (slots, np.array([0, 1])), split_contexts(np.array([1]))
+    x, q = np.ones((1, head_dim), np.float32), np.ones((1, 1, head_dim), np.float32)
+    norm, bias, tall = x[0].copy(), np.empty(0, np.float32), np.ones((2 * head_dim, head_dim), np.float32)
+    rms_norm(x, norm, 1e-5, np.empty_like(x))
+    silu_gate(tall, np.empty((2 * head_dim, head_dim // 2), np.float32))
+    for is_wide in (True, False):
+        kv = np.zeros((1, 1, head_dim), np.float32 if is_wide else np.uint16)
+
+        def matrix(height: int, is_wide: bool = is_wide) -> Bits:
+            if is_wide:
+                return np.zeros((height, head_dim), np.float32)
+            return np.zeros((height, head_dim // 2), np.uint32)
+
+        linear = linear_float32 if is_wide else linear_bfloat16
+        linear(x, matrix(3), np.empty((1, 3), np.float32), num_threads)
+        rotate_and_store(np.ones((1, 3, head_dim), np.float32), turn, slots, (kv, kv.copy()), np.empty_like(q))
+        attend_rows(q, (kv, kv.copy()), contexts, splits, limits, np.empty_like(q))
+        matrices = (matrix(3 * head_dim), matrix(head_dim), matrix(2 * head_dim), matrix(head_dim))
+        cache = (kv, kv.copy())
+        biases = (bias, bias, bias, bias)
+        decode_layer(x, (norm, norm), matrices, biases, turn, slots, cache, contexts, splits, limits, 1e-5, num_threads)
