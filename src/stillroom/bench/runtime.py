@@ -175,7 +175,8 @@ class Worker:
     def close(self) -> None:
         """End the processes. Idempotent."""
         self._signal(signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(BrokenPipeError), self._process:
+            pass  # waits, and closes the pipes
         self._log.close()
 
     def _signal(self, number: signal.Signals) -> None:
