@@ -117,6 +117,22 @@ def test_near_identical_questions_share_a_result_only_when_asked_to(world: World
     assert text(near.search("large cat", "hybrid", 5)).startswith("large cat"), "the similar entry is stale"
 
 
+def test_who_changes_a_document_can_start_the_search_ahead(world: World, caches: list[QueryCache]) -> None:
+    cache = make(world, caches, hot_after=2)
+    cache.refresh_hot()
+    for _ in range(2):
+        cache.search("big cat", "hybrid", 5)
+    cache.refresh_hot()
+    assert world.searches == ["big cat"], "nothing has changed"
+    world.generation = 2
+    cache.refresh_hot()
+    cache.refresh_hot()
+    cache.wait_for_refresh()
+    assert world.searches == ["big cat", "big cat"] and cache.stats.num_refreshed == 1
+    assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
+    assert len(world.searches) == 2, "it was found in the cache"
+
+
 def test_hot_questions_are_searched_again_before_anybody_asks(world: World, caches: list[QueryCache]) -> None:
     cache = make(world, caches, hot_after=3)
     for _ in range(3):

@@ -153,19 +153,34 @@ class QueryCache:
 
     # Hot questions
 
+    def refresh_hot(self) -> None:
+        """Have the hot questions searched again in the background if the corpus has changed. The next question would
+        start it too; who has just changed a document need not wait for one."""
+        generation = self._generation()
+        with self._lock:
+            stale = self._take_stale(generation)
+        self._start_refresh(stale, generation)
+
     def _note(self, question: _Question, generation: int) -> None:
-        """Count the question; if the corpus has changed, have the hot ones searched again."""
+        """Count the question; if the corpus has changed, have the other hot ones searched again."""
         with self._lock:
             if self._sketch.add(question.as_bytes()) >= self._config.hot_after:
                 self._hot.pop(question, None)
                 self._hot[question] = None
                 if len(self._hot) > self._config.max_hot:
                     self._hot.pop(next(iter(self._hot)))
-            if generation == self._hot_generation:
-                return
-            is_first = self._hot_generation == -1
-            self._hot_generation = generation
-            stale = [] if is_first else [other for other in self._hot if other != question]
+            stale = [other for other in self._take_stale(generation) if other != question]
+        self._start_refresh(stale, generation)
+
+    def _take_stale(self, generation: int) -> list[_Question]:
+        """The hot questions if this generation is new to them, once; under the lock."""
+        if generation == self._hot_generation:
+            return []
+        is_first = self._hot_generation == -1
+        self._hot_generation = generation
+        return [] if is_first else list(self._hot)
+
+    def _start_refresh(self, stale: list[_Question], generation: int) -> None:
         if stale:
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stillroom-query-cache")

@@ -96,7 +96,7 @@ class Stillroom:
         try:
             return self._kb.add([Path(path) for path in paths], progress=progress)
         finally:
-            self._publish_corpus()
+            self._corpus_changed()
 
     def remove(self, *targets: str) -> RemoveReport:
         """Forget documents: by document id, by file, or all under a folder.
@@ -107,7 +107,7 @@ class Stillroom:
         try:
             return self._kb.remove(list(targets))
         finally:
-            self._publish_corpus()
+            self._corpus_changed()
 
     def documents(self) -> list[DocumentInfo]:
         """What is indexed, by document id."""
@@ -258,6 +258,10 @@ class Stillroom:
         from stillroom.rag.generator import build_generator
 
         return build_generator(config.runtime, self._clock)
+
+    def _corpus_changed(self) -> None:
+        self._publish_corpus()
+        self._search.refresh_hot()
 
     def _publish_corpus(self) -> None:
         self.metrics.set_corpus(self._kb.num_documents, self._kb.num_chunks)
