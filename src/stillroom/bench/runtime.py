@@ -129,7 +129,7 @@ def vars_of(shape: Shape) -> dict[str, int]:
 
 
 class Worker:
-    """A runtime in a process group of its own, stopped while it has nothing to do: some keep spinning."""
+    """A runtime in a process group of its own, stopped while it has nothing to do, so that who polls disturbs nobody."""
 
     def __init__(self, name: str, python: str, folder: Path, dtype: str, num_threads: int) -> None:
         """Start loading; `wait` until it is done."""

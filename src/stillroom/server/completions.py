@@ -17,24 +17,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def completion_options(body: CompletionRequest) -> AskOptions:
-    """What the request sets; the rest is left to the configuration."""
-    return AskOptions(
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        sample_top_k=body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        seed=body.seed,
-        min_tokens=body.min_tokens or 0,
-        logit_bias=body.logit_bias or {},
-        stop=body.stop or (),
-    )
-
-
 def whole_completion(answer: Answer, model: str) -> Completion:
     """The whole response."""
     return Completion(
