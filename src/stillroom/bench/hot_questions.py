@@ -117,10 +117,7 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
                 Arm(name, _runner(kb, cache_config, change, questions, traffic, config.search.top_k, seed))
                 for name, cache_config in CONFIGS.items()
             ]
-            samples = run_arms(arms, repeat=repeat, on_run=on_run)
-    for metrics in samples.values.values():
-        for name in ("wall_seconds", "peak_rss_bytes", "peak_rss_delta_bytes"):
-            metrics.pop(name, None)
+            samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
     parameters = {
         "dataset": dataset.name,
         "num_questions": traffic.num_questions,

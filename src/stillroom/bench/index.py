@@ -65,11 +65,9 @@ class _Run:
     tables: dict[str, list[Row]] = field(default_factory=dict)
 
     def measure(self, arms: Sequence[Arm]) -> None:
-        """Run arms in turn, and keep what they returned themselves: the wall time of all queries says nothing new."""
-        dropped = {"wall_seconds", "peak_rss_bytes", "peak_rss_delta_bytes"}
-        found = run_arms(arms, repeat=self.repeat, on_run=lambda arm, at: self.say(f"{arm}, run {at}"))
-        for arm, metrics in found.values.items():
-            self.samples.values[arm] = {name: values for name, values in metrics.items() if name not in dropped}
+        """Run arms in turn, and keep what they returned."""
+        found = run_arms(arms, repeat=self.repeat, on_run=lambda arm, at: self.say(f"{arm}, run {at}"), only_own=True)
+        self.samples.values |= found.values
 
 
 def run_index(  # noqa: PLR0913  one argument per flag of the command

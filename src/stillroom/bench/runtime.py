@@ -129,7 +129,7 @@ def vars_of(shape: Shape) -> dict[str, int]:
 
 
 class Worker:
-    """A runtime in a process group of its own, stopped while it has nothing to do, so that who polls disturbs nobody."""
+    """A runtime in a process group of its own, stopped while it has nothing to do."""
 
     def __init__(self, name: str, python: str, folder: Path, dtype: str, num_threads: int) -> None:
         """Start loading; `wait` until it is done."""
@@ -235,10 +235,8 @@ def run_runtime(  # noqa: PLR0913  one argument per flag of the command
         folder = write_checkpoint(work_dir, run.shape, dtype, seed)
         with _started(run, {OURS: sys.executable, **peers}, folder, dtype, environment.num_threads) as workers:
             arms = list(_arms(run, workers, dtype, lengths))
-            found = run_arms(arms, repeat=repeat, on_run=lambda arm, at: run.say(f"{arm}, run {at}"))
-            for arm, metrics in found.values.items():
-                kept = {name: metrics[name] for name in metrics if name.startswith(("first_", "token"))}
-                run.samples.values[arm] = kept
+            found = run_arms(arms, repeat=repeat, on_run=lambda arm, at: run.say(f"{arm}, run {at}"), only_own=True)
+            run.samples.values |= found.values
             run.tables[f"memory, {dtype}"] = [
                 {"runtime": worker.name, "peak RSS MiB": worker.peak_rss_bytes / 2**20} for worker in workers
             ]

@@ -254,9 +254,6 @@ def run_structures(
         *_cache_arms(seed, count, budget=500_000, notes=notes),
         *_sketch_arms(seed, count),
     ]
-    samples = run_arms(arms, repeat=repeat, on_run=on_run)
-    for metrics in samples.values.values():  # the harness's own figures mean nothing for operations of microseconds
-        for name in ("wall_seconds", "peak_rss_bytes", "peak_rss_delta_bytes"):
-            metrics.pop(name, None)
+    samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
     parameters = {"repeat": repeat, "seed": seed, "operations": count}
     return BenchResult("stillroom bench structures", record_environment(), parameters, samples, OURS, notes=notes)

@@ -6,7 +6,7 @@ context is read.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -54,14 +54,23 @@ class AttentionPlan:
 
     def __init__(self, spans: Sequence[AttentionSpan]) -> None:
         self.spans = tuple(spans)
-        single = [span for span in self.spans if span.query_end - span.query_start == 1]
-        self._rows = np.array([span.query_start for span in single], dtype=np.int64)
+        self._single = [span for span in self.spans if span.query_end - span.query_start == 1]
         self._several = [span for span in self.spans if span.query_end - span.query_start > 1]
-        lengths = np.array([span.num_context_tokens for span in single], dtype=np.int64)
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        # of the single queries, as the CPU kernels want it
-        self.contexts = (np.concatenate([np.zeros(0, np.int64), *(_slots(span) for span in single)]), starts)
-        self.splits = cpu_kernels.split_contexts(lengths)
+
+    @cached_property
+    def contexts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Slots of the single queries' contexts back to back, and where each begins and ends; for the CPU kernels."""
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
+        return np.concatenate([np.zeros(0, np.int64), *(_slots(span) for span in self._single)]), starts
+
+    @cached_property
+    def splits(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`split_contexts` of the single queries."""
+        return cpu_kernels.split_contexts(self._lengths)
+
+    @property
+    def _lengths(self) -> NDArray[np.int64]:
+        return np.array([span.num_context_tokens for span in self._single], dtype=np.int64)
 
     @property
     def is_rows_only(self) -> bool:
@@ -89,8 +98,8 @@ class AttentionPlan:
         if self.is_rows_only:
             return self._attend_rows(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0))
         out_THD = attend_spans(q_THD, kv_SGD, self._several, scale, window, softcap)
-        if len(self._rows):
-            rows = torch.from_numpy(self._rows)
+        if self._single:
+            rows = torch.tensor([span.query_start for span in self._single])
             out_THD[rows] = self._attend_rows(q_THD[rows], kv_SGD, (scale, softcap or 0.0, window or 0))
         return out_THD
 
@@ -108,7 +117,7 @@ class AttentionPlan:
 def _slots(span: AttentionSpan) -> NDArray[np.int64]:
     if isinstance(span.context, slice):
         return np.arange(span.context.start, span.context.stop, dtype=np.int64)
-    slots: NDArray[np.int64] = span.context.cpu().numpy()
+    slots: NDArray[np.int64] = span.context.numpy()
     return slots
 
 

@@ -84,7 +84,7 @@ class _Api:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         self._check_model(body.model, [self._room.model_name])
-        stream = await self._room.acontinue(body.prompt, completions.completion_options(body))
+        stream = await self._room.acontinue(body.prompt, chat.generation_options(body))
         model = self._room.model_name
         if body.stream:
             return AnswerEvents(

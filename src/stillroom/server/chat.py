@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from stillroom.server.protocol import (
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
+    GenerationRequest,
     PromptTokensDetails,
     SearchOptions,
     TokenLogprob,
@@ -47,19 +48,10 @@ LEAST_LOGPROB = -9999.0
 logger = logging.getLogger(__name__)
 
 
-def ask_options(body: ChatCompletionRequest) -> AskOptions:
-    """What the request sets; the rest is left to the configuration.
-
-    Raises:
-        UsageError: fields contradict each other.
-    """
-    if body.top_logprobs and not body.logprobs:
-        raise UsageError("top_logprobs needs logprobs: true")
-    extension = body.stillroom or SearchOptions()
+def generation_options(body: GenerationRequest) -> AskOptions:
+    """What a request of either route sets; the rest is left to the configuration."""
     return AskOptions(
-        mode=extension.mode,
-        top_k=extension.top_k,
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         sample_top_k=body.top_k,
@@ -71,6 +63,23 @@ def ask_options(body: ChatCompletionRequest) -> AskOptions:
         min_tokens=body.min_tokens or 0,
         logit_bias=body.logit_bias or {},
         stop=body.stop or (),
+    )
+
+
+def ask_options(body: ChatCompletionRequest) -> AskOptions:
+    """What the request sets; the rest is left to the configuration.
+
+    Raises:
+        UsageError: fields contradict each other.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise UsageError("top_logprobs needs logprobs: true")
+    extension = body.stillroom or SearchOptions()
+    return replace(
+        generation_options(body),
+        mode=extension.mode,
+        top_k=extension.top_k,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         json_schema=body.response_format.schema_to_enforce if body.response_format else None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from stillroom.errors import StillroomError
-from stillroom.rag.answer import Answer, AskOptions
+from stillroom.rag.answer import Answer
 from stillroom.server.chat import as_event, costs, usage_of
 from stillroom.server.errors import describe
-from stillroom.server.protocol import Completion, CompletionChoice, CompletionRequest
+from stillroom.server.protocol import Completion, CompletionChoice
 
 if TYPE_CHECKING:
     from stillroom.rag.stream import AsyncAnswerStream
