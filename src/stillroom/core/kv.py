@@ -1,0 +1,70 @@
+"""Names for kept KV that everybody shares: where a copy is, what it is called, what is known of it.
+
+A node of the knowledge tree is the KV of one piece of a prompt after one exact sequence of earlier tokens; its key is a
+hash of all of that, so equal keys mean equal KV. Who decides is `kvcache`, who has the bytes is `kvstore`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType, Protocol
+
+from stillroom.core.ids import BlockId, ChunkId
+
+NodeKey = NewType("NodeKey", bytes)
+"""SHA-256 (32 bytes) chained over model, tenant, all earlier tokens and the piece's own."""
+
+
+class Tier(IntEnum):
+    """Where a copy of KV is. Smaller is faster."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+    @property
+    def label(self) -> str:
+        """As people and metrics call it."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """What is stored with a node's KV, so that a tree can be built again from its records."""
+
+    key: NodeKey
+    parent: NodeKey
+    """The key of the piece before it; for the first piece of a prompt the key of the root."""
+    first_position: int
+    """Prompt tokens before it."""
+    num_tokens: int
+    chunk_id: ChunkId | None
+    """The chunk whose text it is; None for a system prompt or a question."""
+    avg_cost: float
+    """Seconds per token to compute it, as `KnowledgeTree` measured them; worth more than 0."""
+    frequency: float
+    """Uses in the last time window, when it was stored."""
+
+
+class KVMover(Protocol):
+    """Carries out what the knowledge tree decides, at once and in order. Called by the engine's thread only.
+
+    A copy that cannot be made or does not verify is reported by False and is then not there: nothing of it is left in
+    the target, and after a failed `load` not in the source either.
+    """
+
+    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        """Copy the first `num_tokens` slots of these device blocks to the host."""
+        ...
+
+    def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        """Copy a node from host or disk into these device blocks, verified."""
+        ...
+
+    def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
+        """Copy a node to disk, from the host, or from these device blocks if `source` is the device."""
+        ...
+
+    def drop(self, key: NodeKey, tier: Tier) -> None:
+        """Forget the host's or the disk's copy."""
+        ...
