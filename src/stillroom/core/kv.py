@@ -34,7 +34,7 @@ class NodeRecord:
 
     key: NodeKey
     parent: NodeKey
-    """The key of the piece before it; for the first piece of a prompt the key of the root."""
+    """The key of the piece before it; its own for the first piece of a prompt."""
     first_position: int
     """Prompt tokens before it."""
     num_tokens: int

@@ -120,6 +120,8 @@ class Request:
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     """Generation ends after one of these; it is not part of the answer."""
+    cache_salt: str = ""
+    """KV is shared only among requests of the same salt: one per tenant."""
     constraint: TokenConstraint | None = None
     """At the beginning of an answer; never advanced, every sequence works on a copy."""
 

@@ -39,13 +39,16 @@ class BlockTable:
         """No slot is left in the last block: the next token needs a fresh one."""
         return self._room == 0
 
+    def blocks_of(self, start: int, num_tokens: int) -> list[BlockId]:
+        """The blocks of tokens that begin at a block boundary."""
+        firsts = self._slots[start : start + num_tokens : self.block_size]
+        return [BlockId(slot) for slot in (firsts // self.block_size).tolist()]
+
     def append_segment(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
         """Slots for `num_tokens` more tokens, starting at the beginning of the first of these blocks."""
         size = self.block_size
         assert len(block_ids) == -(-num_tokens // size), (len(block_ids), num_tokens)
-        first_slots = np.asarray(block_ids, dtype=np.int64) * size
-        slots = (first_slots[:, None] + np.arange(size)).reshape(-1)[:num_tokens]
-        self._slots[self.num_slots : self.num_slots + num_tokens] = slots
+        self._slots[self.num_slots : self.num_slots + num_tokens] = _slots_of(block_ids, size)[:num_tokens]
         self.num_slots += num_tokens
         self.block_ids.extend(block_ids)
         self._room = len(block_ids) * size - num_tokens
@@ -72,9 +75,20 @@ class BlockTable:
         first = block_id * self.block_size
         self._slots[self.num_slots - num_tokens : self.num_slots] = np.arange(first, first + num_tokens)
 
+    def replace_run(self, start: int, old: Sequence[BlockId], new: Sequence[BlockId], num_tokens: int) -> None:
+        """The `num_tokens` tokens from position `start` on, which filled `old` in order, are in `new` now."""
+        first_block = self.block_ids.index(old[0])
+        assert self.block_ids[first_block : first_block + len(old)] == list(old) and len(old) == len(new)
+        self.block_ids[first_block : first_block + len(old)] = new
+        self._slots[start : start + num_tokens] = _slots_of(new, self.block_size)[:num_tokens]
+
     def clear(self) -> list[BlockId]:
         """Forget everything; returns the blocks for the caller to release."""
         block_ids, self.block_ids = self.block_ids, []
         self.num_slots = 0
         self._room = 0
         return block_ids
+
+
+def _slots_of(block_ids: Sequence[BlockId], block_size: int) -> NDArray[np.int64]:
+    return (np.asarray(block_ids, dtype=np.int64)[:, None] * block_size + np.arange(block_size)).reshape(-1)

@@ -1,11 +1,27 @@
-"""Gives sequences their KV blocks and takes them back. Decides over block ids; the tensors live in `kvstore`."""
+"""Gives sequences their KV: blocks from the pool, and kept KV from the knowledge tree. Decides over ids, moves no bytes.
 
-from collections.abc import Sequence
+A sequence holds a `Lease`. Blocks that it shares with the tree or with other sequences have a reference for each.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, takewhile
+from operator import itemgetter
 
 from stillroom.core.batch import BlockCopy
+from stillroom.core.ids import BlockId
+from stillroom.core.kv import Tier
+from stillroom.core.prompt import SegmentedPrompt
+from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable, num_blocks_for
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.node import Node
+from stillroom.kvcache.pieces import Piece, PrefixKeys
+from stillroom.kvcache.reuse_plan import plan_reuse
+from stillroom.kvcache.stats import CacheStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,35 +32,89 @@ class Appended:
     """What must be copied before the slot is written."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What exact reuse needs; without it every prompt is computed."""
+
+    tree: KnowledgeTree
+    keys: PrefixKeys
+    always_loads: bool = False
+    """Load whatever is kept, even where computing would be faster."""
+
+
 class KVCacheManager:
-    """The only one who moves blocks between the pool and the block tables."""
+    """The only one who moves blocks between the pool, the tree and the block tables."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, reuse: Reuse | None = None) -> None:
         self.pool = pool
+        self.reuse = reuse
 
-    def new_table(self, max_tokens: int) -> BlockTable:
-        """An empty table for a sequence that will never hold more than `max_tokens` tokens."""
-        return BlockTable(self.pool.block_size, max_tokens)
+    def new_lease(self, prompt: SegmentedPrompt, max_tokens: int, salt: str = "") -> Lease:
+        """An empty lease for a sequence that will never hold more than `max_tokens` tokens."""
+        pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
+        return Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces)
 
     def can_ever_hold(self, segment_lengths: Sequence[int]) -> bool:
         """Whether segments of these lengths would fit into an otherwise empty pool."""
         return num_blocks_for(segment_lengths, self.pool.block_size) <= self.pool.num_blocks
 
-    def try_allocate(self, table: BlockTable, segment_lengths: Sequence[int]) -> bool:
-        """Blocks for all segments, each on a fresh block; False, and nothing taken, if too few are free."""
-        size = self.pool.block_size
-        blocks = self.pool.try_allocate(num_blocks_for(segment_lengths, size))
-        if blocks is None:
-            return False
-        first = 0
-        for length in segment_lengths:
-            count = -(-length // size)
-            table.append_segment(blocks[first : first + count], length)
-            first += count
-        return True
+    def expect(self, lease: Lease) -> None:
+        """The sequence waits: what it will use is worth keeping."""
+        if self.reuse and not lease.is_expected:
+            lease.is_expected = True
+            self.reuse.tree.expect(piece.key for piece in lease.pieces)
+
+    def unexpect(self, lease: Lease) -> None:
+        if self.reuse and lease.is_expected:
+            lease.is_expected = False
+            self.reuse.tree.unexpect(piece.key for piece in lease.pieces)
+
+    def try_admit(self, lease: Lease, segment_lengths: Sequence[int]) -> int | None:
+        """KV for all of a sequence's tokens: kept KV as far as it reaches, fresh blocks for the rest.
+
+        Args:
+            lease: an empty one.
+            segment_lengths: of the prompt, the last one with what was generated since.
+
+        Returns:
+            The number of tokens that need not be computed; None, and nothing taken, if there is no room.
+        """
+        if self.reuse is None:
+            if lease.reuse is None:
+                lease.reuse = _nothing_reused(lease.prompt)
+            return 0 if self._try_allocate(lease.table, segment_lengths) else None
+        self.unexpect(lease)
+        num_cached = self._try_admit_along_tree(self.reuse, lease, segment_lengths)
+        if num_cached is None:
+            self.expect(lease)
+        return num_cached
+
+    def commit(self, lease: Lease, num_computed: int) -> None:
+        """The sequence's first `num_computed` tokens have their KV: pieces that are complete now become nodes.
+
+        What another sequence has stored meanwhile is used, and the own blocks are given back.
+        """
+        if self.reuse is None:
+            return
+        tree = self.reuse.tree
+        while lease.num_committed < len(lease.pieces) and lease.pieces[lease.num_committed].end <= num_computed:
+            piece = lease.pieces[lease.num_committed]
+            parent = tree.get(piece.parent)
+            if piece.start > 0 and (parent is None or parent.block_ids is None):
+                lease.num_committed = len(lease.pieces)  # a document before it was removed while this ran
+                return
+            own = lease.table.blocks_of(piece.start, piece.num_tokens)
+            node = tree.get(piece.key)
+            if node is None or node.block_ids is None:
+                node = tree.insert(piece, own, lease.cost_per_token)
+            else:
+                self._use_instead(lease.table, piece, own, node.block_ids)
+            tree.acquire([node])
+            lease.nodes.append(node)
+            lease.num_committed += 1
 
     def try_append_token(self, table: BlockTable) -> Appended | None:
-        """A slot for one more token; None, and nothing taken, if that needs a block and none is free.
+        """A slot for one more token; None, and nothing taken, if that needs a block and none can be had.
 
         Copy on write: a last block that others read too is left to them, and the table goes on in a copy of it.
         """
@@ -52,7 +122,7 @@ class KVCacheManager:
         if not table.is_full and shared is None:
             table.append_token()
             return Appended(None)
-        blocks = self.pool.try_allocate(1)
+        blocks = self._try_take(1)
         if blocks is None:
             return None
         if shared is None:
@@ -63,11 +133,192 @@ class KVCacheManager:
         self.pool.release([shared])
         return Appended(BlockCopy(shared, blocks[0]))
 
-    def fork(self, table: BlockTable, into: BlockTable) -> None:
-        """Let an empty table go on where this one stands. Both read the same blocks and write into none of them."""
-        into.copy_from(table)
-        self.pool.acquire(table.block_ids)
+    def fork(self, lease: Lease, into: Lease) -> None:
+        """Let an empty lease go on where this one stands. Both read the same blocks and write into none of them."""
+        into.table.copy_from(lease.table)
+        self.pool.acquire(lease.table.block_ids)
+        into.nodes, into.num_committed, into.reuse = list(lease.nodes), lease.num_committed, lease.reuse
+        into.cost_per_token = lease.cost_per_token
+        if self.reuse:
+            self.reuse.tree.acquire(into.nodes)
 
-    def release(self, table: BlockTable) -> None:
-        """Give back everything the table holds."""
-        self.pool.release(table.clear())
+    def release(self, lease: Lease) -> None:
+        """Give back everything the lease holds; what the tree keeps stays."""
+        self.unexpect(lease)
+        self.pool.release(lease.table.clear())
+        if self.reuse:
+            self.reuse.tree.release(reversed(lease.nodes))
+        lease.nodes = []
+        lease.num_committed = 0
+
+    def lose_device(self) -> None:
+        """Forget what was on the device only. No lease holds anything."""
+        if self.reuse:
+            self.reuse.tree.lose_device()
+
+    def check_integrity(self, leases: Iterable[Lease]) -> None:
+        """Every block is free, held by a lease or kept by the tree, as often as it is counted.
+
+        Args:
+            leases: all that may hold anything.
+        """
+        self.pool.check_integrity()
+        holders: Counter[BlockId] = Counter()
+        for lease in leases:
+            holders.update(lease.table.block_ids)
+            assert all(node.num_users > 0 for node in lease.nodes)
+        if self.reuse:
+            self.reuse.tree.check_integrity()
+            for node in self.reuse.tree:
+                holders.update(node.block_ids or ())
+        assert len(holders) == self.pool.num_used, "blocks held and blocks in use differ"
+        assert all(self.pool.ref_count(block_id) == count for block_id, count in holders.items()), "ref counts differ"
+
+    def _try_admit_along_tree(self, reuse: Reuse, lease: Lease, segment_lengths: Sequence[int]) -> int | None:
+        tree, num_tokens = reuse.tree, sum(segment_lengths)
+        matched = tree.match(lease.pieces)
+        bytes_per_token = tree.options.bytes_per_token
+        plan = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=reuse.always_loads)
+        path = matched[: plan.num_nodes]
+        found = _Found(matched, [node.tier for node in matched], plan.num_nodes, num_tokens)
+        size = self.pool.block_size
+        fresh = [node.num_tokens for node in path if node.block_ids is None]
+        fresh += _runs_after(plan.num_cached, segment_lengths)
+        tree.acquire(path)
+        if not tree.make_room(num_blocks_for(fresh, size)):
+            tree.release(reversed(path))
+            return None
+        used = list(takewhile(tree.load, path))
+        tree.release(reversed(path[len(used) :]))
+        lease.nodes, lease.num_committed = used, len(used)
+        for node in used:
+            assert node.block_ids is not None
+            self.pool.acquire(node.block_ids)
+            lease.table.append_segment(node.block_ids, node.num_tokens)
+        num_cached = lease.table.num_slots
+        has_room = self._try_allocate(lease.table, _runs_after(num_cached, segment_lengths))
+        assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
+        if lease.reuse is None:
+            self._account(reuse.tree, lease, found)
+        return num_cached
+
+    def _account(self, tree: KnowledgeTree, lease: Lease, found: "_Found") -> None:
+        """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""
+        num_cached = sum(node.num_tokens for node in lease.nodes)
+        num_new = found.num_tokens - num_cached
+        compute = tree.profile.prefill_seconds(num_cached, num_new)
+        lease.cost_per_token = compute / num_new
+        for index, node in enumerate(found.matched):
+            is_computed = index >= lease.num_committed
+            if tree.get(node.key) is node:
+                tree.touch(node, lease.cost_per_token if is_computed else None)
+        sources = [found.source(index, lease, tree) for index in range(len(lease.pieces))]
+        _count(tree.stats, lease.pieces, sources)
+        loads = sum(
+            tree.profile.load_seconds(tier, node.num_tokens * tree.options.bytes_per_token)
+            for node, tier in zip(lease.nodes, found.tiers, strict=False)
+            if tier is not None and tier is not Tier.DEVICE
+        )
+        saved = tree.profile.prefill_seconds(0, found.num_tokens) - compute - loads
+        lease.reuse = PromptReuse(_segments(lease.prompt, lease.pieces, sources), loads, saved)
+
+    def _use_instead(self, table: BlockTable, piece: Piece, own: list[BlockId], kept: list[BlockId]) -> None:
+        """[computed twice): free it, another sequence stored it first."""
+        table.replace_run(piece.start, own, kept, piece.num_tokens)
+        self.pool.acquire(kept)
+        self.pool.release(own)
+
+    def _try_take(self, num_blocks: int) -> list[BlockId] | None:
+        if self.reuse and not self.reuse.tree.make_room(num_blocks):
+            return None
+        return self.pool.try_allocate(num_blocks)
+
+    def _try_allocate(self, table: BlockTable, run_lengths: Sequence[int]) -> bool:
+        """Blocks for runs of tokens, each on a fresh block; False, and nothing taken, if too few can be had."""
+        size = self.pool.block_size
+        blocks = self._try_take(num_blocks_for(run_lengths, size))
+        if blocks is None:
+            return False
+        first = 0
+        for length in run_lengths:
+            count = -(-length // size)
+            table.append_segment(blocks[first : first + count], length)
+            first += count
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the tree had for a prompt when it was admitted."""
+
+    matched: list[Node]
+    tiers: list[Tier | None]
+    """Where each of them was."""
+    num_planned: int
+    """How many of them it was worth to use."""
+    num_tokens: int
+
+    def source(self, index: int, lease: Lease, tree: KnowledgeTree) -> tuple[Tier | None, Reason]:
+        """Where the KV of the prompt's `index`-th piece comes from, and why."""
+        if index < lease.num_committed:
+            return self.tiers[index], Reason.HIT
+        if index < self.num_planned:
+            return None, Reason.RECORD_FAILED
+        if index < len(self.matched):
+            return None, Reason.CHEAPER
+        piece = lease.pieces[index]
+        if tree.has_failed(piece):
+            return None, Reason.RECORD_FAILED
+        if tree.is_gone(piece):
+            return None, Reason.EVICTED
+        return None, Reason.ORDER_DIFFERS if tree.has_content(piece) else Reason.NEVER_SEEN
+
+
+_Source = tuple[Tier | None, Reason]
+
+
+def _runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
+    """Lengths of what is left of segments from a position on, which lies at a block boundary."""
+    runs, end = [], 0
+    for length in segment_lengths:
+        end += length
+        if end > position:
+            runs.append(min(length, end - position))
+    return runs
+
+
+def _count(stats: CacheStats, pieces: Sequence[Piece], sources: Sequence[_Source]) -> None:
+    for piece, (tier, reason) in zip(pieces, sources, strict=True):
+        if tier is not None:
+            stats.hits[tier] += 1
+            stats.hit_tokens[tier] += piece.num_tokens
+            continue
+        stats.misses += 1
+        stats.missed_tokens += piece.num_tokens
+        stats.cheaper += reason is Reason.CHEAPER
+
+
+def _segments(prompt: SegmentedPrompt, pieces: Sequence[Piece], sources: Sequence[_Source]) -> tuple[SegmentReuse, ...]:
+    """Segment by segment; a last one that is kept in part appears once for each source."""
+    report = []
+    for index, segment in enumerate(prompt.segments):
+        rest = len(segment.token_ids)
+        own = [(piece, source) for piece, source in zip(pieces, sources, strict=True) if piece.segment == index]
+        for source, group in groupby(own, key=itemgetter(1)):
+            num_tokens = sum(piece.num_tokens for piece, _ in group)
+            report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, *source))
+            rest -= num_tokens
+        if rest > 0:
+            report.append(SegmentReuse(segment.kind, segment.chunk_id, rest, None, Reason.TAIL))
+    return tuple(report)
+
+
+def _nothing_reused(prompt: SegmentedPrompt) -> PromptReuse:
+    return PromptReuse(
+        tuple(
+            SegmentReuse(segment.kind, segment.chunk_id, len(segment.token_ids), None, Reason.OFF)
+            for segment in prompt.segments
+        ),
+        0.0,
+        0.0,
+    )

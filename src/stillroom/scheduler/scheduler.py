@@ -9,7 +9,6 @@ Samples of one prompt come as a leader and its followers: the leader's prompt is
 token for each of them, and from then on they are sequences of their own that share blocks. Design: docs/runtime.md
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 
@@ -102,7 +101,7 @@ class Scheduler:
         self.check(request, 1 + len(samples))
         leader, *followers = (self._new_sequence(one) for one in (request, *samples))
         leader.followers = followers
-        self._waiting.push(leader)
+        self._wait(leader)
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request and free its blocks; False if it is not here (any more)."""
@@ -113,6 +112,14 @@ class Scheduler:
             self._hand_over(sequence)
         self._finish(sequence, FinishReason.ABORTED)
         return True
+
+    def lose_device(self) -> None:
+        """The device's KV is gone (RAGCache 6): everybody waits again, with the tokens generated so far.
+
+        What has a copy on host or disk is loaded when its turn comes, the rest is computed again."""
+        for sequence in list(reversed(self._running.values())):
+            self._preempt(sequence)
+        self.kv.lose_device()
 
     def schedule(self) -> Batch | None:
         """The next step, or None if there is nothing to run."""
@@ -137,19 +144,17 @@ class Scheduler:
         for entry in batch.sequences:
             sequence = self._running[entry.request_id]
             sequence.num_computed += entry.num_scheduled_tokens
+            self.kv.commit(sequence.lease, sequence.num_computed)
             if entry.samples:
                 branches = [sequence, *self._fork(sequence)]
                 updates += [self._advance(branch, result) for branch in branches]
         return updates
 
     def check_integrity(self) -> None:
-        """Blocks are held by running sequences only and as often as they are counted, each sequence has the slots it
-        needs, and nobody will write where others read."""
+        """Blocks are held by running sequences and the knowledge tree only and as often as they are counted, each
+        sequence has the slots it needs, and nobody will write where others read."""
         pool = self.kv.pool
-        pool.check_integrity()
-        holders = Counter(block_id for sequence in self._running.values() for block_id in sequence.table.block_ids)
-        assert len(holders) == pool.num_used, "blocks held and blocks in use differ"
-        assert all(pool.ref_count(block_id) == count for block_id, count in holders.items()), "ref counts differ"
+        self.kv.check_integrity(sequence.lease for sequence in self._running.values())
         leaders = chain(self._waiting, self._running.values())
         idle = [*self._waiting, *(follower for leader in leaders for follower in leader.followers)]
         assert all(not sequence.table.block_ids for sequence in idle), "a waiting sequence holds blocks"
@@ -187,8 +192,8 @@ class Scheduler:
 
     def _new_sequence(self, request: Request) -> Sequence:
         self._num_arrivals += 1
-        table = self.kv.new_table(request.prompt.num_tokens + request.sampling.max_tokens)
-        return Sequence(request, table, self._num_arrivals)
+        num_tokens = request.prompt.num_tokens + request.sampling.max_tokens
+        return Sequence(request, self.kv.new_lease(request.prompt, num_tokens, request.cache_salt), self._num_arrivals)
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The followers of a sequence whose prompt has just run, now running themselves."""
@@ -199,7 +204,7 @@ class Scheduler:
         return followers
 
     def _take_over(self, follower: Sequence, leader: Sequence) -> None:
-        self.kv.fork(leader.table, follower.table)
+        self.kv.fork(leader.lease, follower.lease)
         follower.num_computed = leader.num_computed
         follower.status = leader.status
 
@@ -217,7 +222,7 @@ class Scheduler:
         heir = leader.followers[0]
         heir.followers, leader.followers = leader.followers[1:], []
         if leader.status is not Status.RUNNING:
-            self._waiting.push(heir)
+            self._wait(heir)
             return
         self._take_over(heir, leader)
         running = ((heir if one is leader else one) for one in self._running.values())
@@ -255,26 +260,32 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.kv.release(sequence.table)
+        self.kv.release(sequence.lease)
         sequence.num_computed = 0
         sequence.status = Status.PREEMPTED
         del self._running[sequence.request_id]
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
         self._waiting.push(sequence)
+        self.kv.expect(sequence.lease)
 
     def _try_admit(self) -> Sequence | None:
         """The first waiting sequence, if there is a seat and blocks for all of its tokens."""
         sequence = self._waiting.first()
         if sequence is None or self._num_seats_taken + 1 + len(sequence.followers) > self.limits.max_num_seqs:
             return None
-        if not self.kv.try_allocate(sequence.table, sequence.segment_lengths):
+        num_cached = self.kv.try_admit(sequence.lease, sequence.segment_lengths)
+        if num_cached is None:
             return None
+        sequence.num_computed = num_cached
         self._waiting.remove(sequence.request_id)
         sequence.status = Status.RUNNING
         self._running[sequence.request_id] = sequence
         return sequence
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self.kv.release(sequence.table)
+        self.kv.release(sequence.lease)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         self._running.pop(sequence.request_id, None)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.kvcache.block_table import BlockTable
+from stillroom.kvcache.lease import Lease
 
 
 class Status(StrEnum):
@@ -25,11 +26,11 @@ class Status(StrEnum):
 class Sequence:
     """A request on its way: its tokens so far, and where their KV is."""
 
-    def __init__(self, request: Request, table: BlockTable, arrival: int) -> None:
+    def __init__(self, request: Request, lease: Lease, arrival: int) -> None:
         self.request = request
         self.arrival = arrival
         """Number of the request, in the order in which they came."""
-        self.table = table
+        self.lease = lease
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_prompt_tokens = request.prompt.num_tokens
@@ -46,6 +47,10 @@ class Sequence:
     @property
     def request_id(self) -> RequestId:
         return self.request.request_id
+
+    @property
+    def table(self) -> BlockTable:
+        return self.lease.table
 
     @property
     def num_generated(self) -> int:

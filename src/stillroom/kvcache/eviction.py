@@ -1,0 +1,58 @@
+"""Who leaves a full tier first: a policy is a sort key over what is known of a node, smallest first.
+
+`pgdsf` is RAGCache's (5.1, Algorithm 1). The others are its baselines on the same tree.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stillroom.core.kv import NodeKey
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A node at its last use, as one tier sees it."""
+
+    key: NodeKey
+    num_tokens: int
+    clock: float
+    """Of the tier: the largest priority that was ever evicted from it (RAGCache Eq. 2)."""
+    frequency: float
+    """Uses within the time window, this one included."""
+    avg_cost: float
+    """Seconds of computing per token, mean over the requests that had to compute it (RAGCache Eq. 3)."""
+    cost_alone: float
+    """Seconds per token to compute it with nothing before it."""
+    recency: int
+    """Number of this use, counted over the whole tree."""
+
+
+Policy = Callable[[Use], float]
+
+
+def pgdsf(use: Use) -> float:
+    """clock + avg_cost * frequency (RAGCache Algorithm 1, line 13)."""
+    return use.clock + use.avg_cost * use.frequency
+
+
+def gdsf(use: Use) -> float:
+    """The same without an eye for prefixes: the cost is what the node alone would take."""
+    return use.clock + use.cost_alone * use.frequency
+
+
+def lru(use: Use) -> float:
+    """The least recently used."""
+    return float(use.recency)
+
+
+def lfu(use: Use) -> float:
+    """The least used within the time window."""
+    return use.frequency
+
+
+def tamm(use: Use) -> float:
+    """recency / tokens (llmds 3.1)."""
+    return use.recency / use.num_tokens
+
+
+POLICIES: dict[str, Policy] = {policy.__name__: policy for policy in (pgdsf, gdsf, lru, lfu, tamm)}

@@ -1,0 +1,32 @@
+"""What one sequence holds of the KV cache: its block table, and the path in the knowledge tree that it stands on."""
+
+from dataclasses import dataclass, field
+
+from stillroom.core.prompt import SegmentedPrompt
+from stillroom.core.reuse import PromptReuse
+from stillroom.kvcache.block_table import BlockTable
+from stillroom.kvcache.node import Node
+from stillroom.kvcache.pieces import Piece
+
+
+@dataclass(slots=True)
+class Lease:
+    """Empty for a sequence that waits.
+
+    Pieces [0, num_committed) of the prompt are nodes of the tree, `nodes`, or were given up on; those from
+    num_committed on are not computed yet, or nobody keeps them.
+    """
+
+    prompt: SegmentedPrompt
+    table: BlockTable
+    pieces: tuple[Piece, ...] = ()
+    """Of the prompt; none where nothing is reused."""
+    nodes: list[Node] = field(default_factory=list)
+    """Used by this sequence: neither they nor those above them are evicted."""
+    num_committed: int = 0
+    cost_per_token: float = 0.0
+    """Seconds: what a computed token of the prompt costs, by the cost model (RAGCache Eq. 3)."""
+    reuse: PromptReuse | None = None
+    """As it was first admitted; None before."""
+    is_expected: bool = False
+    """Whether the tree was told that its pieces will be used."""

@@ -1,0 +1,110 @@
+"""A node of the knowledge tree: one piece of a prompt under one exact sequence of earlier pieces, and where its KV is."""
+
+from stillroom.core.ids import BlockId, ChunkId
+from stillroom.core.kv import NodeKey, Tier
+
+
+class WindowedCount:
+    """Uses within the last `window_seconds`, approximately: this window's, and the last one's as far as it still counts.
+
+    Exact at window borders; in between it takes the last window's uses as evenly spread. An infinite window counts all.
+    """
+
+    __slots__ = ("_before", "_now", "_start", "_window")
+
+    def __init__(self, window_seconds: float, now: float) -> None:
+        self._window = window_seconds
+        self._start = now
+        self._before = 0.0
+        self._now = 0.0
+
+    def add(self, now: float, count: float = 1.0) -> None:
+        self._turn(now)
+        self._now += count
+
+    def value(self, now: float) -> float:
+        self._turn(now)
+        share = 1.0 - (now - self._start) / self._window
+        return self._now + self._before * share
+
+    def _turn(self, now: float) -> None:
+        if now - self._start < self._window:
+            return
+        is_next = now - self._start < 2 * self._window
+        self._before = self._now if is_next else 0.0
+        self._now = 0.0
+        self._start = self._start + self._window if is_next else now
+
+
+class Node:
+    """Only the knowledge tree changes it."""
+
+    __slots__ = (
+        "avg_cost",
+        "block_ids",
+        "children",
+        "chunk_id",
+        "content",
+        "cost_alone",
+        "first_position",
+        "frequency",
+        "is_lower",
+        "key",
+        "num_children_in",
+        "num_computed",
+        "num_tokens",
+        "num_users",
+        "parent",
+        "priority",
+        "recency",
+    )
+
+    def __init__(  # noqa: PLR0913  plain values, given once
+        self,
+        key: NodeKey,
+        parent: "Node | None",
+        *,
+        content: bytes,
+        first_position: int,
+        num_tokens: int,
+        chunk_id: ChunkId | None,
+        frequency: WindowedCount,
+        cost_alone: float,
+    ) -> None:
+        self.key = key
+        self.parent = parent
+        self.children: dict[NodeKey, Node] = {}
+        self.content = content
+        """Hash of its tokens alone; empty for a node that was restored from disk."""
+        self.first_position = first_position
+        self.num_tokens = num_tokens
+        self.chunk_id = chunk_id
+        self.block_ids: list[BlockId] | None = None
+        """Its blocks on the device, which the tree holds one reference to; None if it is not there."""
+        self.is_lower = {Tier.HOST: False, Tier.DISK: False}
+        """Whether there is a copy on host and disk."""
+        self.num_users = 0
+        """Running sequences whose prompt begins with this path. Nothing of a node in use is evicted."""
+        self.num_children_in = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 0}
+        self.frequency = frequency
+        self.avg_cost = cost_alone
+        self.num_computed = 0
+        """Requests that `avg_cost` is the mean of."""
+        self.cost_alone = cost_alone
+        self.recency = 0
+        self.priority = {Tier.DEVICE: 0.0, Tier.HOST: 0.0, Tier.DISK: 0.0}
+        """By tier, as of its last use."""
+
+    def is_in(self, tier: Tier) -> bool:
+        """Whether a copy is in this tier."""
+        return self.block_ids is not None if tier is Tier.DEVICE else self.is_lower[tier]
+
+    @property
+    def tier(self) -> Tier | None:
+        """The fastest tier with a copy; None if there is none left."""
+        return next((tier for tier in Tier if self.is_in(tier)), None)
+
+    def add_cost(self, seconds_per_token: float) -> None:
+        """One more request had to compute it (RAGCache Algorithm 1, lines 10 to 12)."""
+        self.num_computed += 1
+        self.avg_cost += (seconds_per_token - self.avg_cost) / self.num_computed

@@ -1,0 +1,75 @@
+"""A prompt as pieces that can be kept, each named by a SHA-256 chain over everything before it (llmds 3.2).
+
+A piece begins at a block boundary. A segment before the last is one piece, which is a node of the knowledge tree
+(RAGCache 5.1: one document). The last segment holds what is asked; it is cut into pieces of `tail_tokens`, so that a
+long conversation or a raw prompt is shared as far as it agrees, and a short question is not kept at all. What is left of
+it, and at least the prompt's last token, is always computed.
+
+Two pieces have equal keys exactly if model, tenant, all earlier tokens, the way they are cut and their own tokens are
+the same (SHA-256 taken as injective). Keys say nothing about documents: two that read the same share KV.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from stillroom.core.ids import ChunkId
+from stillroom.core.kv import NodeKey
+from stillroom.core.prompt import SegmentedPrompt, SegmentKind
+
+_ROOT = b"stillroom-kv-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, start + num_tokens) of a prompt."""
+
+    key: NodeKey
+    parent: NodeKey
+    content: bytes
+    """Hash of its tokens alone, wherever they stand."""
+    start: int
+    num_tokens: int
+    segment: int
+    """Index of the segment it belongs to."""
+    kind: SegmentKind
+    chunk_id: ChunkId | None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+class PrefixKeys:
+    """Names pieces for one model."""
+
+    def __init__(self, fingerprint: bytes, tail_tokens: int) -> None:
+        """
+        Args:
+            fingerprint: of the model: weights, dtype, everything that KV depends on but tokens.
+            tail_tokens: length of a piece of the last segment; a multiple of the block size.
+        """
+        self.fingerprint = fingerprint
+        self.tail_tokens = tail_tokens
+
+    def root(self, salt: str = "") -> NodeKey:
+        """What the first piece of every prompt of a tenant hangs from; tenants of different salt share nothing."""
+        return NodeKey(hashlib.sha256(b"\0".join((_ROOT, self.fingerprint, salt.encode()))).digest())
+
+    def pieces(self, prompt: SegmentedPrompt, salt: str = "") -> tuple[Piece, ...]:
+        """In order of position; what they leave uncovered is the end of the last segment."""
+        found: list[Piece] = []
+        parent, start = self.root(salt), 0
+        for index, segment in enumerate(prompt.segments):
+            tokens = np.asarray(segment.token_ids, dtype="<u4")
+            size = len(tokens)
+            if index == len(prompt.segments) - 1:
+                tokens, size = tokens[: (size - 1) // self.tail_tokens * self.tail_tokens], self.tail_tokens
+            for first in range(0, len(tokens), size):
+                own = tokens[first : first + size]
+                content = hashlib.sha256(own.tobytes()).digest()
+                key = NodeKey(hashlib.sha256(parent + content).digest())
+                found.append(Piece(key, parent, content, start, len(own), index, segment.kind, segment.chunk_id))
+                parent, start = key, start + len(own)
+        return tuple(found)

@@ -1,0 +1,340 @@
+"""The knowledge tree: hand-worked PGDSF, where copies go, and what happens when they cannot."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from stillroom.core.ids import ChunkId
+from stillroom.core.kv import NodeRecord, Tier
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.reuse import Reason
+from stillroom.kvcache.block_pool import BlockPool
+from stillroom.kvcache.cost_model import CostProfile, Link, linear_profile
+from stillroom.kvcache.eviction import POLICIES, Use, gdsf, lfu, lru, pgdsf, tamm
+from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
+from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.manager import KVCacheManager, Reuse
+from stillroom.kvcache.node import Node
+from stillroom.kvcache.pieces import PrefixKeys
+from tests.fakes import ManualClock
+from tests.kvcache.prefix_memory import PrefixMemory, prefix_hash
+
+SIZE = 4
+"""Tokens per block, per document here, and per tail piece."""
+S, Q = 100, 101
+"""The token of the system prompt and of questions; documents are named by their token."""
+
+
+class Kitchen:
+    """A tree with a manager in front and a simulated memory behind."""
+
+    def __init__(
+        self, num_blocks: int = 8, *, profile: CostProfile | None = None, always_loads: bool = False, **options: object
+    ) -> None:
+        self.clock = ManualClock()
+        self.memory = PrefixMemory(SIZE)
+        self.pool = BlockPool(num_blocks, SIZE)
+        self.profile = profile or linear_profile(0.0, 1.0, 0.0)
+        self.always_loads = always_loads
+        self.options = TreeOptions(**{"replicates_system": False, **options})  # type: ignore[arg-type]
+        self.open()
+
+    def open(self) -> None:
+        self.tree = KnowledgeTree(self.pool, self.memory, self.profile, self.options, self.clock.monotonic)
+        keys = PrefixKeys(b"m", tail_tokens=SIZE)
+        self.manager = KVCacheManager(self.pool, Reuse(self.tree, keys, self.always_loads))
+
+    def lease(self, *documents: int, question: int = 2) -> Lease:
+        segments = [Segment(SegmentKind.SYSTEM, (S,) * SIZE)]
+        segments += [Segment(SegmentKind.CHUNK, (d,) * SIZE, ChunkId(d)) for d in documents]
+        prompt = SegmentedPrompt((*segments, Segment(SegmentKind.QUESTION, (Q,) * question)))
+        return self.manager.new_lease(prompt, prompt.num_tokens + 8)
+
+    def admit(self, lease: Lease) -> int | None:
+        return self.manager.try_admit(lease, [len(segment.token_ids) for segment in lease.prompt.segments])
+
+    def serve(self, *documents: int, question: int = 2, beside: Sequence[Lease] = ()) -> Lease:
+        """A request from beginning to end; the lease is returned empty, with its report."""
+        lease = self.lease(*documents, question=question)
+        cached = self.admit(lease)
+        assert cached is not None
+        self.compute(lease)
+        self.manager.release(lease)
+        self.check(*beside)
+        return lease
+
+    def compute(self, lease: Lease) -> None:
+        tokens = lease.prompt.token_ids
+        for position, slot in enumerate(lease.table.slots.tolist()):
+            self.memory.slots[slot] = prefix_hash(tokens[: position + 1])
+        self.manager.commit(lease, len(tokens))
+
+    def check(self, *leases: Lease) -> None:
+        self.manager.check_integrity(leases)
+
+    def node(self, *documents: int) -> Node | None:
+        return self.tree.get(self.lease(*documents).pieces[-1].key)
+
+    def tier(self, *documents: int) -> Tier | None:
+        node = self.node(*documents)
+        return None if node is None else node.tier
+
+
+def reasons(lease: Lease) -> list[tuple[Tier | None, Reason]]:
+    assert lease.reuse is not None
+    return [(segment.source, segment.reason) for segment in lease.reuse.segments]
+
+
+NEW, TAIL = (None, Reason.NEVER_SEEN), (None, Reason.TAIL)
+
+
+def test_the_second_question_computes_only_itself() -> None:
+    kitchen = Kitchen()
+    assert reasons(kitchen.serve(1, 2)) == [NEW, NEW, NEW, TAIL]
+    again = kitchen.serve(1, 2)
+    assert reasons(again) == [(Tier.DEVICE, Reason.HIT)] * 3 + [TAIL]
+    assert again.reuse is not None and again.reuse.num_cached_tokens == 12
+    assert again.reuse.saved_seconds == pytest.approx(12.0)  # a second per token, and nothing else
+    assert kitchen.tree.stats.hit_tokens == {Tier.DEVICE: 12}
+
+
+def test_another_order_is_another_path_and_says_so() -> None:
+    kitchen = Kitchen()
+    kitchen.serve(1, 2)
+    assert reasons(kitchen.serve(2, 1)) == [(Tier.DEVICE, Reason.HIT), *[(None, Reason.ORDER_DIFFERS)] * 2, TAIL]
+
+
+def test_a_long_question_is_kept_in_pieces_but_for_its_last_token() -> None:
+    kitchen = Kitchen(12)
+    kitchen.serve(1, question=9)
+    again = kitchen.serve(1, question=12)
+    assert again.reuse is not None and again.reuse.num_cached_tokens == 8 + 8
+    assert reasons(again)[-2:] == [(Tier.DEVICE, Reason.HIT), TAIL]
+
+
+def test_pgdsf_is_algorithm_1_by_hand() -> None:
+    """T(cached, new) = 2 + new: a step costs as much as two tokens. Prompts: S, one document, a question of 2 tokens.
+
+    The first computes 10 tokens in 12 s, every later one with S cached 6 in 8 s: per token 1.2 and 4/3.
+    """
+    kitchen = Kitchen(8, profile=linear_profile(2.0, 1.0, 0.0))
+    kitchen.serve(1)  # 1.2 x 1 use
+    kitchen.serve(2)  # 4/3 x 1 use
+    kitchen.serve(1)  # a hit: 1.2 x 2 uses
+    expected = {1: 2.4, 2: 4 / 3}
+    for document, priority in expected.items():
+        node = kitchen.node(document)
+        assert node is not None and node.priority[Tier.DEVICE] == pytest.approx(priority)
+    kitchen.tree.make_room(6)  # 3 of 8 blocks are kept: one must go
+    assert kitchen.node(2) is None and kitchen.node(1) is not None
+    kitchen.serve(3)  # after the eviction the clock stands at 4/3
+    node = kitchen.node(3)
+    assert node is not None and node.priority[Tier.DEVICE] == pytest.approx(4 / 3 + 4 / 3)
+
+
+def test_only_leaves_of_the_device_leave_it() -> None:
+    kitchen = Kitchen(8)
+    kitchen.serve(1, 2)
+    for _ in range(5):
+        kitchen.serve(1)  # S and 1 are used far more often than 2
+    assert kitchen.tree.make_room(6)
+    assert kitchen.tier(1, 2) is None and kitchen.tier(1) is Tier.DEVICE
+    assert kitchen.tree.make_room(8), "in the end the root goes too"
+    assert len(kitchen.tree) == 0
+
+
+def test_swap_out_only_once() -> None:
+    kitchen = Kitchen(4, host_bytes=100)
+    for _ in range(4):
+        kitchen.serve(1)
+        kitchen.tree.make_room(4)
+    assert kitchen.memory.log.count(("offload", Tier.HOST)) == 2, "S and 1, once each"
+    assert kitchen.tree.stats.loads[Tier.HOST] == 2 * 3
+    assert kitchen.tier(1) is Tier.HOST
+
+
+def test_a_full_host_sends_its_leaf_of_least_priority_to_disk() -> None:
+    kitchen = Kitchen(8, host_bytes=2 * SIZE, disk_bytes=100)
+    kitchen.serve(1)
+    kitchen.serve(2)
+    kitchen.tree.make_room(8)
+    tiers = {kitchen.tier(1), kitchen.tier(2)}
+    assert tiers == {Tier.HOST, Tier.DISK} and kitchen.tier() is Tier.HOST
+    kitchen.check()
+
+
+def test_without_a_lower_tier_what_leaves_is_gone_and_said_to_be_evicted() -> None:
+    kitchen = Kitchen(4)
+    kitchen.serve(1)
+    kitchen.tree.make_room(4)
+    assert reasons(kitchen.serve(1)) == [*[(None, Reason.EVICTED)] * 2, TAIL]
+    assert kitchen.tree.stats.lost == 2
+
+
+def test_what_is_in_use_stays_and_a_request_that_finds_no_room_waits() -> None:
+    kitchen = Kitchen(5)
+    lease = kitchen.lease(1, 2)
+    assert kitchen.admit(lease) == 0
+    kitchen.compute(lease)
+    other = kitchen.lease(3)
+    assert kitchen.admit(other) is None
+    kitchen.check(lease)
+    kitchen.manager.release(lease)
+    assert kitchen.admit(other) == SIZE, "S is still there"
+    kitchen.check(other)
+
+
+def test_two_at_once_compute_the_same_and_end_up_with_one_copy() -> None:
+    kitchen = Kitchen(16)
+    leases = [kitchen.lease(1, 2) for _ in range(2)]
+    for lease in leases:
+        assert kitchen.admit(lease) == 0
+    assert kitchen.pool.num_used == 8
+    for lease in leases:
+        kitchen.compute(lease)
+        kitchen.check(*leases)
+    assert kitchen.pool.num_used == 5, "three shared blocks, and a question each"
+    assert leases[0].table.block_ids[:3] == leases[1].table.block_ids[:3]
+    assert leases[0].table.slots.tolist()[:12] == leases[1].table.slots.tolist()[:12]
+
+
+def test_loading_that_takes_longer_than_computing_is_not_done() -> None:
+    slow = linear_profile(0.0, 1.0, 0.0, {Tier.HOST: Link(100.0, 1e9)})
+    for always_loads, source in ((False, (None, Reason.CHEAPER)), (True, (Tier.HOST, Reason.HIT))):
+        kitchen = Kitchen(4, profile=slow, host_bytes=100, always_loads=always_loads)
+        kitchen.serve(1)
+        kitchen.tree.make_room(4)
+        assert reasons(kitchen.serve(1)) == [source, source, TAIL]
+        assert kitchen.tree.stats.cheaper == (0 if always_loads else 2)
+        assert kitchen.tier(1) is Tier.DEVICE, "computed or loaded, it is on the device again"
+
+
+def test_a_damaged_record_is_a_miss_and_what_stands_on_it_goes_too() -> None:
+    kitchen = Kitchen(8, disk_bytes=1000)
+    kitchen.serve(1, 2)
+    kitchen.tree.make_room(8)
+    node = kitchen.node(1)
+    assert node is not None and node.tier is Tier.DISK
+    kitchen.memory.damaged.add(node.key)
+    assert reasons(kitchen.serve(1, 2)) == [(Tier.DISK, Reason.HIT), *[(None, Reason.RECORD_FAILED)] * 2, TAIL]
+    assert kitchen.tree.stats.failed_loads[Tier.DISK] == 1
+    assert reasons(kitchen.serve(1, 2)) == [(Tier.DEVICE, Reason.HIT)] * 3 + [TAIL]
+
+
+def test_a_disk_that_cannot_be_written_costs_only_hits() -> None:
+    kitchen = Kitchen(8, host_bytes=SIZE, disk_bytes=1000)
+    kitchen.memory.is_disk_full = True
+    kitchen.serve(1)
+    kitchen.tree.make_room(8)
+    kitchen.check()
+    assert kitchen.tier() is Tier.HOST and kitchen.node(1) is None
+
+
+def test_what_was_flushed_is_there_after_a_restart_least_valuable_first_to_go() -> None:
+    kitchen = Kitchen(12, disk_bytes=3 * SIZE)
+    kitchen.serve(1)
+    for _ in range(3):
+        kitchen.serve(2, 3)
+    assert kitchen.tree.flush() == 3
+    records = [kitchen.memory.records[key] for key in kitchen.memory.lower[Tier.DISK]]
+    kitchen.pool = BlockPool(12, SIZE)
+    kitchen.open()
+    assert kitchen.tree.restore(records) == []
+    kitchen.check()
+    assert (kitchen.tier(2, 3), kitchen.tier(1)) == (Tier.DISK, None)
+    assert reasons(kitchen.serve(2, 3)) == [(Tier.DISK, Reason.HIT)] * 3 + [TAIL]
+
+
+def test_records_that_no_path_leads_to_are_named() -> None:
+    kitchen = Kitchen(12, disk_bytes=1000)
+    kitchen.serve(1, 2)
+    kitchen.tree.flush()
+    records = {record.chunk_id: record for record in kitchen.memory.records.values()}
+    kitchen.pool = BlockPool(12, SIZE)
+    kitchen.open()
+    left: list[NodeRecord] = [records[None], records[ChunkId(2)]]
+    assert kitchen.tree.restore(left) == [records[ChunkId(2)].key]
+
+
+def test_idle_moments_bring_everything_to_disk() -> None:
+    kitchen = Kitchen(12, disk_bytes=1000)
+    kitchen.serve(1, 2)
+    assert sum(1 for _ in iter(kitchen.tree.tend, False)) == 3
+    assert kitchen.tree.num_nodes(Tier.DISK) == 3
+    kitchen.check()
+
+
+def test_what_is_seldom_asked_for_does_not_displace_what_is_popular() -> None:
+    for admits_by_frequency in (True, False):
+        kitchen = Kitchen(8, disk_bytes=2 * SIZE, admits_by_frequency=admits_by_frequency)
+        for _ in range(4):
+            kitchen.serve(1)
+        kitchen.tree.make_room(8)
+        kitchen.serve(2)
+        kitchen.tree.make_room(8)
+        assert (kitchen.tier(1), kitchen.tier(2)) == ((Tier.DISK, None) if admits_by_frequency else (None, Tier.DISK))
+        assert kitchen.tree.stats.rejected == admits_by_frequency
+
+
+def test_what_a_waiting_request_will_use_leaves_last() -> None:
+    for looks_ahead in (True, False):
+        kitchen = Kitchen(8, looks_ahead=looks_ahead)
+        kitchen.serve(1)
+        for _ in range(3):
+            kitchen.serve(2)
+        waiting = kitchen.lease(1)
+        kitchen.manager.expect(waiting)
+        kitchen.tree.make_room(6)
+        assert (kitchen.tier(1), kitchen.tier(2)) == ((Tier.DEVICE, None) if looks_ahead else (None, Tier.DEVICE))
+        kitchen.manager.unexpect(waiting)
+        kitchen.check()
+
+
+def test_only_a_removed_document_goes_and_what_stands_behind_it() -> None:
+    kitchen = Kitchen(16, disk_bytes=1000)
+    kitchen.serve(1, 2)
+    kitchen.serve(3, 1)
+    kitchen.tree.flush()
+    assert kitchen.tree.forget_chunks(lambda chunk_id: chunk_id != 1) == 3
+    kitchen.check()
+    assert (kitchen.tier(3), kitchen.node(1), kitchen.node(3, 1)) == (Tier.DEVICE, None, None)
+    assert len(kitchen.memory.lower[Tier.DISK]) == 2
+
+
+def test_a_document_removed_under_a_running_request_does_it_no_harm() -> None:
+    kitchen = Kitchen(16)
+    kitchen.serve(1)
+    lease = kitchen.lease(1, 2)
+    assert kitchen.admit(lease) == 8
+    kitchen.tree.forget_chunks(lambda chunk_id: chunk_id != 1)
+    kitchen.check(lease)
+    kitchen.compute(lease)
+    kitchen.check(lease)
+    assert kitchen.node(1, 2) is None, "nothing is kept behind a document that is gone"
+    other = kitchen.serve(1, 2, beside=[lease])
+    assert other.reuse is not None and other.reuse.num_cached_tokens == SIZE
+    kitchen.manager.release(lease)
+    kitchen.check()
+
+
+def test_after_losing_the_device_the_system_prompt_comes_from_its_replica() -> None:
+    kitchen = Kitchen(16, host_bytes=100, replicates_system=True)
+    kitchen.serve(1)
+    kitchen.memory.lose_device()
+    kitchen.tree.lose_device()
+    kitchen.check()
+    assert reasons(kitchen.serve(1)) == [(Tier.HOST, Reason.HIT), (None, Reason.EVICTED), TAIL]
+
+
+def test_policies_are_sort_keys() -> None:
+    use = Use(
+        key=b"",  # type: ignore[arg-type]
+        num_tokens=4,
+        clock=10.0,
+        frequency=3.0,
+        avg_cost=2.0,
+        cost_alone=0.5,
+        recency=8,
+    )
+    assert [policy(use) for policy in (pgdsf, gdsf, lru, lfu, tamm)] == [16.0, 11.5, 8.0, 3.0, 2.0]
+    assert set(POLICIES) == {"pgdsf", "gdsf", "lru", "lfu", "tamm"}

@@ -1,0 +1,201 @@
+"""Scheduler, cache and tree together over a simulated memory: every token must come from its own prefix.
+
+Random arrivals, cancellations, forks, damaged records, full disks, lost devices and removed documents over tiers so
+small that all of them evict. The books are audited after every step.
+"""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.kv import Tier
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import FinishReason, Request, SamplingParams
+from stillroom.kvcache.block_pool import BlockPool
+from stillroom.kvcache.cost_model import Link, linear_profile
+from stillroom.kvcache.eviction import POLICIES
+from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
+from stillroom.kvcache.manager import KVCacheManager, Reuse
+from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
+from tests.fakes import ManualClock
+from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner, answer_of
+
+SIZE = 4
+STOP = frozenset({7})
+LINKS = {Tier.HOST: Link(1e-4, 1e6), Tier.DISK: Link(5e-3, 1e5)}
+
+
+@dataclass
+class Plant:
+    """Everything but tensors, seeded."""
+
+    seed: int
+    num_blocks: int = 24
+    host_bytes: int = 60
+    disk_bytes: int = 90
+    policy: str = "pgdsf"
+    waiting: dict[RequestId, Request] = field(default_factory=dict)
+    answers: dict[RequestId, list[int]] = field(default_factory=dict)
+    ended: dict[RequestId, FinishReason] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.randomness = random.Random(self.seed)
+        self.clock = ManualClock()
+        self.memory = PrefixMemory(SIZE)
+        self.runner = PrefixRunner(self.memory)
+        options = TreeOptions(
+            host_bytes=self.host_bytes, disk_bytes=self.disk_bytes, policy=POLICIES[self.policy], window_seconds=50.0
+        )
+        pool = BlockPool(self.num_blocks, SIZE)
+        self.tree = KnowledgeTree(
+            pool, self.memory, linear_profile(1e-3, 1e-3, 1e-6, LINKS), options, self.clock.monotonic
+        )
+        self.kv = KVCacheManager(pool, Reuse(self.tree, PrefixKeys(b"m", 2 * SIZE)))
+        self.scheduler = Scheduler(
+            self.kv, SchedulerLimits(max_num_seqs=5, max_num_batched_tokens=17, max_model_len=80)
+        )
+        self.num_requests = 0
+
+    def request(self) -> Request:
+        """Documents of a fixed length each, popular ones far more often."""
+        draw = self.randomness
+        documents = [min(int(draw.expovariate(0.4)), 11) for _ in range(draw.randint(0, 3))]
+        segments = [Segment(SegmentKind.SYSTEM, (40, 41, 42))]
+        segments += [
+            Segment(SegmentKind.CHUNK, tuple(50 + d + i for i in range(1 + d * 5 % 9)), ChunkId(d)) for d in documents
+        ]
+        question = tuple(draw.choice((30, 31)) for _ in range(draw.choice((1, 3, 9, 17))))
+        self.num_requests += 1
+        return Request(
+            request_id=RequestId(f"r{self.num_requests}"),
+            prompt=SegmentedPrompt((*segments, Segment(SegmentKind.QUESTION, question))),
+            sampling=SamplingParams(max_tokens=draw.randint(1, 6)),
+            stop_token_ids=STOP,
+        )
+
+    def submit(self, num_samples: int = 1) -> None:
+        first = self.request()
+        group = [first]
+        for index in range(1, num_samples):
+            group.append(replace(first, request_id=RequestId(f"{first.request_id}-{index}")))
+        for one in group:
+            self.runner.expect(one.request_id, one.prompt.token_ids)
+            self.waiting[one.request_id] = one
+            self.answers[one.request_id] = []
+        self.scheduler.add(*group)
+
+    def cancel(self) -> None:
+        if self.waiting:
+            request_id = self.randomness.choice(sorted(self.waiting))
+            assert self.scheduler.abort(request_id)
+            del self.waiting[request_id]
+
+    def step(self) -> None:
+        self.clock.advance(0.3)
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            for update in self.scheduler.update(batch, self.runner.execute(batch)):
+                if update.token_id is not None:
+                    self.answers[update.request_id].append(update.token_id)
+                if update.finish_reason is not None:
+                    self._finish(update.request_id)
+        self.scheduler.check_integrity()
+        lower = self.memory.lower
+        assert all(
+            node.is_in(tier) == (node.key in lower[tier]) for node in self.tree for tier in (Tier.HOST, Tier.DISK)
+        )
+        assert all(self.tree.get(key) is not None for kept in lower.values() for key in kept), "a copy nobody knows"
+
+    def _finish(self, request_id: RequestId) -> None:
+        request = self.waiting.pop(request_id)
+        expected = answer_of(request.prompt.token_ids, request.sampling.max_tokens, STOP, self.memory.vocabulary)
+        assert self.answers[request_id] == expected
+
+    def lose_device(self) -> None:
+        self.memory.lose_device()
+        self.scheduler.lose_device()
+
+    def remove_document(self) -> None:
+        gone = self.randomness.randint(0, 11)
+        self.tree.forget_chunks(lambda chunk_id: chunk_id != gone)
+
+    def finish(self) -> None:
+        for _ in range(2_000):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.waiting
+        self.tree.clear()
+        self.scheduler.check_integrity()
+        assert self.kv.pool.num_free == self.num_blocks, "a block leaked"
+        assert not any(self.memory.lower.values())
+
+
+ACTIONS = (
+    "submit",
+    "submit",
+    "submit",
+    "step",
+    "step",
+    "step",
+    "step",
+    "fork",
+    "cancel",
+    "damage",
+    "lose",
+    "remove",
+    "tend",
+)
+
+
+def act(plant: Plant, action: str) -> None:
+    if action == "submit":
+        plant.submit()
+    elif action == "fork":
+        plant.submit(plant.randomness.randint(2, 3))
+    elif action == "step":
+        plant.step()
+    elif action == "cancel":
+        plant.cancel()
+    elif action == "damage":
+        plant.memory.damage(plant.randomness, 0.1)
+    elif action == "lose":
+        plant.lose_device()
+    elif action == "remove":
+        plant.remove_document()
+    elif action == "tend":
+        plant.tree.tend()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(ACTIONS), max_size=80),
+    st.integers(0, 2**16),
+    st.integers(20, 40),
+    st.sampled_from(sorted(POLICIES)),
+)
+def test_whatever_happens_every_token_is_right(actions: list[str], seed: int, num_blocks: int, policy: str) -> None:
+    plant = Plant(seed, num_blocks=num_blocks, policy=policy)
+    for action in actions:
+        act(plant, action)
+    plant.finish()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_thousand_requests_through_tiers_that_are_all_too_small(policy: str) -> None:
+    plant = Plant(1, policy=policy)
+    while plant.num_requests < 1_000:
+        act(plant, plant.randomness.choice(ACTIONS[:11]))
+        if plant.randomness.random() < 0.002:
+            plant.lose_device()
+    plant.finish()
+    stats = plant.tree.stats
+    for counter in (stats.hits, stats.evictions):
+        assert all(counter[tier] for tier in Tier), counter
+    assert stats.loads[Tier.HOST] and stats.loads[Tier.DISK] and stats.failed_loads[Tier.DISK]
+    assert stats.offloads and stats.stores
