@@ -67,7 +67,7 @@ class DeviceStore:
         """Copy the first `num_tokens` slots of these blocks, in order.
 
         Args:
-            out: where to, contiguous [2, L, T, G, D], on this device or on the host; a new tensor on this device if None.
+            out: where to, contiguous [2, L, T, G, D], on this device or on the host; if None, a new tensor on this device.
 
         Returns:
             `out`, when all of it is there.
@@ -78,7 +78,7 @@ class DeviceStore:
             kv_2LTGD = out
         else:
             kv_2LTGD = torch.empty(self.shape.of_node(num_tokens), dtype=self.shape.dtype, device=self.k_LSGD.device)
-        assert kv_2LTGD.shape == self.shape.of_node(num_tokens), (kv_2LTGD.shape, num_tokens)
+        assert kv_2LTGD.is_contiguous() and kv_2LTGD.shape == self.shape.of_node(num_tokens), kv_2LTGD.shape
         for kv_LTGD, kv_LSGD in zip(kv_2LTGD, (self.k_LSGD, self.v_LSGD), strict=True):
             if on_host:
                 kv_LTB, kv_LSB = _bytes(kv_LTGD), _bytes(kv_LSGD)
@@ -96,6 +96,7 @@ class DeviceStore:
         Args:
             kv_2LTGD: contiguous, on this device or on the host, which may be overwritten after the return.
         """
+        assert kv_2LTGD.is_contiguous() and kv_2LTGD.dtype == self.shape.dtype, kv_2LTGD.dtype
         runs = _runs(block_ids, kv_2LTGD.shape[2], self.block_size)
         kv_2LTGD = kv_2LTGD.to(self.k_LSGD.device)
         for kv_LTGD, kv_LSGD in zip(kv_2LTGD, (self.k_LSGD, self.v_LSGD), strict=True):

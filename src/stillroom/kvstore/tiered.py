@@ -160,4 +160,4 @@ class TieredStore:
 
 def _bytes(kv_2LTGD: torch.Tensor) -> memoryview:
     """The same memory, flat."""
-    return memoryview(kv_2LTGD.view(torch.uint8).reshape(-1).numpy())
+    return kv_2LTGD.view(torch.uint8).view(-1).numpy().data
