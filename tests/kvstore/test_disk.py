@@ -211,7 +211,7 @@ def test_a_folder_that_cannot_be_made_or_locked_is_read_only(tmp_path: Path, cap
 def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = filled(tmp_path)
     reader = DiskStore(tmp_path, MODEL)
-    assert writer.is_writer and not reader.is_writer
+    assert (writer.is_writer, reader.is_writer) == (True, False)
     assert [level for _, level, _ in caplog.record_tuples] == [logging.WARNING]
     assert "another process keeps the KV cache of this knowledge base" in caplog.text
     assert not reader.write(record(9), payload(9))
@@ -230,8 +230,8 @@ def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog:
     assert read(writer, key(0)) is None and len(files_in(tmp_path)) == 3
 
     writer.close()
-    assert not writer.is_writer and not writer.write(record(9), payload(9))
-    assert not reader.is_writer, "who began as a reader stays one"
+    assert (writer.is_writer, reader.is_writer) == (False, False), "who began as a reader stays one"
+    assert not writer.write(record(9), payload(9))
     assert DiskStore(tmp_path, MODEL).is_writer
 
 

@@ -67,7 +67,7 @@ class DeviceStore:
         """Copy the first `num_tokens` slots of these blocks, in order.
 
         Args:
-            out: where to, contiguous [2, L, T, G, D], on this device or on the host; if None, a new tensor on this device.
+            out: where to, contiguous [2, L, T, G, D], on this device or on the host; None for a new tensor here.
 
         Returns:
             `out`, when all of it is there.
