@@ -13,10 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZE = 1_000_000
 
 WRITES_UNTIL_KILLED = f"""
-import sys
+import os, sys
 from pathlib import Path
 from stillroom.kvstore.disk import DiskStore
 from tests.kvstore.nodes import MODEL, payload, record
+write = os.write
+os.write = lambda descriptor, data: write(descriptor, data[:4096])  # most kills come in the middle of a file
 store = DiskStore(Path(sys.argv[1]), MODEL)
 assert store.is_writer
 contents = [payload(n, {SIZE}) for n in range(8)]
@@ -52,6 +54,20 @@ def test_a_second_process_reads_and_is_told(tmp_path: Path) -> None:
     store.close()
     output, errors = start(READS, tmp_path).communicate(timeout=60)
     assert output.split() == ["True", "1", "True", "True"] and not errors
+
+
+def test_readers_are_not_disturbed_by_a_writer(tmp_path: Path) -> None:
+    buffer = bytearray(SIZE)
+    contents = [payload(n, SIZE) for n in range(8)]
+    with start(WRITES_UNTIL_KILLED, tmp_path) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "writing\n"
+        reader = DiskStore(tmp_path, MODEL)
+        while len([n for n in range(8) if reader.lookup(key(n))]) < 8:
+            time.sleep(0.01)
+        for n in [*range(8)] * 25:  # every record is replaced again and again
+            assert reader.read(key(n), memoryview(buffer)) and buffer == contents[n]
+        assert not reader.is_writer and not reader.verify_failures
+        writer.kill()
 
 
 def test_killed_at_any_moment_it_leaves_whole_records_only(tmp_path: Path) -> None:

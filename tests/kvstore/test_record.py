@@ -1,5 +1,8 @@
 """The format: whatever happens to a record's bytes, it is noticed."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,3 +102,10 @@ def test_a_header_of_one_node_with_the_payload_of_another_is_noticed() -> None:
 def test_keys_have_32_bytes(wrong: bytes) -> None:
     with pytest.raises(AssertionError):
         encode(record(1), wrong, b"")
+
+
+def test_the_page_about_the_format_has_its_offsets() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "kv-records.md").read_text()
+    rows = [(int(offset), int(size)) for offset, size in re.findall(r"^\| (\d+) \| (\d+) \|", page, re.MULTILINE)]
+    ends = [offset + size for offset, size in rows]
+    assert [0, *ends] == [*(offset for offset, _ in rows), HEADER_SIZE]

@@ -108,6 +108,21 @@ def test_any_blocks_in_any_order(order: list[int], num_tokens: int) -> None:
     assert_same(fast, slow)
 
 
+@pytest.mark.parametrize(("ids", "num_tokens"), PLACES)
+def test_the_tensor_operations_of_other_devices_do_the_same(
+    ids: list[int], num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, fast, slow = new_device(), new_device(seed=1), new_device(seed=1)
+    for store in (source, fast):
+        monkeypatch.setattr(store, "_is_on_host", False)
+    kv = slow_gather(source, blocks(*ids), num_tokens)
+    assert torch.equal(source.gather(blocks(*ids), num_tokens), kv)
+    assert torch.equal(source.gather(blocks(*ids), num_tokens, out=torch.empty(kv.shape)), kv)
+    fast.scatter(blocks(*ids), kv)
+    slow_scatter(slow, blocks(*ids), kv)
+    assert_same(fast, slow)
+
+
 @pytest.mark.parametrize("wrong", [0, 8, 17])
 def test_tokens_and_blocks_must_agree(wrong: int) -> None:
     with pytest.raises(AssertionError):

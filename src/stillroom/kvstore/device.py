@@ -44,6 +44,7 @@ class DeviceStore:
         size = (shape.num_layers, num_blocks * block_size, shape.num_kv_heads, shape.head_dim)
         self.k_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
         self.v_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
+        self._is_on_host = device.type == "cpu"
 
     @property
     def num_bytes(self) -> int:
@@ -73,14 +74,13 @@ class DeviceStore:
             `out`, when all of it is there.
         """
         runs = _runs(block_ids, num_tokens, self.block_size)
-        on_host = self.k_LSGD.device.type == "cpu"
-        if out is not None and on_host:
+        if out is not None and self._is_on_host:
             kv_2LTGD = out
         else:
             kv_2LTGD = torch.empty(self.shape.of_node(num_tokens), dtype=self.shape.dtype, device=self.k_LSGD.device)
         assert kv_2LTGD.is_contiguous() and kv_2LTGD.shape == self.shape.of_node(num_tokens), kv_2LTGD.shape
         for kv_LTGD, kv_LSGD in zip(kv_2LTGD, (self.k_LSGD, self.v_LSGD), strict=True):
-            if on_host:
+            if self._is_on_host:
                 kv_LTB, kv_LSB = _bytes(kv_LTGD), _bytes(kv_LSGD)
                 for run in runs:
                     kv_LTB[:, run.tokens] = kv_LSB[:, run.slots]
@@ -88,7 +88,7 @@ class DeviceStore:
                 kv_LTGD.copy_(kv_LSGD[:, runs[0].slots])
             else:
                 torch.index_select(kv_LSGD, 1, self._slots(runs), out=kv_LTGD)
-        return kv_2LTGD if out is None or on_host else out.copy_(kv_2LTGD)
+        return kv_2LTGD if out is None or self._is_on_host else out.copy_(kv_2LTGD)
 
     def scatter(self, block_ids: Sequence[BlockId], kv_2LTGD: torch.Tensor) -> None:
         """Copy a node's KV into the first slots of these blocks; other slots keep what they have.
@@ -100,7 +100,7 @@ class DeviceStore:
         runs = _runs(block_ids, kv_2LTGD.shape[2], self.block_size)
         kv_2LTGD = kv_2LTGD.to(self.k_LSGD.device)
         for kv_LTGD, kv_LSGD in zip(kv_2LTGD, (self.k_LSGD, self.v_LSGD), strict=True):
-            if kv_LSGD.device.type == "cpu":
+            if self._is_on_host:
                 kv_LTB, kv_LSB = _bytes(kv_LTGD), _bytes(kv_LSGD)
                 for run in runs:
                     kv_LSB[:, run.slots] = kv_LTB[:, run.tokens]

@@ -94,7 +94,8 @@ def usage(root: Path) -> list[FolderUsage]:
 def forget_chunks(root: Path, is_alive: Callable[[ChunkId], bool]) -> int:
     """Remove every model's records of chunks that are not alive, and of what was computed after one in a prompt.
 
-    The latter hold traces of the chunk's text, and nobody asks for them again: their keys contain its tokens.
+    The latter hold traces of the chunk's text, and nobody asks for them again: their keys contain its tokens. They are
+    found by parent, so those whose parent's record was removed earlier stay.
 
     Returns:
         Records removed.
