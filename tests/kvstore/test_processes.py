@@ -74,7 +74,9 @@ def test_killed_at_any_moment_it_leaves_whole_records_only(tmp_path: Path) -> No
     delays = random.Random(0)
     num_temporaries = 0
     buffer = bytearray(SIZE)
-    for _ in range(20):
+    for num_kills in range(200):
+        if num_kills >= 20 and num_temporaries > 0:
+            break
         with start(WRITES_UNTIL_KILLED, tmp_path) as writer:
             assert writer.stdout is not None and writer.stdout.readline() == "writing\n"
             time.sleep(delays.uniform(0, 0.03))
