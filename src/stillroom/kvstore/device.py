@@ -7,11 +7,14 @@ that were never written hold garbage, and nobody may attend to them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stillroom.core.batch import BlockCopy
+from stillroom.core.ids import BlockId
 
-# L layers, S slots, G key/value heads, D head dimension
+# L layers, S slots, T tokens of one node, G key/value heads, D head dimension, B bytes of one token in one layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,10 @@ class KVShape:
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
+    def of_node(self, num_tokens: int) -> tuple[int, int, int, int, int]:
+        """Shape of a node's KV away from its slots: [2, L, T, G, D], K first."""
+        return (2, self.num_layers, num_tokens, self.num_kv_heads, self.head_dim)
+
 
 class DeviceStore:
     """Room for `num_blocks` blocks of `block_size` tokens."""
@@ -37,6 +44,7 @@ class DeviceStore:
         size = (shape.num_layers, num_blocks * block_size, shape.num_kv_heads, shape.head_dim)
         self.k_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
         self.v_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
+        self._is_on_host = device.type == "cpu"
 
     @property
     def num_bytes(self) -> int:
@@ -55,3 +63,77 @@ class DeviceStore:
         for kv_LSGD in (self.k_LSGD, self.v_LSGD):
             blocks = kv_LSGD.view(len(kv_LSGD), -1, self.block_size, *kv_LSGD.shape[2:])
             blocks[:, target] = blocks[:, source]
+
+    def gather(self, block_ids: Sequence[BlockId], num_tokens: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy the first `num_tokens` slots of these blocks, in order.
+
+        Args:
+            out: where to, contiguous [2, L, T, G, D], on this device or on the host; None for a new tensor here.
+
+        Returns:
+            `out`, when all of it is there.
+        """
+        runs = _runs(block_ids, num_tokens, self.block_size)
+        if out is not None and self._is_on_host:
+            kv_2LTGD = out
+        else:
+            kv_2LTGD = torch.empty(self.shape.of_node(num_tokens), dtype=self.shape.dtype, device=self.k_LSGD.device)
+        assert kv_2LTGD.is_contiguous() and kv_2LTGD.shape == self.shape.of_node(num_tokens), kv_2LTGD.shape
+        for kv_LTGD, kv_LSGD in zip(kv_2LTGD, (self.k_LSGD, self.v_LSGD), strict=True):
+            if self._is_on_host:
+                kv_LTB, kv_LSB = _bytes(kv_LTGD), _bytes(kv_LSGD)
+                for run in runs:
+                    kv_LTB[:, run.tokens] = kv_LSB[:, run.slots]
+            elif len(runs) == 1:
+                kv_LTGD.copy_(kv_LSGD[:, runs[0].slots])
+            else:
+                torch.index_select(kv_LSGD, 1, self._slots(runs), out=kv_LTGD)
+        return kv_2LTGD if out is None or self._is_on_host else out.copy_(kv_2LTGD)
+
+    def scatter(self, block_ids: Sequence[BlockId], kv_2LTGD: torch.Tensor) -> None:
+        """Copy a node's KV into the first slots of these blocks; other slots keep what they have.
+
+        Args:
+            kv_2LTGD: contiguous, on this device or on the host, which may be overwritten after the return.
+        """
+        assert kv_2LTGD.is_contiguous() and kv_2LTGD.dtype == self.shape.dtype, kv_2LTGD.dtype
+        runs = _runs(block_ids, kv_2LTGD.shape[2], self.block_size)
+        kv_2LTGD = kv_2LTGD.to(self.k_LSGD.device)
+        for kv_LTGD, kv_LSGD in zip(kv_2LTGD, (self.k_LSGD, self.v_LSGD), strict=True):
+            if self._is_on_host:
+                kv_LTB, kv_LSB = _bytes(kv_LTGD), _bytes(kv_LSGD)
+                for run in runs:
+                    kv_LSB[:, run.slots] = kv_LTB[:, run.tokens]
+            elif len(runs) == 1:
+                kv_LSGD[:, runs[0].slots] = kv_LTGD
+            else:
+                kv_LSGD.index_copy_(1, self._slots(runs), kv_LTGD)
+
+    def _slots(self, runs: list["_Run"]) -> torch.Tensor:
+        slots = [slot for run in runs for slot in range(run.slots.start, run.slots.stop)]
+        return torch.tensor(slots, device=self.k_LSGD.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Tokens of a node whose slots follow each other."""
+
+    slots: slice
+    tokens: slice
+
+
+def _runs(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> list[_Run]:
+    """The longest runs that the first `num_tokens` slots of these blocks make."""
+    assert (len(block_ids) - 1) * block_size < num_tokens <= len(block_ids) * block_size, (block_ids, num_tokens)
+    breaks = [i for i in range(1, len(block_ids)) if block_ids[i] != block_ids[i - 1] + 1]
+    runs = []
+    for first, last in zip([0, *breaks], [*breaks, len(block_ids)], strict=True):
+        start, stop = first * block_size, min(last * block_size, num_tokens)
+        slot = block_ids[first] * block_size
+        runs.append(_Run(slice(slot, slot + stop - start), slice(start, stop)))
+    return runs
+
+
+def _bytes(kv_LTGD: torch.Tensor) -> NDArray[np.uint8]:
+    """The same memory as bytes, [L, T, B]; NumPy, which has no bfloat16, copies them on this thread alone."""
+    return kv_LTGD.view(torch.uint8).flatten(2).numpy()

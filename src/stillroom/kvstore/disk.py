@@ -1,0 +1,275 @@
+"""KV on disk: one file per node, immutable, verified at every read. No torch.
+
+Invariant: `read` gives exactly the bytes that `write` was given for that key and model, or says no. One process writes
+to a model's folder, any number read it; whoever is killed, and wherever, leaves whole records and at most one temporary
+file, which the next writer removes. Nothing is synced to the disk: after a power cut a file may be torn, and then its
+checksum says so. Design: docs/kv-records.md
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from stillroom.core.kv import NodeKey, NodeRecord
+from stillroom.kvstore.files import (
+    TEMPORARY_SUFFIX,
+    folder_of,
+    key_of,
+    path_of,
+    read_header,
+    record_paths,
+    remove_file,
+    temporary_paths,
+)
+from stillroom.kvstore.record import (
+    FINGERPRINT_SIZE,
+    HEADER_SIZE,
+    TRAILER_SIZE,
+    Buffer,
+    Defect,
+    Header,
+    encode,
+    inspect,
+    is_intact,
+)
+
+logger = logging.getLogger(__name__)
+
+_LOCK = "writer.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `DiskStore.verify` found."""
+
+    num_records: int
+    """Records that verified."""
+    num_bytes: int
+    """Their size on disk."""
+    failures: Mapping[NodeKey, Defect]
+    """Records that did not, since the store was opened; a writer has removed them."""
+
+
+class DiskStore:
+    """The records of one model in a knowledge base's folder of KV.
+
+    Used by one thread. Problems of the disk are never raised: what cannot be read is a miss, what cannot be written is
+    not stored, and both are counted.
+    """
+
+    def __init__(self, root: Path, fingerprint: bytes) -> None:
+        """Opens the folder, as its writer if nobody else is, and reads the header of every record.
+
+        Args:
+            root: folder of all models' KV; made if missing.
+            fingerprint: 32 bytes that name the model, its weights, and the type and layout of its KV.
+        """
+        assert len(fingerprint) == FINGERPRINT_SIZE, fingerprint
+        self.folder = folder_of(root, fingerprint)
+        self.fingerprint = fingerprint
+        self.verify_failures: Counter[Defect] = Counter()
+        """Records that did not verify, by reason."""
+        self.num_write_failures = 0
+        """Records that could not be written."""
+        self._entries: dict[NodeKey, tuple[NodeRecord, int]] = {}
+        self._num_bytes = 0
+        self._rejected: dict[NodeKey, Defect] = {}
+        self._warned_errnos: set[int | None] = set()
+        self._lock = self._try_lock()
+        self._scan()
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process stores and removes records; otherwise it only reads them."""
+        return self._lock is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk of all records that this store knows."""
+        return self._num_bytes
+
+    def records(self) -> list[tuple[NodeRecord, int]]:
+        """Every record known to be there and its size on disk in bytes. Payloads are verified when they are read."""
+        return list(self._entries.values())
+
+    def lookup(self, key: NodeKey) -> NodeRecord | None:
+        """The record of a node, also if the writer is another process and wrote it since this store was opened."""
+        if not self.is_writer and key not in self._entries and key not in self._rejected:
+            self._admit(path_of(self.folder, key))
+        entry = self._entries.get(key)
+        return entry[0] if entry else None
+
+    def write(self, record: NodeRecord, payload: Buffer) -> bool:
+        """Store a node's KV in place of what there is of it. False if that failed, and then nothing of it is left."""
+        if self._lock is None:
+            return False
+        header, trailer = encode(record, self.fingerprint, payload)
+        path = path_of(self.folder, record.key)
+        temporary = path.with_suffix(TEMPORARY_SUFFIX)
+        self._forget(record.key)
+        try:
+            _write_file(temporary, (header, payload, trailer))
+            os.replace(temporary, path)
+        except OSError as error:
+            remove_file(temporary)
+            remove_file(path)
+            self.num_write_failures += 1
+            self._warn_once(error)
+            return False
+        self._rejected.pop(record.key, None)
+        self._remember(record, HEADER_SIZE + len(payload) + TRAILER_SIZE)
+        return True
+
+    def read(self, key: NodeKey, into: memoryview) -> bool:
+        """Read a node's KV into a buffer of exactly its size. If False, the buffer holds nothing of use.
+
+        A record that does not verify is counted and removed; one that is gone is only a miss.
+        """
+        try:
+            descriptor = os.open(path_of(self.folder, key), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._forget(key)
+            return False
+        try:
+            defect = _read_file(descriptor, key, self.fingerprint, into)
+        finally:
+            os.close(descriptor)
+        if defect is None:
+            return True
+        self._reject(key, defect)
+        logger.warning("stored KV %s does not verify (%s) and will be computed again", key.hex()[:16], defect.value)
+        return False
+
+    def remove(self, key: NodeKey) -> None:
+        """Forget a node. Does nothing if it is not there, or if somebody else is the writer."""
+        if self._lock is not None:
+            self._forget(key)
+            remove_file(path_of(self.folder, key))
+
+    def clear(self) -> None:
+        """Remove all records."""
+        for key in list(self._entries):
+            self.remove(key)
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read and check every record.
+
+        Args:
+            progress: told how many records were read, and how many there are, after each.
+        """
+        num_records = num_bytes = 0
+        buffer = bytearray()
+        entries = list(self._entries.values())
+        for num_done, (record, size) in enumerate(entries, 1):
+            payload_size = size - HEADER_SIZE - TRAILER_SIZE
+            if len(buffer) < payload_size:
+                buffer = bytearray(payload_size)
+            if self.read(record.key, memoryview(buffer)[:payload_size]):
+                num_records += 1
+                num_bytes += size
+            if progress is not None:
+                progress(num_done, len(entries))
+        return VerifyReport(num_records, num_bytes, dict(self._rejected))
+
+    def close(self) -> None:
+        """Let another process be the writer. Reading goes on."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _try_lock(self) -> FileLock | None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.folder / _LOCK, timeout=0, thread_local=False)
+            lock.acquire()
+            return lock
+        except Timeout:
+            reason = "another process keeps the KV cache of this knowledge base; this one reads it and stores nothing"
+        except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+            reason = f"the KV cache of this knowledge base cannot be written ({error}); it is read, nothing is stored"
+        logger.warning(reason)
+        return None
+
+    def _scan(self) -> None:
+        if self.is_writer:
+            for path in list(temporary_paths(self.folder)):
+                remove_file(path)
+        for path in list(record_paths(self.folder)):
+            self._admit(path)
+        if self._rejected:
+            counts = ", ".join(f"{defect.value} {count}" for defect, count in sorted(self.verify_failures.items()))
+            logger.warning("%d stored KV records do not verify (%s) and are left out", len(self._rejected), counts)
+
+    def _admit(self, path: Path) -> None:
+        """Know the record in this file, if there is one and its header verifies."""
+        header = read_header(path, self.fingerprint)
+        if isinstance(header, Header):
+            self._remember(header.record, HEADER_SIZE + header.payload_size + TRAILER_SIZE)
+        elif header is not None:
+            self._reject(key_of(path), header)
+
+    def _remember(self, record: NodeRecord, size: int) -> None:
+        self._entries[record.key] = (record, size)
+        self._num_bytes += size
+
+    def _forget(self, key: NodeKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._num_bytes -= entry[1]
+
+    def _reject(self, key: NodeKey, defect: Defect) -> None:
+        self.verify_failures[defect] += 1
+        self._rejected[key] = defect
+        self._forget(key)
+        self.remove(key)
+
+    def _warn_once(self, error: OSError) -> None:
+        if error.errno not in self._warned_errnos:
+            self._warned_errnos.add(error.errno)
+            logger.warning("KV cannot be stored on disk and is kept in memory only: %s", error)
+
+
+def _write_file(path: Path, parts: tuple[Buffer, ...]) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except FileNotFoundError:  # the first record of its folder
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, flags, 0o644)
+    try:
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)
+
+
+def _read_file(descriptor: int, key: NodeKey, fingerprint: bytes, into: memoryview) -> Defect | None:
+    """Fill the buffer with the payload; None if all of it verifies."""
+    try:
+        data = os.read(descriptor, HEADER_SIZE)
+        header = inspect(data, os.fstat(descriptor).st_size, key, fingerprint)
+        if isinstance(header, Defect):
+            return header
+        trailer = bytearray(TRAILER_SIZE)
+        if header.payload_size != len(into) or not all(_fill(descriptor, part) for part in (into, memoryview(trailer))):
+            return Defect.SIZE
+    except OSError:
+        return Defect.UNREADABLE
+    return None if is_intact(data, into, trailer) else Defect.CHECKSUM
+
+
+def _fill(descriptor: int, buffer: memoryview) -> bool:
+    """False if the file ends before the buffer is full."""
+    while buffer:
+        num_read = os.readv(descriptor, [buffer])
+        if num_read == 0:
+            return False
+        buffer = buffer[num_read:]
+    return True

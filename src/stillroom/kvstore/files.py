@@ -1,0 +1,145 @@
+"""Where record files lie, and what can be done with them without a model. No torch.
+
+`<root>/<fingerprint>/<first two digits of the key>/<key>.kv`, all in hexadecimal. A file appears whole, under its name,
+or not at all, and never changes; so everything here is safe while other processes read and write the same folders:
+a file that somebody removed is a miss for everybody else. Files of other names are left alone.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stillroom.core.ids import ChunkId
+from stillroom.core.kv import NodeKey
+from stillroom.kvstore.record import HEADER_SIZE, Defect, Header, inspect
+
+SUFFIX = ".kv"
+TEMPORARY_SUFFIX = ".tmp"
+_RECORD = re.compile(r"[0-9a-f]{64}\.kv")
+_TEMPORARY = re.compile(r"[0-9a-f]{64}\.tmp")
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_SHARD = re.compile(r"[0-9a-f]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class FolderUsage:
+    """What is kept of one model's KV."""
+
+    fingerprint: bytes
+    num_records: int
+    num_bytes: int
+
+
+def folder_of(root: Path, fingerprint: bytes) -> Path:
+    """Where the records of one model are."""
+    return root / fingerprint.hex()
+
+
+def path_of(folder: Path, key: NodeKey) -> Path:
+    """The file of a node's record."""
+    name = key.hex()
+    return folder / name[:2] / (name + SUFFIX)
+
+
+def key_of(path: Path) -> NodeKey:
+    """The inverse of `path_of`."""
+    return NodeKey(bytes.fromhex(path.stem))
+
+
+def record_paths(folder: Path) -> Iterator[Path]:
+    """Every file that is named like a record, in no order."""
+    return _paths(folder, _RECORD)
+
+
+def temporary_paths(folder: Path) -> Iterator[Path]:
+    """Every file that somebody began to write."""
+    return _paths(folder, _TEMPORARY)
+
+
+def read_header(path: Path, fingerprint: bytes) -> Header | Defect | None:
+    """What the file's beginning tells, one small read; None if there is no such file, or it cannot be opened."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        data = os.read(descriptor, HEADER_SIZE)
+        return inspect(data, os.fstat(descriptor).st_size, key_of(path), fingerprint)
+    except OSError:
+        return Defect.UNREADABLE
+    finally:
+        os.close(descriptor)
+
+
+def fingerprints(root: Path) -> list[bytes]:
+    """The models that have a folder here."""
+    return [bytes.fromhex(name) for name in sorted(_names(root)) if _FINGERPRINT.fullmatch(name)]
+
+
+def usage(root: Path) -> list[FolderUsage]:
+    """Records and bytes on disk of each model; nothing is verified."""
+    found = []
+    for fingerprint in fingerprints(root):
+        sizes = []
+        for path in record_paths(folder_of(root, fingerprint)):
+            with contextlib.suppress(OSError):
+                sizes.append(path.stat().st_size)
+        found.append(FolderUsage(fingerprint, len(sizes), sum(sizes)))
+    return found
+
+
+def forget_chunks(root: Path, is_alive: Callable[[ChunkId], bool]) -> int:
+    """Remove every model's records of chunks that are not alive, and of what was computed after one in a prompt.
+
+    The latter hold traces of the chunk's text, and nobody asks for them again: their keys contain its tokens. They are
+    found by parent, so those whose parent's record was removed earlier stay.
+
+    Returns:
+        Records removed.
+    """
+    num_removed = 0
+    for fingerprint in fingerprints(root):
+        folder = folder_of(root, fingerprint)
+        headers = (read_header(path, fingerprint) for path in record_paths(folder))
+        records = [header.record for header in headers if isinstance(header, Header)]
+        records.sort(key=lambda record: record.first_position)  # a parent comes before its children
+        dead: set[NodeKey] = set()
+        for record in records:
+            if record.parent in dead or (record.chunk_id is not None and not is_alive(record.chunk_id)):
+                dead.add(record.key)
+        num_removed += sum(remove_file(path_of(folder, key)) for key in dead)
+    return num_removed
+
+
+def clear_all(root: Path) -> int:
+    """Remove every model's records; returns how many. Those that are being written meanwhile may stay."""
+    return sum(
+        remove_file(path) for fingerprint in fingerprints(root) for path in record_paths(folder_of(root, fingerprint))
+    )
+
+
+def remove_file(path: Path) -> bool:
+    """False if it was not there, or could not be removed."""
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True
+
+
+def _paths(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+    for shard in _names(folder):
+        if _SHARD.fullmatch(shard):
+            for name in _names(folder / shard):
+                if pattern.fullmatch(name) and name.startswith(shard):
+                    yield folder / shard / name
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []

@@ -1,0 +1,163 @@
+"""Moves KV between device, host and disk, as the knowledge tree says, and keeps count of it.
+
+Invariant: bytes from disk reach the device only after all of them verified; they are read into a staging buffer, never
+into slots. A move that fails leaves nothing behind, as `KVMover` promises. Design: docs/kv-records.md
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from stillroom.core.clock import Clock
+from stillroom.core.ids import BlockId
+from stillroom.core.kv import NodeKey, NodeRecord, Tier
+from stillroom.kvstore.device import DeviceStore
+from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.host import HostStore
+from stillroom.kvstore.record import Defect
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What went from one tier to another so far."""
+
+    num_copies: int = 0
+    num_failed: int = 0
+    """Copies that could not be made, or did not verify."""
+    num_bytes: int = 0
+    """Of the copies that were made."""
+    seconds: float = 0.0
+    """Spent on all of them, the failed ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """All moves so far, and the disk's troubles."""
+
+    flows: Mapping[tuple[Tier, Tier], Flow]
+    """By source and target: device to host is an offload, to the device a load, to disk a store."""
+    verify_failures: Mapping[Defect, int]
+    """Records that did not verify, by reason."""
+    num_write_failures: int
+    """Records that the disk did not take."""
+
+
+DIRECTIONS = (
+    (Tier.DEVICE, Tier.HOST),
+    (Tier.HOST, Tier.DEVICE),
+    (Tier.DISK, Tier.DEVICE),
+    (Tier.HOST, Tier.DISK),
+    (Tier.DEVICE, Tier.DISK),
+)
+
+
+class TieredStore:
+    """The `KVMover` over three stores. Used by one thread; every move is complete when its method returns."""
+
+    def __init__(self, device: DeviceStore, host: HostStore, disk: DiskStore | None, clock: Clock) -> None:
+        """Args: disk: None to keep nothing on disk: every store then fails."""
+        self.device = device
+        self.host = host
+        self.disk = disk
+        self._clock = clock
+        self._flows = dict.fromkeys(DIRECTIONS, Flow())
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def stats(self) -> TransferStats:
+        """A snapshot."""
+        return TransferStats(
+            flows=MappingProxyType(dict(self._flows)),
+            verify_failures=dict(self.disk.verify_failures) if self.disk else {},
+            num_write_failures=self.disk.num_write_failures if self.disk else 0,
+        )
+
+    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        """Copy the first `num_tokens` slots of these device blocks to the host."""
+        start = self._clock.monotonic()
+        room = self.host.allocate(key, num_tokens)
+        if room is not None:
+            self.device.gather(block_ids, num_tokens, out=room)
+        return self._count(Tier.DEVICE, Tier.HOST, room, start)
+
+    def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        """Copy a node from host or disk into these device blocks, verified."""
+        start = self._clock.monotonic()
+        kv_2LTGD = self._from_host(key, num_tokens) if source is Tier.HOST else self._from_disk(key, num_tokens)
+        if kv_2LTGD is not None:
+            self.device.scatter(block_ids, kv_2LTGD)
+        else:
+            self.drop(key, source)
+        return self._count(source, Tier.DEVICE, kv_2LTGD, start)
+
+    def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
+        """Copy a node to disk, from the host, or from these device blocks if `source` is the device."""
+        start = self._clock.monotonic()
+        kv_2LTGD = None
+        if self.disk is not None and self.disk.is_writer:
+            if source is Tier.HOST:
+                kv_2LTGD = self._from_host(record.key, record.num_tokens)
+            else:
+                kv_2LTGD = self._stage(record.num_tokens)
+                if kv_2LTGD is not None:
+                    self.device.gather(block_ids, record.num_tokens, out=kv_2LTGD)
+            if kv_2LTGD is None or not self.disk.write(record, _bytes(kv_2LTGD)):
+                self.disk.remove(record.key)
+                kv_2LTGD = None
+        return self._count(source, Tier.DISK, kv_2LTGD, start)
+
+    def drop(self, key: NodeKey, tier: Tier) -> None:
+        """Forget the host's or the disk's copy."""
+        assert tier is not Tier.DEVICE, "slots belong to the block pool"
+        if tier is Tier.HOST:
+            self.host.drop(key)
+        elif self.disk is not None:
+            self.disk.remove(key)
+
+    def close(self) -> None:
+        """Forget the host's copies, and let another process write to the disk's folder."""
+        self.host.clear()
+        if self.disk is not None:
+            self.disk.close()
+
+    def _from_host(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
+        kv_2LTGD = self.host.get(key)
+        assert kv_2LTGD is None or kv_2LTGD.shape[2] == num_tokens, (kv_2LTGD.shape, num_tokens)
+        return kv_2LTGD
+
+    def _from_disk(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
+        """Verified KV in the staging buffer, until the next use of it."""
+        kv_2LTGD = self._stage(num_tokens) if self.disk is not None else None
+        if self.disk is None or kv_2LTGD is None or not self.disk.read(key, _bytes(kv_2LTGD)):
+            return None
+        return kv_2LTGD
+
+    def _stage(self, num_tokens: int) -> torch.Tensor | None:
+        """The staging buffer as room for one node, [2, L, T, G, D]; None if there is no memory."""
+        shape = self.device.shape
+        num_bytes = shape.bytes_per_token * num_tokens
+        if len(self._staging) < num_bytes:
+            try:
+                self._staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.host.is_pinned)
+            except (MemoryError, RuntimeError):
+                return None
+        return self._staging[:num_bytes].view(shape.dtype).view(shape.of_node(num_tokens))
+
+    def _count(self, source: Tier, target: Tier, kv_2LTGD: torch.Tensor | None, start: float) -> bool:
+        """Book a move that began at `start`, failed if there is no KV; returns whether it succeeded."""
+        flow = self._flows[source, target]
+        seconds = flow.seconds + self._clock.monotonic() - start
+        if kv_2LTGD is None:
+            flow = replace(flow, num_failed=flow.num_failed + 1, seconds=seconds)
+        else:
+            num_copies, num_bytes = flow.num_copies + 1, flow.num_bytes + kv_2LTGD.nbytes
+            flow = replace(flow, num_copies=num_copies, num_bytes=num_bytes, seconds=seconds)
+        self._flows[source, target] = flow
+        return kv_2LTGD is not None
+
+
+def _bytes(kv_2LTGD: torch.Tensor) -> memoryview:
+    """The same memory, flat."""
+    return kv_2LTGD.view(torch.uint8).view(-1).numpy().data

@@ -1,0 +1,23 @@
+"""Nodes for tests of kept KV: everything about node n follows from n. No torch."""
+
+import hashlib
+import random
+
+from stillroom.core.ids import ChunkId
+from stillroom.core.kv import NodeKey, NodeRecord
+
+MODEL = bytes(range(32))
+OTHER_MODEL = bytes(32)
+
+
+def key(n: int) -> NodeKey:
+    return NodeKey(hashlib.sha256(n.to_bytes(8, "big")).digest())
+
+
+def record(n: int, *, parent: int = 0, first_position: int = 0, chunk: int | None = None) -> NodeRecord:
+    chunk_id = None if chunk is None else ChunkId(chunk)
+    return NodeRecord(key(n), key(parent), first_position, 7 + n, chunk_id, avg_cost=0.25, frequency=1.5)
+
+
+def payload(n: int, size: int = 1000) -> bytes:
+    return random.Random(n).randbytes(size)

@@ -1,0 +1,240 @@
+"""Records in files: they survive a restart, and whatever is wrong with one is a counted miss."""
+
+import errno
+import logging
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stillroom.core.kv import NodeKey
+from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.files import folder_of, path_of
+from stillroom.kvstore.record import HEADER_SIZE, TRAILER_SIZE, Defect
+from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record
+
+OVERHEAD = HEADER_SIZE + TRAILER_SIZE
+
+
+def read(store: DiskStore, node: NodeKey, size: int = 1000) -> bytes | None:
+    buffer = bytearray(size)
+    return bytes(buffer) if store.read(node, memoryview(buffer)) else None
+
+
+def files_in(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file() and path.name != "writer.lock"]
+
+
+def filled(root: Path, count: int = 3) -> DiskStore:
+    store = DiskStore(root, MODEL)
+    assert all(store.write(record(n, chunk=n), payload(n)) for n in range(count))
+    return store
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_records_survive_a_restart(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    assert store.num_bytes == 3 * (1000 + OVERHEAD)
+    store.close()
+    again = DiskStore(tmp_path, MODEL)
+    assert sorted(again.records(), key=lambda entry: entry[0].num_tokens) == [
+        (record(n, chunk=n), 1000 + OVERHEAD) for n in range(3)
+    ]
+    assert again.num_bytes == store.num_bytes == sum(path.stat().st_size for path in files_in(tmp_path))
+    assert [read(again, key(n)) for n in range(3)] == [payload(n) for n in range(3)]
+    assert not again.verify_failures
+
+
+def test_writing_a_node_again_replaces_it(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    assert store.write(record(1, parent=2), payload(9, 500))
+    assert store.num_bytes == 2500 + 3 * OVERHEAD
+    assert read(store, key(1), 500) == payload(9, 500)
+
+
+def test_removed_and_cleared_records_are_gone(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.remove(key(0))
+    store.remove(key(77))
+    assert read(store, key(0)) is None and read(store, key(1)) == payload(1)
+    store.clear()
+    assert store.num_bytes == 0 and not store.records() and not files_in(tmp_path)
+    assert not store.verify_failures
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [(0, Defect.MAGIC), (8, Defect.VERSION), (20, Defect.CHECKSUM), (HEADER_SIZE + 999, Defect.CHECKSUM)],
+)
+def test_a_flipped_bit_is_a_miss_counted_logged_and_removed(
+    tmp_path: Path, place: int, reason: Defect, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = filled(tmp_path)
+    flip(path_of(store.folder, key(1)), place)
+    assert read(store, key(1)) is None
+    assert store.verify_failures == {reason: 1}
+    assert reason.value in caplog.text
+    assert len(files_in(tmp_path)) == len(store.records()) == 2
+    assert store.num_bytes == 2 * (1000 + OVERHEAD)
+    assert read(store, key(1)) is None  # now it is only not there
+    assert store.verify_failures == {reason: 1}
+
+
+def test_a_record_in_the_place_of_another_node_or_model_is_refused(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    path_of(store.folder, key(1)).write_bytes(path_of(store.folder, key(0)).read_bytes())
+    other = DiskStore(tmp_path, OTHER_MODEL)
+    assert other.is_writer and not other.records()
+    assert other.write(record(2), payload(2))
+    path_of(store.folder, key(2)).write_bytes(path_of(other.folder, key(2)).read_bytes())
+    assert read(store, key(1)) is None and read(store, key(2)) is None
+    assert store.verify_failures == {Defect.IDENTITY: 1, Defect.MODEL: 1}
+    assert read(other, key(2)) == payload(2)
+
+
+def test_a_record_of_another_size_than_asked_for_is_refused(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    assert read(store, key(0), 999) is None and read(store, key(1), 1001) is None
+    assert store.verify_failures == {Defect.SIZE: 2}
+
+
+def test_a_file_that_vanished_is_only_a_miss(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    path_of(store.folder, key(1)).unlink()
+    assert read(store, key(1)) is None
+    assert not store.verify_failures and store.num_bytes == 2 * (1000 + OVERHEAD)
+
+
+def test_a_disk_that_fails_to_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store = filled(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readv", fail)
+        assert read(store, key(1)) is None
+    assert store.verify_failures == {Defect.UNREADABLE: 1}
+    assert read(store, key(0)) == payload(0)
+
+
+def test_opening_leaves_out_bad_records_and_temporaries_and_ignores_other_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path, 6).close()
+    paths = [path_of(folder_of(tmp_path, MODEL), key(n)) for n in range(6)]
+    flip(paths[0], 0)
+    flip(paths[1], 100)
+    paths[2].write_bytes(paths[2].read_bytes()[:-1])
+    paths[3].write_bytes(b"")
+    paths[4].with_suffix(".tmp").write_bytes(b"half a rec")
+    foreign = [tmp_path / "notes.txt", paths[0].parent / "readme", folder_of(tmp_path, MODEL) / "x.kv"]
+    for path in foreign:
+        path.write_text("mine")
+    store = DiskStore(tmp_path, MODEL)
+    assert {entry[0].key for entry in store.records()} == {key(4), key(5)}
+    assert store.verify_failures == {Defect.MAGIC: 2, Defect.CHECKSUM: 1, Defect.SIZE: 1}
+    assert set(files_in(tmp_path)) == {paths[4], paths[5], *foreign}
+    assert len(caplog.records) == 1 and "4 stored KV records" in caplog.text
+
+
+def test_verify_reads_everything_and_names_what_failed(tmp_path: Path) -> None:
+    store = filled(tmp_path, 5)
+    assert store.write(record(5), payload(5, 3000))
+    flip(path_of(store.folder, key(2)), HEADER_SIZE + 10)
+    path_of(store.folder, key(3)).unlink()
+    seen: list[tuple[int, int]] = []
+    report = store.verify(lambda done, total: seen.append((done, total)))
+    assert report.failures == {key(2): Defect.CHECKSUM}
+    assert (report.num_records, report.num_bytes) == (4, 6000 + 4 * OVERHEAD) == (4, store.num_bytes)
+    assert seen == [(n, 6) for n in range(1, 7)]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_a_write_that_fails_leaves_nothing_and_warns_once(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = filled(tmp_path)
+    real_write = os.write
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if len(data) < 600:  # the first bytes still fit
+            raise OSError(number, os.strerror(number))
+        return real_write(descriptor, data[:400])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        assert not any(store.write(record(n), payload(n)) for n in (1, 7, 8))
+    assert store.num_write_failures == 3 and len(caplog.records) == 1
+    assert read(store, key(1)) is None, "a write that failed leaves no older copy either"
+    assert len(files_in(tmp_path)) == len(store.records()) == 2 and store.num_bytes == 2 * (1000 + OVERHEAD)
+    assert store.write(record(7), payload(7)) and read(store, key(7)) == payload(7)
+
+
+def test_the_kernel_refuses_in_the_middle_of_a_record(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        assert not store.write(record(7), payload(7, 20_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert store.num_write_failures == 1 and len(files_in(tmp_path)) == 3
+
+
+def test_a_shard_that_is_no_folder_fails_that_write(tmp_path: Path) -> None:
+    store = filled(tmp_path, 0)
+    path_of(store.folder, key(1)).parent.write_text("in the way")
+    assert not store.write(record(1), payload(1)) and store.num_write_failures == 1
+
+
+def test_a_folder_that_cannot_be_made_or_locked_is_read_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    nowhere = DiskStore(tmp_path / "file" / "kv", MODEL)
+    assert not nowhere.is_writer and not nowhere.records() and not nowhere.write(record(1), payload(1))
+    filled(tmp_path / "kv").close()
+    lock = folder_of(tmp_path / "kv", MODEL) / "writer.lock"
+    lock.unlink()
+    lock.mkdir()
+    store = DiskStore(tmp_path / "kv", MODEL)
+    assert not store.is_writer and read(store, key(1)) == payload(1)
+    assert caplog.text.count("cannot be written") == 2
+
+
+def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = filled(tmp_path)
+    reader = DiskStore(tmp_path, MODEL)
+    assert (writer.is_writer, reader.is_writer) == (True, False)
+    assert [level for _, level, _ in caplog.record_tuples] == [logging.WARNING]
+    assert "another process keeps the KV cache of this knowledge base" in caplog.text
+    assert not reader.write(record(9), payload(9))
+    reader.remove(key(0))
+    reader.clear()
+    assert [read(reader, key(n)) for n in range(3)] == [payload(n) for n in range(3)]
+
+    assert reader.lookup(key(5)) is None
+    assert writer.write(record(5), payload(5))
+    assert reader.lookup(key(5)) == record(5) and read(reader, key(5)) == payload(5)
+
+    flip(path_of(writer.folder, key(0)), HEADER_SIZE)
+    assert read(reader, key(0)) is None and reader.verify_failures == {Defect.CHECKSUM: 1}
+    assert reader.lookup(key(0)) is None, "it is not offered again"
+    assert len(files_in(tmp_path)) == 4, "removing it is for the writer"
+    assert read(writer, key(0)) is None and len(files_in(tmp_path)) == 3
+
+    writer.close()
+    assert (writer.is_writer, reader.is_writer) == (False, False), "who began as a reader stays one"
+    assert not writer.write(record(9), payload(9))
+    assert DiskStore(tmp_path, MODEL).is_writer
+
+
+def test_the_disk_store_needs_no_torch() -> None:
+    script = "import sys, stillroom.kvstore.disk; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
