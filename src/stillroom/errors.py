@@ -19,6 +19,8 @@
     |   |-- EngineClosedError           the engine was shut down
     |   |-- EngineUnavailableError      the engine elsewhere cannot be reached, or has no room now
     |   |-- EngineRefusedError          the engine elsewhere refuses the key, the model or the request
+    |   |-- RequestTimeoutError         the request took too long, twice
+    |   |-- DeviceLostError             the device's memory is gone; what it held is computed or loaded again
     |   `-- RequestAbortedError         the request was cancelled before it finished
     `-- ServerError                     the HTTP server cannot listen
 
@@ -100,6 +102,14 @@ class EngineUnavailableError(EngineError):
 
 class EngineRefusedError(EngineError):
     """The engine elsewhere refuses the key, the model or the request, or is no such engine."""
+
+
+class RequestTimeoutError(EngineError):
+    """The request took longer than `runtime.request_timeout_s`, and again after it was started anew."""
+
+
+class DeviceLostError(EngineError):
+    """The device's memory is gone. The engine recovers; nobody else sees this."""
 
 
 class RequestAbortedError(EngineError):

@@ -63,10 +63,16 @@ def test_sizes_take_units_in_every_place(text: str, expected: int) -> None:
     assert load_config(env={}, overrides={"runtime.kv_bytes": text}).runtime.kv_bytes == expected
 
 
-@pytest.mark.parametrize("text", ["512M", "lots", "1.5B", "-1MiB", "0", "infMiB", "MiB", "1e400"])
+@pytest.mark.parametrize("text", ["512M", "lots", "1.5B", "-1MiB", "0", "infMiB", "MiB", "1e400", "101%", "-1%", "%"])
 def test_impossible_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="a size in bytes, such as 512MiB, at least 1"):
+    with pytest.raises(ConfigError, match="a size such as 512MiB, or a share of memory such as 25%, at least 1"):
         load_config(env={"STILLROOM_RUNTIME__KV_BYTES": text})
+
+
+def test_a_size_can_be_a_share_of_memory() -> None:
+    whole, half = (load_config(env={"STILLROOM_REUSE__HOST_BYTES": text}).reuse.host_bytes for text in ("100%", "50%"))
+
+    assert whole > 2**28 and abs(half - whole / 2) <= 1
 
 
 def test_whole_number_may_stand_for_a_float() -> None:

@@ -34,7 +34,7 @@ def engine_on(
     config = RuntimeConfig(
         kv_bytes=num_blocks * per_block, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
-    return build_engine(decoder, config, ManualClock())
+    return build_engine(decoder, config, ManualClock())[0]
 
 
 @lru_cache(maxsize=2)

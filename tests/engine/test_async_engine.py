@@ -84,6 +84,9 @@ def test_a_failing_step_aborts_its_requests_and_the_engine_goes_on(folder: Path)
                 raise RuntimeError("out of memory")
             return real.execute(batch)
 
+        def recover(self) -> None:
+            real.recover()
+
     with AsyncEngine(Engine(inner.scheduler, FailsOnce(), inner.clock)) as engine:
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         engine.submit(request("unlucky", [[3, 4]]), events.put)

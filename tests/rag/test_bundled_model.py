@@ -26,7 +26,7 @@ def test_exact_match_on_its_evaluation_set_is_that_of_its_card(
 ) -> None:
     model = load_model("bundled", device="cpu", weights=weights)
     builder = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
-    run = Run(build_engine(model.decoder, RuntimeConfig(), ManualClock()))
+    run = Run(build_engine(model.decoder, RuntimeConfig(), ManualClock())[0])
     rows = [json.loads(line) for line in (shared / "models/microworld/eval.jsonl").read_text().splitlines()]
     for index, row in enumerate(rows):
         texts = [text.removeprefix("<chunk> ").removesuffix(" </chunk>") for text in row["chunks"]]

@@ -1,5 +1,7 @@
 """What runs in which step: exact decisions, without any tensor."""
 
+from dataclasses import replace
+
 import pytest
 
 from stillroom.core.batch import Batch, BlockCopy, StepResult
@@ -43,7 +45,7 @@ def run(one: Scheduler, token: int = 5) -> tuple[dict[str, tuple[int, int, bool]
     updates = []
     if batch is not None:
         sampled = {spec.request_id: token for s in batch.sequences for spec in s.samples}
-        updates = one.update(batch, StepResult(sampled))
+        updates = [replace(update, reuse=None) for update in one.update(batch, StepResult(sampled))]
     one.check_integrity()
     return shape(batch), updates
 

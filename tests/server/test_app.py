@@ -83,7 +83,7 @@ def test_answer_has_the_usual_fields_and_ours(client: httpx.Client, room: FakeRo
     assert ours["sources"][0]["document"] == "docs/keys.md"
     assert ours["sources"][0]["position"] == 1
     assert ours["timing"]["ttft_seconds"] == 0.02
-    assert ours["reuse"] == {"num_prompt_tokens": 100, "num_cached_tokens": 40, "num_recomputed_tokens": 0}
+    assert (ours["reuse"]["num_prompt_tokens"], ours["reuse"]["num_cached_tokens"]) == (100, 40)
     assert room.num_free_blocks == NUM_BLOCKS
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from stillroom.telemetry.metrics import SPECS, Metrics, reference
+from stillroom.telemetry.metrics import SPECS, CacheFigures, Metrics, reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "http.md"
 
@@ -92,8 +92,41 @@ def test_names_end_in_their_unit() -> None:
             assert spec.name.endswith(("_seconds", "_bytes", "_ratio"))
 
 
+TIERS = {"device": 3, "host": 2, "disk": 1}
+FIGURES = CacheFigures(
+    num_nodes=TIERS,
+    num_bytes=TIERS,
+    hits=TIERS,
+    hit_tokens=TIERS,
+    misses=4,
+    missed_tokens=5,
+    cheaper=6,
+    evictions=TIERS,
+    failed_loads=TIERS,
+    rejected=7,
+    moves={("host", "device"): 8},
+    moved_bytes={("host", "device"): 9},
+    moved_seconds={("host", "device"): 0.5},
+    verify_failures={"checksum": 1},
+    write_failures=2,
+)
+
+
+def test_a_cache_is_asked_when_somebody_looks() -> None:
+    metrics = Metrics()
+    assert b"stillroom_kv_cache" not in metrics.render()
+    metrics.watch_cache(lambda: FIGURES)
+
+    text = metrics.render().decode()
+
+    assert 'stillroom_kv_cache_hits_total{tier="host"} 2.0' in text
+    assert 'stillroom_kv_cache_moved_bytes_total{source="host",target="device"} 9.0' in text
+    assert 'stillroom_kv_cache_verify_failures_total{reason="checksum"} 1.0' in text
+
+
 def test_nothing_else_is_rendered() -> None:
     metrics = Metrics()
+    metrics.watch_cache(lambda: FIGURES)
     observe(metrics, num_generated_tokens=2)
 
     names = {family.name for family in text_string_to_metric_families(metrics.render().decode())}

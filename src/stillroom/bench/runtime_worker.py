@@ -47,7 +47,7 @@ class Stillroom:
 
         torch.set_num_threads(num_threads)
         decoder = load_decoder(folder, device="cpu", dtype=cast("Dtype", dtype), weights=self.weights)
-        self.engine = build_engine(decoder, RuntimeConfig(max_num_batched_tokens=2048), SystemClock())
+        self.engine, _ = build_engine(decoder, RuntimeConfig(max_num_batched_tokens=2048), SystemClock())
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
         from stillroom.core.ids import RequestId

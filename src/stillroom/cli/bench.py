@@ -1,6 +1,5 @@
 """`stillroom bench`: measure on one's own machine and documents."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +21,7 @@ from stillroom.cli.bench_report import (
 )
 from stillroom.cli.console import note
 from stillroom.cli.options import ConfigOption, JsonOption, QuietOption, help_text
+from stillroom.config.places import cache_root
 from stillroom.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True)
@@ -97,7 +97,7 @@ def retrieval(  # noqa: PLR0913  one parameter per flag
     from stillroom.bench.retrieval_quality import run_quality
 
     on_step = (lambda _: None) if quiet else note
-    result = run_quality(datasets, work_dir or cache_folder(), settings, seed=seed, on_step=on_step)
+    result = run_quality(datasets, work_dir or cache_root() / "bench", settings, seed=seed, on_step=on_step)
     deliver(result, Delivery(as_json, output, html, compare))
 
 
@@ -127,7 +127,7 @@ def index(  # noqa: PLR0913  one parameter per flag
 
     result = run_index(
         datasets,
-        work_dir or cache_folder(),
+        work_dir or cache_root() / "bench",
         sizes=sizes or SIZES,
         peers=peers or PEERS,
         repeat=repeat,
@@ -186,7 +186,7 @@ def questions(  # noqa: PLR0913  one parameter per flag
 
     result = run_questions(
         dataset,
-        work_dir or cache_folder(),
+        work_dir or cache_root() / "bench",
         settings,
         traffic=Traffic(num_questions, rate, change_every, zipf),
         repeat=repeat,
@@ -220,7 +220,7 @@ def runtime(  # noqa: PLR0913  one parameter per flag
     from stillroom.bench.runtime import DTYPES, INT8, run_runtime
 
     result = run_runtime(
-        work_dir or cache_folder(),
+        work_dir or cache_root() / "bench",
         peers={INT8: sys.executable, "transformers": sys.executable}
         | dict(_named_python(peer) for peer in peers or ()),
         dtypes=dtypes or DTYPES,
@@ -237,9 +237,3 @@ def _named_python(peer: str) -> tuple[str, str]:
     if not separator or not python:
         raise UsageError(f"--peer {peer} names no Python; write it as --peer {name}=PATH/bin/python")
     return name, python
-
-
-def cache_folder() -> Path:
-    """The user's own cache folder, as the XDG base directory specification names it."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "stillroom" / "bench"

@@ -59,6 +59,10 @@ class Range:
 _RANGES = {
     "server.port": Range(0, 65535),
     "runtime.max_model_len": Range(0),
+    "reuse.host_bytes": Range(0),
+    "reuse.disk_bytes": Range(0),
+    "reuse.window_s": Range(0, is_low_open=True),
+    "trace.keep": Range(0),
     "engine.connect_timeout_s": Range(0, is_low_open=True),
     "engine.read_timeout_s": Range(0, is_low_open=True),
     "engine.max_retries": Range(0),
@@ -133,7 +137,11 @@ class Setting:
         if self.kind is str:
             return "text" if self.is_optional else "text, not empty"
         noun = (
-            "a size in bytes, such as 512MiB," if self.is_size else "a whole number" if self.kind is int else "a number"
+            "a size such as 512MiB, or a share of memory such as 25%,"
+            if self.is_size
+            else "a whole number"
+            if self.kind is int
+            else "a number"
         )
         return f"{noun} {self.range}"
 
@@ -295,9 +303,24 @@ def _parse(setting: Setting, value: object) -> object:
 
 
 def _parse_size(text: str) -> int:
+    if text.endswith("%"):
+        share = float(text[:-1]) / 100
+        if not 0 <= share <= 1:
+            raise ValueError(text)
+        return int(share * _memory_bytes())
     number = text.rstrip("KMGTiB").rstrip()
     unit = text[len(number) :].strip() or "B"
     size = float(number) * _SIZE_UNITS.get(unit, math.nan)
     if not math.isfinite(size) or not size.is_integer():
         raise ValueError(text)
     return int(size)
+
+
+def _memory_bytes() -> int:
+    """Of the machine, or of its container where there is a smaller limit."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        return min(total, int(limit))
+    except (OSError, ValueError):  # no such file, or `max`
+        return total

@@ -18,6 +18,9 @@ IndexKind = Literal["flat", "hnsw", "ivf_pq"]
 EngineKind = Literal["builtin", "openai"]
 EnginePrompt = Literal["chat", "text", "tokens"]
 DocumentOrder = Literal["prefix", "rank"]
+ReuseMode = Literal["exact", "off"]
+EvictionPolicy = Literal["pgdsf", "gdsf", "lru", "lfu", "tamm"]
+LoadChoice = Literal["measured", "always"]
 Weights = Literal["checkpoint", "int8"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -135,12 +138,50 @@ class RuntimeConfig:
     block_size: int = 16
     """Tokens per KV block. Larger: shorter block tables, coarser sharing."""
     kv_bytes: int = 2 * 1024**3
-    """Memory for KV blocks, in bytes. It bounds how many tokens all running requests hold together. On a CPU pages
+    """Memory for KV blocks on the device: of running requests, and what is kept there for the next ones. On a CPU pages
     that were never written cost nothing."""
     max_num_seqs: int = 32
     """Requests that run at the same time; others wait."""
     max_num_batched_tokens: int = 512
     """Token budget of one step. Larger: faster prefill, longer gaps between the tokens of running requests."""
+    request_timeout_s: float = 600.0
+    """Seconds a request may take. One that takes longer is started again once, with its tokens and its kept KV, and
+    given up after as long again. 0: no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseConfig:
+    """KV that is kept for the next prompt that begins alike. See docs/knowledge-tree.md."""
+
+    mode: ReuseMode = "exact"
+    """`exact`: KV is reused where the same tokens stood after the same tokens; no answer changes. `off`: every prompt
+    is computed."""
+    host_bytes: int = 2 * 1024**3
+    """Host memory for KV that had to leave the device (`runtime.kv_bytes`); taken as it fills. 0: none."""
+    disk_bytes: int = 4 * 1024**3
+    """Disk for KV, in the folder `kv` of the knowledge base; it survives restarts. 0: none."""
+    policy: EvictionPolicy = "pgdsf"
+    """Who leaves a full tier: by RAGCache's PGDSF, or one of its baselines."""
+    window_s: float = 3600.0
+    """How far back uses of a document count, in seconds."""
+    looks_ahead: bool = True
+    """What waiting requests will use leaves last."""
+    admits_by_frequency: bool = True
+    """A full disk keeps what is asked for more often than what comes."""
+    load: LoadChoice = "measured"
+    """`measured`: KV on host or disk is loaded where that is faster than computing it, by the cost profile
+    (`stillroom calibrate`). `always`: whenever it is there."""
+    tail_blocks: int = 4
+    """The end of a prompt is kept in pieces of this many blocks, so that long ones (conversations, raw prompts) are
+    shared as far as they agree. Questions shorter than a piece are not kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """What is remembered of past questions, for `stillroom explain`."""
+
+    keep: int = 1000
+    """Questions remembered in the knowledge base's folder, with their text; older ones are forgotten. 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +278,8 @@ class StillroomConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
     query_cache: QueryCacheConfig = field(default_factory=QueryCacheConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    reuse: ReuseConfig = field(default_factory=ReuseConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -1,6 +1,6 @@
 """How much of a prompt's KV was kept, where it came from, and why the rest was not: plain values for reports."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from stillroom.core.ids import ChunkId
@@ -21,6 +21,8 @@ class Reason(StrEnum):
     """A stored copy was damaged or gone."""
     CHEAPER = "cheaper to recompute"
     """Loading it would have taken longer, as measured on this machine."""
+    SHARED = "computed by another sample"
+    """Several answers to one question: only the first one's prompt is computed."""
     TAIL = "always computed"
     """The end of a prompt: its last token must be computed, and short ends are not kept."""
     OFF = "reuse is off"
@@ -55,3 +57,11 @@ class PromptReuse:
 
     def num_tokens_from(self, tier: Tier) -> int:
         return sum(segment.num_tokens for segment in self.segments if segment.source is tier)
+
+    def shared(self) -> "PromptReuse":
+        """The same for another sample of the same prompt, which computes none of it."""
+        shared = [
+            segment if segment.source is not None else replace(segment, source=Tier.DEVICE, reason=Reason.SHARED)
+            for segment in self.segments
+        ]
+        return PromptReuse(tuple(shared), 0.0, 0.0)

@@ -36,7 +36,8 @@ class AsyncEngine:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._engine.scheduler.kv.pool.num_free
+        """Those that can be had: free, or kept and in nobody's use."""
+        return self._engine.scheduler.kv.num_free_blocks
 
     @property
     def num_waiting(self) -> int:
@@ -76,6 +77,17 @@ class AsyncEngine:
 
         self._commands.put(stop)
 
+    def run(self, command: Callable[[Engine], object]) -> None:
+        """Do something with the engine between two steps; nothing if it is closed."""
+
+        def carry_out() -> None:
+            try:
+                command(self._engine)
+            except Exception:  # nobody waits for it
+                logger.exception("a command failed")
+
+        self._commands.put(carry_out)
+
     def close(self) -> None:
         """Abort what runs and stop the thread. Idempotent."""
         with self._closing:
@@ -106,12 +118,25 @@ class AsyncEngine:
         """Carry out what was asked since the last step, waiting for something if there is no work; False to stop."""
         while True:
             try:
-                command = self._commands.get(block=not self._engine.has_work)
+                is_idle = not self._engine.has_work
+                command = self._commands.get(block=is_idle and not self._tend())
             except queue.Empty:
+                if is_idle:
+                    continue
                 return True
             if command is None:
                 return False
             command()
+
+    def _tend(self) -> bool:
+        """One piece of work that nobody waits for, if nobody waits for anything else."""
+        if not self._commands.empty():
+            return True
+        try:
+            return self._engine.tend()
+        except Exception:  # whoever asks next must still be answered
+            logger.exception("work in an idle moment failed")
+            return False
 
     def _dispatch(self, event: TokenEvent) -> None:
         is_last = event.finish_reason is not None

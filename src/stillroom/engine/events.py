@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason
+from stillroom.core.reuse import PromptReuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class TokenEvent:
     """On the last event, from an engine that counts for itself."""
     logprobs: TokenLogprobs | None = None
     """Of the new token, if the request wants them."""
+    reuse: PromptReuse | None = None
+    """How much of the prompt's KV was kept; from our own engine."""
 
 
 Listener = Callable[[TokenEvent], None]

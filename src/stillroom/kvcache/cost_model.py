@@ -1,7 +1,8 @@
 """What computing and loading KV costs on this machine, measured once (`stillroom calibrate`).
 
-T(cached, new) is the time to prefill `new` tokens after `cached` ones whose KV is there, between grid points by bilinear
-interpolation (RAGCache 5.1, Algorithm 1 lines 6 to 9). Beyond the grid the last cell goes on in a straight line.
+T(cached, new) is the time to prefill `new` tokens after `cached` ones whose KV is there, between grid points by
+bilinear interpolation (RAGCache 5.1, Algorithm 1 lines 6 to 9). Beyond the grid the last cell goes on in a straight
+line.
 """
 
 from bisect import bisect_right

@@ -35,6 +35,8 @@ class TreeOptions:
 
     host_bytes: int = 0
     disk_bytes: int = 0
+    is_disk_read_only: bool = False
+    """Another process writes to it: what is there is used, nothing is stored or removed."""
     bytes_per_token: int = 1
     policy: Policy = pgdsf
     window_seconds: float = float("inf")
@@ -65,7 +67,8 @@ class KnowledgeTree:
         self._now = now
         self._nodes: dict[NodeKey, Node] = {}
         self._capacity = {Tier.HOST: options.host_bytes, Tier.DISK: options.disk_bytes}
-        self._used = {Tier.HOST: 0, Tier.DISK: 0}
+        self._used = dict.fromkeys(Tier, 0)
+        self._num_copies = dict.fromkeys(Tier, 0)
         self._leaves: dict[Tier, IndexedHeap[NodeKey]] = {tier: IndexedHeap() for tier in Tier}
         self._clocks = dict.fromkeys(Tier, 0.0)
         self._expected: Counter[NodeKey] = Counter()
@@ -74,6 +77,8 @@ class KnowledgeTree:
         self._unstored: OrderedDict[NodeKey, None] = OrderedDict()  # what may not be on disk, oldest first
         self._popularity = CountMinSketch(halve_every=100_000)
         self._num_uses = 0
+        self.num_idle_blocks = 0
+        """Blocks on the device that are kept and that no running sequence uses: as good as free."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -86,12 +91,11 @@ class KnowledgeTree:
 
     def num_bytes(self, tier: Tier) -> int:
         """Of all copies in a tier."""
-        if tier is Tier.DEVICE:
-            return sum(self._size(node) for node in self._nodes.values() if node.block_ids is not None)
         return self._used[tier]
 
     def num_nodes(self, tier: Tier) -> int:
-        return sum(node.is_in(tier) for node in self._nodes.values())
+        """With a copy in a tier."""
+        return self._num_copies[tier]
 
     # Looking up
 
@@ -124,6 +128,7 @@ class KnowledgeTree:
         for node in nodes:
             node.num_users += 1
             if node.num_users == 1:
+                self.num_idle_blocks -= len(node.block_ids or ())
                 self._reorder(node)
 
     def release(self, nodes: Iterable[Node]) -> None:
@@ -131,6 +136,7 @@ class KnowledgeTree:
             assert node.num_users > 0
             node.num_users -= 1
             if node.num_users == 0 and self._nodes.get(node.key) is node:  # else it was forgotten meanwhile
+                self.num_idle_blocks += len(node.block_ids or ())
                 self._reorder(node)
 
     def touch(self, node: Node, cost_per_token: float | None = None) -> None:
@@ -254,6 +260,11 @@ class KnowledgeTree:
                 return True
         return False
 
+    @property
+    def chunk_ids(self) -> set[ChunkId]:
+        """Of all chunks whose KV is kept."""
+        return {node.chunk_id for node in self._nodes.values() if node.chunk_id is not None}
+
     def flush(self) -> int:
         """Copy to disk what is not there yet, most valuable first, as long as there is room; returns how many."""
         before = self.stats.stores
@@ -277,6 +288,8 @@ class KnowledgeTree:
             node.frequency.add(self._now(), record.frequency)
             node.avg_cost, node.num_computed = record.avg_cost, 1
             self._add_copy(node, Tier.DISK)
+        if self.options.is_disk_read_only:
+            self._capacity[Tier.DISK] = max(self._capacity[Tier.DISK], self._used[Tier.DISK])
         while self._used[Tier.DISK] > self._capacity[Tier.DISK]:
             self._leave_disk(self._pop_victim(Tier.DISK))
         return orphans
@@ -291,7 +304,9 @@ class KnowledgeTree:
 
     def check_integrity(self) -> None:
         """Every invariant of the module's first lines."""
-        used = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
+        idle = [node.block_ids or () for node in self._nodes.values() if node.num_users == 0]
+        assert self.num_idle_blocks == sum(map(len, idle))
+        used, num_copies = dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0)
         for node in self._nodes.values():
             tier, parent = node.tier, node.parent
             assert tier is not None, "a node without any copy"
@@ -301,14 +316,14 @@ class KnowledgeTree:
                 assert parent.num_users >= node.num_users, "a child in use whose parent is not"
             if node.block_ids is not None:
                 assert all(self.pool.ref_count(block_id) > 0 for block_id in node.block_ids)
-            for lower in used:
-                used[lower] += self._size(node) if node.is_lower[lower] else 0
             for where in Tier:
+                used[where] += self._size(node) if node.is_in(where) else 0
+                num_copies[where] += node.is_in(where)
                 count = sum(child.is_in(where) for child in node.children.values())
                 assert node.num_children_in[where] == count
                 assert (node.key in self._leaves[where]) == self._is_leaf(node, where), (node.key.hex(), where)
-        assert used == self._used, "bytes and copies differ"
-        assert all(used[tier] <= self._capacity[tier] for tier in used), "a tier is over its capacity"
+        assert (used, num_copies) == (self._used, self._num_copies), "copies and their sums differ"
+        assert all(used[tier] <= limit for tier, limit in self._capacity.items()), "a tier is over its capacity"
         for heap in self._leaves.values():
             heap.check_integrity()
             assert all(key in self._nodes for key in heap)
@@ -395,20 +410,21 @@ class KnowledgeTree:
     def _place_on_device(self, node: Node, block_ids: list[BlockId]) -> None:
         """The reference that comes with the blocks is the tree's."""
         node.block_ids = block_ids
-        self._count_child(node, Tier.DEVICE, 1)
+        self.num_idle_blocks += 0 if node.num_users else len(block_ids)
+        self._book(node, Tier.DEVICE, 1)
         self._rank(node, Tier.DEVICE)
 
     def _take_from_device(self, node: Node) -> None:
         assert node.block_ids is not None
         block_ids, node.block_ids = node.block_ids, None
+        self.num_idle_blocks -= 0 if node.num_users else len(block_ids)
         self.pool.release(block_ids)
-        self._count_child(node, Tier.DEVICE, -1)
+        self._book(node, Tier.DEVICE, -1)
         self._reorder(node, (Tier.DEVICE,))
 
     def _add_copy(self, node: Node, tier: Tier) -> None:
         node.is_lower[tier] = True
-        self._used[tier] += self._size(node)
-        self._count_child(node, tier, 1)
+        self._book(node, tier, 1)
         self._rank(node, tier)
 
     def _remove_copy(self, node: Node, tier: Tier, *, is_dropped: bool = False) -> None:
@@ -417,13 +433,15 @@ class KnowledgeTree:
             is_dropped: the mover has done it already.
         """
         node.is_lower[tier] = False
-        self._used[tier] -= self._size(node)
-        self._count_child(node, tier, -1)
+        self._book(node, tier, -1)
         self._reorder(node, (tier,))
         if not is_dropped:
             self.mover.drop(node.key, tier)
 
-    def _count_child(self, node: Node, tier: Tier, by: int) -> None:
+    def _book(self, node: Node, tier: Tier, by: int) -> None:
+        """One copy more or less in a tier."""
+        self._num_copies[tier] += by
+        self._used[tier] += by * self._size(node)
         if node.parent is not None:
             node.parent.num_children_in[tier] += by
             self._reorder(node.parent, (tier,))
@@ -490,6 +508,8 @@ class KnowledgeTree:
         be written."""
         if node.is_lower[Tier.DISK]:
             return True
+        if self.options.is_disk_read_only:
+            return False
         if node.parent is None:
             return self._store_alone(node)
         if not self._store(node.parent):

@@ -1,16 +1,16 @@
-"""Gives sequences their KV: blocks from the pool, and kept KV from the knowledge tree. Decides over ids, moves no bytes.
+"""Gives sequences their KV: blocks from the pool, kept KV from the knowledge tree. Decides over ids, moves no bytes.
 
 A sequence holds a `Lease`. Blocks that it shares with the tree or with other sequences have a reference for each.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from operator import itemgetter
 
 from stillroom.core.batch import BlockCopy
-from stillroom.core.ids import BlockId
+from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
@@ -137,7 +137,8 @@ class KVCacheManager:
         """Let an empty lease go on where this one stands. Both read the same blocks and write into none of them."""
         into.table.copy_from(lease.table)
         self.pool.acquire(lease.table.block_ids)
-        into.nodes, into.num_committed, into.reuse = list(lease.nodes), lease.num_committed, lease.reuse
+        into.nodes, into.num_committed = list(lease.nodes), lease.num_committed
+        into.reuse = None if lease.reuse is None else lease.reuse.shared()
         into.cost_per_token = lease.cost_per_token
         if self.reuse:
             self.reuse.tree.acquire(into.nodes)
@@ -150,6 +151,27 @@ class KVCacheManager:
             self.reuse.tree.release(reversed(lease.nodes))
         lease.nodes = []
         lease.num_committed = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be had: free ones, and kept ones that nobody uses now."""
+        return self.pool.num_free + (self.reuse.tree.num_idle_blocks if self.reuse else 0)
+
+    def tend(self) -> bool:
+        """Something to do in an idle moment; False if there is nothing."""
+        return self.reuse is not None and self.reuse.tree.tend()
+
+    def forget_chunks(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> int:
+        """Drop the KV of chunks that are no more; returns how many nodes went.
+
+        Args:
+            existing: those of some chunks that are still there.
+        """
+        if self.reuse is None:
+            return 0
+        tree = self.reuse.tree
+        alive = existing(tree.chunk_ids)
+        return tree.forget_chunks(alive.__contains__)
 
     def lose_device(self) -> None:
         """Forget what was on the device only. No lease holds anything."""

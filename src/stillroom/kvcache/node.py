@@ -1,11 +1,11 @@
-"""A node of the knowledge tree: one piece of a prompt under one exact sequence of earlier pieces, and where its KV is."""
+"""A node of the knowledge tree: one piece of a prompt after one exact sequence of earlier ones, and where its KV is."""
 
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeKey, Tier
 
 
 class WindowedCount:
-    """Uses within the last `window_seconds`, approximately: this window's, and the last one's as far as it still counts.
+    """Uses within the last `window_seconds`, nearly: this window's, and the last one's as far as it still counts.
 
     Exact at window borders; in between it takes the last window's uses as evenly spread. An infinite window counts all.
     """

@@ -2,8 +2,8 @@
 
 A piece begins at a block boundary. A segment before the last is one piece, which is a node of the knowledge tree
 (RAGCache 5.1: one document). The last segment holds what is asked; it is cut into pieces of `tail_tokens`, so that a
-long conversation or a raw prompt is shared as far as it agrees, and a short question is not kept at all. What is left of
-it, and at least the prompt's last token, is always computed.
+long conversation or a raw prompt is shared as far as it agrees, and a short question is not kept at all. What is left
+of it, and at least the prompt's last token, is always computed.
 
 Two pieces have equal keys exactly if model, tenant, all earlier tokens, the way they are cut and their own tokens are
 the same (SHA-256 taken as injective). Keys say nothing about documents: two that read the same share KV.

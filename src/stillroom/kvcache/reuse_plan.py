@@ -24,7 +24,7 @@ def plan_reuse(
 ) -> ReusePlan:
     """Load or recompute, for each node by measured cost: the cut of the path that makes prefill end soonest.
 
-    What is on the device is always used. Of equally fast cuts the longest is taken; `always_loads` takes the whole path.
+    What is on the device is always used. Of equally fast cuts the longest is taken; `always_loads` takes all.
 
     Args:
         path: a path of the tree that covers the beginning of the prompt.

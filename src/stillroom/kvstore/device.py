@@ -44,7 +44,19 @@ class DeviceStore:
         size = (shape.num_layers, num_blocks * block_size, shape.num_kv_heads, shape.head_dim)
         self.k_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
         self.v_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
+        self.is_lost = False
+        """Whether what was written here is gone; see `lose`."""
         self._is_on_host = device.type == "cpu"
+
+    def lose(self) -> None:
+        """As if the device had failed (a drill for RAGCache 6): nothing here can be read, and the next step notices."""
+        self.k_LSGD.fill_(float("nan"))
+        self.v_LSGD.fill_(float("nan"))
+        self.is_lost = True
+
+    def reset(self) -> None:
+        """Ready for use again, empty."""
+        self.is_lost = False
 
     @property
     def num_bytes(self) -> int:

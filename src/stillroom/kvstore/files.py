@@ -16,6 +16,8 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
 from stillroom.kvstore.record import HEADER_SIZE, Defect, Header, inspect
 
+KV_FOLDER = "kv"
+"""The root's name in a knowledge base's folder."""
 SUFFIX = ".kv"
 TEMPORARY_SUFFIX = ".tmp"
 _RECORD = re.compile(r"[0-9a-f]{64}\.kv")

@@ -1,5 +1,6 @@
 """From a checkpoint's folder to a `LoadedModel`: the decoder with its weights, the tokenizer and the end tokens."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class LoadedModel:
     decoder: Decoder
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
+    fingerprint: bytes
+    """Equal for two models exactly if their KV is: weights, how they are read, and everything in `ModelSpec`."""
 
 
 def load_model(
@@ -47,7 +50,14 @@ def load_model(
     tokenizer = Tokenizer.load(folder)
     decoder = load_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
     name = model if not Path(model).is_dir() else Path(model).resolve().name
-    return LoadedModel(name, decoder, tokenizer, _stop_token_ids(folder, tokenizer))
+    fingerprint = fingerprint_of(folder, decoder, weights)
+    return LoadedModel(name, decoder, tokenizer, _stop_token_ids(folder, tokenizer), fingerprint)
+
+
+def fingerprint_of(folder: Path, decoder: Decoder, weights: Weights = "checkpoint") -> bytes:
+    """32 bytes that KV is named by: what the weights' files hold, and how this decoder computes with them."""
+    parts = [*WeightFiles(folder).digests(), repr(decoder.spec), str(decoder.dtype), weights]
+    return hashlib.sha256("\0".join(parts).encode()).digest()
 
 
 def load_decoder(

@@ -1,7 +1,7 @@
 """What a question comes back with. The field names are those of `stillroom ask --json`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stillroom.config.settings import SearchMode
@@ -70,6 +70,20 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """One segment of the prompt, and where its KV came from."""
+
+    kind: str
+    """`system`, `chunk` or `question`."""
+    chunk_id: str | None
+    num_tokens: int
+    source: str
+    """`device`, `host` or `disk`, or `computed`."""
+    reason: str
+    """Why: see `core.reuse.Reason`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReuseReport:
     """How much of the prompt's KV came from a cache."""
 
@@ -77,8 +91,18 @@ class ReuseReport:
     """0 if an engine elsewhere did not say."""
     num_cached_tokens: int
     """Prompt tokens whose KV was taken from a cache and not computed."""
-    num_recomputed_tokens: int
+    num_recomputed_tokens: int = 0
     """Tokens of cached chunks that were computed again to repair them (selective recompute)."""
+    num_device_tokens: int = 0
+    """Of the cached ones: on the device already."""
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    load_seconds: float = 0.0
+    """What loading them was expected to take."""
+    saved_seconds: float = 0.0
+    """What it saved by the cost model, loading deducted."""
+    segments: tuple[SegmentReport, ...] = ()
+    """In order; empty from an engine elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +137,20 @@ class Answer:
     """As the engine counted them."""
     logprobs: tuple[TokenScore, ...] | None = None
     """One per token of `token_ids`, if asked for."""
+
+
+def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
+    """What `stillroom explain` will know of a question: everything but the text of its documents."""
+    sources = [asdict(source) for source in answer.sources]
+    for source in sources:
+        del source["text"]
+    return {
+        "question": question,
+        "model": model,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "num_generated_tokens": answer.num_generated_tokens,
+        "sources": sources,
+        "timing": asdict(answer.timing),
+        "reuse": asdict(answer.reuse),
+    }

@@ -12,6 +12,7 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.request import SamplingParams
 from stillroom.engine.events import Listener
 from stillroom.models.tokenizer import Tokenizer
+from stillroom.telemetry.metrics import CacheFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,19 @@ class Backend(Protocol):
         Raises:
             UsageError: it is empty, or a token is none of the model's.
         """
+        ...
+
+    def documents_changed(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> None:
+        """Documents were added or removed: nothing is kept of chunks that are no more.
+
+        Args:
+            existing: those of some chunks that are in the knowledge base now; called from any thread.
+        """
+        ...
+
+    @property
+    def cache_figures(self) -> CacheFigures | None:
+        """What its KV cache holds and did; None if there is none of ours."""
         ...
 
     def cancel(self, request_id: RequestId) -> None:

@@ -1,29 +1,33 @@
 """Our own runtime as the backend: a loaded model with a running engine. Built once, on first use."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from stillroom.config.settings import RuntimeConfig
+from stillroom.config.places import cache_root
+from stillroom.config.settings import ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
-from stillroom.core.ids import RequestId
+from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams, TokenConstraint
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
-from stillroom.errors import ConfigError, UsageError
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.manager import KVCacheManager
-from stillroom.kvstore.device import DeviceStore, KVShape
+from stillroom.errors import UsageError
+from stillroom.kvcache.cost_model import CostProfile
+from stillroom.kvstore.files import KV_FOLDER
 from stillroom.models.decoder import Decoder
 from stillroom.models.json_constraint import JsonConstraints
 from stillroom.models.loader import LoadedModel, load_model
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.backend import Draft, Load, Sample
+from stillroom.rag.calibration import Bench, load_profile, profile_path, quick_profile
+from stillroom.rag.kv_cache import KVCache, build_cache, build_device
 from stillroom.rag.prompt import PromptBuilder, format_for
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
+from stillroom.telemetry.metrics import CacheFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class Generator:
 
     model: LoadedModel
     engine: AsyncEngine
+    cache: KVCache
     prompts: PromptBuilder
     constraints: JsonConstraints
 
@@ -73,6 +78,14 @@ class Generator:
 
     def close(self) -> None:
         self.engine.close()
+        self.cache.close()
+
+    def documents_changed(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> None:
+        self.engine.run(lambda engine: engine.scheduler.kv.forget_chunks(existing))
+
+    @property
+    def cache_figures(self) -> CacheFigures | None:
+        return self.cache.figures()
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         begin = self.tokenizer.bos_token
@@ -103,41 +116,66 @@ class Generator:
             raise UsageError(f"logit_bias names token {unknown[0]}; the model has tokens 0 to {vocab_size - 1}")
 
 
-def build_generator(config: RuntimeConfig, clock: Clock) -> Generator:
+def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | None = None) -> Generator:
     """Load the model and start its engine.
+
+    Args:
+        kb_folder: where KV can be kept on disk; None keeps none.
 
     Raises:
         ModelError: the checkpoint cannot be used.
         ConfigError: the device does not exist, or the KV budget is too small for the model.
     """
+    runtime = config.runtime
     model = load_model(
-        config.model,
-        device=config.device,
-        dtype=config.dtype,
-        weights=config.weights,
-        max_model_len=config.max_model_len,
+        runtime.model,
+        device=runtime.device,
+        dtype=runtime.dtype,
+        weights=runtime.weights,
+        max_model_len=runtime.max_model_len,
     )
-    engine = build_engine(model.decoder, config, clock)
+    engine, cache = build_engine(
+        model.decoder,
+        runtime,
+        clock,
+        reuse=config.reuse,
+        fingerprint=model.fingerprint,
+        kv_folder=None if kb_folder is None else kb_folder / KV_FOLDER,
+    )
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
-    return Generator(model, AsyncEngine(engine), prompts, constraints)
+    return Generator(model, AsyncEngine(engine), cache, prompts, constraints)
 
 
-def build_engine(decoder: Decoder, config: RuntimeConfig, clock: Clock) -> Engine:
-    """Scheduler, KV and runner for a decoder; not running yet. Raises ConfigError as `build_generator`."""
-    spec = decoder.spec
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
-    num_blocks = config.kv_bytes // (shape.bytes_per_token * config.block_size)
-    if num_blocks < 1:
-        raise ConfigError(
-            f"runtime.kv_bytes={config.kv_bytes} holds no KV block of this model "
-            f"({shape.bytes_per_token * config.block_size} bytes); raise it"
-        )
-    pool = BlockPool(num_blocks, config.block_size)
+def build_engine(  # noqa: PLR0913  the parts, once
+    decoder: Decoder,
+    config: RuntimeConfig,
+    clock: Clock,
+    *,
+    reuse: ReuseConfig | None = None,
+    fingerprint: bytes = b"",
+    profile: CostProfile | None = None,
+    kv_folder: Path | None = None,
+) -> tuple[Engine, KVCache]:
+    """Scheduler, KV and runner for a decoder; not running yet. Raises ConfigError as `build_generator`.
+
+    Args:
+        reuse: None reuses nothing.
+        fingerprint: of the model; KV on disk is kept under it.
+        profile: what computing and loading costs; None takes the kept one, or measures in about a second.
+    """
+    pool, device = build_device(decoder, config)
+    runner = TorchRunner(decoder, device)
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
-        max_model_len=spec.max_positions,
+        max_model_len=decoder.spec.max_positions,
     )
-    store = DeviceStore(shape, num_blocks, config.block_size, decoder.device)
-    return Engine(Scheduler(KVCacheManager(pool), limits), TorchRunner(decoder, store), clock)
+    bench = Bench(runner, device, pool.num_blocks, limits.max_model_len, limits.max_num_batched_tokens, clock)
+    reuse = reuse or ReuseConfig(mode="off")
+    if profile is None and reuse.mode != "off":
+        profile = load_profile(profile_path(cache_root(), fingerprint, decoder.device)) or quick_profile(
+            bench, kv_folder
+        )
+    cache = build_cache(pool, device, reuse, fingerprint=fingerprint, profile=profile, folder=kv_folder, clock=clock)
+    return Engine(Scheduler(cache.manager, limits), runner, clock, config.request_timeout_s), cache

@@ -14,12 +14,13 @@ from stillroom.core.ids import RequestId, format_chunk_id
 from stillroom.core.request import FinishReason, SamplingParams, seed_of_sample
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EmptyKnowledgeBaseError, UsageError
-from stillroom.rag.answer import Answer, AskOptions, Source
+from stillroom.rag.answer import Answer, AskOptions, Source, trace_of
 from stillroom.rag.backend import Backend, Draft, Sample
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.stream import AnswerCollector, AnswerStream, AsyncAnswerStream, Started
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
+from stillroom.telemetry.trace import TraceLog
 
 T = TypeVar("T")
 
@@ -37,13 +38,14 @@ class _Sample:
 class Pipeline:
     """Answers questions from one knowledge base with one backend. Thread-safe."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  its parts
         self,
         kb: KnowledgeBase,
         search: QueryCache,
         backend: Backend,
         config: StillroomConfig,
         metrics: Metrics,
+        traces: TraceLog,
         clock: Clock,
     ) -> None:
         self._kb = kb
@@ -51,6 +53,7 @@ class Pipeline:
         self._backend = backend
         self._config = config
         self._metrics = metrics
+        self._traces = traces
         self._clock = clock
 
     def streams(self, question: str, options: AskOptions, num_samples: int = 1) -> list[AnswerStream]:
@@ -80,7 +83,7 @@ class Pipeline:
         """
         arrival = self._clock.monotonic()
         draft = self._backend.draft_raw(prompt)
-        return self._astreams(self._samples(draft, options, arrival, arrival, [], 1))[0]
+        return self._astreams(self._samples("", draft, options, arrival, arrival, [], 1))[0]
 
     def _astreams(self, samples: list["_Sample"]) -> list[AsyncAnswerStream]:
         loop = asyncio.get_running_loop()
@@ -114,7 +117,7 @@ class Pipeline:
         retrieved_at = self._clock.monotonic()
         chunks = [scored.chunk for scored in found]
         draft = self._backend.draft(chunks, question, self._room_for_prompt(options), options.json_schema)
-        return self._samples(draft, options, arrival, retrieved_at, found, num_samples)
+        return self._samples(question, draft, options, arrival, retrieved_at, found, num_samples)
 
     def _room_for_prompt(self, options: AskOptions) -> int | None:
         limit = self._backend.max_model_len
@@ -122,8 +125,9 @@ class Pipeline:
             return None
         return limit - (options.max_tokens or min(self._config.generation.max_tokens, limit // 4))
 
-    def _samples(
+    def _samples(  # noqa: PLR0913  all that is known of a question
         self,
+        question: str,
         draft: Draft,
         options: AskOptions,
         arrival: float,
@@ -139,19 +143,21 @@ class Pipeline:
             sources=_sources([by_id[chunk_id] for chunk_id in draft.chunk_ids]),
             num_prompt_tokens=draft.num_tokens,
         )
-        return [self._sample(started, draft, options, index) for index in range(num_samples)]
+        return [self._sample(question, started, draft, options, index) for index in range(num_samples)]
 
-    def _sample(self, started: Started, draft: Draft, options: AskOptions, index: int) -> "_Sample":
+    def _sample(self, question: str, started: Started, draft: Draft, options: AskOptions, index: int) -> "_Sample":
         """The `index`-th answer to a question: its own name and seed, and only the first computes the prompt."""
         sampling = self._sampling(options, draft.num_tokens)
         if index > 0:
             request_id = RequestId(f"{started.request_id}-{index}")
             sampling = replace(sampling, seed=seed_of_sample(sampling.seed, index))
-            started = replace(started, request_id=request_id, num_cached_tokens=started.num_prompt_tokens or 0)
+            started = replace(started, request_id=request_id)
         stops = (options.stop,) if isinstance(options.stop, str) else options.stop
         if not all(stops):
             raise UsageError("stop holds an empty text, which is everywhere; leave it out")
-        collector = AnswerCollector(started, self._backend.tokenizer, stops, self._record)
+        collector = AnswerCollector(
+            started, self._backend.tokenizer, stops, lambda answer: self._record(question, answer)
+        )
         return _Sample(draft, sampling, collector, lambda: self._backend.cancel(started.request_id))
 
     def _sampling(self, options: AskOptions, num_prompt_tokens: int | None) -> SamplingParams:
@@ -199,7 +205,8 @@ class Pipeline:
             ]
         )
 
-    def _record(self, answer: Answer) -> None:
+    def _record(self, question: str, answer: Answer) -> None:
+        self._traces.add(answer.request_id, self._clock.unix(), trace_of(question, self._backend.name, answer))
         self._metrics.observe_request(
             outcome=answer.finish_reason,
             retrieval_seconds=answer.timing.retrieval_seconds,

@@ -57,6 +57,13 @@ class RemoteGenerator:
             raise UsageError("the prompt is empty")
         return self._draft((), prompt if isinstance(prompt, str) else tuple(prompt))
 
+    def documents_changed(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> None:
+        """The server forgets by itself what is not asked for any more."""
+
+    @property
+    def cache_figures(self) -> None:
+        return None
+
     def cancel(self, request_id: RequestId) -> None:
         self._engine.cancel(request_id)
 

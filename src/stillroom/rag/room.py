@@ -18,12 +18,14 @@ from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import DocumentInfo, SearchResult
 from stillroom.errors import EngineClosedError
+from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.digest import IndexDigest
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
+from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
     from stillroom.rag.backend import Backend
@@ -54,6 +56,8 @@ class Stillroom:
         self._loading = Lock()
         self._backend: Backend | None = None
         self._is_closed = False
+        self._traces = TraceLog(kb.path / TRACE_FILE, config.trace.keep)
+        metrics.watch_cache(lambda: self._backend.cache_figures if self._backend else None)
         self._publish_corpus()
 
     @classmethod
@@ -231,6 +235,7 @@ class Stillroom:
         if self._backend is not None:
             self._backend.close()
         self._search.close()
+        self._traces.close()
         self._kb.close()
 
     def __enter__(self) -> "Stillroom":
@@ -247,7 +252,7 @@ class Stillroom:
                 raise EngineClosedError("this Stillroom was closed; open it again")
             if self._backend is None:
                 self._backend = self._open_backend()
-        return Pipeline(self._kb, self._search, self._backend, self.config, self.metrics, self._clock)
+        return Pipeline(self._kb, self._search, self._backend, self.config, self.metrics, self._traces, self._clock)
 
     def _open_backend(self) -> "Backend":
         config = self.config
@@ -257,10 +262,16 @@ class Stillroom:
             return connect(config.engine, config.runtime.model, self._clock)
         from stillroom.rag.generator import build_generator
 
-        return build_generator(config.runtime, self._clock)
+        generator = build_generator(config, self._clock, self._kb.path)
+        generator.documents_changed(self._kb.existing_chunks)  # another process may have changed them
+        return generator
 
     def _corpus_changed(self) -> None:
         self._publish_corpus()
+        if self._backend is not None:
+            self._backend.documents_changed(self._kb.existing_chunks)
+        else:
+            forget_chunks(self._kb.path / KV_FOLDER, lambda chunk_id: bool(self._kb.existing_chunks({chunk_id})))
         self._search.refresh_hot()
 
     def _publish_corpus(self) -> None:

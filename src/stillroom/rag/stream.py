@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stillroom.core.batch import TokenLogprobs
-from stillroom.core.ids import RequestId
+from stillroom.core.ids import RequestId, format_chunk_id
+from stillroom.core.kv import Tier
 from stillroom.core.request import FinishReason
+from stillroom.core.reuse import PromptReuse
 from stillroom.engine.events import TokenEvent, Usage
 from stillroom.errors import RequestAbortedError, UsageError
 from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer
-from stillroom.rag.answer import Answer, ReuseReport, Source, Timing, TokenScore
+from stillroom.rag.answer import Answer, ReuseReport, SegmentReport, Source, Timing, TokenScore
 from stillroom.rag.stop import StopMatcher
 
 
@@ -30,8 +32,6 @@ class Started:
     sources: tuple[Source, ...]
     num_prompt_tokens: int | None
     """None: the last event says."""
-    num_cached_tokens: int = 0
-    """Prompt tokens that this answer did not have to compute."""
 
 
 class AnswerCollector:
@@ -53,6 +53,7 @@ class AnswerCollector:
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
         self._first_at: float | None = None
+        self._reuse: PromptReuse | None = None
 
     def feed(self, event: TokenEvent) -> str:
         """The text this event completes. At a stop string the answer is complete, before the engine says so.
@@ -64,6 +65,7 @@ class AnswerCollector:
             raise event.error or RequestAbortedError(f"{event.request_id} was cancelled")
         if self._first_at is None:
             self._first_at = event.at
+        self._reuse = event.reuse or self._reuse
         piece = self._text(event)
         self._pieces.append(piece)
         reason = FinishReason.STOP if self._matcher.is_matched else event.finish_reason
@@ -88,7 +90,8 @@ class AnswerCollector:
     def _usage(self) -> Usage:
         """Our own count. Of text from elsewhere, a piece is usually a token."""
         num_generated = self._num_texts if self._detokenizer is None else len(self._token_ids)
-        return Usage(self.started.num_prompt_tokens or 0, self.started.num_cached_tokens, num_generated)
+        num_cached = self._reuse.num_cached_tokens if self._reuse else 0
+        return Usage(self.started.num_prompt_tokens or 0, num_cached, num_generated)
 
     def _score(self, token_id: int, found: TokenLogprobs) -> TokenScore:
         assert self._tokenizer is not None, "an engine elsewhere sends no log probabilities"
@@ -115,10 +118,35 @@ class AnswerCollector:
                 tpot_seconds=(at - first) / (count - 1) if count > 1 else 0.0,
                 total_seconds=at - started.arrival,
             ),
-            reuse=ReuseReport(usage.num_prompt_tokens, usage.num_cached_tokens, num_recomputed_tokens=0),
+            reuse=_reuse_report(usage, self._reuse),
             num_generated_tokens=count,
             logprobs=tuple(self.scores) if self.scores else None,
         )
+
+
+def _reuse_report(usage: Usage, reuse: PromptReuse | None) -> ReuseReport:
+    if reuse is None:
+        return ReuseReport(usage.num_prompt_tokens, usage.num_cached_tokens)
+    segments = tuple(
+        SegmentReport(
+            kind=str(segment.kind),
+            chunk_id=None if segment.chunk_id is None else format_chunk_id(segment.chunk_id),
+            num_tokens=segment.num_tokens,
+            source="computed" if segment.source is None else segment.source.label,
+            reason=str(segment.reason),
+        )
+        for segment in reuse.segments
+    )
+    return ReuseReport(
+        usage.num_prompt_tokens,
+        usage.num_cached_tokens,
+        num_device_tokens=reuse.num_tokens_from(Tier.DEVICE),
+        num_host_tokens=reuse.num_tokens_from(Tier.HOST),
+        num_disk_tokens=reuse.num_tokens_from(Tier.DISK),
+        load_seconds=reuse.load_seconds,
+        saved_seconds=reuse.saved_seconds,
+        segments=segments,
+    )
 
 
 class _Stream:

@@ -10,7 +10,7 @@ import contextlib
 import sqlite3
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,10 @@ class Corpus:
             chunk = rows.chunk(row)
             found[chunk.chunk_id] = chunk
         return found
+
+    def existing(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
+        """Those of the chunks that are still there."""
+        return {ChunkId(row[0]) for row in self._select_in(rows.SELECT_EXISTING, list(chunk_ids))}
 
     def embeddings(self, chunk_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Ids [n] and embeddings [n, d] in the order asked for; chunks that are gone are left out."""

@@ -11,7 +11,7 @@ One writer at a time, any number of readers, in any mix of threads and processes
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -175,6 +175,10 @@ class KnowledgeBase:
         """The JSONL record that each chunk comes from; chunks of other documents are left out."""
         found = self._corpus.chunks(chunk_ids)
         return {chunk_id: chunk.record_id for chunk_id, chunk in found.items() if chunk.record_id is not None}
+
+    def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
+        """Those of the chunks that are in the knowledge base now."""
+        return self._corpus.existing(chunk_ids)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings [len(texts), dimension], each of length 1, in float32 arithmetic."""

@@ -38,6 +38,7 @@ SELECT_CHUNKS = f"SELECT {_CHUNK} FROM chunks c WHERE c.chunk_id IN ({{}})"
 SELECT_CHUNKS_OF = f"""SELECT {_CHUNK}, v.vector FROM chunks c JOIN vectors v USING (chunk_id)
     WHERE c.document_id = ? ORDER BY c.ordinal"""
 SELECT_VECTORS = "SELECT chunk_id, vector FROM vectors WHERE chunk_id IN ({})"
+SELECT_EXISTING = "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})"
 SELECT_INFOS = "SELECT document_id, title, num_chunks, num_bytes, added_at FROM documents ORDER BY document_id"
 SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? ORDER BY generation, chunk_id"
 SELECT_REMOVED = "SELECT chunk_id FROM tombstones WHERE generation > ? ORDER BY chunk_id"

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, StepResult
+from stillroom.errors import DeviceLostError
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.packed import PackedInput
@@ -22,7 +23,15 @@ class Runner(Protocol):
     """Whatever can execute a step: the real decoder, or a model of its cost."""
 
     def execute(self, batch: Batch) -> StepResult:
-        """Compute the batch's tokens, write their KV, and sample where asked."""
+        """Compute the batch's tokens, write their KV, and sample where asked.
+
+        Raises:
+            DeviceLostError: the KV on the device is gone.
+        """
+        ...
+
+    def recover(self) -> None:
+        """Be ready for steps again after the device was lost, with no KV on it."""
         ...
 
 
@@ -36,6 +45,8 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """See `Runner.execute`."""
+        if self.store.is_lost:
+            raise DeviceLostError("the KV on the device is gone")
         if batch.copies:
             self.store.copy_blocks(batch.copies)
         hidden_BM = self.decoder.hidden_states(self._pack(batch), self.store.layer)
@@ -46,6 +57,10 @@ class TorchRunner:
         if len(rows := [row for row, samples in enumerate(sampling) for _ in samples]) > len(sampling):
             logits_BV = logits_BV[rows]  # several samples are drawn from the same logits
         return _sampled(logits_BV, [spec for samples in sampling for spec in samples])
+
+    def recover(self) -> None:
+        """See `Runner.recover`."""
+        self.store.reset()
 
     def _pack(self, batch: Batch) -> PackedInput:
         sequences, device = batch.sequences, self.decoder.device

@@ -15,6 +15,7 @@ from itertools import chain
 from stillroom.core.batch import Batch, BlockCopy, SampleSpec, ScheduledSequence, StepResult, TokenLogprobs
 from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.request import FinishReason, Request, uniform_at
+from stillroom.core.reuse import PromptReuse
 from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.scheduler.policy import Policy, first_come
@@ -44,6 +45,8 @@ class SequenceUpdate:
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None
     """Of the new token, if the request wants them."""
+    reuse: PromptReuse | None = None
+    """With the first token: how much of its prompt was kept."""
 
 
 class Scheduler:
@@ -111,6 +114,16 @@ class Scheduler:
         if sequence.followers:
             self._hand_over(sequence)
         self._finish(sequence, FinishReason.ABORTED)
+        return True
+
+    def restart(self, request_id: RequestId) -> bool:
+        """Take a running request's blocks away and let it wait for its turn again; False if it does not run.
+
+        It keeps its tokens, and its kept KV is used again."""
+        sequence = self._running.get(request_id)
+        if sequence is None:
+            return False
+        self._preempt(sequence)
         return True
 
     def lose_device(self) -> None:
@@ -183,6 +196,7 @@ class Scheduler:
             token_id if is_answer else None,
             reason,
             result.logprobs.get(sequence.request_id) if is_answer else None,
+            sequence.lease.reuse if sequence.num_generated <= 1 else None,
         )
 
     @property

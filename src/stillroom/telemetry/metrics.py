@@ -4,12 +4,13 @@ Callers hand over plain numbers, so that nothing here knows a request, an answer
 `_bytes`, `_ratio` or `_total`; a gauge that counts things has no unit. The table in docs/http.md is `reference()`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of `Metrics.render`: the Prometheus text format."""
@@ -59,6 +60,29 @@ SPECS = (
         "From a question's arrival to its last token.",
         buckets=_REQUEST_BUCKETS,
     ),
+    MetricSpec("stillroom_kv_cache_nodes", "gauge", "Pieces of prompts whose KV is kept, by tier.", ("tier",)),
+    MetricSpec("stillroom_kv_cache_bytes", "gauge", "KV kept, by tier.", ("tier",)),
+    MetricSpec("stillroom_kv_cache_hits_total", "counter", "Pieces of prompts whose KV was there, by tier.", ("tier",)),
+    MetricSpec(
+        "stillroom_kv_cache_hit_tokens_total", "counter", "Prompt tokens whose KV was there, by tier.", ("tier",)
+    ),
+    MetricSpec("stillroom_kv_cache_misses_total", "counter", "Pieces of prompts that had to be computed."),
+    MetricSpec("stillroom_kv_cache_missed_tokens_total", "counter", "Tokens of those pieces."),
+    MetricSpec(
+        "stillroom_kv_cache_recomputed_total",
+        "counter",
+        "Misses whose KV was there, but slower to load than to compute.",
+    ),
+    MetricSpec("stillroom_kv_cache_evictions_total", "counter", "Copies dropped to make room, by tier.", ("tier",)),
+    MetricSpec("stillroom_kv_cache_failed_loads_total", "counter", "Copies that were damaged or gone.", ("tier",)),
+    MetricSpec("stillroom_kv_cache_verify_failures_total", "counter", "Records that did not verify.", ("reason",)),
+    MetricSpec("stillroom_kv_cache_write_failures_total", "counter", "Records that the disk did not take."),
+    MetricSpec(
+        "stillroom_kv_cache_rejected_total", "counter", "Copies not written to a disk full of what is used more often."
+    ),
+    MetricSpec("stillroom_kv_cache_moves_total", "counter", "Copies made between tiers.", ("source", "target")),
+    MetricSpec("stillroom_kv_cache_moved_bytes_total", "counter", "Bytes of those copies.", ("source", "target")),
+    MetricSpec("stillroom_kv_cache_move_seconds_total", "counter", "Time they took.", ("source", "target")),
     MetricSpec("stillroom_kv_blocks", "gauge", "KV blocks, by state: free or used.", ("state",)),
     MetricSpec("stillroom_active_requests", "gauge", "Questions now, by state: waiting or running.", ("state",)),
     MetricSpec("stillroom_documents", "gauge", "Documents in the knowledge base."),
@@ -68,6 +92,28 @@ SPECS = (
     ),
 )
 _BY_NAME = {spec.name: spec for spec in SPECS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFigures:
+    """What a KV cache holds and did, by tier (`device`, `host`, `disk`) or tiers copied between. Counts only grow."""
+
+    num_nodes: Mapping[str, int]
+    num_bytes: Mapping[str, int]
+    hits: Mapping[str, int]
+    hit_tokens: Mapping[str, int]
+    misses: int
+    missed_tokens: int
+    cheaper: int
+    """Of the misses: kept, but slower to load than to compute."""
+    evictions: Mapping[str, int]
+    failed_loads: Mapping[str, int]
+    rejected: int
+    moves: Mapping[tuple[str, str], int]
+    moved_bytes: Mapping[tuple[str, str], int]
+    moved_seconds: Mapping[tuple[str, str], float]
+    verify_failures: Mapping[str, int]
+    write_failures: int
 
 
 class Metrics:
@@ -133,6 +179,10 @@ class Metrics:
         """Count a served HTTP request; `path` is the route's template, so that there are few of them."""
         self._http_requests.labels(path, str(status)).inc()
 
+    def watch_cache(self, figures: Callable[[], CacheFigures | None]) -> None:
+        """Ask for these whenever somebody looks."""
+        self.registry.register(_CacheCollector(figures))
+
     def render(self) -> bytes:
         """Everything, in the Prometheus text format."""
         return generate_latest(_WithoutCreated(self.registry))
@@ -148,6 +198,44 @@ class Metrics:
     def _histogram(self, name: str) -> Histogram:
         spec = _BY_NAME[name]
         return Histogram(name, spec.help, spec.labels, registry=self.registry, buckets=spec.buckets)
+
+
+class _CacheCollector(Collector):
+    """A cache's own counts as metrics."""
+
+    def __init__(self, figures: Callable[[], CacheFigures | None]) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self._figures()
+        if figures is None:
+            return
+        for name, values in (
+            ("nodes", figures.num_nodes),
+            ("bytes", figures.num_bytes),
+            ("hits_total", figures.hits),
+            ("hit_tokens_total", figures.hit_tokens),
+            ("misses_total", {(): figures.misses}),
+            ("missed_tokens_total", {(): figures.missed_tokens}),
+            ("recomputed_total", {(): figures.cheaper}),
+            ("evictions_total", figures.evictions),
+            ("failed_loads_total", figures.failed_loads),
+            ("verify_failures_total", figures.verify_failures),
+            ("write_failures_total", {(): figures.write_failures}),
+            ("rejected_total", {(): figures.rejected}),
+            ("moves_total", figures.moves),
+            ("moved_bytes_total", figures.moved_bytes),
+            ("move_seconds_total", figures.moved_seconds),
+        ):
+            yield _family(_BY_NAME[f"stillroom_kv_cache_{name}"], values)
+
+
+def _family(spec: MetricSpec, values: Mapping[Any, float]) -> Metric:
+    kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    family = kind(spec.name.removesuffix("_total"), spec.help, labels=spec.labels)
+    for labels, value in values.items():
+        family.add_metric((labels,) if isinstance(labels, str) else labels, value)
+    return family
 
 
 class _WithoutCreated:

@@ -1,0 +1,238 @@
+"""Measures what computing and loading KV costs on this machine, and keeps it: `stillroom calibrate`.
+
+T(cached, new) is timed with the engine's own decoder, blocks and steps, so it includes everything that a request pays
+for (RAGCache 5.1: "profiles the LLM prefill time with varying cached and non-cached token lengths offline"). Without a
+kept profile a quick pass of about a second stands in.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence
+from stillroom.core.clock import Clock
+from stillroom.core.ids import BlockId, RequestId
+from stillroom.core.kv import NodeKey, NodeRecord, Tier
+from stillroom.core.request import SamplingParams
+from stillroom.errors import UsageError
+from stillroom.kvcache.cost_model import CostProfile, Link, linear_profile
+from stillroom.kvstore.device import DeviceStore
+from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.host import HostStore
+from stillroom.kvstore.tiered import TieredStore
+from stillroom.runner.torch_runner import TorchRunner
+
+CACHED = (0, 128, 512, 1024, 2048)
+NEW = (1, 16, 64, 256, 1024)
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What is measured with."""
+
+    runner: TorchRunner
+    device: DeviceStore
+    """Nobody else uses it; what is in it is overwritten."""
+    num_blocks: int
+    max_model_len: int
+    step_tokens: int
+    """Token budget of one step."""
+    clock: Clock
+
+
+def calibrate(
+    bench: Bench, folder: Path, *, repeat: int = 5, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> CostProfile:
+    """The whole grid, the median of `repeat` runs of each point, and the bandwidths to host and disk.
+
+    Args:
+        folder: a place on the disk whose KV this is about; what is written there is removed again.
+
+    Raises:
+        UsageError: the KV pool or the model is too small to measure anything.
+    """
+    limit = min(bench.num_blocks * bench.device.block_size, bench.max_model_len) - 1
+    cached = [count for count in CACHED if count < limit]
+    new = [count for count in NEW if count <= limit - cached[-1]] or [1]
+    while len(cached) > 2 and len(new) < 3:  # rather longer questions than longer contexts
+        cached.pop()
+        new = [count for count in NEW if count <= limit - cached[-1]] or [1]
+    if len(cached) < 2 or len(new) < 2:
+        raise UsageError(f"{limit} tokens are too few to measure with; raise runtime.kv_bytes")
+    _clear(bench, cached[-1] + new[-1])
+    _prefill(bench, 0, new[-1])  # compiles, allocates, warms up
+    total = len(cached) * len(new) * repeat
+    runs = np.empty((repeat, len(cached), len(new)))
+    for done, (index, row, column) in enumerate(np.ndindex(runs.shape)):
+        runs[index, row, column] = _prefill(bench, cached[row], new[column])
+        on_progress(done + 1, total)
+    seconds = np.median(runs, axis=0)
+    return CostProfile(tuple(cached), tuple(new), tuple(map(tuple, seconds.tolist())), _links(bench, folder))
+
+
+def quick_profile(bench: Bench, folder: Path | None, *, budget_seconds: float = 1.0) -> CostProfile:
+    """A few points, smallest first, until the budget is spent; the rest is a line through them."""
+    points = [(0, 1), (0, 16), (0, 64), (0, 256), (1024, 64)]
+    limit = min(bench.num_blocks * bench.device.block_size, bench.max_model_len)
+    started = bench.clock.monotonic()
+    rows: list[tuple[float, float, float]] = []
+    seconds: list[float] = []
+    for cached, new in points:
+        is_enough = len(rows) > 1 and bench.clock.monotonic() - started > budget_seconds
+        if cached + new > limit or is_enough:
+            continue
+        _clear(bench, cached + new)
+        _prefill(bench, cached, new)
+        rows.append((1.0, new, new * (cached + new / 2)))
+        seconds.append(min(_prefill(bench, cached, new) for _ in range(2)))
+    weights = 1 / np.array(seconds)  # relative errors count
+    found, _ = nnls(np.array(rows) * weights[:, None], np.ones(len(seconds)))
+    step, token, pair = (float(value) for value in found)
+    links = {} if folder is None else _links(bench, folder)
+    return linear_profile(max(step, 1e-6), max(token, 1e-9), pair, links)
+
+
+# Keeping it
+
+
+def profile_path(root: Path, fingerprint: bytes, device: torch.device) -> Path:
+    """Where the profile of a model on this machine is kept, below the user's cache folder."""
+    machine = "\0".join((platform.node(), platform.machine(), _processor(), str(os.cpu_count()), _accelerator(device)))
+    name = f"{fingerprint.hex()[:24]}-{hashlib.sha256(machine.encode()).hexdigest()[:12]}.json"
+    return root / "profiles" / name
+
+
+def save_profile(path: Path, profile: CostProfile) -> None:
+    content = {
+        "format": _FORMAT,
+        "cached": profile.cached,
+        "new": profile.new,
+        "seconds": profile.seconds,
+        "links": {
+            tier.label: {"latency_seconds": link.latency_seconds, "bytes_per_second": link.bytes_per_second}
+            for tier, link in profile.links.items()
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+    os.replace(file.name, path)
+
+
+def load_profile(path: Path) -> CostProfile | None:
+    """What `save_profile` wrote; None if there is nothing, or nothing that can be used."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            return None
+        return CostProfile(
+            tuple(content["cached"]),
+            tuple(content["new"]),
+            tuple(map(tuple, content["seconds"])),
+            {Tier[name.upper()]: Link(**link) for name, link in content["links"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        return None
+
+
+# Measuring
+
+
+def _clear(bench: Bench, num_tokens: int) -> None:
+    """What was never written may hold numbers that are slow to compute with."""
+    for kv_LSGD in (bench.device.k_LSGD, bench.device.v_LSGD):
+        kv_LSGD[:, :num_tokens] = 0.0
+
+
+def _prefill(bench: Bench, num_cached: int, num_new: int) -> float:
+    """Seconds for `num_new` tokens after `num_cached` ones, in steps as the engine makes them, first token included."""
+    end = num_cached + num_new
+    tokens = np.arange(num_new, dtype=np.int64) % 32
+    slots = np.arange(end, dtype=np.int64)
+    started = bench.clock.monotonic()
+    for first in range(num_cached, end, bench.step_tokens):
+        last = min(first + bench.step_tokens, end)
+        samples = (_sample(tokens),) if last == end else ()
+        piece = tokens[first - num_cached : last - num_cached]
+        bench.runner.execute(Batch((ScheduledSequence(RequestId("calibrate"), piece, first, slots[:last], samples),)))
+    return bench.clock.monotonic() - started
+
+
+def _sample(tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> SampleSpec:
+    return SampleSpec(RequestId("calibrate"), SamplingParams(max_tokens=1), 0.0, tokens, len(tokens))
+
+
+def _links(bench: Bench, folder: Path) -> dict[Tier, Link]:
+    """Latency and bandwidth to the device, from loads of a small and a large node, the best of five each."""
+    block_size = bench.device.block_size
+    large = min(256, bench.num_blocks * block_size // 2 // block_size * block_size)
+    sizes = (min(block_size, large), large)
+    if sizes[0] == sizes[1]:
+        return {}
+    _clear(bench, 2 * large)
+    with tempfile.TemporaryDirectory(prefix="calibrate-", dir=_nearest_folder(folder)) as scratch:
+        tiers = TieredStore(
+            bench.device,
+            HostStore(bench.device.shape, bench.device.k_LSGD.device),
+            DiskStore(Path(scratch), bytes(32)),
+            bench.clock,
+        )
+        times = {
+            tier: [_load_seconds(bench, tiers, tier, num_tokens) for num_tokens in sizes]
+            for tier in (Tier.HOST, Tier.DISK)
+        }
+        tiers.close()
+    num_bytes = [num_tokens * bench.device.shape.bytes_per_token for num_tokens in sizes]
+    return {tier: _link(num_bytes, seconds) for tier, seconds in times.items() if min(seconds) > 0}
+
+
+def _link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
+    slope = max((seconds[1] - seconds[0]) / (num_bytes[1] - num_bytes[0]), 1e-12)
+    return Link(max(seconds[0] - slope * num_bytes[0], 0.0), 1 / slope)
+
+
+def _load_seconds(bench: Bench, tiers: TieredStore, tier: Tier, num_tokens: int) -> float:
+    size = bench.device.block_size
+    blocks = [BlockId(block) for block in range(-(-num_tokens // size))]
+    target = [BlockId(block + len(blocks)) for block in blocks]
+    best = 0.0
+    for index in range(5):
+        key = NodeKey(hashlib.sha256(f"{tier}-{num_tokens}-{index}".encode()).digest())
+        if tier is Tier.HOST:
+            is_there = tiers.offload(key, blocks, num_tokens)
+        else:
+            is_there = tiers.store(NodeRecord(key, key, 0, num_tokens, None, 0.0, 0.0), Tier.DEVICE, blocks)
+        started = bench.clock.monotonic()
+        if not is_there or not tiers.load(key, tier, target, num_tokens):
+            return 0.0
+        seconds = bench.clock.monotonic() - started
+        best = seconds if index == 0 else min(best, seconds)
+        tiers.drop(key, tier)
+    return best
+
+
+def _nearest_folder(folder: Path) -> Path:
+    """The folder, or the closest one above it that is there."""
+    return next(parent for parent in (folder, *folder.resolve().parents) if parent.is_dir())
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _accelerator(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,136 @@
+"""The KV cache of one loaded model, put together: block pool, knowledge tree, and the stores that have the bytes.
+
+What the parts promise is said where they are; here is only who is given what, and what happens when a process opens and
+closes a knowledge base.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.core.clock import Clock
+from stillroom.core.kv import Tier
+from stillroom.errors import ConfigError
+from stillroom.kvcache.block_pool import BlockPool
+from stillroom.kvcache.cost_model import CostProfile
+from stillroom.kvcache.eviction import POLICIES
+from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
+from stillroom.kvcache.manager import KVCacheManager, Reuse
+from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvstore.device import DeviceStore, KVShape
+from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.host import HostStore
+from stillroom.kvstore.tiered import TieredStore
+from stillroom.models.decoder import Decoder
+from stillroom.telemetry.metrics import CacheFigures
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Blocks on the device, and where they go from there."""
+
+    manager: KVCacheManager
+    device: DeviceStore
+    tiers: TieredStore | None = None
+    """None where nothing is reused."""
+
+    @property
+    def tree(self) -> KnowledgeTree | None:
+        return self.manager.reuse.tree if self.manager.reuse else None
+
+    def figures(self) -> CacheFigures | None:
+        """None where nothing is reused. From any thread: numbers may be of slightly different moments."""
+        tree, tiers = self.tree, self.tiers
+        if tree is None or tiers is None:
+            return None
+        stats, moves = tree.stats, tiers.stats
+        return CacheFigures(
+            num_nodes={tier.label: tree.num_nodes(tier) for tier in Tier},
+            num_bytes={tier.label: tree.num_bytes(tier) for tier in Tier},
+            hits=_labelled(stats.hits),
+            hit_tokens=_labelled(stats.hit_tokens),
+            misses=stats.misses,
+            missed_tokens=stats.missed_tokens,
+            cheaper=stats.cheaper,
+            evictions=_labelled(stats.evictions),
+            failed_loads=_labelled(stats.failed_loads),
+            rejected=stats.rejected,
+            moved_bytes={(a.label, b.label): flow.num_bytes for (a, b), flow in moves.flows.items()},
+            moved_seconds={(a.label, b.label): flow.seconds for (a, b), flow in moves.flows.items()},
+            moves={(a.label, b.label): flow.num_copies for (a, b), flow in moves.flows.items()},
+            verify_failures={str(defect): count for defect, count in moves.verify_failures.items()},
+            write_failures=moves.num_write_failures,
+        )
+
+    def close(self) -> None:
+        """Bring to disk what has room there, and let go of it. Nobody may use the cache any more."""
+        if self.tree is not None and self.tiers is not None:
+            self.tree.flush()
+            self.tiers.close()
+
+
+def build_device(decoder: Decoder, config: RuntimeConfig) -> tuple[BlockPool, DeviceStore]:
+    """The blocks that `runtime.kv_bytes` pays for.
+
+    Raises:
+        ConfigError: it pays for none.
+    """
+    shape = kv_shape(decoder)
+    num_blocks = config.kv_bytes // (shape.bytes_per_token * config.block_size)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"runtime.kv_bytes={config.kv_bytes} holds no KV block of this model "
+            f"({shape.bytes_per_token * config.block_size} bytes); raise it"
+        )
+    device = DeviceStore(shape, num_blocks, config.block_size, decoder.device)
+    return BlockPool(num_blocks, config.block_size), device
+
+
+def kv_shape(decoder: Decoder) -> KVShape:
+    """What one token's KV looks like in this model."""
+    spec = decoder.spec
+    return KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
+
+
+def build_cache(  # noqa: PLR0913  the parts, once
+    pool: BlockPool,
+    device: DeviceStore,
+    config: ReuseConfig,
+    *,
+    fingerprint: bytes,
+    profile: CostProfile | None,
+    folder: Path | None,
+    clock: Clock,
+) -> KVCache:
+    """A cache with what the disk has kept from earlier.
+
+    Args:
+        fingerprint: of the model.
+        profile: needed for reuse.
+        folder: for KV on disk; None keeps none.
+    """
+    if config.mode == "off" or profile is None:
+        return KVCache(KVCacheManager(pool), device)
+    disk = DiskStore(folder, fingerprint) if folder is not None and config.disk_bytes else None
+    tiers = TieredStore(device, HostStore(device.shape, device.k_LSGD.device), disk, clock)
+    options = TreeOptions(
+        host_bytes=config.host_bytes,
+        disk_bytes=config.disk_bytes if disk else 0,
+        is_disk_read_only=disk is not None and not disk.is_writer,
+        bytes_per_token=device.shape.bytes_per_token,
+        policy=POLICIES[config.policy],
+        window_seconds=config.window_s,
+        looks_ahead=config.looks_ahead,
+        admits_by_frequency=config.admits_by_frequency,
+    )
+    tree = KnowledgeTree(pool, tiers, profile, options, clock.monotonic)
+    if disk is not None:
+        for key in tree.restore(record for record, _ in disk.records()):
+            disk.remove(key)
+    keys = PrefixKeys(fingerprint, config.tail_blocks * pool.block_size)
+    return KVCache(KVCacheManager(pool, Reuse(tree, keys, config.load == "always")), device, tiers)
+
+
+def _labelled(counts: Counter[Tier]) -> dict[str, int]:
+    return {tier.label: counts[tier] for tier in Tier}

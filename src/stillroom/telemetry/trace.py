@@ -1,0 +1,94 @@
+"""What is remembered of past questions: why these chunks, what was reused, what it saved. Read by `stillroom explain`.
+
+One SQLite file beside the knowledge base, so that another process can ask. It is a diary, not the truth: losing it, or
+the last lines of it, loses nothing else, and whoever cannot write to it goes on without.
+"""
+
+import contextlib
+import json
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+TRACE_FILE = "traces.sqlite"
+_EXTRA = 64
+"""So many more than `keep` may be there before the oldest are removed."""
+
+
+class TraceLog:
+    """The last `keep` traces. Thread-safe; several processes may write to one file."""
+
+    def __init__(self, path: Path, keep: int) -> None:
+        """
+        Args:
+            keep: 0 writes nothing.
+        """
+        self._path = path
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._num_added = 0
+        self._has_failed = False
+
+    def add(self, request_id: str, at: float, trace: Mapping[str, Any]) -> None:
+        """Remember a finished question. Never raises: a trace is not worth an answer.
+
+        Args:
+            at: seconds since 1970.
+            trace: plain JSON values.
+        """
+        if not self._keep or self._has_failed:
+            return
+        try:
+            with self._lock, self._open() as connection:
+                connection.execute(
+                    "INSERT OR REPLACE INTO traces VALUES (?, ?, ?)", (request_id, at, json.dumps(trace))
+                )
+                self._num_added += 1
+                if self._num_added % _EXTRA == 1:
+                    connection.execute(
+                        "DELETE FROM traces WHERE rowid NOT IN (SELECT rowid FROM traces ORDER BY at DESC LIMIT ?)",
+                        (self._keep,),
+                    )
+        except (sqlite3.Error, OSError) as error:
+            self._has_failed = True
+            logger.warning(
+                "%s cannot be written (%s); stillroom explain will not know new questions", self._path, error
+            )
+
+    def get(self, request_id: str | None = None) -> tuple[str, float, dict[str, Any]] | None:
+        """Request id, time and trace of a question, the last one without an id; None if it is not there.
+
+        Raises:
+            sqlite3.Error, ValueError: the file is damaged.
+        """
+        if not self._path.is_file():
+            return None
+        where, values = ("WHERE request_id = ?", (request_id,)) if request_id else ("", ())
+        with self._lock, self._open() as connection:
+            row = connection.execute(f"SELECT * FROM traces {where} ORDER BY at DESC LIMIT 1", values).fetchone()
+        return None if row is None else (row[0], row[1], json.loads(row[2]))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        if self._connection is None:
+            connection = sqlite3.connect(self._path, timeout=2.0, check_same_thread=False, isolation_level=None)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = OFF")
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS traces (request_id TEXT PRIMARY KEY, at REAL NOT NULL, trace TEXT NOT NULL)"
+            )
+            connection.execute("CREATE INDEX IF NOT EXISTS by_time ON traces (at)")
+            self._connection = connection
+        yield self._connection
