@@ -4,10 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before any test can
 
 settings.register_profile("stillroom", deadline=None)  # a busy machine is no failure
 settings.load_profile("stillroom")
@@ -17,8 +20,6 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs the shared data, or a GPU, where there is none."""
-    import torch
-
     skips = {
         "shared": None if SHARED.is_dir() else pytest.mark.skip(reason="needs ../shared"),
         "gpu": None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device"),

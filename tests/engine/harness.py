@@ -26,9 +26,10 @@ def engine_on(
     max_num_seqs: int = 32,
     max_num_batched_tokens: int = 512,
     dtype: Dtype = "auto",
+    device: str = "cpu",
 ) -> Engine:
     """An engine whose KV pool has exactly `num_blocks` blocks."""
-    decoder = _decoder(folder, dtype)
+    decoder = _decoder(folder, dtype, device)
     spec = decoder.spec
     per_block = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize * 16
     config = RuntimeConfig(
@@ -38,9 +39,9 @@ def engine_on(
 
 
 @lru_cache(maxsize=2)
-def _decoder(folder: Path, dtype: Dtype) -> Decoder:
+def _decoder(folder: Path, dtype: Dtype, device: str) -> Decoder:
     """Read once: a decoder has no state, and hundreds of engines are built on the same one."""
-    return load_decoder(folder, device="cpu", dtype=dtype)
+    return load_decoder(folder, device=device, dtype=dtype)
 
 
 def request(

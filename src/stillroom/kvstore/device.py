@@ -1,7 +1,8 @@
 """The KV bytes on the compute device: one K and one V tensor per layer, addressed by slot.
 
 Slot `block_id * block_size + offset` belongs to the block of that id; who may write it is `kvcache`'s decision. Slots
-that were never written hold garbage, and nobody may attend to them.
+that were never written hold garbage, and nobody may attend to them. After the last block come the slots of one more,
+which no pool knows of: rows that only pad a step write there.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ class DeviceStore:
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.shape = shape
         self.block_size = block_size
-        size = (shape.num_layers, num_blocks * block_size, shape.num_kv_heads, shape.head_dim)
+        self.scratch_slot = num_blocks * block_size
+        size = (shape.num_layers, (num_blocks + 1) * block_size, shape.num_kv_heads, shape.head_dim)
         self.k_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
         self.v_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
         self.is_lost = False

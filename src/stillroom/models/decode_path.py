@@ -15,6 +15,7 @@ from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import LayerWeights
 from stillroom.ops import cpu_kernels
 from stillroom.ops.attention import AttentionPlan
+from stillroom.ops.device_attention import DevicePlan
 from stillroom.ops.linear import MAX_ROWS
 
 
@@ -45,9 +46,9 @@ class DecodePath:
             found.append(((layer.attention_norm.numpy(), layer.mlp_norm.numpy()), matrices, biases))
         return cls(spec, found)
 
-    def takes(self, plan: AttentionPlan) -> bool:
+    def takes(self, plan: AttentionPlan | DevicePlan) -> bool:
         """Whether a step is nothing but a few decoding rows."""
-        return plan.is_rows_only and 0 < len(plan.spans) <= MAX_ROWS
+        return isinstance(plan, AttentionPlan) and plan.is_rows_only and 0 < len(plan.spans) <= MAX_ROWS
 
     def run(
         self,
@@ -60,6 +61,7 @@ class DecodePath:
         x: NDArray[np.float32] = x_TM.numpy()
         turn = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
         slots, plan, num_threads = packed.slots_T.numpy(), packed.plan, cpu_kernels.use_threads()
+        assert isinstance(plan, AttentionPlan)
         for index, (weights, limits) in enumerate(zip(self._layers, self._limits, strict=True)):
             k_SGD, v_SGD = layer_kv(index)
             cache = (cpu_kernels.array(k_SGD), cpu_kernels.array(v_SGD))

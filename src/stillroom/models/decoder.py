@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from stillroom.models.decode_path import DecodePath
-from stillroom.models.mixture_of_experts import mix, route
+from stillroom.models.mixture_of_experts import mix, on_device, route
 from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import DecoderWeights, LayerWeights
@@ -36,6 +36,7 @@ class Decoder:
         self._rope = self._frequencies(spec.rope)
         self._local_rope = self._frequencies(spec.local_rope or spec.rope)
         self._decode_path = DecodePath.of(spec, weights.layers)
+        self._device_experts = [on_device(layer.experts) for layer in weights.layers]
         # rounded as the product with the embedding would be
         self._embedding_scale = float(torch.tensor(spec.embedding_scale or 1.0, dtype=self.dtype))
 
@@ -65,7 +66,7 @@ class Decoder:
                 x_TM, q_THD, plan = x_TM[packed.wanted_B], q_THD[packed.wanted_B], packed.last_plan
             out_THD = plan.attend(q_THD, kv_SGD, spec.attention_scale, window, spec.attention_softcap)
             x_TM = x_TM + self._normed(layer.output(out_THD.flatten(1)), layer.post_attention_norm)
-            x_TM = x_TM + self._normed(self._mlp(layer, x_TM), layer.post_mlp_norm)
+            x_TM = x_TM + self._normed(self._mlp(index, x_TM), layer.post_mlp_norm)
         return x_TM
 
     @torch.inference_mode()
@@ -100,10 +101,12 @@ class Decoder:
             qkv = torch.cat((self._normed(q_THD, layer.q_norm), self._normed(k_TGD, layer.k_norm), v_TGD), dim=1)
         return rotate_and_store(qkv, rope, slots_T, kv_SGD)
 
-    def _mlp(self, layer: LayerWeights, x_TM: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, index: int, x_TM: torch.Tensor) -> torch.Tensor:
+        layer, experts = self.weights.layers[index], self._device_experts[index]
         x_TM = self._normed(x_TM, layer.mlp_norm)
         if layer.router is None:
             return layer.experts[0](x_TM)
         mixture = self.spec.mixture
         assert mixture is not None
-        return mix(x_TM, route(layer.router(x_TM), mixture.num_active, mixture.is_normalised), layer.experts)
+        routes = route(layer.router(x_TM), mixture.num_active, mixture.is_normalised)
+        return mix(x_TM, routes, layer.experts) if experts is None else experts.mix(x_TM, routes)

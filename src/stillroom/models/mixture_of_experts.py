@@ -1,7 +1,7 @@
 """The gated MLP, and a mixture of them: a router picks a few experts for each token (arXiv 2401.04088).
 
-Tokens are sorted by expert, so that each expert that anybody chose is one product over all its tokens. The number of
-tokens per expert crosses to the host once per layer.
+Tokens are sorted by expert, so that each expert that anybody chose is one product over all its tokens. In `mix` the
+number of tokens per expert crosses to the host once per layer; GPUs with Triton compute `DeviceExperts` instead.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from stillroom.ops.device_attention import has_kernels
+from stillroom.ops.device_experts import DeviceExperts
 from stillroom.ops.linear import Linear
 from stillroom.ops.rows import gate
 
@@ -36,6 +38,13 @@ def route(router_TE: torch.Tensor, num_active: int, is_normalised: bool) -> tupl
     if is_normalised:
         weights_TA = weights_TA / weights_TA.sum(dim=-1, keepdim=True)
     return weights_TA, experts_TA
+
+
+def on_device(experts: Sequence[GatedMlp]) -> DeviceExperts | None:
+    """The experts of a mixture for a GPU's kernel; None where there is none, or no mixture."""
+    if len(experts) == 1 or not has_kernels(experts[0].down.weight.device):
+        return None
+    return DeviceExperts([one.gate_up for one in experts], [one.down for one in experts], experts[0].activation)
 
 
 def mix(x_TM: torch.Tensor, routes: tuple[torch.Tensor, torch.Tensor], experts: Sequence[GatedMlp]) -> torch.Tensor:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, only_rows
+from stillroom.ops.device_attention import DevicePlan
+from stillroom.ops.transfer import to_device
 
 # T packed tokens, B rows whose hidden states are wanted, S slots, G key/value heads, D head dimension
 
@@ -20,17 +22,19 @@ class PackedInput:
         token_ids_T: torch.Tensor,
         positions_T: torch.Tensor,
         slots_T: torch.Tensor,
-        spans: list[AttentionSpan],
+        spans: list[AttentionSpan] | DevicePlan,
         wanted: list[int],
     ) -> None:
         """
         Args:
             slots_T: where each token's K and V are written.
-            spans: the sequences, in order.
+            spans: the sequences, in order; or a plan that is on the device already, and then all rows are wanted.
             wanted: the rows whose hidden states are wanted, ascending; the last layer computes no others.
         """
         self.token_ids_T, self.positions_T, self.slots_T = token_ids_T, positions_T, slots_T
-        self.plan = AttentionPlan(spans)
-        self.wanted_B = torch.tensor(wanted, dtype=torch.int64, device=token_ids_T.device)
-        is_all = len(wanted) == token_ids_T.shape[0]
-        self.last_plan = self.plan if is_all else AttentionPlan(only_rows(spans, wanted))
+        self.plan = spans if isinstance(spans, DevicePlan) else AttentionPlan(spans)
+        self.wanted_B = to_device(wanted, token_ids_T.device)
+        self.last_plan = self.plan
+        if len(wanted) < token_ids_T.shape[0]:
+            assert not isinstance(spans, DevicePlan), "a plan on the device is for all rows"
+            self.last_plan = AttentionPlan(only_rows(spans, wanted))

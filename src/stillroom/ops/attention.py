@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from stillroom.ops import cpu_kernels
+from stillroom.ops.device_attention import DevicePlan, has_kernels, queries_per_tile
 
 # T packed query tokens, B of them the only one of their span, Q queries of one span, K context tokens of one span,
 # S slots, H query heads, G key/value heads, D head dimension
@@ -56,6 +57,7 @@ class AttentionPlan:
         self.spans = tuple(spans)
         self._single = [span for span in self.spans if span.query_end - span.query_start == 1]
         self._several = [span for span in self.spans if span.query_end - span.query_start > 1]
+        self._device_plan: DevicePlan | None = None
 
     @cached_property
     def contexts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -93,6 +95,8 @@ class AttentionPlan:
             window: a query sees itself and the `window - 1` tokens before it; None: everything before it.
             softcap: logits are squeezed into (-softcap, softcap); None: left alone.
         """
+        if has_kernels(q_THD.device):
+            return self._on_device(q_THD, kv_SGD[0]).attend(q_THD, kv_SGD, scale, window, softcap)
         if not cpu_kernels.has_kernel(q_THD, kv_SGD[0]):
             return attend_spans(q_THD, kv_SGD, self.spans, scale, window, softcap)
         if self.is_rows_only:
@@ -102,6 +106,13 @@ class AttentionPlan:
             rows = torch.tensor([span.query_start for span in self._single])
             out_THD[rows] = self._attend_rows(q_THD[rows], kv_SGD, (scale, softcap or 0.0, window or 0))
         return out_THD
+
+    def _on_device(self, q_THD: torch.Tensor, k_SGD: torch.Tensor) -> DevicePlan:
+        if self._device_plan is None:
+            bounds = [(span.query_start, span.query_end, span.num_context_tokens) for span in self.spans]
+            contexts = [span.context for span in self.spans]
+            self._device_plan = DevicePlan.of(bounds, contexts, q_THD.device, queries_per_tile(q_THD, k_SGD))
+        return self._device_plan
 
     def _attend_rows(
         self, q_BHD: torch.Tensor, kv_SGD: tuple[torch.Tensor, torch.Tensor], limits: tuple[float, float, int]

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, StepResult
 from stillroom.errors import DeviceLostError
@@ -17,6 +16,8 @@ from stillroom.models.decoder import Decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.sampling import logprobs, sample
+from stillroom.ops.transfer import to_device
+from stillroom.runner.decode_graphs import DecodeGraphs, StaticDecoding
 
 
 class Runner(Protocol):
@@ -41,6 +42,7 @@ class TorchRunner:
     def __init__(self, decoder: Decoder, store: DeviceStore) -> None:
         self.decoder = decoder
         self.store = store
+        self.decoding: StaticDecoding | None = DecodeGraphs.of(decoder, store)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -49,11 +51,14 @@ class TorchRunner:
             raise DeviceLostError("the KV on the device is gone")
         if batch.copies:
             self.store.copy_blocks(batch.copies)
-        hidden_BM = self.decoder.hidden_states(self._pack(batch), self.store.layer)
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
-        if not sampling:
-            return StepResult({})
-        logits_BV = self.decoder.logits(hidden_BM)
+        if self.decoding is not None and self.decoding.takes(batch):
+            logits_BV = self.decoding.logits(batch)
+        else:
+            hidden_BM = self.decoder.hidden_states(self._pack(batch), self.store.layer)
+            if not sampling:
+                return StepResult({})
+            logits_BV = self.decoder.logits(hidden_BM)
         if len(rows := [row for row, samples in enumerate(sampling) for _ in samples]) > len(sampling):
             logits_BV = logits_BV[rows]  # several samples are drawn from the same logits
         return _sampled(logits_BV, [spec for samples in sampling for spec in samples])
@@ -75,9 +80,9 @@ class TorchRunner:
             start = end
         positions = [np.arange(s.first_position, len(s.slots)) for s in sequences]
         return PackedInput(
-            token_ids_T=_tensor(np.concatenate([s.token_ids for s in sequences]), device),
-            positions_T=_tensor(np.concatenate(positions), device),
-            slots_T=_tensor(np.concatenate([s.slots[s.first_position :] for s in sequences]), device),
+            token_ids_T=to_device(np.concatenate([s.token_ids for s in sequences]), device),
+            positions_T=to_device(np.concatenate(positions), device),
+            slots_T=to_device(np.concatenate([s.slots[s.first_position :] for s in sequences]), device),
             spans=spans,
             wanted=wanted,
         )
@@ -88,7 +93,7 @@ class TorchRunner:
         first, last = int(slots[0]), int(slots[-1])
         if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
             return slice(first, last + 1)
-        return _tensor(slots, self.decoder.device)
+        return to_device(slots, self.decoder.device)
 
 
 def _sampled(logits_BV: torch.Tensor, specs: list[SampleSpec]) -> StepResult:
@@ -100,7 +105,3 @@ def _sampled(logits_BV: torch.Tensor, specs: list[SampleSpec]) -> StepResult:
     rows = [row for row, _, _ in wanted]
     found = logprobs(logits_BV[rows], [token_ids[row] for row in rows], [count for _, _, count in wanted])
     return StepResult(picked, {spec.request_id: one for (_, spec, _), one in zip(wanted, found, strict=True)})
-
-
-def _tensor(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
