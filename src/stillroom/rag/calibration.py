@@ -12,11 +12,11 @@ import platform
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 
 from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence
 from stillroom.core.clock import Clock
@@ -24,7 +24,7 @@ from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.kv import NodeKey, NodeRecord, Tier
 from stillroom.core.request import SamplingParams
 from stillroom.errors import UsageError
-from stillroom.kvcache.cost_model import CostProfile, Link, linear_profile
+from stillroom.kvcache.cost_model import CostProfile, Link
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore
@@ -81,25 +81,32 @@ def calibrate(
 
 
 def quick_profile(bench: Bench, folder: Path | None, *, budget_seconds: float = 1.0) -> CostProfile:
-    """A few points, smallest first, until the budget is spent; the rest is a line through them."""
-    points = [(0, 1), (0, 16), (0, 64), (0, 256), (1024, 64)]
-    limit = min(bench.num_blocks * bench.device.block_size, bench.max_model_len)
+    """T(0, new) for a few lengths, shortest first, until the budget is spent, and what a cached token adds to one of
+    them; the best of three each.
+
+    Other work on the machine can only make a run longer. So the best run counts, and where fewer tokens seemed to take
+    longer than more did, they are taken to have taken as long."""
+    limit = min(bench.num_blocks * bench.device.block_size, bench.max_model_len) - 1
     started = bench.clock.monotonic()
-    rows: list[tuple[float, float, float]] = []
-    seconds: list[float] = []
-    for cached, new in points:
-        is_enough = len(rows) > 1 and bench.clock.monotonic() - started > budget_seconds
-        if cached + new > limit or is_enough:
-            continue
-        _clear(bench, cached + new)
-        _prefill(bench, cached, new)
-        rows.append((1.0, new, new * (cached + new / 2)))
-        seconds.append(min(_prefill(bench, cached, new) for _ in range(2)))
-    weights = 1 / np.array(seconds)  # relative errors count
-    found, _ = nnls(np.array(rows) * weights[:, None], np.ones(len(seconds)))
-    step, token, pair = (float(value) for value in found)
-    links = {} if folder is None else _links(bench, folder)
-    return linear_profile(max(step, 1e-6), max(token, 1e-9), pair, links)
+    seconds: dict[int, float] = {}
+    for new in (1, 16, 64, 256):
+        if len(seconds) < 2 or (new <= limit and bench.clock.monotonic() - started < budget_seconds):
+            seconds[new] = _best(bench, 0, new)
+    lengths = list(seconds)
+    for shorter, longer in reversed(list(pairwise(lengths))):
+        seconds[shorter] = min(seconds[shorter], seconds[longer])
+    before, new = min(1024, limit - lengths[-1]) // 2, lengths[-1]
+    per_pair = 0.0
+    if before > 0 and bench.clock.monotonic() - started < budget_seconds:
+        per_pair = max(_best(bench, before, new) - seconds[new], 0.0) / (before * new)
+    cached = (0, 1024)
+    grid = tuple(tuple(seconds[new] + per_pair * count * new for new in lengths) for count in cached)
+    return CostProfile(cached, tuple(lengths), grid, {} if folder is None else _links(bench, folder))
+
+
+def _best(bench: Bench, num_cached: int, num_new: int) -> float:
+    _clear(bench, num_cached + num_new)
+    return min(_prefill(bench, num_cached, num_new) for _ in range(3))
 
 
 # Keeping it
