@@ -1,0 +1,357 @@
+"""Exact reuse with a real model and real files: greedy float32 tokens are those of an engine that reuses nothing.
+
+A soak over tiers so small that all of them evict, offload, store and load, with cancellations, forks, damaged records,
+removed documents and a device that loses its memory; and each of RAGCache's promises (section 6) by itself.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.kv import Tier
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import FinishReason, Request, SamplingParams
+from stillroom.core.reuse import PromptReuse, Reason
+from stillroom.engine.engine import Engine
+from stillroom.engine.events import TokenEvent
+from stillroom.errors import RequestTimeoutError
+from stillroom.kvcache.cost_model import CostProfile, linear_profile
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.models.decoder import Decoder
+from stillroom.models.loader import load_decoder
+from stillroom.rag.generator import build_engine
+from stillroom.rag.kv_cache import KVCache
+from tests.fakes import ManualClock, random_checkpoint
+
+BLOCK = 8
+VOCABULARY = 301
+PROFILE = linear_profile(1e-3, 1e-4, 1e-7)
+"""Loading costs nothing, so everything that is kept is used."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is tiny: two threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    path = tmp_path_factory.mktemp("checkpoint")
+    random_checkpoint(path, "Llama", num_hidden_layers=2)
+    return load_decoder(path, device="cpu", dtype="float32")
+
+
+class House:
+    """One process's engine and cache over a folder of kept KV."""
+
+    def __init__(  # noqa: PLR0913  one parameter per size
+        self,
+        decoder: Decoder,
+        folder: Path | None,
+        *,
+        blocks: int = 40,
+        host_tokens: int = 80,
+        disk_tokens: int = 120,
+        timeout: float = 0.0,
+        profile: CostProfile = PROFILE,
+    ) -> None:
+        spec = decoder.spec
+        per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+        config = RuntimeConfig(
+            block_size=BLOCK,
+            kv_bytes=blocks * BLOCK * per_token,
+            max_num_seqs=6,
+            max_num_batched_tokens=33,
+            request_timeout_s=timeout,
+        )
+        reuse = ReuseConfig(host_bytes=host_tokens * per_token, disk_bytes=disk_tokens * per_token, tail_blocks=1)
+        self.clock = ManualClock()
+        self.engine: Engine
+        self.cache: KVCache
+        self.engine, self.cache = build_engine(
+            decoder, config, self.clock, reuse=reuse, fingerprint=b"m" * 32, profile=profile, kv_folder=folder
+        )
+        self.tokens: dict[RequestId, list[int]] = {}
+        self.last: dict[RequestId, TokenEvent] = {}
+        self.reuse: dict[RequestId, PromptReuse] = {}
+
+    @property
+    def tree(self) -> KnowledgeTree:
+        assert self.cache.tree is not None
+        return self.cache.tree
+
+    def submit(self, *group: Request) -> None:
+        for one in group:
+            self.tokens[one.request_id] = []
+        self.engine.submit(*group)
+
+    def step(self) -> None:
+        self.clock.advance(0.25)
+        for event in self.engine.step():
+            if event.token_id is not None:
+                self.tokens[event.request_id].append(event.token_id)
+            if event.reuse is not None:
+                self.reuse.setdefault(event.request_id, event.reuse)
+            if event.finish_reason is not None:
+                self.last[event.request_id] = event
+        self.engine.check_integrity()
+
+    def run(self, one: Request) -> tuple[list[int], PromptReuse]:
+        self.submit(one)
+        while self.engine.has_work:
+            self.step()
+        return self.tokens[one.request_id], self.reuse[one.request_id]
+
+
+def question(name: str, *documents: int, tail: int = 3, max_tokens: int = 6) -> Request:
+    """Document d has tokens of its own and 3 + 5d mod 17 of them."""
+    segments = [Segment(SegmentKind.SYSTEM, (3, 4, 5, 6, 7))]
+    for document in documents:
+        ids = tuple(10 + (document * 31 + i * 7) % 280 for i in range(3 + 5 * document % 17))
+        segments.append(Segment(SegmentKind.CHUNK, ids, ChunkId(document)))
+    segments.append(Segment(SegmentKind.QUESTION, tuple(20 + i % 5 for i in range(tail))))
+    return Request(
+        request_id=RequestId(name),
+        prompt=SegmentedPrompt(tuple(segments)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        stop_token_ids=frozenset({1}),
+    )
+
+
+class Oracle:
+    """Each distinct prompt alone, in an engine that reuses nothing."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        config = RuntimeConfig(block_size=BLOCK, kv_bytes=2**22, max_num_batched_tokens=512)
+        self._engine, _ = build_engine(decoder, config, ManualClock())
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def answer(self, request: Request) -> list[int]:
+        prompt = request.prompt.token_ids
+        if prompt not in self._known:
+            longest = replace(request, request_id=RequestId("oracle"), sampling=SamplingParams(max_tokens=8))
+            self._engine.submit(longest)
+            found = []
+            while self._engine.has_work:
+                found += [event.token_id for event in self._engine.step() if event.token_id is not None]
+            self._known[prompt] = found
+        return self._known[prompt][: request.sampling.max_tokens]
+
+
+def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int) -> House:
+    randomness = random.Random(seed)
+    house, oracle = House(decoder, folder), Oracle(decoder)
+    alive: dict[RequestId, Request] = {}
+    number = 0
+    while number < num_requests or house.engine.has_work:
+        if number < num_requests and len(alive) < 12 and randomness.random() < 0.6:
+            number += 1
+            documents = [min(int(randomness.expovariate(0.35)), 14) for _ in range(randomness.randint(0, 4))]
+            tail, length = randomness.choice((1, 3, 20)), randomness.randint(1, 8)
+            one = question(f"r{number}", *documents, tail=tail, max_tokens=length)
+            group = [one]
+            if randomness.random() < 0.1:
+                group += [replace(one, request_id=RequestId(f"r{number}/{i}")) for i in range(1, 3)]
+            alive |= {member.request_id: member for member in group}
+            house.submit(*group)
+        elif randomness.random() < 0.03 and alive:
+            victim = randomness.choice(sorted(alive))
+            assert house.engine.cancel(victim) is not None
+            del alive[victim]
+        elif randomness.random() < 0.02:
+            damage(folder, randomness)
+        elif randomness.random() < 0.005:
+            house.cache.device.lose()
+        elif randomness.random() < 0.01:
+            gone = ChunkId(randomness.randint(0, 14))
+            house.cache.manager.forget_chunks(lambda chunk_ids, gone=gone: chunk_ids - {gone})
+        elif not house.engine.has_work:
+            house.engine.tend()
+        house.step()
+        for request_id in [request_id for request_id in alive if request_id in house.last]:
+            assert house.tokens[request_id] == oracle.answer(alive.pop(request_id)), request_id
+    assert not alive
+    return house
+
+
+def damage(folder: Path, randomness: random.Random) -> None:
+    """Flip a bit anywhere in a record, or cut it short."""
+    records = sorted(folder.rglob("*.kv"))
+    if not records:
+        return
+    path = randomness.choice(records)
+    content = bytearray(path.read_bytes())
+    if randomness.random() < 0.3:
+        content = content[: randomness.randrange(len(content))]
+    else:
+        content[randomness.randrange(len(content))] ^= 1 << randomness.randrange(8)
+    path.write_bytes(content)
+
+
+def check_soak(house: House) -> None:
+    stats = house.tree.stats
+    assert all(stats.hits[tier] for tier in Tier), stats.hits
+    assert all(stats.evictions[tier] for tier in Tier), stats.evictions
+    assert stats.offloads and stats.stores and stats.failed_loads[Tier.DISK]
+    figures = house.cache.figures()
+    assert figures is not None and sum(figures.verify_failures.values()) > 0
+    house.tree.clear()
+    house.engine.check_integrity()
+    assert house.cache.manager.pool.num_used == 0, "a block leaked"
+    assert house.tree.num_bytes(Tier.HOST) == house.tree.num_bytes(Tier.DISK) == 0
+
+
+def test_a_soak_changes_no_token(decoder: Decoder, tmp_path: Path) -> None:
+    check_soak(soak(decoder, tmp_path, 200, seed=1))
+
+
+@pytest.mark.slow
+def test_a_long_soak_changes_no_token(decoder: Decoder, tmp_path: Path) -> None:
+    check_soak(soak(decoder, tmp_path, 2_000, seed=2))
+
+
+def test_a_warm_start_answers_from_disk(decoder: Decoder, tmp_path: Path) -> None:
+    first = House(decoder, tmp_path)
+    tokens, _ = first.run(question("a", 1, 2))
+    first.cache.close()
+
+    second = House(decoder, tmp_path)
+    again, reuse = second.run(question("b", 1, 2))
+
+    assert again == tokens
+    assert [segment.source for segment in reuse.segments] == [Tier.DISK] * 3 + [None]
+    assert reuse.num_cached_tokens == 5 + 8 + 13
+
+
+def test_what_an_idle_moment_stored_survives_a_kill(decoder: Decoder, tmp_path: Path) -> None:
+    killed = House(decoder, tmp_path)
+    tokens, _ = killed.run(question("a", 1))
+    while killed.engine.tend():
+        pass
+    assert killed.cache.tiers is not None and killed.cache.tiers.disk is not None
+    killed.cache.tiers.disk.close()  # as a kill does: the lock goes, nothing is flushed
+
+    again, reuse = House(decoder, tmp_path).run(question("b", 1))
+
+    assert again == tokens and reuse.num_tokens_from(Tier.DISK) == 5 + 8
+
+
+def test_a_second_process_reads_and_stores_nothing(decoder: Decoder, tmp_path: Path) -> None:
+    first = House(decoder, tmp_path)
+    first.run(question("a", 1))
+    first.tree.flush()
+    files = sorted(tmp_path.rglob("*.kv"))
+
+    second = House(decoder, tmp_path)
+    _, reuse = second.run(question("b", 1, 2))
+    second.cache.close()
+
+    assert reuse.num_tokens_from(Tier.DISK) == 5 + 8
+    assert second.tree.options.is_disk_read_only
+    assert sorted(tmp_path.rglob("*.kv")) == files
+
+
+def test_another_model_finds_nothing(decoder: Decoder, tmp_path: Path) -> None:
+    house = House(decoder, tmp_path)
+    house.run(question("a", 1))
+    house.cache.close()
+    config = RuntimeConfig(block_size=BLOCK, kv_bytes=2**20)
+    _, cache = build_engine(
+        decoder, config, ManualClock(), reuse=ReuseConfig(), fingerprint=b"x" * 32, profile=PROFILE, kv_folder=tmp_path
+    )
+    assert cache.tree is not None and len(cache.tree) == 0
+
+
+def test_tenants_share_nothing(decoder: Decoder) -> None:
+    house = House(decoder, None)
+    house.run(replace(question("a", 1), cache_salt="one"))
+    _, other = house.run(replace(question("b", 1), cache_salt="two"))
+    _, same = house.run(replace(question("c", 1), cache_salt="one"))
+    assert other.num_cached_tokens == 0 and same.num_cached_tokens == 5 + 8
+
+
+def test_a_lost_device_costs_time_and_no_token(decoder: Decoder) -> None:
+    """One request is in its prompt, one in its answer."""
+    oracle = Oracle(decoder)
+    house = House(decoder, None, host_tokens=100)
+    early, late = question("early", 1, 2, max_tokens=8), question("late", 3, 4, 5, max_tokens=8)
+    house.submit(early)
+    while len(house.tokens[early.request_id]) < 3:
+        house.step()
+    house.submit(late)
+    house.step()
+    house.cache.device.lose()
+    while house.engine.has_work:
+        house.step()
+    for one in (early, late):
+        assert house.tokens[one.request_id] == oracle.answer(one)
+    assert house.tree.stats.loads[Tier.HOST], "the system prompt came from its replica"
+
+
+def test_a_preempted_request_resumes_from_kept_kv(decoder: Decoder) -> None:
+    """Two answers grow until the pool is empty; the younger one waits, and computes only its end again."""
+    oracle = Oracle(decoder)
+    house = House(decoder, None, blocks=9)
+    two = [question(name, document, max_tokens=8) for name, document in (("a", 1), ("b", 2))]
+    for one in two:
+        house.submit(one)
+    while house.engine.has_work:
+        house.step()
+    assert [house.tokens[one.request_id] for one in two] == [oracle.answer(one) for one in two]
+    house.engine.scheduler.restart(two[0].request_id)
+
+    one = question("c", 1, max_tokens=8)
+    house.submit(one)
+    while not house.tokens[one.request_id]:
+        house.step()
+    assert house.engine.scheduler.restart(one.request_id)
+    before = house.tree.stats.hit_tokens.copy()
+    while house.engine.has_work:
+        house.step()
+    assert house.tokens[one.request_id] == oracle.answer(one)
+    assert house.tree.stats.hit_tokens == before, "a resumed request is no new demand"
+
+
+def test_a_request_that_takes_too_long_is_started_again_once_and_then_given_up(decoder: Decoder) -> None:
+    house = House(decoder, None, timeout=10.0)
+    quick, slow = question("quick", 1, max_tokens=8), question("slow", 2, max_tokens=8)
+    house.submit(quick)
+    house.step()
+    house.clock.advance(11.0)
+    while house.engine.has_work:
+        house.step()
+    assert house.last[quick.request_id].error is None
+    assert house.tokens[quick.request_id] == Oracle(decoder).answer(quick)
+
+    house.submit(slow)
+    for _ in range(2):
+        house.step()
+        house.clock.advance(11.0)
+    house.step()
+    last = house.last[slow.request_id]
+    assert last.finish_reason is FinishReason.ABORTED and isinstance(last.error, RequestTimeoutError)
+    assert "runtime.request_timeout_s" in str(last.error)
+    assert not house.engine.has_work and house.cache.manager.num_free_blocks == 40
+
+
+def test_why_is_said_segment_by_segment(decoder: Decoder) -> None:
+    house = House(decoder, None)
+    house.run(question("a", 1, 2))
+    _, reuse = house.run(question("b", 2, 1, tail=9))
+    assert [segment.reason for segment in reuse.segments] == [
+        Reason.HIT,
+        Reason.ORDER_DIFFERS,
+        Reason.ORDER_DIFFERS,
+        Reason.NEVER_SEEN,
+        Reason.TAIL,
+    ]
