@@ -212,7 +212,7 @@ def check_soak(house: House) -> None:
 
 
 def test_a_soak_changes_no_token(decoder: Decoder, tmp_path: Path) -> None:
-    check_soak(soak(decoder, tmp_path, 200, seed=1))
+    check_soak(soak(decoder, tmp_path, 300, seed=1))
 
 
 @pytest.mark.slow
