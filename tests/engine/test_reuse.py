@@ -7,12 +7,14 @@ removed documents and a device that loses its memory; and each of RAGCache's pro
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -81,9 +83,16 @@ class House:
         self.engine, self.cache = build_engine(
             decoder, config, self.clock, reuse=reuse, fingerprint=b"m" * 32, profile=profile, kv_folder=folder
         )
+        self.num_computed = 0
+        self._execute = self.engine.runner.execute
+        self.engine.runner.execute = self._counting  # type: ignore[method-assign]
         self.tokens: dict[RequestId, list[int]] = {}
         self.last: dict[RequestId, TokenEvent] = {}
         self.reuse: dict[RequestId, PromptReuse] = {}
+
+    def _counting(self, batch: Batch) -> StepResult:
+        self.num_computed += batch.num_scheduled_tokens
+        return self._execute(batch)
 
     @property
     def tree(self) -> KnowledgeTree:
@@ -106,10 +115,13 @@ class House:
                 self.last[event.request_id] = event
         self.engine.check_integrity()
 
-    def run(self, one: Request) -> tuple[list[int], PromptReuse]:
-        self.submit(one)
+    def finish(self) -> None:
         while self.engine.has_work:
             self.step()
+
+    def run(self, one: Request) -> tuple[list[int], PromptReuse]:
+        self.submit(one)
+        self.finish()
         return self.tokens[one.request_id], self.reuse[one.request_id]
 
 
@@ -174,7 +186,7 @@ def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int) -> House:
             house.cache.device.lose()
         elif randomness.random() < 0.01:
             gone = ChunkId(randomness.randint(0, 14))
-            house.cache.manager.forget_chunks(lambda chunk_ids, gone=gone: chunk_ids - {gone})
+            house.cache.manager.forget_chunks(partial(without, gone))
         elif not house.engine.has_work:
             house.engine.tend()
         house.step()
@@ -182,6 +194,10 @@ def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int) -> House:
             assert house.tokens[request_id] == oracle.answer(alive.pop(request_id)), request_id
     assert not alive
     return house
+
+
+def without(gone: ChunkId, chunk_ids: set[ChunkId]) -> set[ChunkId]:
+    return chunk_ids - {gone}
 
 
 def damage(folder: Path, randomness: random.Random) -> None:
@@ -291,8 +307,7 @@ def test_a_lost_device_costs_time_and_no_token(decoder: Decoder) -> None:
     house.submit(late)
     house.step()
     house.cache.device.lose()
-    while house.engine.has_work:
-        house.step()
+    house.finish()
     for one in (early, late):
         assert house.tokens[one.request_id] == oracle.answer(one)
     assert house.tree.stats.loads[Tier.HOST], "the system prompt came from its replica"
@@ -305,19 +320,19 @@ def test_a_preempted_request_resumes_from_kept_kv(decoder: Decoder) -> None:
     two = [question(name, document, max_tokens=8) for name, document in (("a", 1), ("b", 2))]
     for one in two:
         house.submit(one)
-    while house.engine.has_work:
-        house.step()
+    house.finish()
     assert [house.tokens[one.request_id] for one in two] == [oracle.answer(one) for one in two]
-    house.engine.scheduler.restart(two[0].request_id)
 
     one = question("c", 1, max_tokens=8)
     house.submit(one)
     while not house.tokens[one.request_id]:
         house.step()
-    assert house.engine.scheduler.restart(one.request_id)
+    num_generated, num_computed = len(house.tokens[one.request_id]), house.num_computed
     before = house.tree.stats.hit_tokens.copy()
-    while house.engine.has_work:
-        house.step()
+    assert house.engine.scheduler.restart(one.request_id)
+    house.step()
+    assert house.num_computed - num_computed == 3 + num_generated, "the question and the answer so far"
+    house.finish()
     assert house.tokens[one.request_id] == oracle.answer(one)
     assert house.tree.stats.hit_tokens == before, "a resumed request is no new demand"
 
@@ -328,8 +343,7 @@ def test_a_request_that_takes_too_long_is_started_again_once_and_then_given_up(d
     house.submit(quick)
     house.step()
     house.clock.advance(11.0)
-    while house.engine.has_work:
-        house.step()
+    house.finish()
     assert house.last[quick.request_id].error is None
     assert house.tokens[quick.request_id] == Oracle(decoder).answer(quick)
 
@@ -341,7 +355,7 @@ def test_a_request_that_takes_too_long_is_started_again_once_and_then_given_up(d
     last = house.last[slow.request_id]
     assert last.finish_reason is FinishReason.ABORTED and isinstance(last.error, RequestTimeoutError)
     assert "runtime.request_timeout_s" in str(last.error)
-    assert not house.engine.has_work and house.cache.manager.num_free_blocks == 40
+    assert house.cache.manager.num_free_blocks == 40
 
 
 def test_why_is_said_segment_by_segment(decoder: Decoder) -> None:

@@ -23,6 +23,7 @@ from stillroom.cli.options import (
     ModelOption,
     ModeOption,
     QuietOption,
+    ReuseOption,
     SearchBudgetOption,
     TopKOption,
     engine_settings,
@@ -71,6 +72,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     engine_model: EngineModelOption = None,
     top_k: TopKOption = None,
     mode: ModeOption = None,
+    reuse: ReuseOption = None,
     ann_recall: AnnRecallOption = None,
     search_budget: SearchBudgetOption = None,
     max_tokens: Annotated[
@@ -102,6 +104,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
 ) -> None:
     flags: dict[str, object] = {
         "runtime.model": model,
+        "reuse.mode": reuse,
         "search.top_k": top_k,
         "search.mode": mode,
         "generation.max_tokens": max_tokens,

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stillroom.cli import ask, bench, console, documents, search, serve
+from stillroom.cli import ask, bench, cache, calibrate, console, documents, explain, search, serve
 from stillroom.errors import (
     ConfigError,
     KnowledgeBaseNotFoundError,
@@ -94,6 +94,9 @@ def build_app() -> typer.Typer:
     app.command("search", help=search.HELP)(search.search)
     app.command("ask", help=ask.HELP)(ask.ask)
     app.command("serve", help=serve.HELP)(serve.serve)
+    app.command("explain", help=explain.HELP)(explain.explain)
+    app.command("calibrate", help=calibrate.HELP)(calibrate.calibrate)
+    app.add_typer(cache.app, name="cache", help="The KV that is kept on disk.")
     app.add_typer(bench.app, name="bench", help="Measure on your own machine and documents.")
     return app
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from stillroom.config.settings import EngineKind, SearchMode
+from stillroom.config.settings import EngineKind, ReuseMode, SearchMode
 from stillroom.errors import UsageError
 
 KbOption = Annotated[
@@ -50,6 +50,10 @@ BaseUrlOption = Annotated[
 EngineModelOption = Annotated[
     str | None,
     typer.Option("--engine-model", metavar="NAME", help="The model to ask it for; without it, its first."),
+]
+ReuseOption = Annotated[
+    ReuseMode | None,
+    typer.Option("--reuse", metavar="exact|off", help="Whether kept KV is used; without it, as configured (exact)."),
 ]
 ModeOption = Annotated[
     SearchMode | None,

@@ -1,7 +1,7 @@
-"""How `stillroom add` shows that it is getting on: a bar on a terminal, now and then a line where there is none.
+"""How long work shows that it is getting on: a bar on a terminal, now and then a line where there is none.
 
-Always on stderr, so that stdout holds results only. The share that is done is counted in bytes, because one file may be
-a whole corpus.
+Always on stderr, so that stdout holds results only. `stillroom add` counts what is done in bytes, because one file may
+be a whole corpus.
 """
 
 import contextlib
@@ -33,6 +33,31 @@ def showing_progress(*, is_shown: bool) -> Iterator[Listener | None]:
             yield BarListener(bar)
     else:
         yield LineListener()
+
+
+@contextlib.contextmanager
+def counting(what: str, *, is_shown: bool, now: Now = time.monotonic) -> Iterator[Callable[[int, int], None]]:
+    """A listener for work that says how many of how many are done."""
+    if not is_shown:
+        yield lambda done, total: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        last = now()
+
+        def tell(done: int, total: int) -> None:
+            nonlocal last
+            if now() - last >= SECONDS_BETWEEN_LINES:
+                last = now()
+                note(f"{what}: {done:,} of {total:,}")
+
+        yield tell
 
 
 def _bar() -> "Progress":

@@ -18,6 +18,7 @@ from stillroom.cli.options import (
     KbOption,
     ModelOption,
     QuietOption,
+    ReuseOption,
     SearchBudgetOption,
     engine_settings,
     help_text,
@@ -44,6 +45,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
     engine: EngineOption = None,
     base_url: BaseUrlOption = None,
     engine_model: EngineModelOption = None,
+    reuse: ReuseOption = None,
     ann_recall: AnnRecallOption = None,
     search_budget: SearchBudgetOption = None,
     host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = None,
@@ -54,7 +56,12 @@ def serve(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    flags: dict[str, object] = {"runtime.model": model, "server.host": host, "server.port": port}
+    flags: dict[str, object] = {
+        "runtime.model": model,
+        "reuse.mode": reuse,
+        "server.host": host,
+        "server.port": port,
+    }
     flags |= engine_settings(engine, base_url, engine_model) | index_goal(ann_recall, search_budget)
     settings = room.settings(config, flags)
     say = (lambda text: None) if quiet or as_json else note

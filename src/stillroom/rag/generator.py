@@ -7,7 +7,7 @@ from typing import Any
 
 from stillroom.config.places import cache_root
 from stillroom.config.settings import ReuseConfig, RuntimeConfig, StillroomConfig
-from stillroom.core.clock import Clock
+from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -22,7 +22,7 @@ from stillroom.models.json_constraint import JsonConstraints
 from stillroom.models.loader import LoadedModel, load_model
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.backend import Draft, Load, Sample
-from stillroom.rag.calibration import Bench, load_profile, profile_path, quick_profile
+from stillroom.rag.calibration import Bench, calibrate, load_profile, profile_path, quick_profile, save_profile
 from stillroom.rag.kv_cache import KVCache, build_cache, build_device
 from stillroom.rag.prompt import PromptBuilder, format_for
 from stillroom.runner.torch_runner import TorchRunner
@@ -126,17 +126,10 @@ def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | Non
         ModelError: the checkpoint cannot be used.
         ConfigError: the device does not exist, or the KV budget is too small for the model.
     """
-    runtime = config.runtime
-    model = load_model(
-        runtime.model,
-        device=runtime.device,
-        dtype=runtime.dtype,
-        weights=runtime.weights,
-        max_model_len=runtime.max_model_len,
-    )
+    model = _load(config.runtime)
     engine, cache = build_engine(
         model.decoder,
-        runtime,
+        config.runtime,
         clock,
         reuse=config.reuse,
         fingerprint=model.fingerprint,
@@ -145,6 +138,40 @@ def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | Non
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
     return Generator(model, AsyncEngine(engine), cache, prompts, constraints)
+
+
+def calibrate_model(
+    config: StillroomConfig,
+    kb_folder: Path,
+    *,
+    repeat: int = 5,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    clock: Clock | None = None,
+) -> tuple[CostProfile, Path]:
+    """Measure the configured model's costs on this machine and keep them; returns them, and the file they are in.
+
+    Args:
+        kb_folder: on the disk that its KV would be kept on; need not exist yet.
+
+    Raises:
+        ModelError: the checkpoint cannot be used.
+        ConfigError, UsageError: there is no such device, or too little memory to measure with.
+    """
+    model = _load(config.runtime)
+    pool, device = build_device(model.decoder, config.runtime)
+    limits = _limits(model.decoder, config.runtime)
+    bench = Bench(
+        TorchRunner(model.decoder, device),
+        device,
+        pool.num_blocks,
+        limits.max_model_len,
+        limits.max_num_batched_tokens,
+        clock or SystemClock(),
+    )
+    profile = calibrate(bench, kb_folder, repeat=repeat, on_progress=on_progress)
+    path = profile_path(cache_root(), model.fingerprint, model.decoder.device)
+    save_profile(path, profile)
+    return profile, path
 
 
 def build_engine(  # noqa: PLR0913  the parts, once
@@ -166,11 +193,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
     """
     pool, device = build_device(decoder, config)
     runner = TorchRunner(decoder, device)
-    limits = SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
-        max_model_len=decoder.spec.max_positions,
-    )
+    limits = _limits(decoder, config)
     bench = Bench(runner, device, pool.num_blocks, limits.max_model_len, limits.max_num_batched_tokens, clock)
     reuse = reuse or ReuseConfig(mode="off")
     if profile is None and reuse.mode != "off":
@@ -179,3 +202,21 @@ def build_engine(  # noqa: PLR0913  the parts, once
         )
     cache = build_cache(pool, device, reuse, fingerprint=fingerprint, profile=profile, folder=kv_folder, clock=clock)
     return Engine(Scheduler(cache.manager, limits), runner, clock, config.request_timeout_s), cache
+
+
+def _load(runtime: RuntimeConfig) -> LoadedModel:
+    return load_model(
+        runtime.model,
+        device=runtime.device,
+        dtype=runtime.dtype,
+        weights=runtime.weights,
+        max_model_len=runtime.max_model_len,
+    )
+
+
+def _limits(decoder: Decoder, config: RuntimeConfig) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        max_model_len=decoder.spec.max_positions,
+    )

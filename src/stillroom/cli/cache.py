@@ -1,0 +1,96 @@
+"""`stillroom cache`: the KV that a knowledge base keeps on disk. Needs no model."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from stillroom.cli.console import count, line, note, print_json, size
+from stillroom.cli.options import DEFAULT_KB, JsonOption, KbOption, QuietOption, help_text
+from stillroom.cli.progress import counting
+from stillroom.errors import KnowledgeBaseNotFoundError
+from stillroom.kvstore.files import KV_FOLDER, clear_all, fingerprints, usage
+
+app = typer.Typer(no_args_is_help=True)
+
+STATS_HELP = help_text(
+    "Show how much KV is kept on disk, for each model.",
+    "What is on device and host belongs to a running server; see /metrics there.",
+    examples=("stillroom cache stats --kb ./kb", "stillroom cache stats --json | jq .num_bytes"),
+)
+CLEAR_HELP = help_text(
+    "Remove all KV from disk. It is computed again when it is needed; no answer changes.",
+    "A server that runs meanwhile goes on: what it looks for and does not find, it computes.",
+    examples=("stillroom cache clear --kb ./kb",),
+)
+VERIFY_HELP = help_text(
+    "Read every record of KV on disk and check it against its checksum; damaged ones are removed.",
+    "They would never have been used: each is checked whenever it is loaded. Ends with code 1 if any was damaged.",
+    examples=("stillroom cache verify --kb ./kb", "stillroom cache verify --json"),
+)
+
+
+@app.command("stats", help=STATS_HELP)
+def stats(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False) -> None:
+    found = usage(_folder(kb))
+    total = sum(one.num_bytes for one in found)
+    if as_json:
+        models = [
+            {"model": one.fingerprint.hex(), "num_records": one.num_records, "num_bytes": one.num_bytes}
+            for one in found
+        ]
+        print_json({"num_records": sum(one.num_records for one in found), "num_bytes": total, "models": models})
+        return
+    for one in found:
+        line(f"{one.fingerprint.hex()[:16]}  {count(one.num_records, 'record'):>14}  {size(one.num_bytes):>10}")
+    line(f"{count(len(found), 'model')}, {size(total)} on disk")
+
+
+@app.command("clear", help=CLEAR_HELP)
+def clear(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False) -> None:
+    removed = clear_all(_folder(kb))
+    if as_json:
+        print_json({"num_removed": removed})
+    else:
+        line(f"removed {count(removed, 'record')}")
+
+
+@app.command("verify", help=VERIFY_HELP)
+def verify(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
+    folder = _folder(kb)
+    reports = [_verify_one(folder, fingerprint, is_quiet=quiet or as_json) for fingerprint in fingerprints(folder)]
+    failures = [failure for report in reports for failure in report["failures"]]
+    if as_json:
+        print_json({"models": reports, "num_failures": len(failures)})
+    else:
+        for failure in failures:
+            line(f"damaged: {failure['record']}  {failure['reason']}")
+        num_records = sum(report["num_records"] for report in reports)
+        line(f"{count(num_records, 'record')} checked, {len(failures)} damaged")
+    if failures:
+        raise typer.Exit(1)
+
+
+def _verify_one(folder: Path, fingerprint: bytes, *, is_quiet: bool) -> dict[str, Any]:
+    from stillroom.kvstore.disk import DiskStore
+
+    store = DiskStore(folder, fingerprint)
+    try:
+        if not store.is_writer and not is_quiet:
+            note("a server keeps this cache: damaged records are reported, and removed when it meets them")
+        with counting("checking", is_shown=not is_quiet) as tell:
+            report = store.verify(tell)
+    finally:
+        store.close()
+    return {
+        "model": fingerprint.hex(),
+        "num_records": report.num_records,
+        "num_bytes": report.num_bytes,
+        "failures": [{"record": key.hex(), "reason": str(defect)} for key, defect in report.failures.items()],
+    }
+
+
+def _folder(kb: Path) -> Path:
+    if not kb.is_dir():
+        raise KnowledgeBaseNotFoundError(f"there is no knowledge base at {kb}; --kb names its folder")
+    return kb / KV_FOLDER

@@ -1,0 +1,81 @@
+"""`stillroom explain`: why these documents, what of the prompt was reused, what it saved. Reads the diary, no model."""
+
+import datetime
+import json
+import sqlite3
+from typing import Annotated, Any
+
+import typer
+
+from stillroom.cli.console import count, duration, line, place, print_json
+from stillroom.cli.options import DEFAULT_KB, JsonOption, KbOption, help_text
+from stillroom.errors import CorruptKnowledgeBaseError, UsageError
+from stillroom.telemetry.trace import TRACE_FILE, TraceLog
+
+HELP = help_text(
+    "Explain an answer: its documents, where the KV of each part of its prompt came from and why, and its timing.",
+    "A request id is in the JSON of every answer and in its HTTP response. Without one, it is about the last question.",
+    "device, host and disk are the tiers that kept KV was found in; what was computed says why it was not found.",
+    examples=(
+        "stillroom explain --kb ./kb",
+        "stillroom explain req-0123456789abcdef --kb ./kb",
+        "stillroom explain --json | jq .reuse",
+    ),
+)
+
+
+def explain(
+    request_id: Annotated[
+        str | None, typer.Argument(metavar="REQUEST_ID", help="Of an answer; without it, the last one.")
+    ] = None,
+    kb: KbOption = DEFAULT_KB,
+    as_json: JsonOption = False,
+) -> None:
+    log = TraceLog(kb / TRACE_FILE, keep=0)
+    try:
+        found = log.get(request_id)
+    except (sqlite3.Error, ValueError) as error:
+        raise CorruptKnowledgeBaseError(
+            f"{kb / TRACE_FILE} cannot be read ({error}); remove it, it holds nothing but explanations"
+        ) from error
+    finally:
+        log.close()
+    if found is None:
+        which = f"{request_id} is not among the questions remembered" if request_id else "no question is remembered"
+        raise UsageError(f"{which} in {kb}; trace.keep says how many are")
+    name, at, trace = found
+    if as_json:
+        print_json({"request_id": name, "at": at, **trace})
+        return
+    _show(name, at, trace)
+
+
+def _show(name: str, at: float, trace: dict[str, Any]) -> None:
+    when = datetime.datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+    timing, reuse = trace["timing"], trace["reuse"]
+    line(f"{name}  {when}  {trace['model']}")
+    if trace["question"]:
+        line(f"Question: {trace['question']}")
+    line(f"Answer: {json.dumps(trace['text'], ensure_ascii=False)} ({trace['finish_reason']})")
+    line()
+    line(f"Prompt: {count(reuse['num_prompt_tokens'], 'token')}, {reuse['num_cached_tokens']:,} of them from kept KV")
+    by_chunk = {source["chunk_id"]: source for source in trace["sources"]}
+    for segment in reuse["segments"]:
+        source = by_chunk.get(segment["chunk_id"])
+        what = segment["kind"] if source is None else _describe(source)
+        line(f"  {segment['num_tokens']:>6,}  {segment['source']:<8}  {segment['reason']:<20}  {what}")
+    line()
+    if reuse["num_cached_tokens"] and reuse["segments"]:
+        loads = f", {duration(reuse['load_seconds'])} of loading deducted" if reuse["load_seconds"] else ""
+        line(f"Saved: about {duration(max(reuse['saved_seconds'], 0.0))} by the cost profile{loads}")
+    line(
+        f"Timing: retrieval {duration(timing['retrieval_seconds'])}, first token {duration(timing['ttft_seconds'])}, "
+        f"total {duration(timing['total_seconds'])} for {count(trace['num_generated_tokens'], 'token')}"
+    )
+
+
+def _describe(source: dict[str, Any]) -> str:
+    """The document, and why it was chosen."""
+    where = place(source["document"], source["start_line"], source["end_line"])
+    scores = ", ".join(f"{name} {score:.4f}" for name, score in source["scores"].items())
+    return f"{source['position']}. {where}  score {source['score']:.4f}" + (f" ({scores})" if scores else "")

@@ -1,0 +1,85 @@
+"""`stillroom cache` and `stillroom calibrate` on real files."""
+
+from pathlib import Path
+
+import pytest
+
+from stillroom.core.ids import ChunkId
+from stillroom.core.kv import NodeKey, NodeRecord
+from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.files import KV_FOLDER
+from tests.cli.harness import Run
+
+MODEL = b"\x07" * 32
+
+
+@pytest.fixture
+def records() -> list[Path]:
+    """Three records of 100 bytes each."""
+    Path("kb").mkdir()
+    store = DiskStore(Path("kb") / KV_FOLDER, MODEL)
+    for index in range(3):
+        key = NodeKey(bytes([index]) * 32)
+        assert store.write(NodeRecord(key, key, 0, 10, ChunkId(index), 1.0, 1.0), bytes(100))
+    store.close()
+    return sorted(Path("kb").rglob("*.kv"))
+
+
+def test_stats_by_model(run: Run, records: list[Path]) -> None:
+    found = run("cache", "stats", "--kb", "kb", "--json").json
+    assert found["num_records"] == 3 and found["num_bytes"] == sum(path.stat().st_size for path in records)
+    assert [model["model"] for model in found["models"]] == [MODEL.hex()]
+    assert "3 records" in run("cache", "stats", "--kb", "kb").out
+
+
+def test_verify_finds_and_removes_what_is_damaged(run: Run, records: list[Path]) -> None:
+    assert run("cache", "verify", "--kb", "kb").out == "3 records checked, 0 damaged\n"
+    content = bytearray(records[1].read_bytes())
+    content[-30] ^= 1
+    records[1].write_bytes(content)
+
+    result = run("cache", "verify", "--kb", "kb")
+
+    assert result.code == 1
+    assert result.out.splitlines() == [f"damaged: {'01' * 32}  checksum", "2 records checked, 1 damaged"]
+    assert run("cache", "verify", "--kb", "kb", "--json").json["num_failures"] == 0
+
+
+def test_clear_removes_everything(run: Run, records: list[Path]) -> None:
+    assert run("cache", "clear", "--kb", "kb").out == "removed 3 records\n"
+    assert run("cache", "stats", "--kb", "kb", "--json").json["num_bytes"] == 0
+
+
+def test_a_folder_that_is_not_there_is_a_wrong_call(run: Run) -> None:
+    for command in ("stats", "clear", "verify"):
+        result = run("cache", command, "--kb", "nowhere")
+        assert result.code == 2 and "--kb names its folder" in result.err
+
+
+def test_calibrate_keeps_a_profile_that_the_next_start_finds(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stillroom.config.places import cache_root
+    from stillroom.models.loader import load_model
+    from stillroom.rag.calibration import load_profile, profile_path
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("STILLROOM_RUNTIME__KV_BYTES", "1MiB")
+
+    found = run("calibrate", "--kb", "kb", "--repeat", 1, "--json").json
+
+    model = load_model("bundled")
+    path = profile_path(cache_root(), model.fingerprint, model.decoder.device)
+    assert found["path"] == str(path)
+    profile = load_profile(path)
+    assert profile is not None
+    assert [list(row) for row in profile.seconds] == found["seconds"]
+    assert set(found["links"]) == {"host", "disk"}
+    path.write_text("{}", encoding="utf-8")
+    assert load_profile(path) is None
+
+
+def test_calibrate_says_when_there_is_too_little_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STILLROOM_RUNTIME__KV_BYTES", "60KiB")
+    result = run("calibrate", "--kb", "kb", "--repeat", 1)
+    assert result.code == 2 and "raise runtime.kv_bytes" in result.err

@@ -1,0 +1,103 @@
+"""`stillroom explain` over a diary written as the pipeline writes it."""
+
+from pathlib import Path
+
+from stillroom.rag.answer import Answer, ReuseReport, SegmentReport, Source, Timing, trace_of
+from stillroom.telemetry.trace import TRACE_FILE, TraceLog
+from tests.cli.harness import Run
+
+CHUNK = "00000000000000ff"
+
+
+def answer(request_id: str, text: str) -> Answer:
+    return Answer(
+        request_id=request_id,  # type: ignore[arg-type]
+        text=text,
+        token_ids=(5,),
+        finish_reason="stop",
+        sources=(Source("docs/keys.md", CHUNK, "secret text", 0.9, {"dense": 0.8, "sparse": 5.0}, 1, "Keys", 3, 4),),
+        timing=Timing(0.01, 0.02, 0.0, 0.05),
+        reuse=ReuseReport(
+            30,
+            10,
+            num_disk_tokens=10,
+            load_seconds=0.001,
+            saved_seconds=0.25,
+            segments=(
+                SegmentReport("system", None, 10, "disk", "hit"),
+                SegmentReport("chunk", CHUNK, 15, "computed", "order differs"),
+                SegmentReport("question", None, 5, "computed", "always computed"),
+            ),
+        ),
+        num_generated_tokens=1,
+    )
+
+
+def remember(*answers: Answer, keep: int = 10) -> None:
+    log = TraceLog(Path("kb") / TRACE_FILE, keep)
+    for at, one in enumerate(answers):
+        log.add(one.request_id, float(at), trace_of(f"about {one.text}?", "small", one))
+    log.close()
+
+
+def test_the_last_question_segment_by_segment(run: Run) -> None:
+    Path("kb").mkdir()
+    remember(answer("req-1", "first"), answer("req-2", "second"))
+
+    lines = run("explain", "--kb", "kb").out.splitlines()
+
+    assert lines[0].startswith("req-2  1970-01-01") and lines[0].endswith("small")
+    assert lines[1:4] == ["Question: about second?", 'Answer: "second" (stop)', ""]
+    assert lines[4:8] == [
+        "Prompt: 30 tokens, 10 of them from kept KV",
+        "      10  disk      hit                   system",
+        "      15  computed  order differs         1. docs/keys.md:3-4  score 0.9000 (dense 0.8000, sparse 5.0000)",
+        "       5  computed  always computed       question",
+    ]
+    assert lines[9] == "Saved: about 250 ms by the cost profile, 1 ms of loading deducted"
+
+
+def test_an_earlier_one_by_its_id_as_json(run: Run) -> None:
+    Path("kb").mkdir()
+    remember(answer("req-1", "first"), answer("req-2", "second"))
+
+    found = run("explain", "req-1", "--kb", "kb", "--json").json
+
+    assert (found["request_id"], found["question"]) == ("req-1", "about first?")
+    assert found["reuse"]["segments"][1]["reason"] == "order differs"
+    assert "secret" not in str(found), "the text of documents is not copied"
+
+
+def test_what_is_not_remembered_is_said(run: Run) -> None:
+    Path("kb").mkdir()
+    assert "no question is remembered in kb" in run("explain", "--kb", "kb").err
+    remember(answer("req-1", "first"))
+    result = run("explain", "req-9", "--kb", "kb")
+    assert result.code == 2 and "req-9 is not among the questions remembered" in result.err
+
+
+def test_a_damaged_diary_says_what_to_do(run: Run) -> None:
+    Path("kb").mkdir()
+    (Path("kb") / TRACE_FILE).write_bytes(b"no database" * 100)
+    result = run("explain", "--kb", "kb")
+    assert result.code == 1 and "remove it" in result.err
+
+
+def test_only_so_many_are_kept(run: Run) -> None:
+    Path("kb").mkdir()
+    remember(*(answer(f"req-{i}", str(i)) for i in range(70)), keep=3)
+    assert run("explain", "req-69", "--kb", "kb").code == 0
+    assert run("explain", "req-10", "--kb", "kb").code == 2
+
+
+def test_keeping_none_writes_nothing(run: Run) -> None:
+    Path("kb").mkdir()
+    remember(answer("req-1", "first"), keep=0)
+    assert not (Path("kb") / TRACE_FILE).exists()
+
+
+def test_a_diary_that_cannot_be_written_stops_nobody(run: Run) -> None:
+    log = TraceLog(Path("missing") / TRACE_FILE, 10)
+    log.add("req-1", 0.0, {})
+    log.add("req-2", 0.0, {})
+    log.close()
