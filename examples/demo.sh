@@ -41,6 +41,10 @@ run stillroom search "how are documents cut into chunks" --kb "$kb" -k 3
 say "Ask: each question picks up the answer before it."
 run stillroom ask "${questions[@]}" --kb "$kb"
 
+say "The first one again, in a new process: the KV of its documents was kept on disk. Then: why was it fast?"
+run stillroom ask "${questions[0]}" --kb "$kb"
+run stillroom explain --kb "$kb"
+
 say "Next"
 cat <<NEXT
   As data:         $bin/stillroom ask "${questions[0]}" --kb $kb --json

@@ -37,7 +37,8 @@ def check_books(answer: Answer) -> None:
     timing = answer.timing
     assert 0 < timing.retrieval_seconds < timing.ttft_seconds <= timing.total_seconds
     assert [source.position for source in answer.sources] == list(range(1, len(answer.sources) + 1))
-    assert answer.reuse.num_prompt_tokens > 50 and answer.reuse.num_cached_tokens == 0
+    assert answer.reuse.num_prompt_tokens > 50
+    assert 0 <= answer.reuse.num_cached_tokens < answer.reuse.num_prompt_tokens
     assert answer.finish_reason == "stop"
 
 

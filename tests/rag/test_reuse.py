@@ -1,0 +1,105 @@
+"""Exact reuse through the facade: a second question is served from kept KV, also by the next process, and says so."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from stillroom.config.settings import ReuseConfig, StillroomConfig
+from stillroom.kvstore.files import KV_FOLDER
+from stillroom.rag.answer import Answer
+from stillroom.rag.room import Stillroom
+from stillroom.telemetry.trace import TRACE_FILE, TraceLog
+
+TEXTS = {
+    "ardun": "The capital of Ardun is Belmar . The river of Ardun is the Tolvane .",
+    "corvia": "The capital of Corvia is Denholm . The river of Corvia is the Esk .",
+    "fenland": "The capital of Fenland is Garth . The river of Fenland is the Holm .",
+}
+ALWAYS = StillroomConfig(reuse=ReuseConfig(load="always"))
+"""The bundled model is so small that computing can beat loading."""
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def ask(room: Stillroom, question: str = "What is the capital of Ardun ?") -> Answer:
+    return room.ask(question)
+
+
+def test_the_second_question_and_the_next_process(docs: Path, tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as room:
+        room.add(docs)
+        first, second = ask(room), ask(room)
+        metrics = room.metrics.render().decode()
+    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as room:
+        third = ask(room)
+    off = dataclasses.replace(ALWAYS, reuse=ReuseConfig(mode="off"))
+    with Stillroom.open(tmp_path / "kb", config=off) as room:
+        fourth = ask(room)
+
+    assert len({answer.token_ids for answer in (first, second, third, fourth)}) == 1
+    assert first.reuse.num_cached_tokens == 0
+    question = first.reuse.segments[-1].num_tokens
+    assert second.reuse.num_device_tokens == third.reuse.num_disk_tokens == first.reuse.num_prompt_tokens - question
+    assert {segment.reason for segment in first.reuse.segments[:-1]} == {"never seen"}
+    assert {segment.reason for segment in fourth.reuse.segments} == {"reuse is off"}
+    assert f'stillroom_kv_cache_hit_tokens_total{{tier="device"}} {float(second.reuse.num_device_tokens)}' in metrics
+
+
+def test_every_answer_can_be_explained_later(docs: Path, tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb") as room:
+        room.add(docs)
+        answers = [ask(room), ask(room, "What is the river of Corvia ?")]
+    log = TraceLog(tmp_path / "kb" / TRACE_FILE, keep=0)
+    for answer, question in zip(
+        answers, ("What is the capital of Ardun ?", "What is the river of Corvia ?"), strict=True
+    ):
+        found = log.get(answer.request_id)
+        assert found is not None
+        trace = found[2]
+        assert (trace["question"], trace["text"]) == (question, answer.text)
+        assert [segment["num_tokens"] for segment in trace["reuse"]["segments"]] == [
+            segment.num_tokens for segment in answer.reuse.segments
+        ]
+        assert [source["document"] for source in trace["sources"]] == [source.document for source in answer.sources]
+    log.close()
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_removed_document_takes_its_kv_with_it(docs: Path, tmp_path: Path, is_loaded: bool) -> None:
+    """Whether the process that removes it has a model or not."""
+    kv = tmp_path / "kb" / KV_FOLDER
+    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as room:
+        room.add(docs)
+        first = ask(room)
+        order = [Path(source.document).stem for source in first.sources]
+        if is_loaded:
+            room.remove(str(docs / f"{order[1]}.txt"))
+    if not is_loaded:
+        with Stillroom.open(tmp_path / "kb") as room:
+            room.remove(str(docs / f"{order[1]}.txt"))
+
+    assert len(list(kv.rglob("*.kv"))) == 2, "the system prompt and the document before it"
+
+    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as room:
+        again = ask(room)
+        assert [Path(source.document).stem for source in again.sources] == [order[0], order[2]]
+        assert [segment.reason for segment in again.reuse.segments[:2]] == ["hit", "hit"]
+        assert again.reuse.segments[2].source == "computed"
+
+
+def test_other_samples_compute_nothing(docs: Path, tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb") as room:
+        room.add(docs)
+        answers = room.ask_several("What is the capital of Ardun ?", 3)
+        for answer in answers[1:]:
+            assert answer.reuse.num_cached_tokens == answer.reuse.num_prompt_tokens
+            assert {segment.reason for segment in answer.reuse.segments} == {"computed by another sample"}
+        assert room.num_free_blocks == room.num_blocks, "kept blocks that nobody uses count as free"
