@@ -1,8 +1,10 @@
 """Who leaves a full tier first: a policy is a sort key over what is known of a node, smallest first.
 
-`pgdsf` is RAGCache's (5.1, Algorithm 1). The others are its baselines on the same tree.
+`pgdsf` is RAGCache's (5.1, Algorithm 1); `gdsf`, `lru` and `lfu` are its baselines, `tamm` is llmds's. `prefix_heat` is ours.
+Compared on the same tree by `stillroom bench policies`: docs/policies-bench.md
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +27,10 @@ class Use:
     """Seconds per token to compute it with nothing before it."""
     recency: int
     """Number of this use, counted over the whole tree."""
+    heat: float
+    """log2 of its uses with a half-life, those before an eviction included (`Node.heat`)."""
+    depth: int
+    """Nodes above it."""
 
 
 Policy = Callable[[Use], float]
@@ -55,4 +61,10 @@ def tamm(use: Use) -> float:
     return use.recency / use.num_tokens
 
 
-POLICIES: dict[str, Policy] = {policy.__name__: policy for policy in (pgdsf, gdsf, lru, lfu, tamm)}
+def prefix_heat(use: Use) -> float:
+    """log2 of cost * uses / (1 + depth): PGDSF's product, but uses fade with a half-life and not with a clock, an eviction does
+    not end their memory, and of two paths that were used alike the deeper end leaves first."""
+    return use.heat + math.log2(use.avg_cost) - math.log2(1 + use.depth)
+
+
+POLICIES: dict[str, Policy] = {policy.__name__: policy for policy in (prefix_heat, pgdsf, gdsf, lru, lfu, tamm)}

@@ -10,6 +10,7 @@ the host stays while it is on the device again ("swap out only once"). Copies on
 docs/knowledge-tree.md
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,22 @@ from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.kv import KVMover, NodeKey, NodeRecord, Tier
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile
-from stillroom.kvcache.eviction import Policy, Use, pgdsf
+from stillroom.kvcache.eviction import Policy, Use, prefix_heat
 from stillroom.kvcache.node import Node, WindowedCount
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.stats import CacheStats
 
-_NUM_REMEMBERED = 4096
-"""Nodes that are gone and whose names are kept, to say "evicted" instead of "never seen"."""
+_NUM_REMEMBERED = 65_536
+"""Nodes that are gone and remembered, some 200 bytes each: to say "evicted" instead of "never seen", and for their heat."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    """What is remembered of a node without copies."""
+
+    has_failed: bool
+    """Its record was damaged."""
+    heat: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +46,11 @@ class TreeOptions:
     host_bytes: int = 0
     disk_bytes: int = 0
     bytes_per_token: int = 1
-    policy: Policy = pgdsf
+    policy: Policy = prefix_heat
     window_seconds: float = float("inf")
     """Frequency counts uses this far back."""
+    half_life_uses: float = 50_000.0
+    """Uses of any nodes after which a use counts half (heat)."""
     looks_ahead: bool = True
     """Nodes that waiting requests will use leave last."""
     admits_by_frequency: bool = True
@@ -70,7 +82,7 @@ class KnowledgeTree:
         self._clocks = dict.fromkeys(Tier, 0.0)
         self._expected: Counter[NodeKey] = Counter()
         self._contents: Counter[bytes] = Counter()
-        self._gone: OrderedDict[NodeKey, bool] = OrderedDict()  # to whether its record failed
+        self._gone: OrderedDict[NodeKey, _Gone] = OrderedDict()  # oldest first
         self._unstored: OrderedDict[NodeKey, None] = OrderedDict()  # what may not be on disk, oldest first
         self._popularity = CountMinSketch(halve_every=100_000)
         self._num_uses = 0
@@ -115,7 +127,8 @@ class KnowledgeTree:
 
     def has_failed(self, piece: Piece) -> bool:
         """Whether a copy of it was damaged, not long ago."""
-        return self._gone.get(piece.key, False)
+        gone = self._gone.get(piece.key)
+        return gone is not None and gone.has_failed
 
     # Using
 
@@ -142,6 +155,7 @@ class KnowledgeTree:
         node.frequency.add(self._now())
         self._num_uses += 1
         node.recency = self._num_uses
+        node.add_use(self._num_uses / self.options.half_life_uses)
         self._popularity.add(node.key)
         if cost_per_token is not None:
             node.add_cost(cost_per_token)
@@ -275,6 +289,7 @@ class KnowledgeTree:
                 record.key, record.parent, b"", record.first_position, record.num_tokens, record.chunk_id
             )
             node.frequency.add(self._now(), record.frequency)
+            node.heat = self._num_uses / self.options.half_life_uses + math.log2(max(record.frequency, 1.0))
             node.avg_cost, node.num_computed = record.avg_cost, 1
             self._add_copy(node, Tier.DISK)
         while self._used[Tier.DISK] > self._capacity[Tier.DISK]:
@@ -341,7 +356,9 @@ class KnowledgeTree:
             parent.children[key] = node
         if content:
             self._contents[content] += 1
-        self._gone.pop(key, None)
+        gone = self._gone.pop(key, None)
+        if gone is not None:
+            node.heat = gone.heat
         return node
 
     def _size(self, node: Node) -> int:
@@ -357,6 +374,8 @@ class KnowledgeTree:
                 avg_cost=node.avg_cost,
                 cost_alone=node.cost_alone,
                 recency=node.recency,
+                heat=node.heat,
+                depth=node.depth,
             )
         )
 
@@ -569,6 +588,6 @@ class KnowledgeTree:
             if not self._contents[node.content]:
                 del self._contents[node.content]
         self.stats.lost += 1
-        self._gone[node.key] = has_failed
+        self._gone[node.key] = _Gone(has_failed, node.heat)
         if len(self._gone) > _NUM_REMEMBERED:
             self._gone.popitem(last=False)

@@ -1,5 +1,7 @@
 """A node of the knowledge tree: one piece of a prompt under one exact sequence of earlier pieces, and where its KV is."""
 
+import math
+
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeKey, Tier
 
@@ -46,8 +48,10 @@ class Node:
         "chunk_id",
         "content",
         "cost_alone",
+        "depth",
         "first_position",
         "frequency",
+        "heat",
         "is_lower",
         "key",
         "num_children_in",
@@ -86,6 +90,10 @@ class Node:
         self.num_users = 0
         """Running sequences whose prompt begins with this path. Nothing of a node in use is evicted."""
         self.num_children_in = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 0}
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        """Nodes above it."""
+        self.heat = -math.inf
+        """log2 of its uses, each weighing twice as much as one that is a half-life older; see `add_use`."""
         self.frequency = frequency
         self.avg_cost = cost_alone
         self.num_computed = 0
@@ -103,6 +111,15 @@ class Node:
     def tier(self) -> Tier | None:
         """The fastest tier with a copy; None if there is none left."""
         return next((tier for tier in Tier if self.is_in(tier)), None)
+
+    def add_use(self, half_lives: float) -> None:
+        """
+        Args:
+            half_lives: now. Instead of letting old uses fade, later ones weigh more, 2 ** now: so heat changes only when the
+                node is used, and is a sort key (LRFU, Lee et al. 2001).
+        """
+        high, low = max(self.heat, half_lives), min(self.heat, half_lives)
+        self.heat = high + math.log2(1.0 + 2.0 ** (low - high))
 
     def add_cost(self, seconds_per_token: float) -> None:
         """One more request had to compute it (RAGCache Algorithm 1, lines 10 to 12)."""
