@@ -14,7 +14,7 @@ from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeKey, NodeRecord, Tier
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable
-from stillroom.kvcache.cost_model import CostProfile, Link, linear_profile
+from stillroom.kvcache.cost_model import CostProfile, Link
 from stillroom.kvcache.eviction import Policy, Use, pgdsf
 from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
 from stillroom.kvcache.lease import Lease
@@ -24,8 +24,14 @@ from stillroom.kvcache.pieces import PrefixKeys
 BYTES_PER_TOKEN = 131_072
 """Keys and values of Mistral-7B in 16 bits, RAGCache's main model: 2 x 32 layers x 8 heads x 128 x 2 bytes."""
 
-PROFILE = linear_profile(
-    0.02, 2.5e-4, 2e-8, {Tier.HOST: Link(1e-4, 12e9), Tier.DISK: Link(2e-3, 4e8)}
+_GRID = (1, *(2**power for power in range(5, 18)))
+PROFILE = CostProfile(
+    cached=(0, *_GRID[1:]),
+    new=_GRID,
+    seconds=tuple(
+        tuple(0.02 + 2.5e-4 * new + 2e-8 * new * (cached + new / 2) for new in _GRID) for cached in (0, *_GRID[1:])
+    ),
+    links={Tier.HOST: Link(1e-4, 12e9), Tier.DISK: Link(2e-3, 4e8)},
 )
 """About what such a model takes on RAGCache's GPU (A10G): 1 s for 4,000 tokens, PCIe to the host, and a network's disk,
 from which loading a document may take longer than computing it."""

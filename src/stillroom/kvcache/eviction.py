@@ -30,7 +30,7 @@ class Use:
     heat: float
     """log2 of its uses with a half-life, those before an eviction included (`Node.heat`)."""
     depth: int
-    """Nodes above it."""
+    """Chunks on its path (`Node.depth`)."""
 
 
 Policy = Callable[[Use], float]

@@ -90,8 +90,8 @@ class Node:
         self.num_users = 0
         """Running sequences whose prompt begins with this path. Nothing of a node in use is evicted."""
         self.num_children_in = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 0}
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        """Nodes above it."""
+        self.depth: int = (0 if parent is None else parent.depth) + (chunk_id is not None)
+        """Chunks on its path, itself included: each was one more choice of the search. Pieces of one text are none."""
         self.heat = -math.inf
         """log2 of its uses, each weighing twice as much as one that is a half-life older; see `add_use`."""
         self.frequency = frequency
