@@ -335,6 +335,7 @@ def test_policies_are_sort_keys() -> None:
         avg_cost=2.0,
         cost_alone=0.5,
         recency=8,
+        cost_here=32.0,
         heat=5.0,
         depth=3,
     )

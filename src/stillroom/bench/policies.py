@@ -1,7 +1,7 @@
 """`stillroom bench policies`: who should leave a full cache of KV (RAGCache section 7.3, Figure 17 and Table 2).
 
-Every policy replays the same requests on the real tree and manager. Nothing here is timed: hit rates and the cost model's
-seconds are exact and repeat with the seed. How to read it: docs/policies-bench.md
+Every policy replays the same requests on the real tree and manager. Nothing here is timed: hit rates and the cost
+model's seconds are exact and repeat with the seed. How to read it: docs/policies-bench.md
 """
 
 from collections.abc import Callable, Sequence
@@ -161,9 +161,7 @@ def _table(
     return rows
 
 
-def losses(
-    names: Sequence[tuple[Workload, float]], cells: Sequence[dict[str, list[Outcome]]]
-) -> list[dict[str, Any]]:
+def losses(names: Sequence[tuple[Workload, float]], cells: Sequence[dict[str, list[Outcome]]]) -> list[dict[str, Any]]:
     """Workloads and capacities where the default is not the best online policy, and by how much."""
     rows = []
     for (workload, share), cell in zip(names, cells, strict=True):

@@ -1,7 +1,7 @@
 """Replays a workload on the real knowledge tree and manager, where only the bytes are missing.
 
-Requests come in order, one runs at a time, and the next `queue` of them wait: they are what look-ahead sees. Time is the
-number of the request.
+Requests come in order, one runs at a time, and the next `queue` of them wait: they are what look-ahead sees. Time is
+the number of the request.
 """
 
 from bisect import bisect_right
@@ -56,8 +56,9 @@ class NoMover:
 class Farthest:
     """Belady's rule as a sort key: what is used again last, or never, leaves first. Offline: it was told the future.
 
-    A piece's parent is used again no later than it is, so the first to leave is always a leaf. With pieces of one size in one
-    tier this is the optimum of hits; with sizes the optimum is NP-hard, and this is a yardstick that a lucky online policy may pass.
+    A piece's parent is used again no later than it is, so the first to leave is always a leaf. With pieces of one size
+    in one tier this is the optimum of hits; with sizes the optimum is NP-hard, and this is a yardstick that a lucky
+    online policy may pass.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -146,10 +147,10 @@ def replay(workload: Workload, capacity: Capacity, setup: Setup, profile: CostPr
         manager.expect(lease)
     waiting = dict(enumerate(leases))
     outcome = Outcome(workload.num_document_tokens)
-    for number, ask in enumerate(workload.asks):  # noqa: B007  the tree's clock reads it
+    for number, ask in enumerate(workload.asks):
         if oracle is not None:
             oracle.now = number
-        lease = waiting.pop(number, None) or _lease(ask, workload.block_size)
+        lease = waiting.pop(number) if setup.queue else _lease(ask, workload.block_size)
         _serve(manager, lease, ask, outcome)
         arriving = number + setup.queue
         if setup.queue and arriving < len(workload.asks):

@@ -6,7 +6,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ BLOCK_SIZE = 16
 """The engine's; the paper's pages hold 512 tokens."""
 TREE_NODES = 10_000
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -47,9 +48,9 @@ class _Times:
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def call(self, name: str, function: Callable[[], T]) -> T:
+    def call(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         start = time.perf_counter()
-        result = function()
+        result = function(*args, **kwargs)
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
         return result
 
@@ -86,13 +87,12 @@ def _sharing(num_shared: int, seed: int) -> Callable[[int], Metrics]:
         leases = [manager.new_lease(_prompt(rng, prefix), NUM_TOKENS) for _ in range(NUM_SEQUENCES)]
         times = _Times()
         for lease in leases:
-            times.call("match", lambda lease=lease: tree.match(lease.pieces))
-            lengths = _lengths(lease)
-            times.call("attach", lambda lease=lease, lengths=lengths: manager.try_admit(lease, lengths))
+            times.call("match", tree.match, lease.pieces)
+            times.call("attach", manager.try_admit, lease, _lengths(lease))
             manager.commit(lease, num_shared)
         used = manager.pool.num_used
         for lease in leases:
-            times.call("release", lambda lease=lease: manager.release(lease))
+            times.call("release", manager.release, lease)
         without = NUM_SEQUENCES * num_blocks_for([num_shared, NUM_TOKENS - num_shared], BLOCK_SIZE)
         unpadded = NUM_SEQUENCES * num_blocks_for([NUM_TOKENS], BLOCK_SIZE)
         return {
@@ -110,8 +110,8 @@ def _sharing(num_shared: int, seed: int) -> Callable[[int], Metrics]:
 def _large_tree(seed: int, repetition: int, num_asks: int = 1000) -> Metrics:
     """Requests for known and new paths of four documents in a tree of `TREE_NODES` nodes that is full.
 
-    `lookup_and_update` is `match` and RAGCache's UPDATE_NODE for each node found; `request` is all the books of one: admission
-    with what is evicted for it, commit and release.
+    `lookup_and_update` is `match` and RAGCache's UPDATE_NODE for each node found; `request` is all the books of one:
+    admission with what is evicted for it, commit and release.
     """
     rng = np.random.default_rng([seed, repetition + 100])
     manager, tree = _manager(TREE_NODES + 40)

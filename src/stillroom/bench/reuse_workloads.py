@@ -1,15 +1,15 @@
 """Streams of prompts for `stillroom bench policies`, as pieces: who asks for which documents, in which order.
 
-Made ones have the popularity of documents that RAGCache measured (Figure 5); recorded ones are the traces of a data folder
-and keep their order. A piece is named as `PrefixKeys` names it, by a hash over everything before it, but from the names
-of documents and not from their text, since only equality matters here.
+Made ones have the popularity of documents that RAGCache measured (Figure 5); recorded ones are the traces of a data
+folder and keep their order. A piece is named as `PrefixKeys` names it, by a hash over everything before it, but from
+the names of documents and not from their text, since only equality matters here.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -215,7 +215,7 @@ def _chain(
     return tuple(pieces)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tokens(count: int) -> tuple[int, ...]:
     """Tokens that nobody reads: pieces are named by documents."""
     return (0,) * count

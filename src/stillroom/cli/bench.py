@@ -180,9 +180,7 @@ def policies(  # noqa: PLR0913  one parameter per flag
     ] = None,
     capacities: Annotated[
         list[float] | None,
-        typer.Option(
-            "--capacity", min=0.001, max=1.0, metavar="SHARE", help="Of all KV, what fits; can be repeated."
-        ),
+        typer.Option("--capacity", min=0.001, max=1.0, metavar="SHARE", help="Of all KV, what fits; can be repeated."),
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Seeds of the made workloads.")] = 2,
     seed: SeedOption = 0,

@@ -27,7 +27,7 @@ from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.stats import CacheStats
 
 _NUM_REMEMBERED = 65_536
-"""Nodes that are gone and remembered, some 200 bytes each: to say "evicted" instead of "never seen", and for their heat."""
+"""Nodes that are gone and remembered, some 200 bytes each: to say "evicted", not "never seen", and for their heat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +350,7 @@ class KnowledgeTree:
             chunk_id=chunk_id,
             frequency=WindowedCount(self.options.window_seconds, self._now()),
             cost_alone=self.profile.prefill_seconds(0, num_tokens) / num_tokens,
+            cost_here=self._cost_here(first_position, num_tokens),
         )
         self._nodes[key] = node
         if parent is not None:
@@ -360,6 +361,11 @@ class KnowledgeTree:
         if gone is not None:
             node.heat = gone.heat
         return node
+
+    def _cost_here(self, first_position: int, num_tokens: int) -> float:
+        """What one more token after it takes with and without it, so that a step's fixed time does not count."""
+        with_it = self.profile.prefill_seconds(first_position + num_tokens, 1)
+        return max(self.profile.prefill_seconds(first_position, num_tokens + 1) - with_it, 1e-12) / num_tokens
 
     def _size(self, node: Node) -> int:
         return node.num_tokens * self.options.bytes_per_token
@@ -373,6 +379,7 @@ class KnowledgeTree:
                 frequency=node.frequency.value(self._now()),
                 avg_cost=node.avg_cost,
                 cost_alone=node.cost_alone,
+                cost_here=node.cost_here,
                 recency=node.recency,
                 heat=node.heat,
                 depth=node.depth,

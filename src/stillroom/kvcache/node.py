@@ -48,6 +48,7 @@ class Node:
         "chunk_id",
         "content",
         "cost_alone",
+        "cost_here",
         "depth",
         "first_position",
         "frequency",
@@ -74,6 +75,7 @@ class Node:
         chunk_id: ChunkId | None,
         frequency: WindowedCount,
         cost_alone: float,
+        cost_here: float,
     ) -> None:
         self.key = key
         self.parent = parent
@@ -99,6 +101,7 @@ class Node:
         self.num_computed = 0
         """Requests that `avg_cost` is the mean of."""
         self.cost_alone = cost_alone
+        self.cost_here = cost_here
         self.recency = 0
         self.priority = {Tier.DEVICE: 0.0, Tier.HOST: 0.0, Tier.DISK: 0.0}
         """By tier, as of its last use."""
@@ -115,8 +118,8 @@ class Node:
     def add_use(self, half_lives: float) -> None:
         """
         Args:
-            half_lives: now. Instead of letting old uses fade, later ones weigh more, 2 ** now: so heat changes only when the
-                node is used, and is a sort key (LRFU, Lee et al. 2001).
+            half_lives: now. Instead of letting old uses fade, later ones weigh more, 2 ** now: so heat changes only
+                when the node is used, and is a sort key (LRFU, Lee et al. 2001).
         """
         high, low = max(self.heat, half_lives), min(self.heat, half_lives)
         self.heat = high + math.log2(1.0 + 2.0 ** (low - high))
