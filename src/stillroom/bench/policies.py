@@ -66,7 +66,7 @@ class Scope:
     """Requests of a workload, at most."""
     top_ks: tuple[int, ...] = (1, 2, 3, 5)
     capacities: tuple[float, ...] = CAPACITIES
-    repeat: int = 2
+    repeat: int = 1
     """Seeds of the made workloads; a trace is what it is and runs once."""
 
 

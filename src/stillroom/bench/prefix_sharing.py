@@ -14,7 +14,7 @@ from stillroom.bench.harness import Arm, Metrics
 from stillroom.bench.policy_replay import PROFILE, NoMover
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.block_table import num_blocks_for
+from stillroom.kvcache.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
@@ -88,6 +88,7 @@ def _sharing(num_shared: int, seed: int) -> Callable[[int], Metrics]:
         times = _Times()
         for lease in leases:
             times.call("match", tree.match, lease.pieces)
+            times.call("attach_blocks", _attach_blocks, tree, manager.pool, lease)
             times.call("attach", manager.try_admit, lease, _lengths(lease))
             manager.commit(lease, num_shared)
         used = manager.pool.num_used
@@ -105,6 +106,21 @@ def _sharing(num_shared: int, seed: int) -> Callable[[int], Metrics]:
         }
 
     return run
+
+
+def _attach_blocks(tree: KnowledgeTree, pool: BlockPool, lease: Lease) -> None:
+    """Of `try_admit`, only what llmds calls attach: kept blocks and fresh ones into a table; given back at once."""
+    table, lengths = BlockTable(BLOCK_SIZE, NUM_TOKENS), _lengths(lease)
+    for node in tree.match(lease.pieces):
+        pool.acquire(node.block_ids or ())
+        table.append_segment(node.block_ids or (), lengths.pop(0))
+    blocks = pool.try_allocate(num_blocks_for(lengths, BLOCK_SIZE))
+    assert blocks is not None
+    for length in lengths:
+        count = num_blocks_for([length], BLOCK_SIZE)
+        table.append_segment(blocks[:count], length)
+        del blocks[:count]
+    pool.release(table.clear())
 
 
 def _large_tree(seed: int, repetition: int, num_asks: int = 1000) -> Metrics:

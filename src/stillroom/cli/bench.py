@@ -182,7 +182,7 @@ def policies(  # noqa: PLR0913  one parameter per flag
         list[float] | None,
         typer.Option("--capacity", min=0.001, max=1.0, metavar="SHARE", help="Of all KV, what fits; can be repeated."),
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Seeds of the made workloads.")] = 2,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Seeds of the made workloads.")] = 1,
     seed: SeedOption = 0,
     output: OutputOption = None,
     html: HtmlOption = None,

@@ -26,6 +26,7 @@ from stillroom.kvcache.node import Node, WindowedCount
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.stats import CacheStats
 
+_TIERS = tuple(Tier)
 _NUM_REMEMBERED = 65_536
 """Nodes that are gone and remembered, some 200 bytes each: to say "evicted", not "never seen", and for their heat."""
 
@@ -159,7 +160,7 @@ class KnowledgeTree:
         self._popularity.add(node.key)
         if cost_per_token is not None:
             node.add_cost(cost_per_token)
-        for tier in Tier:
+        for tier in _TIERS:
             if node.is_in(tier):
                 self._rank(node, tier)
 
@@ -394,7 +395,7 @@ class KnowledgeTree:
     def _is_leaf(self, node: Node, tier: Tier) -> bool:
         return node.is_in(tier) and node.num_users == 0 and node.num_children_in[tier] == 0
 
-    def _reorder(self, node: Node, tiers: Iterable[Tier] = tuple(Tier)) -> None:
+    def _reorder(self, node: Node, tiers: Iterable[Tier] = _TIERS) -> None:
         """Let each tier's order of eviction agree with the node."""
         for tier in tiers:
             leaves = self._leaves[tier]
@@ -516,6 +517,8 @@ class KnowledgeTree:
         be written."""
         if node.is_lower[Tier.DISK]:
             return True
+        if not self._capacity[Tier.DISK]:
+            return False
         if node.parent is None:
             return self._store_alone(node)
         if not self._store(node.parent):

@@ -113,7 +113,11 @@ class Node:
     @property
     def tier(self) -> Tier | None:
         """The fastest tier with a copy; None if there is none left."""
-        return next((tier for tier in Tier if self.is_in(tier)), None)
+        if self.block_ids is not None:
+            return Tier.DEVICE
+        if self.is_lower[Tier.HOST]:
+            return Tier.HOST
+        return Tier.DISK if self.is_lower[Tier.DISK] else None
 
     def add_use(self, half_lives: float) -> None:
         """
