@@ -18,6 +18,7 @@ from stillroom.kvcache.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
+from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import PrefixKeys
 
 NUM_SEQUENCES = 100
@@ -88,7 +89,9 @@ def _sharing(num_shared: int, seed: int) -> Callable[[int], Metrics]:
         times = _Times()
         for lease in leases:
             times.call("match", tree.match, lease.pieces)
-            times.call("attach_blocks", _attach_blocks, tree, manager.pool, lease)
+            table = BlockTable(BLOCK_SIZE, NUM_TOKENS)
+            times.call("attach_blocks", _attach_blocks, table, tree.match(lease.pieces), manager.pool, _lengths(lease))
+            manager.pool.release(table.clear())
             times.call("attach", manager.try_admit, lease, _lengths(lease))
             manager.commit(lease, num_shared)
         used = manager.pool.num_used
@@ -108,10 +111,9 @@ def _sharing(num_shared: int, seed: int) -> Callable[[int], Metrics]:
     return run
 
 
-def _attach_blocks(tree: KnowledgeTree, pool: BlockPool, lease: Lease) -> None:
-    """Of `try_admit`, only what llmds calls attach: kept blocks and fresh ones into a table; given back at once."""
-    table, lengths = BlockTable(BLOCK_SIZE, NUM_TOKENS), _lengths(lease)
-    for node in tree.match(lease.pieces):
+def _attach_blocks(table: BlockTable, path: list[Node], pool: BlockPool, lengths: list[int]) -> None:
+    """Of `try_admit`, only what llmds calls attach: kept blocks and fresh ones into a table."""
+    for node in path:
         pool.acquire(node.block_ids or ())
         table.append_segment(node.block_ids or (), lengths.pop(0))
     blocks = pool.try_allocate(num_blocks_for(lengths, BLOCK_SIZE))
@@ -120,7 +122,6 @@ def _attach_blocks(tree: KnowledgeTree, pool: BlockPool, lease: Lease) -> None:
         count = num_blocks_for([length], BLOCK_SIZE)
         table.append_segment(blocks[:count], length)
         del blocks[:count]
-    pool.release(table.clear())
 
 
 def _large_tree(seed: int, repetition: int, num_asks: int = 1000) -> Metrics:

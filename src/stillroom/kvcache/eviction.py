@@ -67,7 +67,7 @@ def prefix_heat(use: Use) -> float:
     """log2 of uses * cost ** 0.2 / (1 + depth).
 
     PGDSF's product with four changes: uses fade with a half-life and not with a clock; an eviction does not end their
-    memory; of two paths that were used alike the deeper end leaves first; and cost is the node's own and not a mean over
+    memory; of two paths that were used alike the deeper end leaves first; and cost is the node's own and no mean over
     requests. Its exponent is a compromise: with 1 fewer tokens are found, with 0 fewer seconds are saved.
     """
     return use.heat + 0.2 * math.log2(use.cost_here) - math.log2(1 + use.depth)
