@@ -55,8 +55,8 @@ class TreeOptions:
     looks_ahead: bool = True
     """Nodes that waiting requests will use leave last."""
     admits_by_frequency: bool = False
-    """A full disk takes a node only if it was asked for at least as often as the one that must go. Saves writes, and loses
-    hits (docs/policies-bench.md)."""
+    """A full disk takes a node only if it was asked for at least as often as the one that must go. Saves writes,
+    and loses hits (docs/policies-bench.md)."""
     replicates_system: bool = True
     """The first piece of every prompt is copied to the host at once, so that it survives the device (RAGCache 6)."""
 
