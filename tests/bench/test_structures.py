@@ -30,7 +30,14 @@ def test_the_plain_lru_evicts_what_our_cache_with_an_lru_key_evicts() -> None:
 def test_the_report_has_every_group_and_its_ratios() -> None:
     result = run_structures(repeat=2, count=1500)
     groups = {arm.split("/")[0] for arm in result.samples.values}
-    assert groups == {"heap, 8 re-keyed per departure", "heap, never re-keyed", "cache", "sketch"}
+    assert groups == {
+        "heap, 8 re-keyed per departure",
+        "heap, never re-keyed",
+        "cache",
+        "sketch",
+        "prefix sharing",
+        "knowledge tree",
+    }
     ratio = result.ratio("sketch/Counter", "operation_seconds")
     assert ratio is not None and ratio.value > 0
     assert result.ratio("sketch/stillroom", "operation_seconds") is None

@@ -69,3 +69,24 @@ def test_folder_that_is_no_data_set_is_a_wrong_call(run: Run, calls: Calls) -> N
 
     assert result.code == 2
     assert "corpus.jsonl is missing" in result.err
+
+
+def test_policies_of_a_few_requests(run: Run) -> None:
+    result = run(
+        "bench",
+        "policies",
+        "--requests",
+        "20",
+        "--top-k",
+        "1",
+        "--capacity",
+        "0.2",
+        "--repeat",
+        "1",
+        "--output",
+        "p.json",
+    )
+
+    assert "mmlu-like, k=1, 20% of its KV fits" in result.err
+    assert "| mmlu-like, k=1 | 20% |" in result.out
+    assert Path("p.json").exists()

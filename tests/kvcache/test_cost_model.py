@@ -42,6 +42,7 @@ def node(tier: Tier, num_tokens: int) -> Node:
         chunk_id=None,
         frequency=WindowedCount(1.0, 0.0),
         cost_alone=1.0,
+        cost_here=1.0,
     )
     if tier is Tier.DEVICE:
         one.block_ids = [BlockId(0)]

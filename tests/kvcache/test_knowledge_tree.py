@@ -10,7 +10,7 @@ from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.reuse import Reason
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile, Link, linear_profile
-from stillroom.kvcache.eviction import POLICIES, Use, gdsf, lfu, lru, pgdsf, tamm
+from stillroom.kvcache.eviction import POLICIES, Use, gdsf, lfu, lru, pgdsf, prefix_heat, tamm
 from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
@@ -117,7 +117,7 @@ def test_pgdsf_is_algorithm_1_by_hand() -> None:
 
     The first computes 10 tokens in 12 s, every later one with S cached 6 in 8 s: per token 1.2 and 4/3.
     """
-    kitchen = Kitchen(8, profile=linear_profile(2.0, 1.0, 0.0))
+    kitchen = Kitchen(8, profile=linear_profile(2.0, 1.0, 0.0), policy=pgdsf)
     kitchen.serve(1)  # 1.2 x 1 use
     kitchen.serve(2)  # 4/3 x 1 use
     kitchen.serve(1)  # a hit: 1.2 x 2 uses
@@ -335,6 +335,40 @@ def test_policies_are_sort_keys() -> None:
         avg_cost=2.0,
         cost_alone=0.5,
         recency=8,
+        cost_here=32.0,
+        heat=5.0,
+        depth=3,
     )
     assert [policy(use) for policy in (pgdsf, gdsf, lru, lfu, tamm)] == [16.0, 11.5, 8.0, 3.0, 2.0]
-    assert set(POLICIES) == {"pgdsf", "gdsf", "lru", "lfu", "tamm"}
+    assert prefix_heat(use) == 5.0 + 1.0 - 2.0
+    assert set(POLICIES) == {"prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm"}
+
+
+def test_heat_is_the_logarithm_of_uses_that_fade() -> None:
+    kitchen = Kitchen(8, half_life_uses=2.0)
+    kitchen.serve(1)  # uses 1 (S) and 2 (the document)
+    kitchen.serve(1)  # uses 3 and 4
+    node = kitchen.node(1)
+    assert node is not None
+    assert 2 ** (node.heat - 4 / 2) == pytest.approx(1 + 1 / 2), "one use now, and one that is a half-life old"
+
+
+def test_an_eviction_does_not_end_the_memory_of_uses() -> None:
+    for policy, survivor in ((prefix_heat, 1), (pgdsf, 2)):
+        kitchen = Kitchen(8, policy=policy)
+        for _ in range(3):
+            kitchen.serve(1)
+        kitchen.tree.make_room(8)
+        kitchen.serve(1)
+        kitchen.serve(2)
+        kitchen.serve(2)
+        kitchen.tree.make_room(6)
+        assert [d for d in (1, 2) if kitchen.node(d)] == [survivor]
+
+
+def test_of_paths_used_alike_the_deeper_end_leaves_first() -> None:
+    kitchen = Kitchen(8)
+    kitchen.serve(2)
+    kitchen.serve(1, 3)  # later, so that LRU would take 2
+    kitchen.tree.make_room(5)
+    assert (kitchen.tier(1, 3), kitchen.tier(1), kitchen.tier(2)) == (None, Tier.DEVICE, Tier.DEVICE)

@@ -1,5 +1,5 @@
 """`stillroom bench structures`: the heap, the token cache and the sketch beside the obvious alternative for the same
-job.
+job, and the books of kept KV.
 
 Every arm of a group gets the same seeded sequence of operations, written before the clock starts, and the alternatives
 do the whole job (the heap of `heapq` really has to re-key and remove, the cache really has a token budget).
@@ -17,6 +17,7 @@ import numpy as np
 
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
+from stillroom.bench.prefix_sharing import prefix_sharing_arms
 from stillroom.bench.report import BenchResult
 from stillroom.core.count_min import CountMinSketch, SketchShape
 from stillroom.core.indexed_heap import IndexedHeap
@@ -246,13 +247,14 @@ def _sketch_arms(seed: int, count: int) -> list[Arm]:
 def run_structures(
     *, repeat: int = 10, seed: int = 0, count: int = 20_000, on_run: Callable[[str, int], None] | None = None
 ) -> BenchResult:
-    """Measure all three; `count` operations per run and arm."""
+    """Measure all of them; `count` operations per run and arm."""
     notes: list[str] = []
     arms = [
         *_heap_arms("heap, 8 re-keyed per departure", seed, count, num_updates=8),
         *_heap_arms("heap, never re-keyed", seed, count, num_updates=0),
         *_cache_arms(seed, count, budget=500_000, notes=notes),
         *_sketch_arms(seed, count),
+        *prefix_sharing_arms(seed),
     ]
     samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
     parameters = {"repeat": repeat, "seed": seed, "operations": count}

@@ -66,6 +66,16 @@ QUESTIONS_HELP = help_text(
     ),
 )
 
+POLICIES_HELP = help_text(
+    "Measure who should leave a full cache of KV: hit rate by policy and capacity, on the real tree without its bytes.",
+    "Made workloads have the popularity of documents that the RAGCache paper measured; --data adds recorded traces "
+    "(traces/rag_*.json, traces/mooncake_*.jsonl). Belady's offline rule is printed as the yardstick.",
+    examples=(
+        "stillroom bench policies",
+        "stillroom bench policies --data data --output policies.json",
+    ),
+)
+
 RUNTIME_HELP = help_text(
     "Measure the decoder on random weights of one shape: prefill, decoding, batches, memory, beside other runtimes.",
     "Each peer runs in a process of its own under the Python that has it installed; `transformers` is always measured.",
@@ -153,6 +163,37 @@ def structures(  # noqa: PLR0913  one parameter per flag
     from stillroom.bench.structures import run_structures
 
     result = run_structures(repeat=repeat, seed=seed, count=operations, on_run=None if quiet else show_run)
+    deliver(result, Delivery(as_json, output, html, compare))
+
+
+@app.command("policies", help=POLICIES_HELP)
+def policies(  # noqa: PLR0913  one parameter per flag
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="DIR", exists=True, file_okay=False, help="A folder with traces/."),
+    ] = None,
+    num_asks: Annotated[
+        int, typer.Option("--requests", min=10, metavar="N", help="Requests of a workload, at most.")
+    ] = 1500,
+    top_ks: Annotated[
+        list[int] | None, typer.Option("--top-k", min=1, metavar="K", help="Documents of a request; can be repeated.")
+    ] = None,
+    capacities: Annotated[
+        list[float] | None,
+        typer.Option("--capacity", min=0.001, max=1.0, metavar="SHARE", help="Of all KV, what fits; can be repeated."),
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Seeds of the made workloads.")] = 1,
+    seed: SeedOption = 0,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    compare: CompareOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    from stillroom.bench.policies import CAPACITIES, Scope, run_policies
+
+    scope = Scope(num_asks, tuple(top_ks or (1, 2, 3, 5)), tuple(capacities or CAPACITIES), repeat)
+    result = run_policies(scope, data=data, seed=seed, on_progress=(lambda _: None) if quiet else note)
     deliver(result, Delivery(as_json, output, html, compare))
 
 

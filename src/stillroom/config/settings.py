@@ -19,7 +19,7 @@ EngineKind = Literal["builtin", "openai"]
 EnginePrompt = Literal["chat", "text", "tokens"]
 DocumentOrder = Literal["prefix", "rank"]
 ReuseMode = Literal["exact", "off"]
-EvictionPolicy = Literal["pgdsf", "gdsf", "lru", "lfu", "tamm"]
+EvictionPolicy = Literal["prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm"]
 LoadChoice = Literal["measured", "always"]
 Weights = Literal["checkpoint", "int8"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -160,14 +160,15 @@ class ReuseConfig:
     """Host memory for KV that had to leave the device (`runtime.kv_bytes`); taken as it fills. 0: none."""
     disk_bytes: int = 4 * 1024**3
     """Disk for KV, in the folder `kv` of the knowledge base; it survives restarts. 0: none."""
-    policy: EvictionPolicy = "pgdsf"
-    """Who leaves a full tier: by RAGCache's PGDSF, or one of its baselines."""
+    policy: EvictionPolicy = "prefix_heat"
+    """Who leaves a full tier: by our own rule, by RAGCache's `pgdsf`, or by one of its baselines. Measured beside each
+    other in docs/policies-bench.md."""
     window_s: float = 3600.0
-    """How far back uses of a document count, in seconds."""
+    """How far back uses of a document count for `pgdsf`, `gdsf` and `lfu`, in seconds."""
     looks_ahead: bool = True
     """What waiting requests will use leaves last."""
-    admits_by_frequency: bool = True
-    """A full disk keeps what is asked for more often than what comes."""
+    admits_by_frequency: bool = False
+    """A full disk keeps what is asked for more often than what comes: fewer writes, and fewer hits."""
     load: LoadChoice = "measured"
     """`measured`: KV on host or disk is loaded where that is faster than computing it, by the cost profile
     (`stillroom calibrate`). `always`: whenever it is there."""

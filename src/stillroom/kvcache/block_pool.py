@@ -34,16 +34,18 @@ class BlockPool:
         """`num_blocks` blocks with one reference each, or None (and nothing taken) if too few are free."""
         if num_blocks > len(self._free):
             return None
-        blocks = [self._free.popleft() for _ in range(num_blocks)]
+        take, counts = self._free.popleft, self._ref_counts
+        blocks = [take() for _ in range(num_blocks)]
         for block_id in blocks:
-            self._ref_counts[block_id] = 1
+            counts[block_id] = 1
         return blocks
 
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
         """One more user of blocks that are in use already."""
+        counts = self._ref_counts
         for block_id in block_ids:
-            assert self._ref_counts[block_id] > 0, f"acquire of free block {block_id}"
-            self._ref_counts[block_id] += 1
+            assert counts[block_id] > 0, f"acquire of free block {block_id}"
+            counts[block_id] += 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
         """One user less; a block without users is free at once."""

@@ -6,6 +6,7 @@ ever attended to, and a chunk's blocks can be shared at any depth. Design: docs/
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,4 +92,10 @@ class BlockTable:
 
 
 def _slots_of(block_ids: Sequence[BlockId], block_size: int) -> NDArray[np.int64]:
-    return (np.asarray(block_ids, dtype=np.int64)[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    firsts = np.array(block_ids, dtype=np.int64) * block_size
+    return (firsts[:, None] + _offsets(block_size)).ravel()
+
+
+@cache
+def _offsets(block_size: int) -> NDArray[np.int64]:
+    return np.arange(block_size)

@@ -48,10 +48,9 @@ class CostProfile:
             return 0.0
         row, row_share = _cell(self.cached, num_cached)
         column, column_share = _cell(self.new, num_new)
-        low, high = (
-            self.seconds[row][at] + row_share * (self.seconds[row + 1][at] - self.seconds[row][at])
-            for at in (column, column + 1)
-        )
+        above, below = self.seconds[row], self.seconds[row + 1]
+        low = above[column] + row_share * (below[column] - above[column])
+        high = above[column + 1] + row_share * (below[column + 1] - above[column + 1])
         return max(low + column_share * (high - low), 1e-9)
 
     def load_seconds(self, tier: Tier, num_bytes: int) -> float:

@@ -10,6 +10,7 @@ the host stays while it is on the device again ("swap out only once"). Copies on
 docs/knowledge-tree.md
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,23 @@ from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.kv import KVMover, NodeKey, NodeRecord, Tier
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile
-from stillroom.kvcache.eviction import Policy, Use, pgdsf
+from stillroom.kvcache.eviction import Policy, Use, prefix_heat
 from stillroom.kvcache.node import Node, WindowedCount
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.stats import CacheStats
 
-_NUM_REMEMBERED = 4096
-"""Nodes that are gone and whose names are kept, to say "evicted" instead of "never seen"."""
+_TIERS = tuple(Tier)
+_NUM_REMEMBERED = 65_536
+"""Nodes that are gone and remembered, some 200 bytes each: to say "evicted", not "never seen", and for their heat."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    """What is remembered of a node without copies."""
+
+    has_failed: bool
+    """Its record was damaged."""
+    heat: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +49,16 @@ class TreeOptions:
     is_disk_read_only: bool = False
     """Another process writes to it: what is there is used, nothing is stored or removed."""
     bytes_per_token: int = 1
-    policy: Policy = pgdsf
+    policy: Policy = prefix_heat
     window_seconds: float = float("inf")
     """Frequency counts uses this far back."""
+    half_life_uses: float = 50_000.0
+    """Uses of any nodes after which a use counts half (heat)."""
     looks_ahead: bool = True
     """Nodes that waiting requests will use leave last."""
-    admits_by_frequency: bool = True
-    """A full disk takes a node only if it was asked for at least as often as the one that must go."""
+    admits_by_frequency: bool = False
+    """A full disk takes a node only if it was asked for at least as often as the one that must go. Saves writes,
+    and loses hits (docs/policies-bench.md)."""
     replicates_system: bool = True
     """The first piece of every prompt is copied to the host at once, so that it survives the device (RAGCache 6)."""
 
@@ -73,7 +87,7 @@ class KnowledgeTree:
         self._clocks = dict.fromkeys(Tier, 0.0)
         self._expected: Counter[NodeKey] = Counter()
         self._contents: Counter[bytes] = Counter()
-        self._gone: OrderedDict[NodeKey, bool] = OrderedDict()  # to whether its record failed
+        self._gone: OrderedDict[NodeKey, _Gone] = OrderedDict()  # oldest first
         self._unstored: OrderedDict[NodeKey, None] = OrderedDict()  # what may not be on disk, oldest first
         self._popularity = CountMinSketch(halve_every=100_000)
         self._num_uses = 0
@@ -119,7 +133,8 @@ class KnowledgeTree:
 
     def has_failed(self, piece: Piece) -> bool:
         """Whether a copy of it was damaged, not long ago."""
-        return self._gone.get(piece.key, False)
+        gone = self._gone.get(piece.key)
+        return gone is not None and gone.has_failed
 
     # Using
 
@@ -148,10 +163,11 @@ class KnowledgeTree:
         node.frequency.add(self._now())
         self._num_uses += 1
         node.recency = self._num_uses
+        node.add_use(self._num_uses / self.options.half_life_uses)
         self._popularity.add(node.key)
         if cost_per_token is not None:
             node.add_cost(cost_per_token)
-        for tier in Tier:
+        for tier in _TIERS:
             if node.is_in(tier):
                 self._rank(node, tier)
 
@@ -286,6 +302,7 @@ class KnowledgeTree:
                 record.key, record.parent, b"", record.first_position, record.num_tokens, record.chunk_id
             )
             node.frequency.add(self._now(), record.frequency)
+            node.heat = self._num_uses / self.options.half_life_uses + math.log2(max(record.frequency, 1.0))
             node.avg_cost, node.num_computed = record.avg_cost, 1
             self._add_copy(node, Tier.DISK)
         if self.options.is_disk_read_only:
@@ -350,14 +367,22 @@ class KnowledgeTree:
             chunk_id=chunk_id,
             frequency=WindowedCount(self.options.window_seconds, self._now()),
             cost_alone=self.profile.prefill_seconds(0, num_tokens) / num_tokens,
+            cost_here=self._cost_here(first_position, num_tokens),
         )
         self._nodes[key] = node
         if parent is not None:
             parent.children[key] = node
         if content:
             self._contents[content] += 1
-        self._gone.pop(key, None)
+        gone = self._gone.pop(key, None)
+        if gone is not None:
+            node.heat = gone.heat
         return node
+
+    def _cost_here(self, first_position: int, num_tokens: int) -> float:
+        """What one more token after it takes with and without it, so that a step's fixed time does not count."""
+        with_it = self.profile.prefill_seconds(first_position + num_tokens, 1)
+        return max(self.profile.prefill_seconds(first_position, num_tokens + 1) - with_it, 1e-12) / num_tokens
 
     def _size(self, node: Node) -> int:
         return node.num_tokens * self.options.bytes_per_token
@@ -371,7 +396,10 @@ class KnowledgeTree:
                 frequency=node.frequency.value(self._now()),
                 avg_cost=node.avg_cost,
                 cost_alone=node.cost_alone,
+                cost_here=node.cost_here,
                 recency=node.recency,
+                heat=node.heat,
+                depth=node.depth,
             )
         )
 
@@ -383,7 +411,7 @@ class KnowledgeTree:
     def _is_leaf(self, node: Node, tier: Tier) -> bool:
         return node.is_in(tier) and node.num_users == 0 and node.num_children_in[tier] == 0
 
-    def _reorder(self, node: Node, tiers: Iterable[Tier] = tuple(Tier)) -> None:
+    def _reorder(self, node: Node, tiers: Iterable[Tier] = _TIERS) -> None:
         """Let each tier's order of eviction agree with the node."""
         for tier in tiers:
             leaves = self._leaves[tier]
@@ -508,7 +536,7 @@ class KnowledgeTree:
         be written."""
         if node.is_lower[Tier.DISK]:
             return True
-        if self.options.is_disk_read_only:
+        if self.options.is_disk_read_only or not self._capacity[Tier.DISK]:
             return False
         if node.parent is None:
             return self._store_alone(node)
@@ -589,6 +617,6 @@ class KnowledgeTree:
             if not self._contents[node.content]:
                 del self._contents[node.content]
         self.stats.lost += 1
-        self._gone[node.key] = has_failed
+        self._gone[node.key] = _Gone(has_failed, node.heat)
         if len(self._gone) > _NUM_REMEMBERED:
             self._gone.popitem(last=False)

@@ -1,5 +1,7 @@
 """A node of the knowledge tree: one piece of a prompt after one exact sequence of earlier ones, and where its KV is."""
 
+import math
+
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeKey, Tier
 
@@ -46,8 +48,11 @@ class Node:
         "chunk_id",
         "content",
         "cost_alone",
+        "cost_here",
+        "depth",
         "first_position",
         "frequency",
+        "heat",
         "is_lower",
         "key",
         "num_children_in",
@@ -70,6 +75,7 @@ class Node:
         chunk_id: ChunkId | None,
         frequency: WindowedCount,
         cost_alone: float,
+        cost_here: float,
     ) -> None:
         self.key = key
         self.parent = parent
@@ -86,11 +92,16 @@ class Node:
         self.num_users = 0
         """Running sequences whose prompt begins with this path. Nothing of a node in use is evicted."""
         self.num_children_in = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 0}
+        self.depth: int = (0 if parent is None else parent.depth) + (chunk_id is not None)
+        """Chunks on its path, itself included: each was one more choice of the search. Pieces of one text are none."""
+        self.heat = -math.inf
+        """log2 of its uses, each weighing twice as much as one that is a half-life older; see `add_use`."""
         self.frequency = frequency
         self.avg_cost = cost_alone
         self.num_computed = 0
         """Requests that `avg_cost` is the mean of."""
         self.cost_alone = cost_alone
+        self.cost_here = cost_here
         self.recency = 0
         self.priority = {Tier.DEVICE: 0.0, Tier.HOST: 0.0, Tier.DISK: 0.0}
         """By tier, as of its last use."""
@@ -102,7 +113,20 @@ class Node:
     @property
     def tier(self) -> Tier | None:
         """The fastest tier with a copy; None if there is none left."""
-        return next((tier for tier in Tier if self.is_in(tier)), None)
+        if self.block_ids is not None:
+            return Tier.DEVICE
+        if self.is_lower[Tier.HOST]:
+            return Tier.HOST
+        return Tier.DISK if self.is_lower[Tier.DISK] else None
+
+    def add_use(self, half_lives: float) -> None:
+        """
+        Args:
+            half_lives: now. Instead of letting old uses fade, later ones weigh more, 2 ** now: so heat changes only
+                when the node is used, and is a sort key (LRFU, Lee et al. 2001).
+        """
+        high, low = max(self.heat, half_lives), min(self.heat, half_lives)
+        self.heat = high + math.log2(1.0 + 2.0 ** (low - high))
 
     def add_cost(self, seconds_per_token: float) -> None:
         """One more request had to compute it (RAGCache Algorithm 1, lines 10 to 12)."""
