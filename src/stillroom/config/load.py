@@ -59,6 +59,7 @@ class Range:
 _RANGES = {
     "server.port": Range(0, 65535),
     "runtime.max_model_len": Range(0),
+    "runtime.num_threads": Range(0),
     "reuse.host_bytes": Range(0),
     "reuse.disk_bytes": Range(0),
     "reuse.window_s": Range(0, is_low_open=True),

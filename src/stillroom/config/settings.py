@@ -140,6 +140,9 @@ class RuntimeConfig:
     kv_bytes: int = 2 * 1024**3
     """Memory for KV blocks on the device: of running requests, and what is kept there for the next ones. On a CPU pages
     that were never written cost nothing."""
+    num_threads: int = 0
+    """CPU threads that compute. 0: as many as are fastest when the model is loaded, which beside other busy processes
+    can be fewer than there are cores; `OMP_NUM_THREADS` is respected."""
     max_num_seqs: int = 32
     """Requests that run at the same time; others wait."""
     max_num_batched_tokens: int = 512

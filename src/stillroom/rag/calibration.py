@@ -70,11 +70,11 @@ def calibrate(
     if len(cached) < 2 or len(new) < 2:
         raise UsageError(f"{limit} tokens are too few to measure with; raise runtime.kv_bytes")
     _clear(bench, cached[-1] + new[-1])
-    _prefill(bench, 0, new[-1])  # compiles, allocates, warms up
+    step_seconds(bench, 0, new[-1])  # compiles, allocates, warms up
     total = len(cached) * len(new) * repeat
     runs = np.empty((repeat, len(cached), len(new)))
     for done, (index, row, column) in enumerate(np.ndindex(runs.shape)):
-        runs[index, row, column] = _prefill(bench, cached[row], new[column])
+        runs[index, row, column] = step_seconds(bench, cached[row], new[column])
         on_progress(done + 1, total)
     seconds = np.median(runs, axis=0)
     return CostProfile(tuple(cached), tuple(new), tuple(map(tuple, seconds.tolist())), _links(bench, folder))
@@ -106,7 +106,21 @@ def quick_profile(bench: Bench, folder: Path | None, *, budget_seconds: float = 
 
 def _best(bench: Bench, num_cached: int, num_new: int) -> float:
     _clear(bench, num_cached + num_new)
-    return min(_prefill(bench, num_cached, num_new) for _ in range(3))
+    return min(step_seconds(bench, num_cached, num_new) for _ in range(3))
+
+
+def step_seconds(bench: Bench, num_cached: int, num_new: int) -> float:
+    """Seconds for `num_new` tokens after `num_cached` ones, in steps as the engine makes them, first token included."""
+    end = num_cached + num_new
+    tokens = np.arange(num_new, dtype=np.int64) % 32
+    slots = np.arange(end, dtype=np.int64)
+    started = bench.clock.monotonic()
+    for first in range(num_cached, end, bench.step_tokens):
+        last = min(first + bench.step_tokens, end)
+        samples = (_sample(tokens),) if last == end else ()
+        piece = tokens[first - num_cached : last - num_cached]
+        bench.runner.execute(Batch((ScheduledSequence(RequestId("calibrate"), piece, first, slots[:last], samples),)))
+    return bench.clock.monotonic() - started
 
 
 # Keeping it
@@ -159,20 +173,6 @@ def _clear(bench: Bench, num_tokens: int) -> None:
     """What was never written may hold numbers that are slow to compute with."""
     for kv_LSGD in (bench.device.k_LSGD, bench.device.v_LSGD):
         kv_LSGD[:, :num_tokens] = 0.0
-
-
-def _prefill(bench: Bench, num_cached: int, num_new: int) -> float:
-    """Seconds for `num_new` tokens after `num_cached` ones, in steps as the engine makes them, first token included."""
-    end = num_cached + num_new
-    tokens = np.arange(num_new, dtype=np.int64) % 32
-    slots = np.arange(end, dtype=np.int64)
-    started = bench.clock.monotonic()
-    for first in range(num_cached, end, bench.step_tokens):
-        last = min(first + bench.step_tokens, end)
-        samples = (_sample(tokens),) if last == end else ()
-        piece = tokens[first - num_cached : last - num_cached]
-        bench.runner.execute(Batch((ScheduledSequence(RequestId("calibrate"), piece, first, slots[:last], samples),)))
-    return bench.clock.monotonic() - started
 
 
 def _sample(tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> SampleSpec:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stillroom.config.places import cache_root
 from stillroom.config.settings import ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
@@ -25,6 +27,7 @@ from stillroom.rag.backend import Draft, Load, Sample
 from stillroom.rag.calibration import Bench, calibrate, load_profile, profile_path, quick_profile, save_profile
 from stillroom.rag.kv_cache import KVCache, build_cache, build_device
 from stillroom.rag.prompt import PromptBuilder, format_for
+from stillroom.rag.threads import tune_threads
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from stillroom.telemetry.metrics import CacheFigures
@@ -134,6 +137,7 @@ def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | Non
         reuse=config.reuse,
         fingerprint=model.fingerprint,
         kv_folder=None if kb_folder is None else kb_folder / KV_FOLDER,
+        tunes_threads=True,
     )
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
@@ -183,6 +187,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
     fingerprint: bytes = b"",
     profile: CostProfile | None = None,
     kv_folder: Path | None = None,
+    tunes_threads: bool = False,
 ) -> tuple[Engine, KVCache]:
     """Scheduler, KV and runner for a decoder; not running yet. Raises ConfigError as `build_generator`.
 
@@ -190,11 +195,16 @@ def build_engine(  # noqa: PLR0913  the parts, once
         reuse: None reuses nothing.
         fingerprint: of the model; KV on disk is kept under it.
         profile: what computing and loading costs; None takes the kept one, or measures in about a second.
+        tunes_threads: choose their number by measurement, where the configuration leaves it open.
     """
     pool, device = build_device(decoder, config)
     runner = TorchRunner(decoder, device)
     limits = _limits(decoder, config)
     bench = Bench(runner, device, pool.num_blocks, limits.max_model_len, limits.max_num_batched_tokens, clock)
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    elif tunes_threads:
+        tune_threads(bench)
     reuse = reuse or ReuseConfig(mode="off")
     if profile is None and reuse.mode != "off":
         profile = load_profile(profile_path(cache_root(), fingerprint, decoder.device)) or quick_profile(
