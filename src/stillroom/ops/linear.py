@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from stillroom.ops import cpu_kernels
+from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled
 
 # T tokens, M inputs, N outputs
 
@@ -43,7 +44,7 @@ class Linear:
         self.bias = bias_N.float() if bias_N is not None and is_cpu else bias_N
         self._kernel_weight: Any = None
         if is_cpu and weight_NM.dtype == torch.float32:
-            self._kernel_weight = weight_NM.numpy()
+            self._kernel_weight = (weight_NM.numpy(), np.ones(len(weight_NM), np.float32))
         elif is_cpu and weight_NM.dtype == torch.bfloat16 and weight_NM.shape[1] % 2 == 0:
             self._kernel_weight = weight_NM.view(torch.uint32).numpy()
         elif scale_N is not None:
@@ -74,8 +75,8 @@ class Linear:
 
     @property
     def kernel_arrays(self) -> tuple[Any, NDArray[np.float32]] | None:
-        """Weight (int8: with its scale) and bias (empty if there is none) as our CPU kernels read them; None where they
-        do not."""
+        """Weight (unless bfloat16: with its scale) and bias (empty if there is none) as our CPU kernels read them; None
+        where they do not."""
         if self._kernel_weight is None:
             return None
         return self._kernel_weight, np.empty(0, np.float32) if self.bias is None else self.bias.numpy()
@@ -83,12 +84,11 @@ class Linear:
     def _few_rows(self, x_TM: torch.Tensor) -> torch.Tensor:
         out_TN = torch.empty((x_TM.shape[0], self.weight.shape[0]))
         x, out, num_threads = x_TM.contiguous().numpy(), out_TN.numpy(), cpu_kernels.use_threads()
-        if self.scale is not None:
-            cpu_kernels.linear_int8(x, *self._kernel_weight, out, num_threads)
-        elif self.weight.dtype == torch.float32:
-            cpu_kernels.linear_float32(x, self._kernel_weight, out, num_threads)
+        if self.weight.dtype == torch.bfloat16:
+            linear_bfloat16(x, self._kernel_weight, out, num_threads)
         else:
-            cpu_kernels.linear_bfloat16(x, self._kernel_weight, out, num_threads)
+            weight, scale = self._kernel_weight
+            linear_scaled(x, weight, scale, out, num_threads)
         return out_TN if self.bias is None else out_TN.add_(self.bias)
 
     def _widened(self, x_TM: torch.Tensor) -> torch.Tensor:
