@@ -67,7 +67,7 @@ def test_int8_products_are_those_of_the_rounded_weights(
 ) -> None:
     weight, x = drawn(num_outputs, num_inputs).bfloat16(), drawn(num_rows, num_inputs, seed=1)
     bias = drawn(num_outputs, seed=2) if has_bias else None
-    linear = Linear.int8(weight, bias)
+    linear = Linear.int8(torch.split(weight, 2), bias)
     assert linear.weight.dtype == torch.int8 and linear.scale is not None
     rounded = linear.weight.double() * linear.scale.double()[:, None]
     step = weight.double().abs().amax(dim=1, keepdim=True) / 127
@@ -77,7 +77,7 @@ def test_int8_products_are_those_of_the_rounded_weights(
 
 
 def test_rows_of_zeros_stay_zeros_in_int8() -> None:
-    assert Linear.int8(torch.zeros(3, 4))(torch.ones(2, 4)).tolist() == [[0.0] * 3] * 2
+    assert Linear.int8([torch.zeros(3, 4)])(torch.ones(2, 4)).tolist() == [[0.0] * 3] * 2
 
 
 def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ Elsewhere everything is torch's `linear` in the weights' dtype.
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ MAX_ROWS = 16
 
 _MAX_WIDENED = 1 << 23
 """Weights widened at a time: what fits into a cache is read back from there."""
+
+_MAX_ROUNDED = 1 << 18
+"""Weights rounded to int8 at a time: few, so that loading hardly needs more memory than it keeps."""
 
 
 class Linear:
@@ -51,15 +55,23 @@ class Linear:
             self._kernel_weight = (weight_NM.numpy(), scale_N.numpy())
 
     @classmethod
-    def int8(cls, weight_NM: torch.Tensor, bias_N: torch.Tensor | None = None) -> "Linear":
-        """The same with weights rounded to 255 steps, each row to its own: half the memory of bfloat16."""
-        scale_N1 = (weight_NM.abs().amax(dim=1, keepdim=True).float() / 127).clamp(min=1e-30)
-        weight = torch.empty(weight_NM.shape, dtype=torch.int8)
-        height = max(1, _MAX_WIDENED // weight_NM.shape[1])  # so that loading needs no more than it keeps
-        for first in range(0, len(weight), height):
-            rows = slice(first, first + height)
-            weight[rows] = (weight_NM[rows].float() / scale_N1[rows]).round().to(torch.int8)
-        return cls(weight, bias_N, scale_N1[:, 0].contiguous())
+    def int8(cls, parts: Sequence[torch.Tensor], bias_N: torch.Tensor | None = None) -> "Linear":
+        """The same with weights rounded to 255 steps, each row to its own: half the memory of bfloat16.
+
+        Args:
+            parts: the rows of the weight; they need not lie together.
+        """
+        num_outputs, num_inputs = sum(len(part) for part in parts), parts[0].shape[1]
+        weight, scale_N = torch.empty((num_outputs, num_inputs), dtype=torch.int8), torch.empty(num_outputs)
+        first = 0
+        height = max(1, _MAX_ROUNDED // num_inputs)
+        for piece in (piece for part in parts for piece in torch.split(part, height)):
+            wide, rows = piece.float(), slice(first, first := first + len(piece))
+            low_N1, high_N1 = torch.aminmax(wide, dim=1, keepdim=True)
+            scale_N1 = (torch.maximum(-low_N1, high_N1) / 127).clamp_(min=1e-30)
+            weight[rows] = torch.round(wide / scale_N1)
+            scale_N[rows] = scale_N1[:, 0]
+        return cls(weight, bias_N, scale_N)
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
         """[T, M] -> [T, N], in the dtype of x."""
