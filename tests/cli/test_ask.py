@@ -1,11 +1,13 @@
 """`stillroom ask` over a fake room, which answers with the question."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
 
 import pytest
 
+from stillroom.config.settings import GenerationConfig
 from stillroom.rag.answer import AskOptions
 from tests.cli.harness import Opened, Run
 from tests.server.fakes import FakeRoom
@@ -99,6 +101,18 @@ def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeRoom) -> Non
     expected = AskOptions(mode="dense", top_k=3, max_tokens=7, temperature=0.5, top_p=0.9, seed=5, stop=("a", "b"))
     assert fake.asked == [(QUESTION, expected)]
     assert opened.calls[0][1].runtime.model == "m"
+
+
+def test_every_way_to_pick_tokens_has_a_flag(run: Run, opened: Opened, fake: FakeRoom) -> None:
+    """A setting without a flag is found by the first assertion."""
+    values = {field.name: 0.5 for field in dataclasses.fields(GenerationConfig)}
+    values |= {"max_tokens": 7, "sample_top_k": 3, "seed": 5}
+    flags = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+    assert run("ask", QUESTION, *flags, "--min-tokens", "2").code == 0
+
+    assert fake.asked == [(QUESTION, AskOptions(min_tokens=2, **values))]  # type: ignore[arg-type]
+    assert dataclasses.asdict(opened.calls[0][1].generation) == values
 
 
 def test_json_schema_is_read_from_a_file(run: Run, opened: Opened, fake: FakeRoom, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from stillroom.config.settings import Dtype, RuntimeConfig
-from stillroom.core.ids import RequestId
+from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams, seed_of_sample
 from stillroom.engine.engine import Engine
@@ -38,7 +38,7 @@ def engine_on(
     return build_engine(decoder, config, ManualClock())[0]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _decoder(folder: Path, dtype: Dtype, device: str) -> Decoder:
     """Read once: a decoder has no state, and hundreds of engines are built on the same one."""
     return load_decoder(folder, device=device, dtype=dtype)
@@ -82,6 +82,12 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.num_steps = 0
+        self.most_running = 0
+        """Requests that ran at the same time."""
+        self.most_users = 0
+        """Of one block: more than one after a fork."""
+        self.num_preemptions = 0
+        """At least so many: steps after which more requests wait than before."""
 
     def submit(self, *requests: Request) -> None:
         for one in requests:
@@ -94,13 +100,27 @@ class Run:
             self.tokens[one.request_id] = []
         self.engine.submit(*requests)
 
+    def cancel(self, name: str) -> int:
+        """How many blocks that freed."""
+        pool = self.engine.scheduler.kv.pool
+        num_used = pool.num_used
+        self.engine.cancel(RequestId(name))
+        self.engine.check_integrity()
+        return num_used - pool.num_used
+
     def step(self) -> None:
+        scheduler = self.engine.scheduler
+        num_waiting = scheduler.num_waiting
         for event in self.engine.step():
             if event.token_id is not None:
                 self.tokens[event.request_id].append(event.token_id)
             if event.finish_reason is not None:
                 self.reasons[event.request_id] = event.finish_reason
         self.engine.check_integrity()
+        pool = scheduler.kv.pool
+        self.most_users = max(self.most_users, *(pool.ref_count(BlockId(i)) for i in range(pool.num_blocks)))
+        self.most_running = max(self.most_running, scheduler.num_running)
+        self.num_preemptions += max(0, scheduler.num_waiting - num_waiting)
         self.num_steps += 1
         assert self.num_steps < 5000, "the engine makes no progress"
 

@@ -14,12 +14,30 @@ from stillroom.core.request import FinishReason, Request
 from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
 from tests.fakes import random_checkpoint
 
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {"num_hidden_layers": 2},
+    "Phi3": {"num_hidden_layers": 2, "pad_token_id": 0, "sliding_window": 24},
+    "Gemma2": {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": 2.0},
+    "Qwen3Moe": {"num_hidden_layers": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
+}
+"""What decoders do differently: nothing, windows, caps and norms, experts. All others: tests/models/test_oracle.py"""
+
+ARRIVE = st.tuples(st.just("arrive"), st.integers(1, 4))
+CANCEL = st.tuples(st.just("cancel"), st.integers(0, 100))
+STEPS = st.tuples(st.just("step"), st.integers(1, 12))
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return path
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    for kind, path in paths.items():
+        random_checkpoint(path, kind, **KINDS[kind])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["Llama"]
 
 
 def tokens_alone(folder: Path, one: Request) -> list[int]:
@@ -49,13 +67,13 @@ def make_requests(seed: int, count: int) -> list[Request]:
     made = []
     for index in range(count):
         lengths = rng.integers(1, 30, size=rng.integers(1, 5)).tolist()
-        max_tokens = int(rng.integers(1, 40))
+        max_tokens = int(rng.integers(1, 60))
         made.append(
             request(
                 f"r{index}",
                 random_segments(rng, 301, lengths),
                 max_tokens,
-                stop=rng.integers(0, 301, size=20).tolist(),
+                stop=rng.integers(0, 301, size=5).tolist(),
                 seed=index,
                 **random_sampling(rng, max_tokens),
             )
@@ -64,67 +82,29 @@ def make_requests(seed: int, count: int) -> list[Request]:
 
 
 @given(
+    kind=st.sampled_from(list(KINDS)),
     seed=st.integers(0, 10_000),
-    arrivals=st.lists(st.integers(0, 3), min_size=4, max_size=8),
-    num_blocks=st.sampled_from([12, 20, 200]),
-    budget=st.sampled_from([4, 17, 512]),
-    cancel_after=st.integers(1, 25),
-)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_arrivals_preemption_and_cancellation_change_no_token(
-    folder: Path, seed: int, arrivals: list[int], num_blocks: int, budget: int, cancel_after: int
-) -> None:
-    requests = make_requests(seed, len(arrivals))
-    run = Run(engine_on(folder, num_blocks=num_blocks, max_num_batched_tokens=budget, max_num_seqs=4))
-    for one, pause in zip(requests, arrivals, strict=True):
-        run.submit(one)
-        for _ in range(pause):
-            run.step()
-    cancelled = requests[seed % len(requests)]
-    for _ in range(cancel_after):
-        run.step()
-    run.engine.cancel(cancelled.request_id)
-    run.engine.check_integrity()
-    run.finish()
-    for one in requests:
-        expected = tokens_alone(folder, one)
-        if one is cancelled and one.request_id not in run.reasons:
-            assert run.tokens[one.request_id] == expected[: len(run.tokens[one.request_id])]
-        else:
-            assert run.tokens[one.request_id] == expected
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    arrivals=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=2, max_size=5),
-    num_blocks=st.sampled_from([12, 20, 200]),
+    actions=st.lists(st.one_of(ARRIVE, CANCEL, STEPS), min_size=4, max_size=20),
+    num_blocks=st.sampled_from([12, 15, 18, 200]),
     budget=st.sampled_from([5, 17, 512]),
-    cancels=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 12)), max_size=4),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_samples_of_one_prompt_equal_requests_run_alone(
-    folder: Path,
-    seed: int,
-    arrivals: list[tuple[int, int]],
-    num_blocks: int,
-    budget: int,
-    cancels: list[tuple[int, int]],
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_arrivals_forks_preemptions_and_cancellations_change_no_token(
+    folders: dict[str, Path], kind: str, seed: int, actions: list[tuple[str, int]], num_blocks: int, budget: int
 ) -> None:
-    """Random groups, cancellations of single samples and preemption; every step's books are checked by the harness."""
-    groups = [
-        samples_of(one, count) for one, (count, _) in zip(make_requests(seed, len(arrivals)), arrivals, strict=True)
-    ]
+    """Groups of samples and single requests; every step's and every cancellation's books are checked by the harness."""
+    folder, arriving = folders[kind], iter(make_requests(seed, len(actions)))
     run = Run(engine_on(folder, num_blocks=num_blocks, max_num_batched_tokens=budget, max_num_seqs=5))
-    for group, (_, pause) in zip(groups, arrivals, strict=True):
-        run.submit_samples(*group)
-        for _ in range(pause):
-            run.step()
-    everyone = [one for group in groups for one in group]
-    for which, pause in cancels:
-        run.engine.cancel(everyone[which % len(everyone)].request_id)
-        run.engine.check_integrity()
-        for _ in range(pause):
-            run.step()
+    everyone: list[Request] = []
+    for action, number in actions:
+        if action == "arrive":
+            everyone += (group := samples_of(next(arriving), number))
+            run.submit_samples(*group)
+        elif action == "step":
+            for _ in range(number):
+                run.step()
+        elif everyone:
+            run.cancel(everyone[number % len(everyone)].request_id)
     run.finish()
     for one in everyone:
         expected, ours = tokens_alone(folder, one), run.tokens[one.request_id]

@@ -23,6 +23,14 @@ def test_allocation_is_all_or_nothing() -> None:
     pool.check_integrity()
 
 
+def test_blocks_that_were_used_come_before_those_that_never_were() -> None:
+    pool = BlockPool(6, 16)
+    assert pool.try_allocate(3) == [0, 1, 2]
+    pool.release([BlockId(2), BlockId(0)])
+    assert pool.try_allocate(3) == [0, 2, 3]
+    pool.check_integrity()
+
+
 def test_a_shared_block_is_free_after_its_last_release() -> None:
     pool = BlockPool(2, 16)
     blocks = pool.try_allocate(1)

@@ -14,7 +14,7 @@ from stillroom.errors import (
     StillroomError,
     UnsupportedModelError,
 )
-from stillroom.models.checkpoint import resolve
+from stillroom.models.checkpoint import WeightFiles, resolve
 from stillroom.models.loader import load_decoder, load_model
 from stillroom.models.spec import spec_from_config
 from tests.fakes import random_checkpoint
@@ -162,6 +162,32 @@ def test_damaged_checkpoints_are_clear_errors(folder: Path, damage: Any, message
     damage(folder)
     with pytest.raises(ModelError, match=message):
         load_decoder(folder, device="cpu")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize("load", [{}, {"weights": "int8"}, {"dtype": "bfloat16"}], ids=["as-is", "int8", "narrowed"])
+def test_what_was_copied_leaves_memory_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, load: dict[str, Any]
+) -> None:
+    """The file is mapped once for what is used in place, and once for the layer that is being copied."""
+    random_checkpoint(tmp_path, kind, num_hidden_layers=3, attention_bias=True, head_dim=16)
+    found: list[tuple[int, int]] = []
+
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(tmp_path / "model.safetensors"))
+
+    def watched(files: WeightFiles) -> None:
+        before = num_mapped()
+        unmap(files)
+        found.append((before, num_mapped()))
+
+    unmap = WeightFiles.unmap
+    monkeypatch.setattr(WeightFiles, "unmap", watched)
+    decoder = load_decoder(tmp_path, device="cpu", **load)
+    assert len(found) == len(decoder.weights.layers) + 1
+    assert all(before <= 2 and after == 1 for before, after in found)
+    assert found[-1] == (2, 1), "nothing was copied"
 
 
 def test_a_lost_shard_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from stillroom.models.loader import load_decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
-from tests.engine.harness import Run, engine_on, random_segments, request
+from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
 from tests.fakes import BASE, random_checkpoint
 
 LLAMA3 = {
@@ -194,25 +194,49 @@ def greedy(oracle: Any, token_ids: list[int], count: int) -> list[int]:
     return [int(token) for token in output[0, len(token_ids) :]]
 
 
-def test_64_greedy_tokens_equal_transformers_alone_and_in_a_mixed_batch(checkpoint: tuple[Path, Any]) -> None:
-    folder, oracle = checkpoint
+Answers = list[tuple[list[list[int]], list[int]]]
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: tuple[Path, Any]) -> Answers:
+    """Prompts of different lengths, in segments, and the 64 tokens that transformers continues each with."""
     rng = np.random.default_rng(2)
-    prompts = [random_segments(rng, 301, lengths) for lengths in ([5, 20, 9], [33], [1, 16, 17, 4])]
-    expected = [greedy(oracle, [t for segment in prompt for t in segment], 64) for prompt in prompts]
+    lengths = [60], [5, 20, 9], [33], [1, 16, 17, 4], [2, 47], [18, 3, 7]
+    prompts = [random_segments(rng, 301, segments) for segments in lengths]
+    return [(prompt, greedy(checkpoint[1], [t for segment in prompt for t in segment], 64)) for prompt in prompts]
 
-    for index, prompt in enumerate(prompts):
-        alone = Run(engine_on(folder))
-        alone.submit(request("alone", prompt))
-        alone.finish()
-        assert alone.tokens["alone"] == expected[index]
 
-    together = Run(engine_on(folder, max_num_batched_tokens=24, max_num_seqs=3))
-    for index, prompt in enumerate(prompts):  # they arrive while the earlier ones decode
-        together.submit(request(str(index), prompt))
-        together.step()
-        together.step()
-    together.finish()
-    assert [together.tokens[str(index)] for index in range(len(prompts))] == expected
+def test_64_greedy_tokens_alone_equal_transformers(checkpoint: tuple[Path, Any], answers: Answers) -> None:
+    for prompt, expected in answers[:3]:
+        run = Run(engine_on(checkpoint[0]))
+        run.submit(request("alone", prompt))
+        run.finish()
+        assert run.tokens["alone"] == expected
+
+
+def test_64_greedy_tokens_of_a_batch_under_stress_equal_transformers(
+    checkpoint: tuple[Path, Any], answers: Answers
+) -> None:
+    """Eight at once, prompts in odd pieces, three samples of one prompt, cancellations, and too few blocks for all."""
+    run = Run(engine_on(checkpoint[0], num_blocks=34, max_num_batched_tokens=13, max_num_seqs=8))
+    (oldest, _), (forked, _), *others = answers
+    run.submit(request("0", oldest))
+    run.submit_samples(*samples_of(request("1", forked), 3))
+    for index, (prompt, _) in enumerate(others):
+        run.submit(request(str(index + 2), prompt))
+        run.step()
+    while len(run.tokens["0"]) < 33 or not run.num_preemptions:
+        run.step()
+    assert run.most_running == 8 and run.most_users == 3
+    assert run.cancel("0") == 6, "the blocks of 60 tokens and 32 more"
+    run.cancel("1/1")
+    num_preemptions = run.num_preemptions
+    run.finish()
+    assert run.num_preemptions > num_preemptions, "after the cancellations too"
+    assert set(run.tokens) - set(run.reasons) == {"0", "1/1"}
+    for name, tokens in run.tokens.items():
+        expected = answers[int(name[0])][1]
+        assert tokens == (expected if name in run.reasons else expected[: len(tokens)]), name
 
 
 @pytest.mark.shared

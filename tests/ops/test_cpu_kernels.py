@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.ops import cpu_kernels
+from stillroom.ops import cpu_kernels, cpu_products
 from stillroom.ops import linear as linear_module
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, only_rows
 from stillroom.ops.cpu_kernels import SPLIT, split_contexts
@@ -66,7 +67,7 @@ def test_int8_products_are_those_of_the_rounded_weights(
 ) -> None:
     weight, x = drawn(num_outputs, num_inputs).bfloat16(), drawn(num_rows, num_inputs, seed=1)
     bias = drawn(num_outputs, seed=2) if has_bias else None
-    linear = Linear.int8(weight, bias)
+    linear = Linear.int8(torch.split(weight, 2), bias)
     assert linear.weight.dtype == torch.int8 and linear.scale is not None
     rounded = linear.weight.double() * linear.scale.double()[:, None]
     step = weight.double().abs().amax(dim=1, keepdim=True) / 127
@@ -76,7 +77,7 @@ def test_int8_products_are_those_of_the_rounded_weights(
 
 
 def test_rows_of_zeros_stay_zeros_in_int8() -> None:
-    assert Linear.int8(torch.zeros(3, 4))(torch.ones(2, 4)).tolist() == [[0.0] * 3] * 2
+    assert Linear.int8([torch.zeros(3, 4)])(torch.ones(2, 4)).tolist() == [[0.0] * 3] * 2
 
 
 def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,15 +205,26 @@ def test_only_rows_sees_what_the_rows_saw() -> None:
     assert isinstance(third.context, torch.Tensor) and third.context.tolist() == [5, 9, 1, 4]
 
 
+def test_kept_code_is_that_of_the_same_sources() -> None:
+    """A kernel contains what it calls from other files: a change there must make it stale too."""
+    kernels: list[Any] = [cpu_kernels.decode_layer, cpu_kernels.attend_rows, cpu_products.linear_scaled]
+    for one in kernels:
+        if one.stats.cache_path is None:
+            pytest.skip("there is no folder to keep code in")
+        names = {name for name, *_ in one._cache._cache_file._source_stamp}
+        assert names == {"cpu_compiler.py", "cpu_kernels.py", "cpu_products.py"}
+
+
 IN_A_PROCESS_OF_ITS_OWN = """
 import sys
 from pathlib import Path
 import numpy as np
-from stillroom.ops import cpu_kernels
+from stillroom.ops import cpu_kernels, cpu_products
 from tests.engine.harness import engine_on, random_segments, request
 
-names = "linear_float32 linear_bfloat16 rms_norm silu_gate rotate_and_store attend_rows decode_layer".split()
-compiled = lambda: {name: set(getattr(cpu_kernels, name).signatures) for name in names}
+kernels = [cpu_products.linear_scaled, cpu_products.linear_bfloat16, cpu_kernels.rms_norm, cpu_kernels.silu_gate]
+kernels += [cpu_kernels.rotate_and_store, cpu_kernels.attend_rows, cpu_kernels.decode_layer]
+compiled = lambda: [set(kernel.signatures) for kernel in kernels]
 cpu_kernels.compile_all()
 before = compiled()
 for dtype in ("float32", "bfloat16"):

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
+from stillroom.bench import runtime_worker
 from stillroom.config.settings import EngineConfig, EnginePrompt, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
@@ -43,14 +42,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, folder = shared / "models/stories260k", tmp_path_factory.mktemp("llama")
-    np.savez(folder / "weights.npz", **load_file(source / "model.safetensors"))
-    about = {name: json.loads((source / f"{name}.json").read_text("utf-8")) for name in ("config", "pieces")}
-    (folder / "about.json").write_text(json.dumps(about))
-    program = Path(__file__).with_name("llama_gguf.py")
-    files = [folder / name for name in ("weights.npz", "about.json", "stories.gguf")]
-    subprocess.run([PYTHON, program, *files], check=True)
-    return files[-1]
+    source, path = shared / "models/stories260k", tmp_path_factory.mktemp("llama") / "stories.gguf"
+    program = [PYTHON, str(Path(runtime_worker.__file__).with_name("llama_gguf.py"))]
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}  # our `statistics` is not the library's
+    subprocess.run([*program, source, path, source / "pieces.json"], check=True, env=environment)
+    return path
 
 
 @pytest.fixture(scope="module")

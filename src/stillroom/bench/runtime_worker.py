@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -174,56 +175,13 @@ class LlamaCpp:
 
 def write_gguf(folder: Path, dtype: str) -> Path:
     """The checkpoint's weights as GGUF beside it, without a vocabulary; kept for the next run."""
-    import gguf
-    import numpy
-
     path = folder / f"model-{dtype}.gguf"
-    if path.exists():
-        return path
-    config = json.loads((folder / "config.json").read_text())
-    temporary = path.with_suffix(".tmp")
-    writer = gguf.GGUFWriter(temporary, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, bits, shape in safetensors_bits(folder / "model.safetensors"):
-        target = names.get_name(name, try_suffixes=(".weight",))
-        if len(shape) == 1:  # norms are float32
-            wide = numpy.frombuffer(bits, numpy.uint16).astype(numpy.uint32) << 16 if dtype == "bfloat16" else None
-            values = wide.view(numpy.float32) if wide is not None else numpy.frombuffer(bits, numpy.float32)
-            writer.add_tensor(target, values)
-        elif dtype == "bfloat16":
-            rows = numpy.frombuffer(bits, numpy.uint8).reshape(shape[0], 2 * shape[1])
-            writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
-        else:
-            writer.add_tensor(target, numpy.frombuffer(bits, numpy.float32).reshape(shape))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    temporary.rename(path)
+    if not path.exists():
+        temporary = path.with_suffix(".tmp")
+        program = Path(__file__).with_name("llama_gguf.py")
+        subprocess.run([sys.executable, program, folder, temporary], check=True)
+        temporary.rename(path)
     return path
-
-
-def safetensors_bits(path: Path) -> list[tuple[str, bytes, list[int]]]:
-    """Name, bytes and shape of each tensor of a safetensors file."""
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    header: dict[str, Any] = json.loads(content[8:start])
-    found = []
-    for name, entry in header.items():
-        if name != "__metadata__":
-            first, last = entry["data_offsets"]
-            found.append((name, content[start + first : start + last], entry["shape"]))
-    return found
 
 
 RUNTIMES: dict[str, Callable[[Path, str, int], Runtime]] = {

@@ -30,6 +30,18 @@ from stillroom.cli.options import (
     help_text,
     index_goal,
 )
+from stillroom.cli.sampling import (
+    FrequencyPenaltyOption,
+    MaxTokensOption,
+    MinPOption,
+    MinTokensOption,
+    PresencePenaltyOption,
+    RepetitionPenaltyOption,
+    SampleTopKOption,
+    SeedOption,
+    TemperatureOption,
+    TopPOption,
+)
 from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,21 +87,16 @@ def ask(  # noqa: PLR0913  one parameter per flag
     reuse: ReuseOption = None,
     ann_recall: AnnRecallOption = None,
     search_budget: SearchBudgetOption = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens", min=1, metavar="N", help="Most tokens in an answer; without it, as configured (256)."
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token each time.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens up to this sum.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", min=0, metavar="N", help="Same seed, same question: same answer.")
-    ] = None,
+    max_tokens: MaxTokensOption = None,
+    min_tokens: MinTokensOption = 0,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    sample_top_k: SampleTopKOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
+    presence_penalty: PresencePenaltyOption = None,
+    frequency_penalty: FrequencyPenaltyOption = None,
+    seed: SeedOption = None,
     stop: Annotated[
         list[str] | None,
         typer.Option("--stop", metavar="TEXT", help="End the answer before this text; can be given several times."),
@@ -102,15 +109,23 @@ def ask(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
+    sampling: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "sample_top_k": sample_top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+    }
     flags: dict[str, object] = {
         "runtime.model": model,
         "reuse.mode": reuse,
         "search.top_k": top_k,
         "search.mode": mode,
-        "generation.max_tokens": max_tokens,
-        "generation.temperature": temperature,
-        "generation.top_p": top_p,
-        "generation.seed": seed,
+        **{f"generation.{name}": value for name, value in sampling.items()},
         **engine_settings(engine, base_url, engine_model),
         **index_goal(ann_recall, search_budget),
     }
@@ -122,10 +137,8 @@ def ask(  # noqa: PLR0913  one parameter per flag
     options = AskOptions(
         mode=mode,
         top_k=top_k,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
+        min_tokens=min_tokens,
+        **sampling,
         stop=tuple(stop or ()),
         json_schema=None if json_schema is None else _read_schema(json_schema),
     )

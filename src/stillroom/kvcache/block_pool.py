@@ -1,9 +1,12 @@
 """Which KV blocks are free and which are in use, and by how many. No tensors here.
 
+Free blocks are handed out lowest first: the memory of a block that nobody ever wrote to does not exist yet, so KV takes
+as much as was in use at a time; and blocks side by side are read in place.
+
 Invariant: a block is free exactly when its ref count is 0; `check_integrity` adds it up.
 """
 
-from collections import deque
+import heapq
 from collections.abc import Iterable
 
 from stillroom.core.ids import BlockId
@@ -16,7 +19,7 @@ class BlockPool:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
+        self._free = [BlockId(i) for i in range(num_blocks)]  # a heap
         self._ref_counts = [0] * num_blocks
 
     @property
@@ -34,8 +37,8 @@ class BlockPool:
         """`num_blocks` blocks with one reference each, or None (and nothing taken) if too few are free."""
         if num_blocks > len(self._free):
             return None
-        take, counts = self._free.popleft, self._ref_counts
-        blocks = [take() for _ in range(num_blocks)]
+        take, counts = heapq.heappop, self._ref_counts
+        blocks = [take(self._free) for _ in range(num_blocks)]
         for block_id in blocks:
             counts[block_id] = 1
         return blocks
@@ -53,7 +56,7 @@ class BlockPool:
             assert self._ref_counts[block_id] > 0, f"release of free block {block_id}"
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
-                self._free.append(block_id)
+                heapq.heappush(self._free, block_id)
 
     def check_integrity(self) -> None:
         """Free and used blocks add up, no block is free twice, and free means ref count 0."""

@@ -66,7 +66,8 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of = self._find()
-        self._open: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
+        self._passing: dict[str, Any] = {}
 
     def _find(self) -> dict[str, str]:
         if (self.folder / "model.safetensors.index.json").is_file():
@@ -109,8 +110,11 @@ class WeightFiles:
             found.append(f"{name}:{hasher.hexdigest()}")
         return found
 
-    def get(self, name: str) -> "torch.Tensor":
-        """One tensor, in the checkpoint's dtype, on the CPU.
+    def get(self, name: str, *, is_passing: bool = False) -> "torch.Tensor":
+        """One tensor, in the checkpoint's dtype, on the CPU; its pages are those of the file, read when looked at.
+
+        Args:
+            is_passing: only copies of it are kept. From `unmap` on its pages are not this process's memory any more.
 
         Raises:
             ModelError: the checkpoint has no tensor of that name, or its file is damaged.
@@ -118,10 +122,15 @@ class WeightFiles:
         file = self._file_of.get(name)
         if file is None:
             raise ModelError(f"{self.folder} has no tensor {name}; the weights do not match config.json")
-        if file not in self._open:
-            self._open[file] = self._reading(file)
+        mapped = self._passing if is_passing else self._kept
+        if file not in mapped:
+            mapped[file] = self._reading(file)
         try:
-            tensor: torch.Tensor = self._open[file].get_tensor(name)
+            tensor: torch.Tensor = mapped[file].get_tensor(name)
         except SafetensorError as error:
             raise ModelError(f"{self.folder / file}: {error}; download it again") from None
         return tensor
+
+    def unmap(self) -> None:
+        """Give the memory of passing tensors back; it lives on for as long as one of them does."""
+        self._passing.clear()

@@ -111,17 +111,24 @@ def _stop_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class _Reader:
-    """Tensors by name with their expected shape, moved to where they will be used."""
+    """Tensors by name with their expected shape, moved to where they will be used.
+
+    On a CPU those that are used as the file has them stay in the file's pages. Of all others only the copy is kept, and
+    no more than a layer's originals are in memory at a time.
+    """
 
     def __init__(
         self, files: WeightFiles, device: torch.device, dtype: torch.dtype, has_offset_norms: bool, is_int8: bool
     ) -> None:
         self.files, self.device, self.dtype = files, device, dtype
-        self.has_offset_norms = has_offset_norms
-        self.make = Linear.int8 if is_int8 else Linear
+        self.has_offset_norms, self.is_int8 = has_offset_norms, is_int8
 
-    def __call__(self, name: str, *shape: int) -> torch.Tensor:
-        return self._read(name, shape).to(device=self.device, dtype=self.dtype)
+    def __call__(self, name: str, *shape: int, is_copied: bool = False) -> torch.Tensor:
+        """`is_copied`: what comes back is not kept."""
+        tensor = self._read(name, shape)
+        if is_copied or self.device.type != "cpu" or tensor.dtype != self.dtype:
+            tensor = self.files.get(name, is_passing=True)
+        return tensor.to(device=self.device, dtype=self.dtype)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.files.get(name)
@@ -139,7 +146,7 @@ class _Reader:
 
     def linear(self, name: str, height: int, width: int, *, has_bias: bool = False) -> Linear:
         """`name` ends with a dot."""
-        return self.make(self(f"{name}weight", height, width), self(f"{name}bias", height) if has_bias else None)
+        return self._stacked([name], [height], width, has_bias)
 
     def fused(self, whole: str, names: list[str], heights: list[int], width: int, *, has_bias: bool = False) -> Linear:
         """Several projections of one input, stacked; some checkpoints (Phi-3) have the `whole`.
@@ -147,22 +154,30 @@ class _Reader:
         Names end with a dot."""
         if f"{whole}weight" in self.files:
             return self.linear(whole, sum(heights), width, has_bias=has_bias)
-        sizes = list(zip(names, heights, strict=True))
-        weight = torch.cat([self(f"{name}weight", height, width) for name, height in sizes])
-        return self.make(
-            weight, torch.cat([self(f"{name}bias", height) for name, height in sizes]) if has_bias else None
-        )
+        return self._stacked(names, heights, width, has_bias)
+
+    def _stacked(self, names: list[str], heights: list[int], width: int, has_bias: bool) -> Linear:
+        sizes, is_copied = list(zip(names, heights, strict=True)), self.is_int8 or len(names) > 1
+        parts = [self(f"{name}weight", height, width, is_copied=is_copied) for name, height in sizes]
+        bias = torch.cat([self(f"{name}bias", height) for name, height in sizes]) if has_bias else None
+        if self.is_int8:
+            return Linear.int8(parts, bias)
+        return Linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
 
 def _load_weights(spec: ModelSpec, read: _Reader) -> DecoderWeights:
     base = next((b for b in _BASES if b + "embed_tokens.weight" in read.files), _BASES[0])
     embedding = read(base + "embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-    return DecoderWeights(
+    head = base + "embed_tokens." if spec.is_tied else "lm_head."
+    is_shared = spec.is_tied and not read.is_int8
+    weights = DecoderWeights(
         embedding_VM=embedding,
         layers=tuple(_load_layer(spec, read, f"{base}layers.{i}.", i) for i in range(spec.num_layers)),
         final_norm=read.norm(base + "norm.weight", spec.hidden_size),
-        lm_head=read.make(embedding if spec.is_tied else read("lm_head.weight", spec.vocab_size, spec.hidden_size)),
+        lm_head=Linear(embedding) if is_shared else read.linear(head, spec.vocab_size, spec.hidden_size),
     )
+    read.files.unmap()
+    return weights
 
 
 def _load_layer(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> LayerWeights:
@@ -173,6 +188,7 @@ def _load_layer(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> Laye
     is_sandwich = spec.has_sandwich_norms
     # after attention is where Llama's norm before the MLP stands, and where Gemma has one more
     mlp_norm = "pre_feedforward_layernorm" if is_sandwich else "post_attention_layernorm"
+    read.files.unmap()  # the layer before
     router, experts = _load_mlp(spec, read, prefix, index)
     return LayerWeights(
         attention_norm=read.norm(prefix + "input_layernorm.weight", model),

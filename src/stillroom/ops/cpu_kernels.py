@@ -2,9 +2,7 @@
 
 Activations are float32; weights, keys and values may be bfloat16, which numba knows as its bits (uint16, or two in a
 uint32). Every kernel has a slow twin in tests/ops/test_cpu_kernels.py, and the torch path beside it computes the same.
-The result does not depend on the number of threads.
-
-Compiled code is kept on disk where that is possible, so only the first process on a machine waits for the compiler.
+The result does not depend on the number of threads. Products with weights: `cpu_products`.
 """
 
 from typing import Any
@@ -12,36 +10,19 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 from numpy.typing import NDArray
 
-# T tokens, N outputs and M inputs of a product, H query heads, G key/value heads, D head dimension, S slots
+from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_bits, as_float, kernel, parallel_kernel
+from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled, product
 
-Floats = NDArray[np.float32]
-Bits = NDArray[Any]
+# T tokens, H query heads, G key/value heads, D head dimension, S slots
 
 SPLIT = 64
 """Context tokens per task of `attend_rows`: enough work for a task, enough tasks for the threads."""
 
 
-def _can_keep_code() -> bool:
-    """Whether there is a folder to keep compiled code in: beside this file, or the user's cache."""
-    try:
-        numba.njit(cache=True)(_can_keep_code)
-    except RuntimeError:
-        return False
-    return True
-
-
-_FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not ninf and nnan: attention starts from -inf
-_OPTIONS: Any = {"fastmath": _FAST, "nogil": True, "cache": _can_keep_code()}
-_PARALLEL: Any = {"prange": True} | dict.fromkeys(
-    ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False
-)
-_HIGH = np.uint32(0xFFFF0000)
-_SIXTEEN = np.uint32(16)
 _BIAS = np.int32(127)
 _MANTISSA = np.int32(23)
 
@@ -66,27 +47,7 @@ def array(cache: torch.Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     return found
 
 
-@intrinsic
-def _as_float(_: Any, bits: Any) -> Any:
-    """float32 of these 32 bits."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
-
-
-@intrinsic
-def _as_bits(_: Any, value: Any) -> Any:
-    """The 32 bits of a float32."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
-
-
-@numba.njit(**_OPTIONS)
+@kernel
 def _exp(x: Any) -> Any:
     """exp in float32 within 2 ulp, in operations that the compiler can do for 16 numbers at a time (Cephes' expf)."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
@@ -99,7 +60,7 @@ def _exp(x: Any) -> Any:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
-    return p * _as_float(np.uint32((np.int32(n) + _BIAS) << _MANTISSA))
+    return p * as_float(np.uint32((np.int32(n) + _BIAS) << _MANTISSA))
 
 
 def _read(value: Any) -> Any:
@@ -112,7 +73,7 @@ def _compiled_read(value: Any) -> Any:
     if value == types.uint16:
 
         def read_bfloat16(value: Any) -> Any:
-            return _as_float(np.uint32(value) << _SIXTEEN)
+            return as_float(np.uint32(value) << SIXTEEN)
 
         return read_bfloat16
 
@@ -137,169 +98,13 @@ def _compiled_write(row: Any, index: Any, value: Any) -> Any:
         return write
 
     def write_bfloat16(row: Any, index: Any, value: Any) -> None:
-        bits = _as_bits(value)
-        row[index] = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> _SIXTEEN) & np.uint32(1))) >> _SIXTEEN)
+        bits = as_bits(value)
+        row[index] = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> SIXTEEN) & np.uint32(1))) >> SIXTEEN)
 
     return write_bfloat16
 
 
-@numba.njit(parallel=_PARALLEL, **_OPTIONS)
-def linear_bfloat16(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int) -> None:  # noqa: C901
-    """x @ weight.T for few rows; weight [N, M / 2] holds two bfloat16 in each uint32.
-
-    Bound by memory, which is read fastest in several streams far apart: a thread goes through parts of the matrix side
-    by side, four for one row, two for four rows (missing rows are zeros: they cost less than reading again).
-    """
-    num_rows, num_pairs, num_outputs = x_TM.shape[0], weight.shape[1], weight.shape[0]
-    num_blocks = (num_rows + 3) // 4
-    even, odd = np.zeros((4 * num_blocks, num_pairs), np.float32), np.zeros((4 * num_blocks, num_pairs), np.float32)
-    for row in range(num_rows):
-        for i in range(num_pairs):
-            even[row, i] = x_TM[row, 2 * i]
-            odd[row, i] = x_TM[row, 2 * i + 1]
-    if num_rows == 1:
-        part = (num_outputs + 3) // 4
-        for thread in numba.prange(num_threads):
-            e, o = even[0], odd[0]
-            for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
-                n1, n2, n3 = n + part, min(n + 2 * part, num_outputs - 1), min(n + 3 * part, num_outputs - 1)
-                n1 = min(n1, num_outputs - 1)
-                w0, w1, w2, w3 = weight[n], weight[n1], weight[n2], weight[n3]
-                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                for i in range(num_pairs):
-                    a += _as_float(w0[i] << _SIXTEEN) * e[i] + _as_float(w0[i] & _HIGH) * o[i]
-                    b += _as_float(w1[i] << _SIXTEEN) * e[i] + _as_float(w1[i] & _HIGH) * o[i]
-                    c += _as_float(w2[i] << _SIXTEEN) * e[i] + _as_float(w2[i] & _HIGH) * o[i]
-                    d += _as_float(w3[i] << _SIXTEEN) * e[i] + _as_float(w3[i] & _HIGH) * o[i]
-                # past the end the last output is computed again, to the same value
-                out_TN[0, n], out_TN[0, n1], out_TN[0, n2], out_TN[0, n3] = a, b, c, d
-        return
-    part = (num_outputs + 1) // 2
-    for thread in numba.prange(num_threads):
-        for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
-            other = min(n + part, num_outputs - 1)
-            w0, w1 = weight[n], weight[other]
-            for row in range(0, 4 * num_blocks, 4):
-                e0, e1, e2, e3 = even[row], even[row + 1], even[row + 2], even[row + 3]
-                o0, o1, o2, o3 = odd[row], odd[row + 1], odd[row + 2], odd[row + 3]
-                a0, b0, c0, d0 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                a1, b1, c1, d1 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                for i in range(num_pairs):
-                    low0, high0 = _as_float(w0[i] << _SIXTEEN), _as_float(w0[i] & _HIGH)
-                    low1, high1 = _as_float(w1[i] << _SIXTEEN), _as_float(w1[i] & _HIGH)
-                    a0 += low0 * e0[i] + high0 * o0[i]
-                    b0 += low0 * e1[i] + high0 * o1[i]
-                    c0 += low0 * e2[i] + high0 * o2[i]
-                    d0 += low0 * e3[i] + high0 * o3[i]
-                    a1 += low1 * e0[i] + high1 * o0[i]
-                    b1 += low1 * e1[i] + high1 * o1[i]
-                    c1 += low1 * e2[i] + high1 * o2[i]
-                    d1 += low1 * e3[i] + high1 * o3[i]
-                _put_four(out_TN, row, n, (a0, b0, c0, d0))
-                _put_four(out_TN, row, other, (a1, b1, c1, d1))
-
-
-@numba.njit(parallel=_PARALLEL, **_OPTIONS)
-def linear_float32(x_TM: Floats, weight_NM: Floats, out_TN: Floats, num_threads: int) -> None:
-    """x @ weight.T for few rows, likewise."""
-    num_rows, num_inputs, num_outputs = x_TM.shape[0], weight_NM.shape[1], weight_NM.shape[0]
-    if num_rows == 1:
-        part = (num_outputs + 3) // 4
-        for thread in numba.prange(num_threads):
-            x = x_TM[0]
-            for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
-                n1, n2, n3 = n + part, min(n + 2 * part, num_outputs - 1), min(n + 3 * part, num_outputs - 1)
-                n1 = min(n1, num_outputs - 1)
-                w0, w1, w2, w3 = weight_NM[n], weight_NM[n1], weight_NM[n2], weight_NM[n3]
-                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                for i in range(num_inputs):
-                    a += w0[i] * x[i]
-                    b += w1[i] * x[i]
-                    c += w2[i] * x[i]
-                    d += w3[i] * x[i]
-                out_TN[0, n], out_TN[0, n1], out_TN[0, n2], out_TN[0, n3] = a, b, c, d
-        return
-    num_blocks = (num_rows + 3) // 4
-    x_RM = np.zeros((4 * num_blocks, num_inputs), np.float32)
-    x_RM[:num_rows] = x_TM
-    part = (num_outputs + 1) // 2
-    for thread in numba.prange(num_threads):
-        for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
-            other = min(n + part, num_outputs - 1)
-            w0, w1 = weight_NM[n], weight_NM[other]
-            for row in range(0, 4 * num_blocks, 4):
-                x0, x1, x2, x3 = x_RM[row], x_RM[row + 1], x_RM[row + 2], x_RM[row + 3]
-                a0, b0, c0, d0 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                a1, b1, c1, d1 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                for i in range(num_inputs):
-                    a0 += w0[i] * x0[i]
-                    b0 += w0[i] * x1[i]
-                    c0 += w0[i] * x2[i]
-                    d0 += w0[i] * x3[i]
-                    a1 += w1[i] * x0[i]
-                    b1 += w1[i] * x1[i]
-                    c1 += w1[i] * x2[i]
-                    d1 += w1[i] * x3[i]
-                _put_four(out_TN, row, n, (a0, b0, c0, d0))
-                _put_four(out_TN, row, other, (a1, b1, c1, d1))
-
-
-@numba.njit(parallel=_PARALLEL, **_OPTIONS)
-def linear_int8(x_TM: Floats, weight_NM: Any, scale_N: Floats, out_TN: Floats, num_threads: int) -> None:
-    """x @ (weight * scale).T for few rows, likewise; one scale for each output."""
-    num_rows, num_inputs, num_outputs = x_TM.shape[0], weight_NM.shape[1], weight_NM.shape[0]
-    num_blocks = (num_rows + 3) // 4
-    x_RM = np.zeros((4 * num_blocks, num_inputs), np.float32)
-    x_RM[:num_rows] = x_TM
-    part = (num_outputs + 3) // 4 if num_rows == 1 else (num_outputs + 1) // 2
-    for thread in numba.prange(num_threads):
-        for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
-            n1 = min(n + part, num_outputs - 1)
-            if num_rows == 1:
-                n2, n3 = min(n + 2 * part, num_outputs - 1), min(n + 3 * part, num_outputs - 1)
-                x, w0, w1, w2, w3 = x_RM[0], weight_NM[n], weight_NM[n1], weight_NM[n2], weight_NM[n3]
-                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                for i in range(num_inputs):
-                    a += np.float32(w0[i]) * x[i]
-                    b += np.float32(w1[i]) * x[i]
-                    c += np.float32(w2[i]) * x[i]
-                    d += np.float32(w3[i]) * x[i]
-                out_TN[0, n], out_TN[0, n1] = a * scale_N[n], b * scale_N[n1]
-                out_TN[0, n2], out_TN[0, n3] = c * scale_N[n2], d * scale_N[n3]
-            else:
-                w0, w1, s0, s1 = weight_NM[n], weight_NM[n1], scale_N[n], scale_N[n1]
-                for row in range(0, 4 * num_blocks, 4):
-                    x0, x1, x2, x3 = x_RM[row], x_RM[row + 1], x_RM[row + 2], x_RM[row + 3]
-                    a0, b0, c0, d0 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                    a1, b1, c1, d1 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                    for i in range(num_inputs):
-                        u, v = np.float32(w0[i]), np.float32(w1[i])
-                        a0 += u * x0[i]
-                        b0 += u * x1[i]
-                        c0 += u * x2[i]
-                        d0 += u * x3[i]
-                        a1 += v * x0[i]
-                        b1 += v * x1[i]
-                        c1 += v * x2[i]
-                        d1 += v * x3[i]
-                    _put_four(out_TN, row, n, (a0 * s0, b0 * s0, c0 * s0, d0 * s0))
-                    _put_four(out_TN, row, n1, (a1 * s1, b1 * s1, c1 * s1, d1 * s1))
-
-
-@numba.njit(inline="always", **_OPTIONS)
-def _put_four(out_TN: Any, row: Any, column: Any, values: Any) -> None:
-    """Into four rows of a column, as far as there are rows."""
-    num_rows = out_TN.shape[0]
-    out_TN[row, column] = values[0]
-    if row + 1 < num_rows:
-        out_TN[row + 1, column] = values[1]
-    if row + 2 < num_rows:
-        out_TN[row + 2, column] = values[2]
-    if row + 3 < num_rows:
-        out_TN[row + 3, column] = values[3]
-
-
-@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+@parallel_kernel
 def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Floats) -> None:
     """x / sqrt(mean(x^2) + epsilon) * weight, row by row."""
     num_rows, width = x_TM.shape
@@ -313,7 +118,7 @@ def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Floats) -> 
             out[i] = x[i] * scale * weight_M[i]
 
 
-@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+@parallel_kernel
 def silu_gate(gate_up: Floats, out: Floats) -> None:
     """silu(gate) * up, where a row of [T, 2 * I] is gate, then up."""
     num_rows, width = out.shape
@@ -323,7 +128,7 @@ def silu_gate(gate_up: Floats, out: Floats) -> None:
             result[i] = gate[i] / (np.float32(1) + _exp(-gate[i])) * up[i]
 
 
-@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+@parallel_kernel
 def rotate_and_store(
     qkv: Floats, cos_sin: tuple[Floats, Floats], slots: Any, cache: tuple[Bits, Bits], q_THD: Floats
 ) -> None:
@@ -356,7 +161,7 @@ def rotate_and_store(
                 _write(v, i, x[i])
 
 
-@numba.njit(parallel=_PARALLEL, **_OPTIONS)
+@parallel_kernel
 def attend_rows(  # noqa: C901  a kernel is one function
     q_BHD: Floats,
     cache: tuple[Bits, Bits],
@@ -438,37 +243,7 @@ def attend_rows(  # noqa: C901  a kernel is one function
                 out_BHD[sequence, head, i] /= total
 
 
-def _product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
-    """x @ weight.T + bias, for every kind of weights (int8: with scales); an empty bias is none."""
-    raise NotImplementedError  # only compiled code has it
-
-
-@overload(_product)
-def _compiled_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
-    if isinstance(weight, types.BaseTuple):
-
-        def int8_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
-            out_TN = np.empty((x_TM.shape[0], weight[0].shape[0]), np.float32)
-            linear_int8(x_TM, weight[0], weight[1], out_TN, num_threads)
-            if len(bias_N) > 0:
-                out_TN += bias_N
-            return out_TN
-
-        return int8_product
-
-    linear = linear_bfloat16 if weight.dtype == types.uint32 else linear_float32
-
-    def product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
-        out_TN = np.empty((x_TM.shape[0], weight.shape[0]), np.float32)
-        linear(x_TM, weight, out_TN, num_threads)
-        if len(bias_N) > 0:
-            out_TN += bias_N
-        return out_TN
-
-    return product
-
-
-@numba.njit(**_OPTIONS)
+@kernel
 def decode_layer(  # noqa: PLR0913  a kernel is one function
     x_TM: Floats,
     norms: tuple[Floats, Floats],
@@ -492,18 +267,18 @@ def decode_layer(  # noqa: PLR0913  a kernel is one function
     num_kv_heads, head_dim = cache[0].shape[1], cache[0].shape[2]
     normed_TM = np.empty_like(x_TM)
     rms_norm(x_TM, norms[0], epsilon, normed_TM)
-    qkv = _product(normed_TM, matrices[0], biases[0], num_threads)
+    qkv = product(normed_TM, matrices[0], biases[0], num_threads)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     q_THD = np.empty((num_rows, num_heads, head_dim), np.float32)
     rotate_and_store(qkv.reshape((num_rows, num_heads + 2 * num_kv_heads, head_dim)), turn, slots_T, cache, q_THD)
     out_THD = np.empty_like(q_THD)
     attend_rows(q_THD, cache, contexts, splits, limits, out_THD)
-    x_TM += _product(out_THD.reshape((num_rows, num_heads * head_dim)), matrices[1], biases[1], num_threads)
+    x_TM += product(out_THD.reshape((num_rows, num_heads * head_dim)), matrices[1], biases[1], num_threads)
     rms_norm(x_TM, norms[1], epsilon, normed_TM)
-    gate_up = _product(normed_TM, matrices[2], biases[2], num_threads)
+    gate_up = product(normed_TM, matrices[2], biases[2], num_threads)
     inner = np.empty((num_rows, gate_up.shape[1] // 2), np.float32)
     silu_gate(gate_up, inner)
-    x_TM += _product(inner, matrices[3], biases[3], num_threads)
+    x_TM += product(inner, matrices[3], biases[3], num_threads)
 
 
 def split_contexts(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -529,13 +304,16 @@ def compile_all() -> None:
     for is_wide in (True, False):
         kv = np.zeros((1, 1, head_dim), np.float32 if is_wide else np.uint16)
 
-        def matrix(height: int, is_wide: bool = is_wide) -> Bits:
+        def matrix(height: int, is_wide: bool = is_wide) -> Any:
             if is_wide:
-                return np.zeros((height, head_dim), np.float32)
+                return np.zeros((height, head_dim), np.float32), np.ones(height, np.float32)
             return np.zeros((height, head_dim // 2), np.uint32)
 
-        linear = linear_float32 if is_wide else linear_bfloat16
-        linear(x, matrix(3), np.empty((1, 3), np.float32), num_threads)
+        out, weight = np.empty((1, 3), np.float32), matrix(3)
+        if is_wide:
+            linear_scaled(x, weight[0], weight[1], out, num_threads)
+        else:
+            linear_bfloat16(x, weight, out, num_threads)
         rotate_and_store(np.ones((1, 3, head_dim), np.float32), turn, slots, (kv, kv.copy()), np.empty_like(q))
         attend_rows(q, (kv, kv.copy()), contexts, splits, limits, np.empty_like(q))
         matrices = (matrix(3 * head_dim), matrix(head_dim), matrix(2 * head_dim), matrix(head_dim))

@@ -8,6 +8,7 @@ Elsewhere everything is torch's `linear` in the weights' dtype.
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from stillroom.ops import cpu_kernels
+from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled
 
 # T tokens, M inputs, N outputs
 
@@ -24,6 +26,9 @@ MAX_ROWS = 16
 
 _MAX_WIDENED = 1 << 23
 """Weights widened at a time: what fits into a cache is read back from there."""
+
+_MAX_ROUNDED = 1 << 18
+"""Weights rounded to int8 at a time: few, so that loading hardly needs more memory than it keeps."""
 
 
 class Linear:
@@ -43,22 +48,30 @@ class Linear:
         self.bias = bias_N.float() if bias_N is not None and is_cpu else bias_N
         self._kernel_weight: Any = None
         if is_cpu and weight_NM.dtype == torch.float32:
-            self._kernel_weight = weight_NM.numpy()
+            self._kernel_weight = (weight_NM.numpy(), np.ones(len(weight_NM), np.float32))
         elif is_cpu and weight_NM.dtype == torch.bfloat16 and weight_NM.shape[1] % 2 == 0:
             self._kernel_weight = weight_NM.view(torch.uint32).numpy()
         elif scale_N is not None:
             self._kernel_weight = (weight_NM.numpy(), scale_N.numpy())
 
     @classmethod
-    def int8(cls, weight_NM: torch.Tensor, bias_N: torch.Tensor | None = None) -> "Linear":
-        """The same with weights rounded to 255 steps, each row to its own: half the memory of bfloat16."""
-        scale_N1 = (weight_NM.abs().amax(dim=1, keepdim=True).float() / 127).clamp(min=1e-30)
-        weight = torch.empty(weight_NM.shape, dtype=torch.int8)
-        height = max(1, _MAX_WIDENED // weight_NM.shape[1])  # so that loading needs no more than it keeps
-        for first in range(0, len(weight), height):
-            rows = slice(first, first + height)
-            weight[rows] = (weight_NM[rows].float() / scale_N1[rows]).round().to(torch.int8)
-        return cls(weight, bias_N, scale_N1[:, 0].contiguous())
+    def int8(cls, parts: Sequence[torch.Tensor], bias_N: torch.Tensor | None = None) -> "Linear":
+        """The same with weights rounded to 255 steps, each row to its own: half the memory of bfloat16.
+
+        Args:
+            parts: the rows of the weight; they need not lie together.
+        """
+        num_outputs, num_inputs = sum(len(part) for part in parts), parts[0].shape[1]
+        weight, scale_N = torch.empty((num_outputs, num_inputs), dtype=torch.int8), torch.empty(num_outputs)
+        first = 0
+        height = max(1, _MAX_ROUNDED // num_inputs)
+        for piece in (piece for part in parts for piece in torch.split(part, height)):
+            wide, rows = piece.float(), slice(first, first := first + len(piece))
+            low_N1, high_N1 = torch.aminmax(wide, dim=1, keepdim=True)
+            scale_N1 = (torch.maximum(-low_N1, high_N1) / 127).clamp_(min=1e-30)
+            weight[rows] = torch.round(wide / scale_N1)
+            scale_N[rows] = scale_N1[:, 0]
+        return cls(weight, bias_N, scale_N)
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
         """[T, M] -> [T, N], in the dtype of x."""
@@ -74,8 +87,8 @@ class Linear:
 
     @property
     def kernel_arrays(self) -> tuple[Any, NDArray[np.float32]] | None:
-        """Weight (int8: with its scale) and bias (empty if there is none) as our CPU kernels read them; None where they
-        do not."""
+        """Weight (unless bfloat16: with its scale) and bias (empty if there is none) as our CPU kernels read them; None
+        where they do not."""
         if self._kernel_weight is None:
             return None
         return self._kernel_weight, np.empty(0, np.float32) if self.bias is None else self.bias.numpy()
@@ -83,12 +96,11 @@ class Linear:
     def _few_rows(self, x_TM: torch.Tensor) -> torch.Tensor:
         out_TN = torch.empty((x_TM.shape[0], self.weight.shape[0]))
         x, out, num_threads = x_TM.contiguous().numpy(), out_TN.numpy(), cpu_kernels.use_threads()
-        if self.scale is not None:
-            cpu_kernels.linear_int8(x, *self._kernel_weight, out, num_threads)
-        elif self.weight.dtype == torch.float32:
-            cpu_kernels.linear_float32(x, self._kernel_weight, out, num_threads)
+        if self.weight.dtype == torch.bfloat16:
+            linear_bfloat16(x, self._kernel_weight, out, num_threads)
         else:
-            cpu_kernels.linear_bfloat16(x, self._kernel_weight, out, num_threads)
+            weight, scale = self._kernel_weight
+            linear_scaled(x, weight, scale, out, num_threads)
         return out_TN if self.bias is None else out_TN.add_(self.bias)
 
     def _widened(self, x_TM: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,82 @@
+"""How the kernels of `ops/cpu_*.py` are compiled by numba, and how they read the bits of a bfloat16.
+
+Compiled code is kept on disk where that is possible, so only the first process on a machine waits for the compiler. It
+is kept for as long as none of these files changes: numba looks only at the file of a kernel itself, not at those of
+what it calls.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Bits = NDArray[Any]
+"""Of any type: those of a bfloat16 are a uint16, of two a uint32."""
+
+SIXTEEN = np.uint32(16)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _can_keep_code() -> bool:
+    """Whether there is a folder to keep compiled code in: beside this file, or the user's cache."""
+    try:
+        numba.njit(cache=True)(_can_keep_code)
+    except RuntimeError:
+        return False
+    return True
+
+
+_SOURCES = tuple(
+    (file.name, file.stat().st_mtime, file.stat().st_size) for file in sorted(Path(__file__).parent.glob("cpu_*.py"))
+)
+_FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not ninf and nnan: attention starts from -inf
+_OPTIONS: Any = {"fastmath": _FAST, "nogil": True, "cache": _can_keep_code()}
+_PARALLEL: Any = {"prange": True} | dict.fromkeys(
+    ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False
+)
+
+
+def kernel(function: _Function, **options: Any) -> _Function:
+    """Compiled for one thread."""
+    compiled = numba.njit(**_OPTIONS, **options)(function)
+    if _OPTIONS["cache"]:
+        compiled._cache._cache_file._source_stamp = _SOURCES
+    return compiled  # type: ignore[no-any-return]
+
+
+def parallel_kernel(function: _Function) -> _Function:
+    """Compiled, with its `prange` on `use_threads` threads."""
+    return kernel(function, parallel=_PARALLEL)
+
+
+def inlined(function: _Function) -> _Function:
+    """Compiled into each kernel that calls it."""
+    return kernel(function, inline="always")
+
+
+@intrinsic
+def as_float(_: Any, bits: Any) -> Any:
+    """float32 of these 32 bits."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def as_bits(_: Any, value: Any) -> Any:
+    """The 32 bits of a float32."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen

@@ -1,0 +1,157 @@
+"""Products of a few rows with weights, on a CPU. Each weight is read once, and where it lies.
+
+Bound by memory, which is read fastest in several streams far apart: a thread goes through parts of the matrix side by
+side, four for one row, two for four rows (missing rows are zeros: they cost less than reading again). The slow twins
+are in tests/ops/test_cpu_kernels.py.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_float, inlined, parallel_kernel
+
+# T tokens, R the same and rows of zeros up to a multiple of four, N outputs, M inputs
+
+_HIGH = np.uint32(0xFFFF0000)
+
+
+@parallel_kernel
+def linear_bfloat16(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int) -> None:  # noqa: C901
+    """x @ weight.T; weight [N, M / 2] holds two bfloat16 in each uint32."""
+    num_rows, num_pairs, num_outputs = x_TM.shape[0], weight.shape[1], weight.shape[0]
+    num_blocks = (num_rows + 3) // 4
+    even, odd = np.zeros((4 * num_blocks, num_pairs), np.float32), np.zeros((4 * num_blocks, num_pairs), np.float32)
+    for row in range(num_rows):
+        for i in range(num_pairs):
+            even[row, i] = x_TM[row, 2 * i]
+            odd[row, i] = x_TM[row, 2 * i + 1]
+    if num_rows == 1:
+        part = (num_outputs + 3) // 4
+        for thread in numba.prange(num_threads):
+            e, o = even[0], odd[0]
+            for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
+                n1, n2, n3 = n + part, min(n + 2 * part, num_outputs - 1), min(n + 3 * part, num_outputs - 1)
+                n1 = min(n1, num_outputs - 1)
+                w0, w1, w2, w3 = weight[n], weight[n1], weight[n2], weight[n3]
+                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(num_pairs):
+                    a += as_float(w0[i] << SIXTEEN) * e[i] + as_float(w0[i] & _HIGH) * o[i]
+                    b += as_float(w1[i] << SIXTEEN) * e[i] + as_float(w1[i] & _HIGH) * o[i]
+                    c += as_float(w2[i] << SIXTEEN) * e[i] + as_float(w2[i] & _HIGH) * o[i]
+                    d += as_float(w3[i] << SIXTEEN) * e[i] + as_float(w3[i] & _HIGH) * o[i]
+                # past the end the last output is computed again, to the same value
+                out_TN[0, n], out_TN[0, n1], out_TN[0, n2], out_TN[0, n3] = a, b, c, d
+        return
+    part = (num_outputs + 1) // 2
+    for thread in numba.prange(num_threads):
+        for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
+            other = min(n + part, num_outputs - 1)
+            w0, w1 = weight[n], weight[other]
+            for row in range(0, 4 * num_blocks, 4):
+                e0, e1, e2, e3 = even[row], even[row + 1], even[row + 2], even[row + 3]
+                o0, o1, o2, o3 = odd[row], odd[row + 1], odd[row + 2], odd[row + 3]
+                a0, b0, c0, d0 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                a1, b1, c1, d1 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(num_pairs):
+                    low0, high0 = as_float(w0[i] << SIXTEEN), as_float(w0[i] & _HIGH)
+                    low1, high1 = as_float(w1[i] << SIXTEEN), as_float(w1[i] & _HIGH)
+                    a0 += low0 * e0[i] + high0 * o0[i]
+                    b0 += low0 * e1[i] + high0 * o1[i]
+                    c0 += low0 * e2[i] + high0 * o2[i]
+                    d0 += low0 * e3[i] + high0 * o3[i]
+                    a1 += low1 * e0[i] + high1 * o0[i]
+                    b1 += low1 * e1[i] + high1 * o1[i]
+                    c1 += low1 * e2[i] + high1 * o2[i]
+                    d1 += low1 * e3[i] + high1 * o3[i]
+                _put_four(out_TN, row, n, (a0, b0, c0, d0))
+                _put_four(out_TN, row, other, (a1, b1, c1, d1))
+
+
+@parallel_kernel
+def linear_scaled(x_TM: Floats, weight_NM: Any, scale_N: Floats, out_TN: Floats, num_threads: int) -> None:
+    """x @ (weight * scale).T for weights in int8 or float32; one scale for each output."""
+    num_rows, num_inputs, num_outputs = x_TM.shape[0], weight_NM.shape[1], weight_NM.shape[0]
+    num_blocks = (num_rows + 3) // 4
+    x_RM = x_TM
+    if num_rows > 1:
+        x_RM = np.zeros((4 * num_blocks, num_inputs), np.float32)
+        x_RM[:num_rows] = x_TM
+    part = (num_outputs + 3) // 4 if num_rows == 1 else (num_outputs + 1) // 2
+    for thread in numba.prange(num_threads):
+        for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):
+            n1 = min(n + part, num_outputs - 1)
+            if num_rows == 1:
+                n2, n3 = min(n + 2 * part, num_outputs - 1), min(n + 3 * part, num_outputs - 1)
+                x, w0, w1, w2, w3 = x_RM[0], weight_NM[n], weight_NM[n1], weight_NM[n2], weight_NM[n3]
+                a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(num_inputs):
+                    a += np.float32(w0[i]) * x[i]
+                    b += np.float32(w1[i]) * x[i]
+                    c += np.float32(w2[i]) * x[i]
+                    d += np.float32(w3[i]) * x[i]
+                out_TN[0, n], out_TN[0, n1] = a * scale_N[n], b * scale_N[n1]
+                out_TN[0, n2], out_TN[0, n3] = c * scale_N[n2], d * scale_N[n3]
+            else:
+                w0, w1, s0, s1 = weight_NM[n], weight_NM[n1], scale_N[n], scale_N[n1]
+                for row in range(0, 4 * num_blocks, 4):
+                    x0, x1, x2, x3 = x_RM[row], x_RM[row + 1], x_RM[row + 2], x_RM[row + 3]
+                    a0, b0, c0, d0 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                    a1, b1, c1, d1 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                    for i in range(num_inputs):
+                        u, v = np.float32(w0[i]), np.float32(w1[i])
+                        a0 += u * x0[i]
+                        b0 += u * x1[i]
+                        c0 += u * x2[i]
+                        d0 += u * x3[i]
+                        a1 += v * x0[i]
+                        b1 += v * x1[i]
+                        c1 += v * x2[i]
+                        d1 += v * x3[i]
+                    _put_four(out_TN, row, n, (a0 * s0, b0 * s0, c0 * s0, d0 * s0))
+                    _put_four(out_TN, row, n1, (a1 * s1, b1 * s1, c1 * s1, d1 * s1))
+
+
+@inlined
+def _put_four(out_TN: Any, row: Any, column: Any, values: Any) -> None:
+    """Into four rows of a column, as far as there are rows."""
+    num_rows = out_TN.shape[0]
+    out_TN[row, column] = values[0]
+    if row + 1 < num_rows:
+        out_TN[row + 1, column] = values[1]
+    if row + 2 < num_rows:
+        out_TN[row + 2, column] = values[2]
+    if row + 3 < num_rows:
+        out_TN[row + 3, column] = values[3]
+
+
+def product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+    """x @ weight.T + bias; the weight is that of `linear_bfloat16`, or weight and scale of `linear_scaled`; an empty
+    bias is none."""
+    raise NotImplementedError  # only compiled code has it
+
+
+@overload(product)
+def _compiled_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+    if isinstance(weight, types.BaseTuple):
+
+        def scaled_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+            out_TN = np.empty((x_TM.shape[0], weight[0].shape[0]), np.float32)
+            linear_scaled(x_TM, weight[0], weight[1], out_TN, num_threads)
+            if len(bias_N) > 0:
+                out_TN += bias_N
+            return out_TN
+
+        return scaled_product
+
+    def product_bfloat16(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+        out_TN = np.empty((x_TM.shape[0], weight.shape[0]), np.float32)
+        linear_bfloat16(x_TM, weight, out_TN, num_threads)
+        if len(bias_N) > 0:
+            out_TN += bias_N
+        return out_TN
+
+    return product_bfloat16
