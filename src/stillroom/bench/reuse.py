@@ -202,18 +202,24 @@ def _started(run: _Run, peers: Mapping[str, str], budget: Budget, work_dir: Path
                 try:
                     run.say(f"{name} loaded in {worker.wait():.1f} s")
                 except UsageError as error:
-                    if name in ARMS:
-                        raise
-                    workers.remove(worker)
-                    worker.close()
-                    run.notes.append(f"{name}: left out, {error}")
+                    _leave_out(run, workers, worker, error)
             yield workers
         finally:
             for worker in workers:
                 worker.close()
 
 
-def _measure(run: _Run, workers: Sequence[WorkerProcess], traffic: Traffic) -> None:
+def _leave_out(run: _Run, workers: list[WorkerProcess], worker: WorkerProcess, error: UsageError) -> None:
+    """Go on without a peer; without one of our own arms there is nothing to say."""
+    if worker.name in ARMS:
+        raise error
+    workers.remove(worker)
+    worker.close()
+    run.say(f"{worker.name}: left out, {error}")
+    run.notes.append(f"{worker.name}: left out, {error}")
+
+
+def _measure(run: _Run, workers: list[WorkerProcess], traffic: Traffic) -> None:
     """All rates on one curve with one k, several times, each time with fresh caches and other requests."""
     options, figures = run.options, run.figures
     for repetition in range(options.repeat):
@@ -228,16 +234,34 @@ def _measure(run: _Run, workers: Sequence[WorkerProcess], traffic: Traffic) -> N
             else:
                 per_second = rate * figures.service_rate(traffic.curve, traffic.k)
                 dues = arrivals(options.num_requests, per_second, [options.seed, 6, repetition, number])
-            for worker in workers if (repetition + number) % 2 == 0 else reversed(workers):
+            for worker in list(workers if (repetition + number) % 2 == 0 else reversed(workers)):
                 cell = Cell(traffic.curve, traffic.k, rate, worker.name)
                 if figures.is_asked(cell, rates[number - 1] if number else None, repetition):
                     run.say(f"{cell.group}/{cell.arm}, run {repetition + 1}")
-                    answer = worker.ask({"is_first": False, "prompts": own, "dues": dues})
-                    figures.add(cell, own, answer["seconds"], answer["cached"])
+                    answer = _ask(run, workers, worker, own, dues)
+                    if answer is not None:
+                        figures.add(cell, own, answer["seconds"], answer["cached"])
 
 
-def _warm(run: _Run, workers: Sequence[WorkerProcess], prompts: Sequence[Prompt]) -> None:
-    for worker in workers:
+def _warm(run: _Run, workers: list[WorkerProcess], prompts: Sequence[Prompt]) -> None:
+    for worker in list(workers):
         run.say(f"warming up {worker.name}")
         count = _NUM_FIRST if worker.name in _KEEPS_NOTHING else len(prompts)
-        worker.ask({"is_first": True, "prompts": prompts[:count], "dues": None})
+        _ask(run, workers, worker, prompts[:count], None, is_first=True)
+
+
+def _ask(
+    run: _Run,
+    workers: list[WorkerProcess],
+    worker: WorkerProcess,
+    prompts: Sequence[Prompt],
+    dues: Sequence[float] | None,
+    *,
+    is_first: bool = False,
+) -> dict[str, Any] | None:
+    """The worker's times; None if it died of it, and is left out from now on."""
+    try:
+        return worker.ask({"is_first": is_first, "prompts": prompts, "dues": dues})
+    except UsageError as error:
+        _leave_out(run, workers, worker, error)
+        return None
