@@ -60,7 +60,7 @@ class ReuseOptions:
     """Documents per prompt."""
     rates: Sequence[float] = (0.3, 0.6, 0.9, 1.3, 2.0, 3.0)
     """Times what `off` serves one request after the other."""
-    num_requests: int = 30
+    num_requests: int = 25
     """At each rate."""
     num_warm: int = 80
     """Requests before the first that counts, one after the other."""

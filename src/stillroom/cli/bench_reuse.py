@@ -67,7 +67,7 @@ def reuse(  # noqa: PLR0913  one parameter per flag
         list[float] | None,
         typer.Option("--rate", metavar="X", help="Request rate, times what is served without reuse; can be repeated."),
     ] = None,
-    requests: Annotated[int, typer.Option("--requests", min=1, metavar="N", help="Requests at each rate.")] = 30,
+    requests: Annotated[int, typer.Option("--requests", min=1, metavar="N", help="Requests at each rate.")] = 25,
     warmup: Annotated[int, typer.Option("--warmup", min=1, metavar="N", help="Requests before they count.")] = 80,
     documents: Annotated[int, typer.Option("--documents", min=1, metavar="N", help="Most documents.")] = 300,
     companions: Annotated[
