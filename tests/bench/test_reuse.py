@@ -125,6 +125,8 @@ def test_ratio_of_means_keeps_neighbours_together() -> None:
     assert together.value == alone.value == pytest.approx(sum(slow) / 200)
     assert together.low < alone.low < together.value < alone.high < together.high
     assert ratio_of_means([2.0, 4.0], [1.0, 2.0]).low == 2.0, "paired"
+    few = ratio_of_means([1.0, 2.0, 6.0], [1.0, 1.0, 1.0])
+    assert few.low < few.value < few.high, "three requests do not make a sure figure"
 
 
 @pytest.mark.parametrize("arm", ARMS)
