@@ -34,6 +34,25 @@ def read_judged_queries(dataset: Path) -> tuple[dict[str, str], dict[str, dict[s
     return queries, qrels
 
 
+def read_corpus(dataset: Path) -> dict[str, str]:
+    """Title and text of every document by its id.
+
+    Raises:
+        UsageError: there is no corpus.
+        DocumentError: a line cannot be read.
+    """
+    path, corpus = dataset / "corpus.jsonl", {}
+    if not path.is_file():
+        raise UsageError(f"{path} is missing; a data set has {', '.join(_FILES)}")
+    for number, line in _lines(path):
+        try:
+            record: Mapping[str, Any] = json.loads(line)
+            corpus[str(record["_id"])] = f"{record.get('title') or ''}\n{record['text']}".strip()
+        except (ValueError, KeyError, TypeError) as error:
+            raise DocumentError(f"{path}:{number}: a record is a JSON object with `_id` and `text`") from error
+    return corpus
+
+
 def open_knowledge_base(dataset: Path, work_dir: Path, config: StillroomConfig) -> KnowledgeBase:
     """A knowledge base of the set's corpus. Its folder depends on content and settings: the second time nothing is
     embedded.

@@ -6,9 +6,6 @@ each time, so that no prefix cache helps. Speed does not depend on the weights' 
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +19,7 @@ from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, Samples, run_arms
 from stillroom.bench.report import BenchResult
 from stillroom.bench.runtime_worker import MAX_TOKENS
+from stillroom.bench.worker import WorkerProcess
 from stillroom.errors import UsageError
 
 OURS = "stillroom"
@@ -128,34 +126,12 @@ def vars_of(shape: Shape) -> dict[str, int]:
     return {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
 
 
-class Worker:
-    """A runtime in a process group of its own, stopped while it has nothing to do."""
+class Worker(WorkerProcess):
+    """A runtime of `runtime_worker.py`."""
 
     def __init__(self, name: str, python: str, folder: Path, dtype: str, num_threads: int) -> None:
-        """Start loading; `wait` until it is done."""
-        self.name = name
         command = [python, str(_WORKER), name, str(folder), dtype, str(num_threads)]
-        self._log = (folder / f"{name}.log").open("w")
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"PYTHONSAFEPATH": "1"},  # our `statistics` is not the library's
-        )
-        self.peak_rss_bytes = 0
-
-    def wait(self) -> float:
-        """Seconds that loading took.
-
-        Raises:
-            UsageError: it failed.
-        """
-        seconds = float(self._answer()["load_seconds"])
-        self._signal(signal.SIGSTOP)
-        return seconds
+        super().__init__(name, command, folder / f"{name}.log")
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
         """Seconds for so many tokens of each prompt.
@@ -163,33 +139,7 @@ class Worker:
         Raises:
             UsageError: the process died.
         """
-        assert self._process.stdin is not None
-        self._signal(signal.SIGCONT)
-        self._process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
-        self._process.stdin.flush()
-        answer = self._answer()
-        self._signal(signal.SIGSTOP)
-        self.peak_rss_bytes = int(answer["peak_rss_bytes"])
-        return float(answer["seconds"])
-
-    def close(self) -> None:
-        """End the processes. Idempotent."""
-        self._signal(signal.SIGKILL)
-        with contextlib.suppress(BrokenPipeError), self._process:
-            pass  # waits, and closes the pipes
-        self._log.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise UsageError(f"{self.name} stopped; see {self._log.name}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return float(self.ask({"prompts": prompts, "num_tokens": num_tokens})["seconds"])
 
 
 @dataclass(slots=True)

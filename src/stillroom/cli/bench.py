@@ -13,16 +13,18 @@ from stillroom.cli.bench_report import (
     Delivery,
     HtmlOption,
     OutputOption,
+    PeersOption,
     RepeatOption,
     SeedOption,
     WorkDirOption,
     deliver,
+    named_pythons,
     show_run,
 )
+from stillroom.cli.bench_reuse import REUSE_HELP, reuse
 from stillroom.cli.console import note
 from stillroom.cli.options import ConfigOption, JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
-from stillroom.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -239,10 +241,7 @@ def questions(  # noqa: PLR0913  one parameter per flag
 
 @app.command("runtime", help=RUNTIME_HELP)
 def runtime(  # noqa: PLR0913  one parameter per flag
-    peers: Annotated[
-        list[str] | None,
-        typer.Option("--peer", metavar="NAME=PYTHON", help="llama.cpp or vllm, and the Python that has it."),
-    ] = None,
+    peers: PeersOption = None,
     dtypes: Annotated[
         list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="bfloat16 or float32; can be repeated.")
     ] = None,
@@ -262,8 +261,7 @@ def runtime(  # noqa: PLR0913  one parameter per flag
 
     result = run_runtime(
         work_dir or cache_root() / "bench",
-        peers={INT8: sys.executable, "transformers": sys.executable}
-        | dict(_named_python(peer) for peer in peers or ()),
+        peers={INT8: sys.executable, "transformers": sys.executable} | named_pythons(peers),
         dtypes=dtypes or DTYPES,
         lengths=lengths or (256, 1024, 2048),
         repeat=repeat,
@@ -273,8 +271,4 @@ def runtime(  # noqa: PLR0913  one parameter per flag
     deliver(result, Delivery(as_json, output, html, compare))
 
 
-def _named_python(peer: str) -> tuple[str, str]:
-    name, separator, python = peer.partition("=")
-    if not separator or not python:
-        raise UsageError(f"--peer {peer} names no Python; write it as --peer {name}=PATH/bin/python")
-    return name, python
+app.command("reuse", help=REUSE_HELP)(reuse)

@@ -1,5 +1,5 @@
-"""What every `stillroom bench` command does with its result: print it, keep it, draw it, compare it with an earlier
-one."""
+"""What `stillroom bench` commands share: options, and what becomes of a result (print it, keep it, draw it, compare it
+with an earlier one)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stillroom.cli.console import line, note, print_json
+from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
     from stillroom.bench.report import BenchResult, Change
@@ -35,6 +36,25 @@ CompareOption = Annotated[
     Path | None,
     typer.Option("--compare", metavar="OLD.json", exists=True, dir_okay=False, help="Say what changed since then."),
 ]
+PeersOption = Annotated[
+    list[str] | None,
+    typer.Option("--peer", metavar="NAME=PYTHON", help="llama.cpp or vllm, and the Python that has it; repeatable."),
+]
+
+
+def named_pythons(peers: list[str] | None) -> dict[str, str]:
+    """The Python of each peer.
+
+    Raises:
+        UsageError: one is not written as NAME=PYTHON.
+    """
+    found = {}
+    for peer in peers or ():
+        name, separator, python = peer.partition("=")
+        if not separator or not python:
+            raise UsageError(f"--peer {peer} names no Python; write it as --peer {name}=PATH/bin/python")
+        found[name] = python
+    return found
 
 
 @dataclass(frozen=True, slots=True)

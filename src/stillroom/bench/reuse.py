@@ -1,0 +1,267 @@
+"""`stillroom bench reuse`: time to first token against request rate, as RAGCache's Figures 13 to 15.
+
+Arms, each in a process of its own (`reuse_worker.py`): our engine without reuse, with what prefix caching gives, and
+with three tiers; and vLLM and llama.cpp on the same prompts at the same moments. One arm runs at a time, the others are
+stopped, and at every rate they take turns forward and backward. An arm that is overloaded is not asked for more.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stillroom.bench.environment import Environment, record_environment
+from stillroom.bench.report import BenchResult
+from stillroom.bench.reuse_engine import ARMS
+from stillroom.bench.reuse_figures import UNLOADED, Cell, Figures
+from stillroom.bench.reuse_traffic import (
+    CURVES,
+    MAX_SEQS,
+    Budget,
+    Companions,
+    Pool,
+    Prompt,
+    Traffic,
+    arrivals,
+    budget_for,
+    made_pool,
+    read_pool,
+    word_tokens,
+)
+from stillroom.bench.reuse_worker import PEERS
+from stillroom.bench.runtime import Shape, write_checkpoint
+from stillroom.bench.runtime_worker import MAX_TOKENS
+from stillroom.bench.worker import WorkerProcess
+from stillroom.errors import UsageError
+
+_WORKER = Path(__file__).parent / "reuse_worker.py"
+_STEP_TOKENS = 512
+"""Token budget of one step, ours and the peers'."""
+_KEEPS_NOTHING = ("off", "llama.cpp")
+_NUM_FIRST = 3
+"""Of the requests to warm up with, what arms are sent that keep nothing, or only the last prompt."""
+_NOTES = (
+    "Times are from the moment a request is due to its first token; search is left out, it costs all arms the same.",
+    "Rates are multiples of what `off` serves one request after the other; an overloaded arm is sent no higher one.",
+    "Samples are single requests: CV and class say how unequally they were served, not how well figures repeat.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseOptions:
+    """What is measured, and how long."""
+
+    curves: Sequence[str] = ("mmlu",)
+    ks: Sequence[int] = (2,)
+    """Documents per prompt."""
+    rates: Sequence[float] = (0.3, 0.6, 0.9, 1.3, 2.0, 3.0)
+    """Times what `off` serves one request after the other."""
+    num_requests: int = 25
+    """At each rate."""
+    num_warm: int = 80
+    """Requests before the first that counts, one after the other."""
+    num_documents: int = 300
+    companions: Companions = "drawn"
+    max_tokens: int = 1
+    repeat: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.curves) - set(CURVES):
+            raise UsageError(f"unknown curves {', '.join(sorted(unknown))}; known are {', '.join(CURVES)}")
+        if not self.rates or min(self.rates) <= 0:
+            raise UsageError("rates are positive numbers, times what is served without reuse")
+
+
+@dataclass(slots=True)
+class _Run:
+    options: ReuseOptions
+    environment: Environment
+    folder: Path
+    """Of the checkpoint."""
+    pool: Pool
+    say: Callable[[str], None]
+    figures: Figures = field(default_factory=Figures)
+    budgets: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
+    work_dir: Path,
+    *,
+    options: ReuseOptions | None = None,
+    dataset: Path | None = None,
+    model: Path | None = None,
+    peers: Mapping[str, str] | None = None,
+    shape: Shape | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Measure everything.
+
+    Args:
+        work_dir: where the checkpoint is kept between runs, and KV while it is measured.
+        dataset: in BEIR layout; None draws documents and questions.
+        model: a checkpoint's folder with its tokenizer; None takes random weights of `shape`.
+        peers: name (of `reuse_worker.PEERS`) -> the Python that has it installed.
+
+    Raises:
+        UsageError: an option is impossible, or prompts are longer than the model takes.
+        DocumentError: a line of the data set cannot be read.
+    """
+    options, peers = options or ReuseOptions(), peers or {}
+    if unknown := set(peers) - set(PEERS):
+        raise UsageError(f"unknown peers {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
+    work_dir.mkdir(parents=True, exist_ok=True)
+    folder = model or write_checkpoint(work_dir, shape or Shape(), "bfloat16", 0)
+    pool = _pool(folder, model is not None, dataset, options)
+    run = _Run(options, record_environment(), folder, pool, on_progress)
+    for k in options.ks:
+        traffics = [Traffic(pool, curve, k, options.companions, options.seed) for curve in options.curves]
+        budget = _budget(run, k, traffics)
+        with _started(run, peers, budget, work_dir) as workers:
+            for traffic in traffics:
+                _measure(run, workers, traffic)
+            run.figures.add_memory(k, {worker.name: worker.peak_rss_bytes for worker in workers})
+    return _result(run, dataset, model)
+
+
+def _result(run: _Run, dataset: Path | None, model: Path | None) -> BenchResult:
+    lengths = [len(document) for document in run.pool.documents]
+    parameters = {
+        **asdict(run.options),
+        "dataset": dataset.name if dataset else "made",
+        "model": (model or run.folder).name,
+        "mean_document_tokens": sum(lengths) / len(lengths),
+        "max_num_seqs": MAX_SEQS,
+        "max_num_batched_tokens": _STEP_TOKENS,
+    }
+    tables = run.figures.tables() | {"room for KV, in tokens": run.budgets}
+    return BenchResult(
+        "stillroom bench reuse",
+        run.environment,
+        parameters,
+        run.figures.samples(),
+        ARMS[0],
+        notes=[*_NOTES, *run.notes],
+        tables=tables,
+    )
+
+
+def _pool(folder: Path, has_tokenizer: bool, dataset: Path | None, options: ReuseOptions) -> Pool:
+    vocab_size = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    if dataset is None:
+        return made_pool(options.num_documents, vocab_size, options.seed)
+    encode: Callable[[str], Sequence[int]] = word_tokens(vocab_size)
+    if has_tokenizer:
+        from stillroom.models.tokenizer import Tokenizer
+
+        encode = Tokenizer.load(folder).encode_text
+    return read_pool(dataset, options.num_documents, encode, options.seed)
+
+
+def _prompts(run: _Run, traffic: Traffic, repetition: int) -> list[Prompt]:
+    """All that one repetition sends, in order: to warm up, one after the other, then at each rate."""
+    options = run.options
+    return traffic.prompts(options.num_warm + (1 + len(options.rates)) * options.num_requests, repetition)
+
+
+def _budget(run: _Run, k: int, traffics: Sequence[Traffic]) -> Budget:
+    prompts = [
+        prompt for traffic in traffics for at in range(run.options.repeat) for prompt in _prompts(run, traffic, at)
+    ]
+    budget = budget_for(run.pool, prompts, run.options.max_tokens)
+    if budget.longest > MAX_TOKENS:
+        raise UsageError(f"prompts of {budget.longest} tokens are too long; the model takes {MAX_TOKENS}; lower --k")
+    run.budgets.append({"k": k, **asdict(budget)})
+    return budget
+
+
+@contextlib.contextmanager
+def _started(run: _Run, peers: Mapping[str, str], budget: Budget, work_dir: Path) -> Iterator[list[WorkerProcess]]:
+    """All arms that start; a note for each that does not."""
+    workers: list[WorkerProcess] = []
+    with tempfile.TemporaryDirectory(dir=work_dir, prefix="reuse-") as scratch:
+        settings = {
+            **asdict(budget),
+            "max_seqs": MAX_SEQS,
+            "step_tokens": _STEP_TOKENS,
+            "max_tokens": run.options.max_tokens,
+            "scratch": scratch,
+        }
+        try:
+            for name, python in {**dict.fromkeys(ARMS, sys.executable), **peers}.items():
+                run.say(f"loading {name}")
+                command = [python, str(_WORKER), name, str(run.folder)]
+                command += [str(run.environment.num_threads), json.dumps(settings)]
+                worker = WorkerProcess(name, command, work_dir / f"reuse-{name}.log")
+                workers.append(worker)
+                try:
+                    run.say(f"{name} loaded in {worker.wait():.1f} s")
+                except UsageError as error:
+                    _leave_out(run, workers, worker, error)
+            yield workers
+        finally:
+            for worker in workers:
+                worker.close()
+
+
+def _leave_out(run: _Run, workers: list[WorkerProcess], worker: WorkerProcess, error: UsageError) -> None:
+    """Go on without a peer; without one of our own arms there is nothing to say."""
+    if worker.name in ARMS:
+        raise error
+    workers.remove(worker)
+    worker.close()
+    run.say(f"{worker.name}: left out, {error}")
+    run.notes.append(f"{worker.name}: left out, {error}")
+
+
+def _measure(run: _Run, workers: list[WorkerProcess], traffic: Traffic) -> None:
+    """All rates on one curve with one k, several times, each time with fresh caches and other requests."""
+    options, figures = run.options, run.figures
+    for repetition in range(options.repeat):
+        prompts = _prompts(run, traffic, repetition)
+        _warm(run, workers, prompts[: options.num_warm])
+        rates = (UNLOADED, *sorted(options.rates))
+        for number, rate in enumerate(rates):
+            first = options.num_warm + number * options.num_requests
+            own = prompts[first : first + options.num_requests]
+            if rate == UNLOADED:
+                dues = None
+            else:
+                per_second = rate * figures.service_rate(traffic.curve, traffic.k)
+                dues = arrivals(options.num_requests, per_second, [options.seed, 6, repetition, number])
+            for worker in list(workers if (repetition + number) % 2 == 0 else reversed(workers)):
+                cell = Cell(traffic.curve, traffic.k, rate, worker.name)
+                if figures.is_asked(cell, rates[number - 1] if number else None, repetition):
+                    run.say(f"{cell.group}/{cell.arm}, run {repetition + 1}")
+                    answer = _ask(run, workers, worker, own, dues)
+                    if answer is not None:
+                        figures.add(cell, own, answer["seconds"], answer["cached"])
+
+
+def _warm(run: _Run, workers: list[WorkerProcess], prompts: Sequence[Prompt]) -> None:
+    for worker in list(workers):
+        run.say(f"warming up {worker.name}")
+        count = _NUM_FIRST if worker.name in _KEEPS_NOTHING else len(prompts)
+        _ask(run, workers, worker, prompts[:count], None, is_first=True)
+
+
+def _ask(
+    run: _Run,
+    workers: list[WorkerProcess],
+    worker: WorkerProcess,
+    prompts: Sequence[Prompt],
+    dues: Sequence[float] | None,
+    *,
+    is_first: bool = False,
+) -> dict[str, Any] | None:
+    """The worker's times; None if it died of it, and is left out from now on."""
+    try:
+        return worker.ask({"is_first": is_first, "prompts": prompts, "dues": dues})
+    except UsageError as error:
+        _leave_out(run, workers, worker, error)
+        return None

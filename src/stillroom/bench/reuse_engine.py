@@ -1,0 +1,104 @@
+"""Our engine for `stillroom bench reuse`, stepped by hand in the worker's process: one arm, with its tiers.
+
+Every reset makes a fresh engine with empty tiers on the same weights and the same cost profile.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.core.clock import SystemClock
+from stillroom.core.ids import RequestId
+from stillroom.core.kv import Tier
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import Request, SamplingParams
+from stillroom.engine.engine import Engine
+from stillroom.kvcache.cost_model import CostProfile
+from stillroom.models.loader import fingerprint_of, load_decoder
+from stillroom.rag.generator import build_engine
+from stillroom.rag.kv_cache import KVCache, kv_shape
+
+ARMS = ("off", "lru", "pgdsf")
+"""Nothing is kept; on the device only, the least recently used leaves (what prefix caching gives); as by default, on
+device, host and disk."""
+
+
+def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
+    """What an arm keeps."""
+    if arm == "off":
+        return ReuseConfig(mode="off")
+    if arm == "lru":
+        return ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0)
+    assert arm == "pgdsf"
+    return ReuseConfig(host_bytes=host_bytes, disk_bytes=disk_bytes)
+
+
+class OurRuntime:
+    """`reuse_worker.Runtime` around an `Engine`."""
+
+    def __init__(self, arm: str, folder: Path, settings: Mapping[str, Any], num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._arm, self._settings = arm, settings
+        self._decoder = load_decoder(folder, device="cpu", dtype="bfloat16")
+        self._fingerprint = fingerprint_of(folder, self._decoder)
+        self._kv_folder = Path(settings["scratch"]) / arm
+        self._profile: CostProfile | None = None
+        self._engine: Engine | None = None
+        self._cache: KVCache | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """A fresh engine; what the one before it kept is gone."""
+        if self._cache is not None and self._cache.tiers is not None:
+            self._cache.tiers.close()
+        self._engine = self._cache = None
+        shutil.rmtree(self._kv_folder, ignore_errors=True)
+        self._kv_folder.mkdir(parents=True)
+        settings, per_token = self._settings, kv_shape(self._decoder).bytes_per_token
+        self._engine, self._cache = build_engine(
+            self._decoder,
+            RuntimeConfig(
+                kv_bytes=settings["device"] * per_token,
+                max_num_seqs=settings["max_seqs"],
+                max_num_batched_tokens=settings["step_tokens"],
+                request_timeout_s=0.0,
+            ),
+            SystemClock(),
+            reuse=reuse_config(self._arm, settings["host"] * per_token, settings["disk"] * per_token),
+            fingerprint=self._fingerprint,
+            profile=self._profile,
+            kv_folder=self._kv_folder if self._arm == "pgdsf" else None,
+        )
+        if self._cache.tree is not None:
+            self._profile = self._cache.tree.profile
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
+        kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(prompt) - 2), SegmentKind.QUESTION]
+        segments = tuple(Segment(kind, tuple(tokens)) for kind, tokens in zip(kinds, prompt, strict=True))
+        sampling = SamplingParams(max_tokens=self._settings["max_tokens"])
+        request = Request(request_id=RequestId(str(number)), prompt=SegmentedPrompt(segments), sampling=sampling)
+        self.engine.submit(request)
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        """The first token of a request is the one that says what was reused."""
+        return [
+            (int(event.request_id), [event.reuse.num_tokens_from(tier) for tier in Tier])
+            for event in self.engine.step()
+            if event.reuse is not None
+        ]
+
+    def tend(self) -> bool:
+        return self.engine.tend()

@@ -1,0 +1,169 @@
+"""What `stillroom bench reuse` found, cell by cell, and what it says: figures, ratios, sustained rates.
+
+A cell is one arm at one rate; its samples are the times to first token of single requests, so p50 and p95 are of
+requests. Arms of one group were sent the same requests in the same order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from stillroom.bench.harness import Samples
+from stillroom.bench.report import format_value
+from stillroom.bench.reuse_traffic import Prompt
+from stillroom.bench.statistics import ratio_of_means, summarise
+
+UNLOADED = 0.0
+"""The rate at which each request is sent when the one before is answered."""
+OFF, METRIC = "off", "first_token_seconds"
+_OVERLOAD = 5.0
+"""Times the unloaded time to first token (RAGCache 7, Metrics)."""
+_REFERENCES = (OFF, "lru", "vllm")
+_TIERS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One arm under one load."""
+
+    curve: str
+    k: int
+    rate: float
+    """Times what `off` serves one request after the other."""
+    arm: str
+
+    @property
+    def group(self) -> str:
+        load = "one after the other" if self.rate == UNLOADED else f"{self.rate:g}x"
+        return f"{self.curve}, k={self.k}, {load}"
+
+    def at(self, rate: float) -> "Cell":
+        return Cell(self.curve, self.k, rate, self.arm)
+
+    def of(self, arm: str) -> "Cell":
+        return Cell(self.curve, self.k, self.rate, arm)
+
+
+@dataclass(slots=True)
+class _Seen:
+    seconds: list[float] = field(default_factory=list)
+    num_runs: int = 0
+    num_tokens: int = 0
+    num_cached: list[int] = field(default_factory=lambda: [0] * len(_TIERS))
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.seconds))
+
+
+@dataclass(slots=True)
+class Figures:
+    """Filled rate by rate, slowest first."""
+
+    _seen: dict[Cell, _Seen] = field(default_factory=dict)
+    _memory: list[dict[str, Any]] = field(default_factory=list)
+    _service: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def add(
+        self, cell: Cell, prompts: Sequence[Prompt], seconds: Sequence[float], cached: Sequence[Sequence[int]]
+    ) -> None:
+        seen = self._seen.setdefault(cell, _Seen())
+        seen.num_runs += 1
+        seen.seconds += seconds
+        seen.num_tokens += sum(len(part) for prompt in prompts for part in prompt)
+        seen.num_cached = [before + sum(row[at] for row in cached) for at, before in enumerate(seen.num_cached)]
+        if cell.arm == OFF and cell.rate == UNLOADED:  # the first run's: all runs have the same rates
+            self._service.setdefault((cell.curve, cell.k), 1 / seen.mean)
+
+    def add_memory(self, k: int, peaks: Mapping[str, int]) -> None:
+        self._memory += [{"k": k, "arm": arm, "peak RSS MiB": peak / 2**20} for arm, peak in peaks.items()]
+
+    def service_rate(self, curve: str, k: int) -> float:
+        """Requests per second that `off` serves one after the other."""
+        return self._service[curve, k]
+
+    def is_asked(self, cell: Cell, slower: float | None, repetition: int) -> bool:
+        """Whether an arm is sent a rate: in the first run, unless it was overloaded at the next slower one, or not even
+        sent that; later, as in the first."""
+        if repetition > 0:
+            return cell in self._seen
+        if slower is None:
+            return True
+        return cell.at(slower) in self._seen and self._mean(cell.at(slower)) <= max(self._limits(cell))
+
+    def _rates(self, cell: Cell) -> list[float]:
+        """The rates that the arm was sent."""
+        return sorted(one.rate for one in self._seen if one.at(0) == cell.at(0))
+
+    def _mean(self, cell: Cell) -> float:
+        return self._seen[cell].mean
+
+    def _limits(self, cell: Cell) -> tuple[float, float]:
+        """Times to first token that count as overload: by the arm's own unloaded one, and by that of `off`."""
+        unloaded = cell.at(UNLOADED)
+        return _OVERLOAD * self._mean(unloaded), _OVERLOAD * self._mean(unloaded.of(OFF))
+
+    def samples(self) -> Samples:
+        """Every request's time to first token; arms by group."""
+        found = Samples()
+        for cell in self._cells():
+            found.values[f"{cell.group}/{cell.arm}"] = {METRIC: list(self._seen[cell].seconds)}
+        return found
+
+    def _cells(self) -> list[Cell]:
+        """By load; arms in the order in which they were first asked."""
+        arms = list(dict.fromkeys(cell.arm for cell in self._seen))
+        return sorted(self._seen, key=lambda cell: (cell.curve, cell.k, cell.rate, arms.index(cell.arm)))
+
+    def tables(self) -> dict[str, list[dict[str, Any]]]:
+        """Those that a reader wants first."""
+        cells = self._cells()
+        return {
+            "time to first token": [self._row(cell) for cell in cells],
+            "sustained requests per second": [self._sustained(cell) for cell in cells if cell.rate == UNLOADED],
+            "memory": self._memory,
+        }
+
+    def _row(self, cell: Cell) -> dict[str, Any]:
+        seen, service = self._seen[cell], self.service_rate(cell.curve, cell.k)
+        summary = summarise(seen.seconds)
+        row: dict[str, Any] = {"load": cell.group, "requests/s": cell.rate * service or "", "arm": cell.arm}
+        row |= {name: format_value(METRIC, getattr(summary, name)) for name in ("mean", "p50", "p95")}
+        row |= {f"mean x {arm}": self._ratio(cell, arm) for arm in _REFERENCES if self._has(arm)}
+        shares = zip(_TIERS, seen.num_cached, strict=True)
+        return row | {f"{tier} hits": f"{count / seen.num_tokens:.1%}" for tier, count in shares}
+
+    def _has(self, arm: str) -> bool:
+        return any(cell.arm == arm for cell in self._seen)
+
+    def _ratio(self, cell: Cell, arm: str) -> str:
+        other = self._seen.get(cell.of(arm))
+        if other is None or cell.arm == arm:
+            return ""
+        ratio = ratio_of_means(self._seen[cell].seconds, other.seconds)
+        return f"{ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]"
+
+    def _sustained(self, cell: Cell) -> dict[str, Any]:
+        service = self.service_rate(cell.curve, cell.k)
+        points = [(rate * service, self._mean(cell.at(rate))) for rate in self._rates(cell)]
+        row: dict[str, Any] = {"traffic": f"{cell.curve}, k={cell.k}", "arm": cell.arm}
+        row["unloaded"] = format_value(METRIC, points[0][1])
+        for name, limit in zip(("below 5x its own", "below 5x off's"), self._limits(cell), strict=True):
+            rate = sustained_rate(points, limit)
+            row[name] = f"{rate:.3g}" if rate < points[-1][0] else f"at least {rate:.3g}"
+        return row
+
+
+def sustained_rate(points: Sequence[tuple[float, float]], limit: float) -> float:
+    """The request rate at which the mean time to first token reaches a limit, on straight lines between what was
+    measured; the highest rate measured if it never does.
+
+    Args:
+        points: request rate and time, ascending rates.
+    """
+    for (rate, seconds), (next_rate, next_seconds) in zip(points, points[1:], strict=False):
+        if next_seconds > limit:
+            return rate + (next_rate - rate) * max(0.0, limit - seconds) / (next_seconds - seconds)
+    return points[-1][0]

@@ -1,0 +1,115 @@
+"""`stillroom bench reuse`: its flags."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from stillroom.cli.bench_report import (
+    CompareOption,
+    Delivery,
+    HtmlOption,
+    OutputOption,
+    PeersOption,
+    SeedOption,
+    WorkDirOption,
+    deliver,
+    named_pythons,
+)
+from stillroom.cli.console import note
+from stillroom.cli.options import JsonOption, QuietOption, help_text
+from stillroom.config.places import cache_root
+
+if TYPE_CHECKING:
+    from stillroom.bench.reuse_traffic import Companions
+
+REUSE_HELP = help_text(
+    "Measure what kept KV saves: time to first token against request rate, as in RAGCache's Figures 13 to 15.",
+    "Requests come at random moments, some documents far more often than others. Compared are: no reuse, the least "
+    "recently used on the device only (prefix caching), and three tiers; vLLM with its prefix cache and llama.cpp with "
+    "its prompt cache get the same prompts at the same moments. How to read it: docs/reuse-bench.md.",
+    examples=(
+        "stillroom bench reuse",
+        "stillroom bench reuse --dataset data/nq --curve mmlu --curve nq --k 1 --k 2 --peer vllm=vllm/bin/python",
+    ),
+)
+
+
+def reuse(  # noqa: PLR0913  one parameter per flag
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            "--dataset",
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="Where documents and questions come from; without it, they are drawn.",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="A checkpoint's folder, run in bfloat16; without it, random weights of a Llama of 135 million.",
+        ),
+    ] = None,
+    curves: Annotated[
+        list[str] | None,
+        typer.Option("--curve", metavar="mmlu|nq", help="How unequal documents are asked for; can be repeated."),
+    ] = None,
+    ks: Annotated[
+        list[int] | None, typer.Option("--k", min=1, metavar="N", help="Documents in a prompt; can be repeated.")
+    ] = None,
+    rates: Annotated[
+        list[float] | None,
+        typer.Option("--rate", metavar="X", help="Request rate, times what is served without reuse; can be repeated."),
+    ] = None,
+    requests: Annotated[int, typer.Option("--requests", min=1, metavar="N", help="Requests at each rate.")] = 25,
+    warmup: Annotated[int, typer.Option("--warmup", min=1, metavar="N", help="Requests before they count.")] = 80,
+    documents: Annotated[int, typer.Option("--documents", min=1, metavar="N", help="Most documents.")] = 300,
+    companions: Annotated[
+        str,
+        typer.Option(
+            "--companions",
+            metavar="drawn|fixed",
+            help="Documents after the first: each drawn, or the same list whenever the first is the same.",
+        ),
+    ] = "drawn",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Tokens of an answer.")] = 1,
+    peers: PeersOption = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs, each with fresh caches.")] = 2,
+    seed: SeedOption = 0,
+    work_dir: WorkDirOption = None,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    compare: CompareOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    from stillroom.bench.reuse import ReuseOptions, run_reuse
+
+    default = ReuseOptions()
+    options = ReuseOptions(
+        curves=curves or default.curves,
+        ks=ks or default.ks,
+        rates=rates or default.rates,
+        num_requests=requests,
+        num_warm=warmup,
+        num_documents=documents,
+        companions=cast("Companions", companions),
+        max_tokens=max_tokens,
+        repeat=repeat,
+        seed=seed,
+    )
+    result = run_reuse(
+        work_dir or cache_root() / "bench",
+        options=options,
+        dataset=dataset,
+        model=model,
+        peers=named_pythons(peers),
+        on_progress=(lambda _: None) if quiet else note,
+    )
+    deliver(result, Delivery(as_json, output, html, compare))

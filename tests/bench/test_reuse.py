@@ -1,0 +1,175 @@
+"""The reuse bench: the open loop on a made clock, its figures by hand, and whole runs on a tiny model."""
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stillroom.bench.report import to_markdown
+from stillroom.bench.reuse import ReuseOptions, run_reuse
+from stillroom.bench.reuse_engine import ARMS, OurRuntime
+from stillroom.bench.reuse_figures import METRIC, UNLOADED, Cell, Figures, sustained_rate
+from stillroom.bench.reuse_traffic import Traffic, budget_for, made_pool
+from stillroom.bench.reuse_worker import FirstToken, common_prefix, drive
+from stillroom.bench.runtime import Shape, write_checkpoint
+from stillroom.bench.statistics import ratio_of_means
+from stillroom.errors import UsageError
+
+TINY = Shape(97, 32, 48, 2, 4, 2, 8)
+SMALL = ReuseOptions(rates=(1.0, 0.5), num_requests=3, num_warm=4, num_documents=20, repeat=1)
+
+
+class OneAtATime:
+    """Takes a second of a made clock for each request, and half a second of work once it is idle."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.queue: deque[int] = deque()
+        self.num_to_tend = 1
+        self.slept: list[float] = []
+
+    def reset(self) -> None: ...
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.queue)
+
+    def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
+        self.queue.append(number)
+
+    def step(self) -> list[FirstToken]:
+        self.now += 1.0
+        number = self.queue.popleft()
+        return [(number, [number, 0, 0])]
+
+    def tend(self) -> bool:
+        self.num_to_tend -= 1
+        self.now += 0.5 if self.num_to_tend >= 0 else 0.0
+        return self.num_to_tend >= 0
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def drive(self, count: int, dues: list[float] | None) -> list[float]:
+        found = drive(self, [[[1]]] * count, dues, lambda: self.now, self.sleep)
+        assert found["cached"] == [[number, 0, 0] for number in range(count)]
+        seconds: list[float] = found["seconds"]
+        return seconds
+
+
+def test_requests_count_from_when_they_were_due() -> None:
+    runtime = OneAtATime()
+    assert runtime.drive(4, [0.0, 0.25, 0.25, 8.0]) == [1.0, 1.75, 2.75, 1.0]
+    assert runtime.slept == [4.5], "after half a second of other work"
+
+
+def test_work_of_an_idle_moment_keeps_who_comes_in_it_waiting() -> None:
+    runtime = OneAtATime()
+    assert runtime.drive(2, [0.0, 1.25]) == [1.0, 1.25]
+    assert not runtime.slept
+
+
+def test_one_after_the_other() -> None:
+    runtime = OneAtATime()
+    assert runtime.drive(3, None) == [1.0, 1.0, 1.0]
+    assert runtime.num_to_tend < 0, "what is left to do is done before the next who is measured"
+
+
+def test_common_prefix() -> None:
+    assert [common_prefix([1, 2, 3], other) for other in ([], [1, 3], [1, 2, 3, 4], [2])] == [0, 1, 3, 0]
+
+
+def test_sustained_rate() -> None:
+    points = [(0.0, 1.0), (2.0, 2.0), (4.0, 10.0), (6.0, 3.0)]
+    assert sustained_rate(points, 6.0) == 3.0
+    assert sustained_rate(points, 1.5) == 1.0
+    assert sustained_rate(points, 0.5) == 0.0, "too slow from the beginning"
+    assert sustained_rate(points, 20.0) == 6.0
+    assert sustained_rate(points[:1], 0.5) == 0.0
+
+
+def test_figures_by_hand() -> None:
+    figures = Figures()
+    prompts = [((1, 2), (3, 4, 5), (6,))] * 2
+    off, lru = Cell("mmlu", 1, UNLOADED, "off"), Cell("mmlu", 1, UNLOADED, "lru")
+    figures.add(off, prompts, [2.0, 2.0], [[0, 0, 0]] * 2)
+    figures.add(lru, prompts, [1.0, 1.0], [[2, 1, 0], [4, 0, 2]])
+    assert figures.service_rate("mmlu", 1) == 0.5
+    figures.add(off.at(1.0), prompts, [11.0, 11.0], [[0, 0, 0]] * 2)
+    figures.add(lru.at(1.0), prompts, [9.0, 9.0], [[0, 0, 0]] * 2)
+    assert not figures.is_asked(off.at(2.0), 1.0, 0), "11 s are more than 5 times 2 s"
+    assert figures.is_asked(lru.at(2.0), 1.0, 0), "9 s are more than 5 times its own, and less than 5 times off's"
+    assert not figures.is_asked(off.at(3.0), 2.0, 0)
+    assert figures.is_asked(off.at(1.0), UNLOADED, 1) and not figures.is_asked(off.at(2.0), 1.0, 1)
+
+    tables = figures.tables()
+    first, second, *_ = tables["time to first token"]
+    assert (first["mean"], first["mean x off"], first["mean x lru"]) == ("2 s", "", "2 [2, 2]")
+    assert [second[f"{tier} hits"] for tier in ("device", "host", "disk")] == ["50.0%", "8.3%", "16.7%"]
+    rows = {row["arm"]: row for row in tables["sustained requests per second"]}
+    assert (rows["off"]["below 5x its own"], rows["off"]["below 5x off's"]) == ("0.444", "0.444")
+    assert (rows["lru"]["below 5x its own"], rows["lru"]["below 5x off's"]) == ("0.25", "at least 0.5")
+    assert figures.samples().of("mmlu, k=1, 1x/lru", METRIC) == [9.0, 9.0]
+
+
+def test_ratio_of_means_keeps_neighbours_together() -> None:
+    rng = np.random.default_rng(0)
+    slow: list[float] = np.repeat(rng.exponential(1.0, size=20), 10).tolist()  # runs of ten are slow together
+    fast = [1.0] * 200
+    together, alone = ratio_of_means(slow, fast, block=10), ratio_of_means(slow, fast, block=1)
+    assert together.value == alone.value == pytest.approx(sum(slow) / 200)
+    assert together.low < alone.low < together.value < alone.high < together.high
+    assert ratio_of_means([2.0, 4.0], [1.0, 2.0]).low == 2.0, "paired"
+    few = ratio_of_means([1.0, 2.0, 6.0], [1.0, 1.0, 1.0])
+    assert few.low < few.value < few.high, "three requests do not make a sure figure"
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_each_arm_keeps_what_it_should(arm: str, tmp_path: Path) -> None:
+    pool = made_pool(20, 97, seed=0)
+    prompts = Traffic(pool, "mmlu", 2, "drawn", 0).prompts(12, 0)
+    budget = budget_for(pool, prompts, 2)
+    settings: dict[str, Any] = {"device": budget.device, "host": budget.host, "disk": budget.disk}
+    settings |= {"max_seqs": 4, "step_tokens": 512, "max_tokens": 2, "scratch": str(tmp_path / "kv")}
+    runtime = OurRuntime(arm, write_checkpoint(tmp_path, TINY, "bfloat16", 0), settings, 1)
+    for _ in range(2):
+        found = drive(runtime, prompts, None)
+        runtime.engine.check_integrity()
+        assert (np.sum(found["cached"]) > 0) == (arm != "off") and found["cached"][0] == [0, 0, 0]
+        kept = [sum(row) for row in drive(runtime, prompts[:1], None)["cached"]]
+        assert (kept[0] > 0) == (arm != "off")
+        runtime.reset()
+    assert bool(list((tmp_path / "kv" / arm).iterdir())) == (arm == "pgdsf")
+
+
+def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown peers"):
+        run_reuse(tmp_path, peers={"nobody": "python"}, shape=TINY)
+    with pytest.raises(UsageError, match="unknown curves"):
+        ReuseOptions(curves=["zipf"])
+    for rates in ([], [0.0]):
+        with pytest.raises(UsageError, match="rates"):
+            ReuseOptions(rates=rates)
+    with pytest.raises(UsageError, match="too long"):
+        run_reuse(tmp_path, options=ReuseOptions(ks=[50], num_warm=1, num_requests=1, repeat=1), shape=TINY)
+
+
+@pytest.mark.slow  # starts processes that import torch
+def test_a_run(tmp_path: Path) -> None:
+    peers = {"vllm": sys.executable}
+    result = run_reuse(tmp_path, options=SMALL, peers=peers, shape=TINY)
+    groups = {f"mmlu, k=2, {load}" for load in ("one after the other", "0.5x", "1x")}
+    assert {name.rpartition("/")[0] for name in result.samples.values} == groups
+    assert {name.rpartition("/")[2] for name in result.samples.values} == set(ARMS)
+    assert all(len(metrics[METRIC]) == 3 for metrics in result.samples.values.values())
+    assert result.ratio("mmlu, k=2, one after the other/lru", METRIC) is not None
+    assert any(note.startswith("vllm: left out") for note in result.notes)
+    assert [row["arm"] for row in result.tables["sustained requests per second"]] == list(ARMS)
+    assert {row["arm"] for row in result.tables["memory"]} == set(ARMS)
+    assert "## time to first token" in to_markdown(result)
+    assert not list(tmp_path.glob("reuse-*/")), "KV is removed"
