@@ -144,7 +144,7 @@ def test_each_arm_keeps_what_it_should(arm: str, tmp_path: Path) -> None:
         kept = [sum(row) for row in drive(runtime, prompts[:1], None)["cached"]]
         assert (kept[0] > 0) == (arm != "off")
         runtime.reset()
-    assert bool(list((tmp_path / "kv" / arm).iterdir())) == (arm == "pgdsf")
+    assert bool(list((tmp_path / "kv" / arm).iterdir())) == (arm in ("pgdsf", "tiers"))
 
 
 def test_impossible_wishes_are_refused(tmp_path: Path) -> None:

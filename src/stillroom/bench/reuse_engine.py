@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.config.settings import EvictionPolicy, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.kv import Tier
@@ -22,9 +22,9 @@ from stillroom.models.loader import fingerprint_of, load_decoder
 from stillroom.rag.generator import build_engine
 from stillroom.rag.kv_cache import KVCache, kv_shape
 
-ARMS = ("off", "lru", "pgdsf")
-"""Nothing is kept; on the device only, the least recently used leaves (what prefix caching gives); as by default, on
-device, host and disk."""
+ARMS = ("off", "lru", "pgdsf", "tiers")
+"""Nothing is kept; on the device only, the least recently used leaves (what prefix caching gives); device, host and
+disk, under RAGCache's policy and under ours, which is the default."""
 
 
 def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
@@ -33,8 +33,8 @@ def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
         return ReuseConfig(mode="off")
     if arm == "lru":
         return ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0)
-    assert arm == "pgdsf"
-    return ReuseConfig(host_bytes=host_bytes, disk_bytes=disk_bytes)
+    policy: EvictionPolicy = "pgdsf" if arm == "pgdsf" else ReuseConfig().policy
+    return ReuseConfig(policy=policy, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
 class OurRuntime:
@@ -71,7 +71,7 @@ class OurRuntime:
             reuse=reuse_config(self._arm, settings["host"] * per_token, settings["disk"] * per_token),
             fingerprint=self._fingerprint,
             profile=self._profile,
-            kv_folder=self._kv_folder if self._arm == "pgdsf" else None,
+            kv_folder=self._kv_folder if self._arm in ("pgdsf", "tiers") else None,
         )
         if self._cache.tree is not None:
             self._profile = self._cache.tree.profile
