@@ -11,11 +11,12 @@ from stillroom.core.reuse import Reason
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile, Link, linear_profile
 from stillroom.kvcache.eviction import POLICIES, Use, gdsf, lfu, lru, pgdsf, prefix_heat, tamm
-from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvcache.tiered_nodes import TreeOptions
 from tests.fakes import ManualClock
 from tests.kvcache.prefix_memory import PrefixMemory, prefix_hash
 

@@ -18,9 +18,10 @@ from stillroom.core.request import FinishReason, Request, SamplingParams
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import Link, linear_profile
 from stillroom.kvcache.eviction import POLICIES
-from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvcache.tiered_nodes import TreeOptions
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.fakes import ManualClock
 from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner, answer_of

@@ -16,10 +16,11 @@ from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable
 from stillroom.kvcache.cost_model import CostProfile, Link
 from stillroom.kvcache.eviction import Policy, Use, pgdsf
-from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvcache.tiered_nodes import TreeOptions
 
 BYTES_PER_TOKEN = 131_072
 """Keys and values of Mistral-7B in 16 bits, RAGCache's main model: 2 x 32 layers x 8 heads x 128 x 2 bytes."""

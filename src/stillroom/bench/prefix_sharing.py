@@ -15,11 +15,12 @@ from stillroom.bench.policy_replay import PROFILE, NoMover
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable, num_blocks_for
-from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvcache.tiered_nodes import TreeOptions
 
 NUM_SEQUENCES = 100
 NUM_TOKENS = 1000
@@ -32,10 +33,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def prefix_sharing_arms(seed: int) -> list[Arm]:
-    """One per length of the shared prefix, and one for a large tree."""
+def prefix_sharing_arms(seed: int, num_nodes: int = TREE_NODES) -> list[Arm]:
+    """One per length of the shared prefix, and one for a tree of so many nodes."""
     arms = [Arm(f"prefix sharing/{prefix} of {NUM_TOKENS} tokens", _sharing(prefix, seed)) for prefix in PREFIXES]
-    return [*arms, Arm(f"knowledge tree/{TREE_NODES:,} nodes", lambda repetition: _large_tree(seed, repetition))]
+    return [
+        *arms,
+        Arm(f"knowledge tree/{num_nodes:,} nodes", lambda repetition: _large_tree(num_nodes, seed, repetition)),
+    ]
 
 
 def bound(num_shared: int) -> float:
@@ -124,22 +128,22 @@ def _attach_blocks(table: BlockTable, path: list[Node], pool: BlockPool, lengths
         del blocks[:count]
 
 
-def _large_tree(seed: int, repetition: int, num_asks: int = 1000) -> Metrics:
-    """Requests for known and new paths of four documents in a tree of `TREE_NODES` nodes that is full.
+def _large_tree(num_nodes: int, seed: int, repetition: int, num_asks: int = 1000) -> Metrics:
+    """Requests for known and new paths of four documents in a tree of so many nodes that is full.
 
     `lookup_and_update` is `match` and RAGCache's UPDATE_NODE for each node found; `request` is all the books of one:
     admission with what is evicted for it, commit and release.
     """
     rng = np.random.default_rng([seed, repetition + 100])
-    manager, tree = _manager(TREE_NODES + 40)
+    manager, tree = _manager(num_nodes + 40)
     documents = [
-        Segment(SegmentKind.CHUNK, tuple(rng.integers(0, 50_000, BLOCK_SIZE).tolist())) for _ in range(TREE_NODES)
+        Segment(SegmentKind.CHUNK, tuple(rng.integers(0, 50_000, BLOCK_SIZE).tolist())) for _ in range(num_nodes)
     ]
     system = Segment(SegmentKind.SYSTEM, (0,) * BLOCK_SIZE)
     times = _Times()
 
     def serve(first: int) -> None:
-        chosen = [documents[(first + 7 * place) % TREE_NODES] for place in range(4)]
+        chosen = [documents[(first + 7 * place) % num_nodes] for place in range(4)]
         prompt = _prompt(rng, system, *chosen, num_tokens=6 * BLOCK_SIZE)
         lease = manager.new_lease(prompt, prompt.num_tokens)
         lengths = _lengths(lease)
@@ -156,9 +160,9 @@ def _large_tree(seed: int, repetition: int, num_asks: int = 1000) -> Metrics:
         times.call("request", request)
         times.call("lookup_and_update", look_up_and_update)
 
-    for number in range(TREE_NODES // 4 + 200):
+    for number in range(num_nodes // 4 + 200):
         serve(number)
     times.seconds.clear()
-    for first in rng.integers(0, TREE_NODES, num_asks).tolist():
+    for first in rng.integers(0, num_nodes, min(num_asks, num_nodes)).tolist():
         serve(first)
     return {"nodes": len(tree), **times.metrics()}

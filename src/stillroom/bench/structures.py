@@ -17,7 +17,7 @@ import numpy as np
 
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.prefix_sharing import prefix_sharing_arms
+from stillroom.bench.prefix_sharing import TREE_NODES, prefix_sharing_arms
 from stillroom.bench.report import BenchResult
 from stillroom.core.count_min import CountMinSketch, SketchShape
 from stillroom.core.indexed_heap import IndexedHeap
@@ -254,7 +254,7 @@ def run_structures(
         *_heap_arms("heap, never re-keyed", seed, count, num_updates=0),
         *_cache_arms(seed, count, budget=500_000, notes=notes),
         *_sketch_arms(seed, count),
-        *prefix_sharing_arms(seed),
+        *prefix_sharing_arms(seed, min(TREE_NODES, count)),
     ]
     samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
     parameters = {"repeat": repeat, "seed": seed, "operations": count}

@@ -6,22 +6,20 @@ A sequence holds a `Lease`. Blocks that it shares with the tree or with other se
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
-from operator import itemgetter
+from itertools import takewhile
 
 from stillroom.core.batch import BlockCopy
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
-from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
+from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
-from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece, PrefixKeys
 from stillroom.kvcache.reuse_plan import plan_reuse
-from stillroom.kvcache.stats import CacheStats
+from stillroom.kvcache.reuse_report import Found, count, nothing_reused, segments_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class KVCacheManager:
         """
         if self.reuse is None:
             if lease.reuse is None:
-                lease.reuse = _nothing_reused(lease.prompt)
+                lease.reuse = nothing_reused(lease.prompt)
             return 0 if self._try_allocate(lease.table, segment_lengths) else None
         self.unexpect(lease)
         num_cached = self._try_admit_along_tree(self.reuse, lease, segment_lengths)
@@ -202,7 +200,7 @@ class KVCacheManager:
         bytes_per_token = tree.options.bytes_per_token
         plan = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=reuse.always_loads)
         path = matched[: plan.num_nodes]
-        found = _Found(matched, [node.tier for node in matched], plan.num_nodes, num_tokens)
+        found = Found(matched, [node.tier for node in matched], plan.num_nodes, num_tokens)
         size = self.pool.block_size
         fresh = [node.num_tokens for node in path if node.block_ids is None]
         fresh += _runs_after(plan.num_cached, segment_lengths)
@@ -224,7 +222,7 @@ class KVCacheManager:
             self._account(reuse.tree, lease, found)
         return num_cached
 
-    def _account(self, tree: KnowledgeTree, lease: Lease, found: "_Found") -> None:
+    def _account(self, tree: KnowledgeTree, lease: Lease, found: Found) -> None:
         """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""
         num_cached = sum(node.num_tokens for node in lease.nodes)
         num_new = found.num_tokens - num_cached
@@ -235,14 +233,14 @@ class KVCacheManager:
             if tree.get(node.key) is node:
                 tree.touch(node, lease.cost_per_token if is_computed else None)
         sources = [found.source(index, lease, tree) for index in range(len(lease.pieces))]
-        _count(tree.stats, lease.pieces, sources)
+        count(tree.stats, lease.pieces, sources)
         loads = sum(
             tree.profile.load_seconds(tier, node.num_tokens * tree.options.bytes_per_token)
             for node, tier in zip(lease.nodes, found.tiers, strict=False)
             if tier is not None and tier is not Tier.DEVICE
         )
         saved = tree.profile.prefill_seconds(0, found.num_tokens) - compute - loads
-        lease.reuse = PromptReuse(_segments(lease.prompt, lease.pieces, sources), loads, saved)
+        lease.reuse = PromptReuse(segments_of(lease.prompt, lease.pieces, sources), loads, saved)
 
     def _use_instead(self, table: BlockTable, piece: Piece, own: list[BlockId], kept: list[BlockId]) -> None:
         """[computed twice): free it, another sequence stored it first."""
@@ -269,36 +267,6 @@ class KVCacheManager:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What the tree had for a prompt when it was admitted."""
-
-    matched: list[Node]
-    tiers: list[Tier | None]
-    """Where each of them was."""
-    num_planned: int
-    """How many of them it was worth to use."""
-    num_tokens: int
-
-    def source(self, index: int, lease: Lease, tree: KnowledgeTree) -> tuple[Tier | None, Reason]:
-        """Where the KV of the prompt's `index`-th piece comes from, and why."""
-        if index < lease.num_committed:
-            return self.tiers[index], Reason.HIT
-        if index < self.num_planned:
-            return None, Reason.RECORD_FAILED
-        if index < len(self.matched):
-            return None, Reason.CHEAPER
-        piece = lease.pieces[index]
-        if tree.has_failed(piece):
-            return None, Reason.RECORD_FAILED
-        if tree.is_gone(piece):
-            return None, Reason.EVICTED
-        return None, Reason.ORDER_DIFFERS if tree.has_content(piece) else Reason.NEVER_SEEN
-
-
-_Source = tuple[Tier | None, Reason]
-
-
 def _runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
     """Lengths of what is left of segments from a position on, which lies at a block boundary."""
     runs, end = [], 0
@@ -307,40 +275,3 @@ def _runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
         if end > position:
             runs.append(min(length, end - position))
     return runs
-
-
-def _count(stats: CacheStats, pieces: Sequence[Piece], sources: Sequence[_Source]) -> None:
-    for piece, (tier, reason) in zip(pieces, sources, strict=True):
-        if tier is not None:
-            stats.hits[tier] += 1
-            stats.hit_tokens[tier] += piece.num_tokens
-            continue
-        stats.misses += 1
-        stats.missed_tokens += piece.num_tokens
-        stats.cheaper += reason is Reason.CHEAPER
-
-
-def _segments(prompt: SegmentedPrompt, pieces: Sequence[Piece], sources: Sequence[_Source]) -> tuple[SegmentReuse, ...]:
-    """Segment by segment; a last one that is kept in part appears once for each source."""
-    report = []
-    for index, segment in enumerate(prompt.segments):
-        rest = len(segment.token_ids)
-        own = [(piece, source) for piece, source in zip(pieces, sources, strict=True) if piece.segment == index]
-        for source, group in groupby(own, key=itemgetter(1)):
-            num_tokens = sum(piece.num_tokens for piece, _ in group)
-            report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, *source))
-            rest -= num_tokens
-        if rest > 0:
-            report.append(SegmentReuse(segment.kind, segment.chunk_id, rest, None, Reason.TAIL))
-    return tuple(report)
-
-
-def _nothing_reused(prompt: SegmentedPrompt) -> PromptReuse:
-    return PromptReuse(
-        tuple(
-            SegmentReuse(segment.kind, segment.chunk_id, len(segment.token_ids), None, Reason.OFF)
-            for segment in prompt.segments
-        ),
-        0.0,
-        0.0,
-    )

@@ -15,9 +15,10 @@ from stillroom.errors import ConfigError
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.kvcache.eviction import POLICIES
-from stillroom.kvcache.knowledge_tree import KnowledgeTree, TreeOptions
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvcache.tiered_nodes import TreeOptions
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore

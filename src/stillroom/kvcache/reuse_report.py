@@ -1,0 +1,84 @@
+"""What is said of a prompt when it is admitted: where the KV of each part comes from, and why the rest is computed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+from stillroom.core.kv import Tier
+from stillroom.core.prompt import SegmentedPrompt
+from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.node import Node
+from stillroom.kvcache.pieces import Piece
+from stillroom.kvcache.stats import CacheStats
+
+Source = tuple[Tier | None, Reason]
+"""Where a piece's KV comes from (None: computed), and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the tree had for a prompt when it was admitted."""
+
+    matched: list[Node]
+    tiers: list[Tier | None]
+    """Where each of them was."""
+    num_planned: int
+    """How many of them it was worth to use."""
+    num_tokens: int
+
+    def source(self, index: int, lease: Lease, tree: KnowledgeTree) -> Source:
+        """Where the KV of the prompt's `index`-th piece comes from, and why."""
+        if index < lease.num_committed:
+            return self.tiers[index], Reason.HIT
+        if index < self.num_planned:
+            return None, Reason.RECORD_FAILED
+        if index < len(self.matched):
+            return None, Reason.CHEAPER
+        piece = lease.pieces[index]
+        if tree.has_failed(piece):
+            return None, Reason.RECORD_FAILED
+        if tree.is_gone(piece):
+            return None, Reason.EVICTED
+        return None, Reason.ORDER_DIFFERS if tree.has_content(piece) else Reason.NEVER_SEEN
+
+
+def count(stats: CacheStats, pieces: Sequence[Piece], sources: Sequence[Source]) -> None:
+    for piece, (tier, reason) in zip(pieces, sources, strict=True):
+        if tier is not None:
+            stats.hits[tier] += 1
+            stats.hit_tokens[tier] += piece.num_tokens
+            continue
+        stats.misses += 1
+        stats.missed_tokens += piece.num_tokens
+        stats.cheaper += reason is Reason.CHEAPER
+
+
+def segments_of(
+    prompt: SegmentedPrompt, pieces: Sequence[Piece], sources: Sequence[Source]
+) -> tuple[SegmentReuse, ...]:
+    """Segment by segment; a last one that is kept in part appears once for each source."""
+    report = []
+    for index, segment in enumerate(prompt.segments):
+        rest = len(segment.token_ids)
+        own = [(piece, source) for piece, source in zip(pieces, sources, strict=True) if piece.segment == index]
+        for source, group in groupby(own, key=itemgetter(1)):
+            num_tokens = sum(piece.num_tokens for piece, _ in group)
+            report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, *source))
+            rest -= num_tokens
+        if rest > 0:
+            report.append(SegmentReuse(segment.kind, segment.chunk_id, rest, None, Reason.TAIL))
+    return tuple(report)
+
+
+def nothing_reused(prompt: SegmentedPrompt) -> PromptReuse:
+    return PromptReuse(
+        tuple(
+            SegmentReuse(segment.kind, segment.chunk_id, len(segment.token_ids), None, Reason.OFF)
+            for segment in prompt.segments
+        ),
+        0.0,
+        0.0,
+    )
