@@ -56,7 +56,8 @@ class KnowledgeTree(TieredNodes):
         self._num_uses += 1
         node.recency = self._num_uses
         node.add_use(self._num_uses / self.options.half_life_uses)
-        self._popularity.add(node.key)
+        if self.options.admits_by_frequency:
+            self._popularity.add(node.key)
         if cost_per_token is not None:
             node.add_cost(cost_per_token)
         for tier in TIERS:
