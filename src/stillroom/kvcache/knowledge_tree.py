@@ -280,9 +280,9 @@ class KnowledgeTree(TieredNodes):
             return self._store_alone(node)
         if not self._store(node.parent):
             return False
-        self.acquire([node.parent])  # so that it does not make room for its own child
+        self._shield(node.parent)  # so that it does not make room for its own child
         is_stored = self._store_alone(node)
-        self.release([node.parent])
+        self._shield(None)
         return is_stored
 
     def _store_alone(self, node: Node) -> bool:

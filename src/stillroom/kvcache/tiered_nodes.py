@@ -85,6 +85,7 @@ class TieredNodes:
         self._unstored: OrderedDict[NodeKey, None] = OrderedDict()  # what may not be on disk, oldest first
         self._popularity = CountMinSketch(halve_every=100_000)
         self._num_uses = 0
+        self._shielded: Node | None = None
         self.num_idle_blocks = 0
         """Blocks on the device that are kept and that no running sequence uses: as good as free."""
 
@@ -238,7 +239,15 @@ class TieredNodes:
         self._reorder(node, (tier,))
 
     def _is_leaf(self, node: Node, tier: Tier) -> bool:
-        return node.is_in(tier) and node.num_users == 0 and node.num_children_in[tier] == 0
+        is_shielded = tier is Tier.DISK and node is self._shielded
+        return node.is_in(tier) and node.num_users == 0 and node.num_children_in[tier] == 0 and not is_shielded
+
+    def _shield(self, node: Node | None) -> None:
+        """Nothing evicts this one node from disk, until another is shielded, or none."""
+        before, self._shielded = self._shielded, node
+        for one in (before, node):
+            if one is not None:
+                self._reorder(one, (Tier.DISK,))
 
     def _reorder(self, node: Node, tiers: Iterable[Tier] = TIERS) -> None:
         """Let each tier's order of eviction agree with the node."""
