@@ -186,7 +186,7 @@ def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int) -> House:
             house.cache.device.lose()
         elif randomness.random() < 0.01:
             gone = ChunkId(randomness.randint(0, 14))
-            house.cache.manager.forget_chunks(partial(without, gone))
+            house.engine.scheduler.forget_chunks(partial(without, gone))
         elif not house.engine.has_work:
             house.engine.tend()
         house.step()

@@ -318,6 +318,23 @@ def test_a_document_removed_under_a_running_request_does_it_no_harm() -> None:
     kitchen.check()
 
 
+def test_what_is_being_computed_of_a_removed_document_is_not_kept_either() -> None:
+    kitchen = Kitchen(16)
+    lease = kitchen.lease(1, 2, 3)
+    assert kitchen.admit(lease) == 0
+    kitchen.manager.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(2)}, [lease])
+    kitchen.compute(lease)
+    other = kitchen.lease(1, 2, 3)
+    kitchen.manager.fork(lease, other)
+    kitchen.manager.commit(other, other.prompt.num_tokens)
+    kitchen.check(lease, other)
+    kitchen.manager.release(other)
+    assert kitchen.tier(1) is Tier.DEVICE
+    assert kitchen.node(1, 2) is None and kitchen.node(1, 2, 3) is None
+    kitchen.manager.release(lease)
+    kitchen.check()
+
+
 def test_after_losing_the_device_the_system_prompt_comes_from_its_replica() -> None:
     kitchen = Kitchen(16, host_bytes=100, replicates_system=True)
     kitchen.serve(1)

@@ -123,7 +123,8 @@ class Plant:
 
     def remove_document(self) -> None:
         gone = self.randomness.randint(0, 11)
-        self.tree.forget_chunks(lambda chunk_id: chunk_id != gone)
+        self.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(gone)})
+        assert ChunkId(gone) not in self.tree.chunk_ids
 
     def finish(self) -> None:
         for _ in range(2_000):

@@ -24,6 +24,8 @@ class Lease:
     nodes: list[Node] = field(default_factory=list)
     """Used by this sequence: neither they nor those above them are evicted."""
     num_committed: int = 0
+    num_keepable: int = -1
+    """Pieces from here on are not handed to the tree: a document of theirs was removed meanwhile. -1: all are."""
     cost_per_token: float = 0.0
     """Seconds: what a computed token of the prompt costs, by the cost model (RAGCache Eq. 3)."""
     reuse: PromptReuse | None = None

@@ -95,7 +95,8 @@ class KVCacheManager:
         if self.reuse is None:
             return
         tree = self.reuse.tree
-        while lease.num_committed < len(lease.pieces) and lease.pieces[lease.num_committed].end <= num_computed:
+        end = len(lease.pieces) if lease.num_keepable < 0 else lease.num_keepable
+        while lease.num_committed < end and lease.pieces[lease.num_committed].end <= num_computed:
             piece = lease.pieces[lease.num_committed]
             parent = tree.get(piece.parent)
             if piece.start > 0 and (parent is None or parent.block_ids is None):
@@ -137,7 +138,7 @@ class KVCacheManager:
         self.pool.acquire(lease.table.block_ids)
         into.nodes, into.num_committed = list(lease.nodes), lease.num_committed
         into.reuse = None if lease.reuse is None else lease.reuse.shared()
-        into.cost_per_token = lease.cost_per_token
+        into.cost_per_token, into.num_keepable = lease.cost_per_token, lease.num_keepable
         if self.reuse:
             self.reuse.tree.acquire(into.nodes)
 
@@ -159,17 +160,24 @@ class KVCacheManager:
         """Something to do in an idle moment; False if there is nothing."""
         return self.reuse is not None and self.reuse.tree.tend()
 
-    def forget_chunks(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> int:
+    def forget_chunks(self, existing: Callable[[set[ChunkId]], set[ChunkId]], leases: Iterable[Lease] = ()) -> int:
         """Drop the KV of chunks that are no more; returns how many nodes went.
 
         Args:
             existing: those of some chunks that are still there.
+            leases: of sequences under way, whose prompts may hold such chunks: they go on, and nothing is kept of them.
         """
         if self.reuse is None:
             return 0
-        tree = self.reuse.tree
-        alive = existing(tree.chunk_ids)
-        return tree.forget_chunks(alive.__contains__)
+        tree, under_way = self.reuse.tree, list(leases)
+        known = tree.chunk_ids
+        for lease in under_way:
+            known |= {piece.chunk_id for piece in lease.pieces if piece.chunk_id is not None}
+        dead = known - existing(known)
+        for lease in under_way:
+            firsts = (index for index, piece in enumerate(lease.pieces) if piece.chunk_id in dead)
+            lease.num_keepable = next(firsts, lease.num_keepable)
+        return tree.forget_chunks(lambda chunk_id: chunk_id not in dead)
 
     def lose_device(self) -> None:
         """Forget what was on the device only. No lease holds anything."""

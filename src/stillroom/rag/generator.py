@@ -84,7 +84,7 @@ class Generator:
         self.cache.close()
 
     def documents_changed(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> None:
-        self.engine.run(lambda engine: engine.scheduler.kv.forget_chunks(existing))
+        self.engine.run(lambda engine: engine.scheduler.forget_chunks(existing))
 
     @property
     def cache_figures(self) -> CacheFigures | None:

@@ -9,11 +9,12 @@ Samples of one prompt come as a leader and its followers: the leader's prompt is
 token for each of them, and from then on they are sequences of their own that share blocks. Design: docs/runtime.md
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
 from stillroom.core.batch import Batch, BlockCopy, SampleSpec, ScheduledSequence, StepResult, TokenLogprobs
-from stillroom.core.ids import BlockId, RequestId
+from stillroom.core.ids import BlockId, ChunkId, RequestId
 from stillroom.core.request import FinishReason, Request, uniform_at
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import PromptTooLongError, UsageError
@@ -125,6 +126,15 @@ class Scheduler:
             return False
         self._preempt(sequence)
         return True
+
+    def forget_chunks(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> int:
+        """Keep nothing of chunks that are no more, not of requests under way either; returns how many nodes went.
+
+        Args:
+            existing: those of some chunks that are still there.
+        """
+        under_way = chain(self._waiting, self._running.values())
+        return self.kv.forget_chunks(existing, [sequence.lease for sequence in under_way])
 
     def lose_device(self) -> None:
         """The device's KV is gone (RAGCache 6): everybody waits again, with the tokens generated so far.
