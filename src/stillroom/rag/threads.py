@@ -1,7 +1,7 @@
 """How many threads compute: by measurement, because it depends on what else the machine does.
 
 After every kernel threads wait for each other. On a quiet machine all cores together are fastest; beside other work the
-thread that the system has put aside holds up all, and fewer threads are faster, at times by a factor of ten.
+thread that the system has put aside holds up all, and fewer threads are faster, by far (docs/log.md).
 """
 
 import logging
