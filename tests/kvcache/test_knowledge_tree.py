@@ -185,6 +185,18 @@ def test_what_is_in_use_stays_and_a_request_that_finds_no_room_waits() -> None:
     kitchen.check(other)
 
 
+def test_a_request_that_has_to_wait_evicts_nothing_meanwhile() -> None:
+    kitchen = Kitchen(8)
+    kitchen.serve(1)
+    lease = kitchen.lease(2, 3)
+    assert kitchen.admit(lease) == SIZE
+    before = kitchen.tree.stats.evictions[Tier.DEVICE]
+    for _ in range(3):
+        assert kitchen.admit(kitchen.lease(4, 5, 6, 7)) is None
+    assert kitchen.tree.stats.evictions[Tier.DEVICE] == before and kitchen.tier(1) is Tier.DEVICE
+    kitchen.check(lease)
+
+
 def test_two_at_once_compute_the_same_and_end_up_with_one_copy() -> None:
     kitchen = Kitchen(16)
     leases = [kitchen.lease(1, 2) for _ in range(2)]

@@ -122,14 +122,12 @@ class KnowledgeTree(TieredNodes):
     # Shrinking
 
     def make_room(self, num_blocks: int) -> bool:
-        """Evict from the device until so many blocks are free (RAGCache Algorithm 1, EVICT_IN_GPU); False if it cannot,
-        with what could be evicted gone."""
-        leaves = self._leaves[Tier.DEVICE]
+        """Evict from the device until so many blocks are free (RAGCache Algorithm 1, EVICT_IN_GPU); False, and nothing
+        evicted, if that is not possible."""
+        if self.pool.num_free + self.num_idle_blocks < num_blocks:
+            return False
         while self.pool.num_free < num_blocks:
-            if not leaves:
-                return False
-            node = self._pop_victim(Tier.DEVICE)
-            self._leave_device(node)
+            self._leave_device(self._pop_victim(Tier.DEVICE))
         return True
 
     def lose_device(self) -> None:

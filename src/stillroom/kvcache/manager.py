@@ -81,10 +81,9 @@ class KVCacheManager:
             if lease.reuse is None:
                 lease.reuse = nothing_reused(lease.prompt)
             return 0 if self._try_allocate(lease.table, segment_lengths) else None
-        self.unexpect(lease)
         num_cached = self._try_admit_along_tree(self.reuse, lease, segment_lengths)
-        if num_cached is None:
-            self.expect(lease)
+        if num_cached is not None:
+            self.unexpect(lease)
         return num_cached
 
     def commit(self, lease: Lease, num_computed: int) -> None:

@@ -202,6 +202,7 @@ class TieredNodes:
             self._contents[node.content] -= 1
             if not self._contents[node.content]:
                 del self._contents[node.content]
+        self._unstored.pop(node.key, None)
         self.stats.lost += 1
         self._gone[node.key] = _Gone(has_failed, node.heat)
         if len(self._gone) > _NUM_REMEMBERED:

@@ -17,6 +17,7 @@ from stillroom.core.request import Request, SamplingParams, TokenConstraint
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
 from stillroom.errors import UsageError
+from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.kvstore.files import KV_FOLDER
 from stillroom.models.decoder import Decoder
@@ -164,14 +165,8 @@ def calibrate_model(
     model = _load(config.runtime)
     pool, device = build_device(model.decoder, config.runtime)
     limits = _limits(model.decoder, config.runtime)
-    bench = Bench(
-        TorchRunner(model.decoder, device),
-        device,
-        pool.num_blocks,
-        limits.max_model_len,
-        limits.max_num_batched_tokens,
-        clock or SystemClock(),
-    )
+    bench = _bench(TorchRunner(model.decoder, device), pool, limits, clock or SystemClock())
+    _use_threads(config.runtime, bench)
     profile = calibrate(bench, kb_folder, repeat=repeat, on_progress=on_progress)
     path = profile_path(cache_root(), model.fingerprint, model.decoder.device)
     save_profile(path, profile)
@@ -195,16 +190,14 @@ def build_engine(  # noqa: PLR0913  the parts, once
         reuse: None reuses nothing.
         fingerprint: of the model; KV on disk is kept under it.
         profile: what computing and loading costs; None takes the kept one, or measures in about a second.
-        tunes_threads: choose their number by measurement, where the configuration leaves it open.
+        tunes_threads: set their number for the whole process: the configured one, or the fastest.
     """
     pool, device = build_device(decoder, config)
     runner = TorchRunner(decoder, device)
     limits = _limits(decoder, config)
-    bench = Bench(runner, device, pool.num_blocks, limits.max_model_len, limits.max_num_batched_tokens, clock)
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    elif tunes_threads:
-        tune_threads(bench)
+    bench = _bench(runner, pool, limits, clock)
+    if tunes_threads:
+        _use_threads(config, bench)
     reuse = reuse or ReuseConfig(mode="off")
     if profile is None and reuse.mode != "off":
         profile = load_profile(profile_path(cache_root(), fingerprint, decoder.device)) or quick_profile(
@@ -230,3 +223,14 @@ def _limits(decoder: Decoder, config: RuntimeConfig) -> SchedulerLimits:
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
         max_model_len=decoder.spec.max_positions,
     )
+
+
+def _bench(runner: TorchRunner, pool: BlockPool, limits: SchedulerLimits, clock: Clock) -> Bench:
+    return Bench(runner, runner.store, pool.num_blocks, limits.max_model_len, limits.max_num_batched_tokens, clock)
+
+
+def _use_threads(config: RuntimeConfig, bench: Bench) -> None:
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    else:
+        tune_threads(bench)
