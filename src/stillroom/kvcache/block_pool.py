@@ -6,10 +6,12 @@ as much as was in use at a time; and blocks side by side are read in place.
 Invariant: a block is free exactly when its ref count is 0; `check_integrity` adds it up.
 """
 
-import heapq
 from collections.abc import Iterable
+from typing import cast
 
 from stillroom.core.ids import BlockId
+
+_USED, _FREE = 0, 1
 
 
 class BlockPool:
@@ -19,28 +21,42 @@ class BlockPool:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = [BlockId(i) for i in range(num_blocks)]  # a heap
         self._ref_counts = [0] * num_blocks
+        self._states = bytearray([_FREE]) * num_blocks  # searched at the speed of memory
+        self._num_free = num_blocks
+        self._lowest = 0
+        """No block below it is free."""
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._num_free
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self._num_free
 
     def ref_count(self, block_id: BlockId) -> int:
         return self._ref_counts[block_id]
 
     def try_allocate(self, num_blocks: int) -> list[BlockId] | None:
-        """`num_blocks` blocks with one reference each, or None (and nothing taken) if too few are free."""
-        if num_blocks > len(self._free):
+        """`num_blocks` blocks with one reference each, or None (and nothing taken) if too few are free.
+
+        Takes as long as there are runs of free blocks among them, whatever their number.
+        """
+        if num_blocks > self._num_free:
             return None
-        take, counts = heapq.heappop, self._ref_counts
-        blocks = [take(self._free) for _ in range(num_blocks)]
-        for block_id in blocks:
-            counts[block_id] = 1
+        blocks: list[BlockId] = []
+        states, end = self._states, self._lowest
+        while (missing := num_blocks - len(blocks)) > 0:
+            first = states.find(_FREE, end)
+            end = states.find(_USED, first, first + missing)
+            if end < 0:
+                end = min(first + missing, self.num_blocks)
+            states[first:end] = bytes(end - first)
+            self._ref_counts[first:end] = [1] * (end - first)
+            blocks.extend(cast("Iterable[BlockId]", range(first, end)))
+        self._lowest = end
+        self._num_free -= num_blocks
         return blocks
 
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
@@ -52,16 +68,21 @@ class BlockPool:
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
         """One user less; a block without users is free at once."""
+        counts = self._ref_counts
         for block_id in block_ids:
-            assert self._ref_counts[block_id] > 0, f"release of free block {block_id}"
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] == 0:
-                heapq.heappush(self._free, block_id)
+            assert counts[block_id] > 0, f"release of free block {block_id}"
+            counts[block_id] -= 1
+            if counts[block_id] == 0:
+                self._states[block_id] = _FREE
+                self._num_free += 1
+                if block_id < self._lowest:
+                    self._lowest = block_id
 
     def check_integrity(self) -> None:
-        """Free and used blocks add up, no block is free twice, and free means ref count 0."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is on the free list twice"
+        """Free and used blocks add up, and free means ref count 0."""
         assert all(count >= 0 for count in self._ref_counts), "negative ref count"
+        free = {i for i, state in enumerate(self._states) if state == _FREE}
         unreferenced = {i for i, count in enumerate(self._ref_counts) if count == 0}
-        assert free == unreferenced, f"free list and ref counts disagree on {free ^ unreferenced}"
+        assert free == unreferenced, f"free blocks and ref counts disagree on {free ^ unreferenced}"
+        assert len(free) == self._num_free, "free blocks and their number disagree"
+        assert all(block_id >= self._lowest for block_id in free), "a free block below the lowest one"

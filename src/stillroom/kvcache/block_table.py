@@ -49,7 +49,7 @@ class BlockTable:
         """Slots for `num_tokens` more tokens, starting at the beginning of the first of these blocks."""
         size = self.block_size
         assert len(block_ids) == -(-num_tokens // size), (len(block_ids), num_tokens)
-        self._slots[self.num_slots : self.num_slots + num_tokens] = _slots_of(block_ids, size)[:num_tokens]
+        self._slots[self.num_slots : self.num_slots + num_tokens] = _slots_of(block_ids, num_tokens, size)
         self.num_slots += num_tokens
         self.block_ids.extend(block_ids)
         self._room = len(block_ids) * size - num_tokens
@@ -81,7 +81,7 @@ class BlockTable:
         first_block = self.block_ids.index(old[0])
         assert self.block_ids[first_block : first_block + len(old)] == list(old) and len(old) == len(new)
         self.block_ids[first_block : first_block + len(old)] = new
-        self._slots[start : start + num_tokens] = _slots_of(new, self.block_size)[:num_tokens]
+        self._slots[start : start + num_tokens] = _slots_of(new, num_tokens, self.block_size)
 
     def clear(self) -> list[BlockId]:
         """Forget everything; returns the blocks for the caller to release."""
@@ -91,9 +91,13 @@ class BlockTable:
         return block_ids
 
 
-def _slots_of(block_ids: Sequence[BlockId], block_size: int) -> NDArray[np.int64]:
+def _slots_of(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> NDArray[np.int64]:
+    """The first `num_tokens` slots of these blocks."""
+    first = block_ids[0]
+    if block_ids == list(range(first, first + len(block_ids))):  # as they are handed out, if there is nobody between
+        return np.arange(first * block_size, first * block_size + num_tokens)
     firsts = np.array(block_ids, dtype=np.int64) * block_size
-    return (firsts[:, None] + _offsets(block_size)).ravel()
+    return (firsts[:, None] + _offsets(block_size)).ravel()[:num_tokens]
 
 
 @cache

@@ -75,5 +75,5 @@ def linear_profile(
 
 def _cell(grid: tuple[int, ...], value: int) -> tuple[int, float]:
     """The cell a value lies in, or the nearest one, and how far into it."""
-    index = min(max(bisect_right(grid, value) - 1, 0), len(grid) - 2)
+    index = bisect_right(grid, value, 1, len(grid) - 1) - 1
     return index, (value - grid[index]) / (grid[index + 1] - grid[index])

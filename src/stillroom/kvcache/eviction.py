@@ -6,13 +6,12 @@ ours. Compared on the same tree by `stillroom bench policies`: docs/policies-ben
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from stillroom.core.kv import NodeKey
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """A node at its last use, as one tier sees it."""
 
     key: NodeKey

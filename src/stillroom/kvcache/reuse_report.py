@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
@@ -60,16 +58,17 @@ def segments_of(
     prompt: SegmentedPrompt, pieces: Sequence[Piece], sources: Sequence[Source]
 ) -> tuple[SegmentReuse, ...]:
     """Segment by segment; a last one that is kept in part appears once for each source."""
+    lengths: list[dict[Source, int]] = [{} for _ in prompt.segments]
+    for piece, source in zip(pieces, sources, strict=True):
+        of_segment = lengths[piece.segment]
+        of_segment[source] = of_segment.get(source, 0) + piece.num_tokens
     report = []
-    for index, segment in enumerate(prompt.segments):
-        rest = len(segment.token_ids)
-        own = [(piece, source) for piece, source in zip(pieces, sources, strict=True) if piece.segment == index]
-        for source, group in groupby(own, key=itemgetter(1)):
-            num_tokens = sum(piece.num_tokens for piece, _ in group)
-            report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, *source))
-            rest -= num_tokens
+    for segment, of_segment in zip(prompt.segments, lengths, strict=True):
+        rest = len(segment.token_ids) - sum(of_segment.values())
         if rest > 0:
-            report.append(SegmentReuse(segment.kind, segment.chunk_id, rest, None, Reason.TAIL))
+            of_segment[None, Reason.TAIL] = rest
+        for (tier, reason), num_tokens in of_segment.items():
+            report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, tier, reason))
     return tuple(report)
 
 
