@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,9 @@ class House:
         disk_tokens: int = 120,
         timeout: float = 0.0,
         profile: CostProfile = PROFILE,
+        **changes: Any,
     ) -> None:
+        """Args: changes: to the reuse configuration."""
         spec = decoder.spec
         per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
         config = RuntimeConfig(
@@ -76,7 +79,8 @@ class House:
             max_num_batched_tokens=33,
             request_timeout_s=timeout,
         )
-        reuse = ReuseConfig(host_bytes=host_tokens * per_token, disk_bytes=disk_tokens * per_token, tail_blocks=1)
+        host_bytes, disk_bytes = host_tokens * per_token, disk_tokens * per_token
+        reuse = ReuseConfig(host_bytes=host_bytes, disk_bytes=disk_bytes, tail_blocks=1, **changes)
         self.clock = ManualClock()
         self.engine: Engine
         self.cache: KVCache

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import BlockId, RequestId
-from stillroom.core.kv import NodeKey, NodeRecord, Tier
+from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 
 Stored = list[bytes]
 
@@ -46,6 +46,21 @@ class PrefixMemory:
         for slot, value in zip(self._slots(block_ids, num_tokens), self.lower[source][key], strict=True):
             self.slots[slot] = value
         self.log.append(("load", source))
+        return True
+
+    def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
+        """What is placed has the KV of other tokens: nobody who wants exact KV may find it."""
+        if copy.tier is Tier.DISK and copy.key in self.damaged:
+            self.lower[copy.tier].pop(copy.key)
+            return False
+        if copy.tier is Tier.DEVICE:
+            held = [self.slots[slot] for slot in self._slots(copy.block_ids, copy.num_tokens)]
+        else:
+            held = self.lower[copy.tier][copy.key]
+        assert len(held) == copy.num_tokens
+        for slot, value in zip(self._slots(block_ids, copy.num_tokens), held, strict=True):
+            self.slots[slot] = b"placed" + value
+        self.log.append(("place", copy.tier))
         return True
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:

@@ -86,7 +86,7 @@ def test_the_reason_is_the_first_thing_that_is_wrong() -> None:
     assert defect_of(b"", node) is Defect.MAGIC
     assert defect_of(b"PNG" + data, node) is Defect.MAGIC
     assert defect_of(data[:100], node) is Defect.SIZE
-    assert defect_of(data[:8] + b"\x02" + data[9:], node) is Defect.VERSION
+    assert defect_of(data[:8] + b"\x01" + data[9:], node) is Defect.VERSION
     assert defect_of(data[:-1], node) is Defect.SIZE
     assert defect_of(file_of(record(2), content), node) is Defect.IDENTITY
     assert defect_of(file_of(node, content, OTHER_MODEL), node) is Defect.MODEL

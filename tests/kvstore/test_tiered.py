@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import KVMover, NodeKey, NodeRecord, Tier
+from stillroom.core.kv import KVMover, NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import path_of
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import HEADER_SIZE
 from stillroom.kvstore.tiered import Flow, TieredStore
+from stillroom.ops.rope import turn
 from tests.fakes import ManualClock
 from tests.kvstore.nodes import MODEL, key
 
@@ -283,6 +284,7 @@ def test_bytes_and_seconds_are_booked_by_direction(tmp_path: Path, monkeypatch: 
         (Tier.HOST, Tier.DISK): Flow(1, 0, 3 * size, 0.0),
         (Tier.DEVICE, Tier.DISK): Flow(1, 0, size, 2.0),
         (Tier.DISK, Tier.DEVICE): Flow(1, 1, size, 0.5),
+        (Tier.DEVICE, Tier.DEVICE): Flow(),
     }
     assert set(before.flows.values()) == {Flow()}, "a snapshot stays as it was"
 
@@ -290,3 +292,53 @@ def test_bytes_and_seconds_are_booked_by_direction(tmp_path: Path, monkeypatch: 
 def test_slots_belong_to_the_pool() -> None:
     with pytest.raises(AssertionError):
         new_tiers(new_device(), None).drop(key(1), Tier.DEVICE)
+
+
+def turned(kv: torch.Tensor, inv_freq: torch.Tensor, old: int, new: int) -> torch.Tensor:
+    """Token by token and layer by layer."""
+    slow = kv.clone()
+    for layer in range(kv.shape[1]):
+        for token in range(kv.shape[2]):
+            one = kv[0, layer : layer + 1, token : token + 1]
+            slow[0, layer, token] = turn(one, inv_freq[layer : layer + 1], old + token, new + token)[0, 0]
+    return slow
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_node_is_placed_from_any_tier_and_stays_as_it_is(tmp_path: Path, tier: Tier, dtype: torch.dtype) -> None:
+    device = new_device(dtype)
+    inv_freq = torch.tensor([[1.0, 0.1], [1.0, 0.1], [0.5, 0.01]])
+    tiers = TieredStore(
+        device, HostStore(device.shape, torch.device("cpu")), DiskStore(tmp_path, MODEL), ManualClock(), inv_freq
+    )
+    source, target, num_tokens = blocks(2, 3, 4), blocks(9, 1, 7), 11
+    kv = device.gather(source, num_tokens)
+    assert tiers.offload(key(1), source, num_tokens) and tiers.store(record(1, num_tokens), Tier.DEVICE, source)
+    before = device.gather(source, num_tokens)
+    for _ in range(2):  # a copy can be placed again
+        copy = NodeCopy(key(1), tier, source if tier is Tier.DEVICE else (), 40, num_tokens)
+        assert tiers.place(copy, target, 3)
+        assert torch.equal(device.gather(target, num_tokens), turned(kv, inv_freq, 40, 3))
+    assert torch.equal(device.gather(source, num_tokens), before)
+    assert tiers.stats.flows[tier, Tier.DEVICE].num_copies == 2
+
+
+def test_a_damaged_record_is_not_placed(tmp_path: Path) -> None:
+    device = new_device()
+    tiers = TieredStore(
+        device,
+        HostStore(device.shape, torch.device("cpu")),
+        DiskStore(tmp_path, MODEL),
+        ManualClock(),
+        torch.ones(3, 2),
+    )
+    assert tiers.store(record(1, 4), Tier.DEVICE, blocks(5))
+    path = path_of(tmp_path / next(tmp_path.iterdir()).name, key(1))
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    before = device.gather(blocks(6), 4)
+    assert not tiers.place(NodeCopy(key(1), Tier.DISK, (), 0, 4), blocks(6), 9)
+    assert torch.equal(device.gather(blocks(6), 4), before)
+    assert not path.exists()

@@ -2,8 +2,18 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stillroom.ops.attention import AttentionSpan, attend, attend_reference, attend_spans, visible
+from stillroom.ops.attention import (
+    AttentionPlan,
+    AttentionSpan,
+    attend,
+    attend_reference,
+    attend_spans,
+    only_rows,
+    visible,
+)
 
 
 def tensors(num_queries: int, num_keys: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -61,3 +71,37 @@ def test_the_mask_of_three_queries_over_five_keys() -> None:
         [0, 0, 1, 1, 0],
         [0, 0, 0, 1, 1],
     ]
+
+
+@given(
+    st.lists(st.integers(0, 29), min_size=1, max_size=12, unique=True).map(sorted),
+    st.sampled_from([None, 1, 6]),
+    st.sampled_from([None, 0.5]),
+    st.booleans(),
+)
+def test_queries_with_gaps_see_what_each_sees_alone(
+    places: list[int], window: int | None, softcap: float | None, is_scattered: bool
+) -> None:
+    """Beside a decoding row and a whole prompt of other sequences."""
+    num_keys = places[-1] + 1
+    q, k, v = tensors(len(places) + 4, 60)
+    own = torch.randperm(40, generator=torch.Generator().manual_seed(num_keys))[:num_keys]
+    context = own if is_scattered else slice(5, 5 + num_keys)
+    end = 1 + len(places)
+    spans = [
+        AttentionSpan(0, 1, slice(40, 47), 7),
+        AttentionSpan(1, end, context, num_keys, torch.tensor(places) if len(places) > 1 else None),
+        AttentionSpan(end, end + 3, slice(50, 53), 3),
+    ]
+    out = AttentionPlan(spans).attend(q, (k, v), 0.3, window, softcap)
+    for row, place in enumerate(places, start=1):
+        keys, values = k[context][: place + 1], v[context][: place + 1]
+        alone = attend_reference(q[row : row + 1], keys, values, 0.3, window, softcap)
+        torch.testing.assert_close(out[row : row + 1], alone)
+    torch.testing.assert_close(out[:1], attend_reference(q[:1], k[40:47], v[40:47], 0.3, window, softcap))
+    torch.testing.assert_close(
+        out[end : end + 3], attend_reference(q[end : end + 3], k[50:53], v[50:53], 0.3, window, softcap)
+    )
+    rows = [1, end]
+    some = AttentionPlan(only_rows(spans, rows)).attend(q[rows], (k, v), 0.3, window, softcap)
+    torch.testing.assert_close(some, out[rows])

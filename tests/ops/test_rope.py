@@ -1,10 +1,12 @@
 """Rotation: it is one, and it depends on distance only. Frequencies are compared in tests/models/test_oracle.py."""
 
 import math
+from typing import Any
 
+import pytest
 import torch
 
-from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate
+from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate, turn
 
 
 def rotated(x_THD: torch.Tensor, positions: list[int]) -> torch.Tensor:
@@ -46,3 +48,46 @@ def test_longrope_chooses_its_factors_by_the_longest_sequence_that_will_run() ->
         stretched, attention = inverse_frequencies(RopeSpec(4, 10000.0, 4096, "longrope", numbers, length))
         torch.testing.assert_close(plain / stretched, torch.tensor(factors))
         assert math.isclose(attention, math.sqrt(1 + math.log(64) / math.log(64)))
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SCHEMES = [
+    pytest.param("default", {}, id="default"),
+    pytest.param("linear", {"factor": 4.0}, id="linear"),
+    pytest.param("llama3", LLAMA3, id="llama3"),
+    pytest.param("yarn", {"factor": 4.0, "original_max_position_embeddings": 32768}, id="yarn"),
+]
+
+
+@pytest.mark.parametrize(("kind", "parameters"), SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("old", "new"), [(0, 131_000), (131_000, 0), (77, 4_000), (4_000, 3_999), (9, 9)])
+def test_turned_keys_are_those_that_were_rotated_there(
+    kind: str, parameters: dict[str, Any], dtype: torch.dtype, old: int, new: int
+) -> None:
+    """Up to the last position of a long model, for scaled frequencies and those with a factor on cos and sin."""
+    inv_freq, factor = inverse_frequencies(RopeSpec(16, 500_000.0, 131_072, kind, parameters, 131_072))
+    keys = torch.randn(5, 2, 20, generator=torch.Generator().manual_seed(3))
+
+    def placed(first: int) -> torch.Tensor:
+        cos, sin = cos_sin(inv_freq, factor, torch.arange(first, first + 5), torch.float32)
+        return rotate(keys, cos, sin).to(dtype)
+
+    turned = turn(placed(old)[None], inv_freq[None], old, new)[0]
+    assert turned.dtype is dtype
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(turned.float(), placed(new).float(), atol=tolerance, rtol=tolerance)
+
+
+def test_layers_turn_by_frequencies_of_their_own() -> None:
+    frequencies = torch.stack([inverse_frequencies(RopeSpec(8, theta, 2048))[0] for theta in (100.0, 10_000.0)])
+    keys = torch.randn(2, 3, 1, 8, generator=torch.Generator().manual_seed(4))
+    both = turn(keys, frequencies, 5, 50)
+    for layer in range(2):
+        alone = turn(keys[layer : layer + 1], frequencies[layer : layer + 1], 5, 50)
+        torch.testing.assert_close(both[layer : layer + 1], alone)

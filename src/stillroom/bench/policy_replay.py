@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from stillroom.bench.reuse_workloads import Ask, Workload
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import NodeKey, NodeRecord, Tier
+from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable
 from stillroom.kvcache.cost_model import CostProfile, Link
@@ -40,6 +40,9 @@ from which loading a document may take longer than computing it."""
 
 class NoMover:
     """A `KVMover` that has no bytes to move and always succeeds."""
+
+    def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
+        return True
 
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         return True

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from stillroom.cli import room
+from stillroom.cli.bench_anywhere import ANYWHERE_HELP, QUALITY_HELP, anywhere, quality
 from stillroom.cli.bench_report import (
     CompareOption,
     DatasetsOption,
@@ -272,3 +273,5 @@ def runtime(  # noqa: PLR0913  one parameter per flag
 
 
 app.command("reuse", help=REUSE_HELP)(reuse)
+app.command("quality", help=QUALITY_HELP)(quality)
+app.command("anywhere", help=ANYWHERE_HELP)(anywhere)

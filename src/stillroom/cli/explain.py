@@ -63,11 +63,15 @@ def _show(name: str, at: float, trace: dict[str, Any]) -> None:
     for segment in reuse["segments"]:
         source = by_chunk.get(segment["chunk_id"])
         what = segment["kind"] if source is None else _describe(source)
-        line(f"  {segment['num_tokens']:>6,}  {segment['source']:<8}  {segment['reason']:<20}  {what}")
+        again = segment.get("num_recomputed", 0)
+        repaired = f"  ({count(again, 'token')} computed again)" if again else ""
+        line(f"  {segment['num_tokens']:>6,}  {segment['source']:<8}  {segment['reason']:<20}  {what}{repaired}")
     line()
     if reuse["num_cached_tokens"] and reuse["segments"]:
         loads = f", {duration(reuse['load_seconds'])} of loading deducted" if reuse["load_seconds"] else ""
         line(f"Saved: about {duration(max(reuse['saved_seconds'], 0.0))} by the cost profile{loads}")
+    if ratio := reuse.get("recompute_ratio"):
+        line(f"Repaired: {ratio:.0%} of the tokens of documents that were reused at another place, computed again")
     line(
         f"Timing: retrieval {duration(timing['retrieval_seconds'])}, first token {duration(timing['ttft_seconds'])}, "
         f"total {duration(timing['total_seconds'])} for {count(trace['num_generated_tokens'], 'token')}"

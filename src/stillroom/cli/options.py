@@ -53,7 +53,12 @@ EngineModelOption = Annotated[
 ]
 ReuseOption = Annotated[
     ReuseMode | None,
-    typer.Option("--reuse", metavar="exact|off", help="Whether kept KV is used; without it, as configured (exact)."),
+    typer.Option(
+        "--reuse",
+        metavar="exact|anywhere|off",
+        help="How far kept KV is used: for prompts that begin alike, for documents anywhere in them (answers may "
+        "change), or not at all; without it, as configured (exact).",
+    ),
 ]
 ModeOption = Annotated[
     SearchMode | None,

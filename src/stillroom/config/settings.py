@@ -18,7 +18,8 @@ IndexKind = Literal["flat", "hnsw", "ivf_pq"]
 EngineKind = Literal["builtin", "openai"]
 EnginePrompt = Literal["chat", "text", "tokens"]
 DocumentOrder = Literal["prefix", "rank"]
-ReuseMode = Literal["exact", "off"]
+ReuseMode = Literal["exact", "anywhere", "off"]
+TokenSelector = Literal["question", "question_mean", "first", "random"]
 EvictionPolicy = Literal["prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm"]
 LoadChoice = Literal["measured", "always"]
 Weights = Literal["checkpoint", "int8"]
@@ -157,8 +158,20 @@ class ReuseConfig:
     """KV that is kept for the next prompt that begins alike. See docs/knowledge-tree.md."""
 
     mode: ReuseMode = "exact"
-    """`exact`: KV is reused where the same tokens stood after the same tokens; no answer changes. `off`: every prompt
-    is computed."""
+    """`exact`: KV is reused where the same tokens stood after the same tokens; no answer changes. `anywhere`: beyond
+    that, a document's KV is reused wherever it stands in a prompt, and a share of its tokens is computed again; answers
+    may change (docs/chunk-reuse.md). `off`: every prompt is computed."""
+    recompute_ratio: float = 0.15
+    """With `anywhere`: share of the tokens of documents reused at another place that is computed again, in [0, 1]. More
+    is slower and closer to computing everything, which 1 is."""
+    token_selector: TokenSelector = "question"
+    """Which tokens those are: by the question's attention, mostly its last token's (`question`) or all alike
+    (`question_mean`), the first of each document (`first`), or any (`random`). The last three are for comparison."""
+    audit_share: float = 0.02
+    """With `anywhere`: share of such answers that is compared with a full prefill, when nobody waits. 0: none."""
+    max_disagreement: float = 0.25
+    """Share of audited answers whose first tokens may differ. When it is sure that more do, the recompute ratio is
+    doubled, and in the end only exact prefixes are reused."""
     host_bytes: int = 2 * 1024**3
     """Host memory for KV that had to leave the device (`runtime.kv_bytes`); taken as it fills. 0: none."""
     disk_bytes: int = 4 * 1024**3
@@ -178,6 +191,13 @@ class ReuseConfig:
     tail_blocks: int = 4
     """The end of a prompt is kept in pieces of this many blocks, so that long ones (conversations, raw prompts) are
     shared as far as they agree. Questions shorter than a piece are not kept."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.recompute_ratio <= 1.0:
+            raise ConfigError(f"reuse.recompute_ratio={self.recompute_ratio} must lie between 0 and 1")
+        for name in ("audit_share", "max_disagreement"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"reuse.{name}={getattr(self, name)} must lie between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,8 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """The part of one sequence that runs in this step: its tokens [first_position, first_position + n)."""
+    """The part of one sequence that runs in this step: its tokens [first_position, first_position + n), or those at
+    `positions`, where chunks are repaired."""
 
     request_id: RequestId
     token_ids: NDArray[np.int64]
@@ -43,6 +44,12 @@ class ScheduledSequence:
     """Shape [first_position + n]: the slot of every token attended to, in order of position. The last n are written."""
     samples: tuple[SampleSpec, ...]
     """What is picked from the logits of the last token. Nothing for a piece of a prompt that is not its last."""
+    positions: NDArray[np.int64] | None = None
+    """Shape [n], ascending, the last one that of the last slot: where the tokens stand, if there are gaps between them.
+    Each sees the context up to itself and is written to its own slot there."""
+    is_look: bool = False
+    """Nothing is kept or sampled: it is asked what the tokens, which stand behind the whole context, attend to. The
+    context leaves out what has no KV yet, so `positions` says nothing of its slots: the tokens' are the last n."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -87,3 +94,6 @@ class StepResult:
     token_ids: Mapping[RequestId, int]
     logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
     """For the requests that want them."""
+    attention: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
+    """Of looks, shape [2, k]: the share of attention that each slot of the context got from the last token, and from
+    all tokens in the mean; means over heads and layers."""

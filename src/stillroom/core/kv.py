@@ -15,6 +15,10 @@ NodeKey = NewType("NodeKey", bytes)
 """SHA-256 (32 bytes) chained over model, tenant, all earlier tokens and the piece's own."""
 
 
+NO_CONTENT = bytes(32)
+"""Of a node whose tokens nobody has named."""
+
+
 class Tier(IntEnum):
     """Where a copy of KV is. Smaller is faster."""
 
@@ -44,6 +48,21 @@ class NodeRecord:
     """Seconds per token to compute it, as `KnowledgeTree` measured them; worth more than 0."""
     frequency: float
     """Uses in the last time window, when it was stored."""
+    content: bytes = NO_CONTENT
+    """32 bytes that name its tokens for this model and tenant, wherever they stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCopy:
+    """A copy of a node, to be read."""
+
+    key: NodeKey
+    tier: Tier
+    block_ids: Sequence[BlockId]
+    """Where it is on the device; empty elsewhere."""
+    first_position: int
+    """Where its tokens stood when its keys were rotated."""
+    num_tokens: int
 
 
 class KVMover(Protocol):
@@ -59,6 +78,10 @@ class KVMover(Protocol):
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         """Copy a node from host or disk into these device blocks, verified."""
+        ...
+
+    def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
+        """Copy a node into these device blocks as if its tokens stood from this position on, verified."""
         ...
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:

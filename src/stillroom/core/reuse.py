@@ -1,5 +1,6 @@
 """How much of a prompt's KV was kept, where it came from, and why the rest was not: plain values for reports."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -21,6 +22,8 @@ class Reason(StrEnum):
     """A stored copy was damaged or gone."""
     CHEAPER = "cheaper to recompute"
     """Loading it would have taken longer, as measured on this machine."""
+    ANYWHERE = "placed"
+    """It was kept from another place: its keys were turned to this one, and some of its tokens computed again."""
     SHARED = "computed by another sample"
     """Several answers to one question: only the first one's prompt is computed."""
     TAIL = "always computed"
@@ -38,6 +41,8 @@ class SegmentReuse:
     source: Tier | None
     """None: computed."""
     reason: Reason
+    num_recomputed: int = 0
+    """Of the tokens of a placed chunk: computed again to repair it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +54,35 @@ class PromptReuse:
     """What loading was expected to take, by the cost model."""
     saved_seconds: float
     """What was saved by the cost model: computing everything, less loading and computing the rest."""
+    recompute_ratio: float = 0.0
+    """Share of the placed tokens that was to be computed again; 0 where nothing was placed."""
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose KV was not computed."""
-        return sum(segment.num_tokens for segment in self.segments if segment.source is not None)
+        return sum(one.num_tokens - one.num_recomputed for one in self.segments if one.source is not None)
+
+    @property
+    def has_placed(self) -> bool:
+        """Whether KV of another place was used: the answer may differ from that of a full prefill."""
+        return any(segment.reason is Reason.ANYWHERE for segment in self.segments)
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens of placed chunks that were computed again."""
+        return sum(segment.num_recomputed for segment in self.segments)
+
+    def repaired(self, num_chosen: Sequence[int]) -> "PromptReuse":
+        """With what was computed again of each placed chunk, in order."""
+        counts = iter(num_chosen)
+        segments = [
+            replace(one, num_recomputed=next(counts)) if one.reason is Reason.ANYWHERE else one for one in self.segments
+        ]
+        return replace(self, segments=tuple(segments))
 
     def num_tokens_from(self, tier: Tier) -> int:
-        return sum(segment.num_tokens for segment in self.segments if segment.source is tier)
+        """Of the cached ones."""
+        return sum(one.num_tokens - one.num_recomputed for one in self.segments if one.source is tier)
 
     def shared(self) -> "PromptReuse":
         """The same for another sample of the same prompt, which computes none of it."""

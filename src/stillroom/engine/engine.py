@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
+from stillroom.engine.audit import Audit
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import DeviceLostError, RequestTimeoutError
 from stillroom.runner.torch_runner import Runner
@@ -26,12 +27,21 @@ class _Deadline:
 class Engine:
     """Requests in, token events out, one step at a time."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, timeout_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Clock,
+        timeout_seconds: float = 0.0,
+        audit: Audit | None = None,
+    ) -> None:
         """
         Args:
             timeout_seconds: how long a request may take before it is started again, and again before it is given up;
                 0 is no limit.
+            audit: of answers from placed KV; None: nobody looks.
         """
+        self.audit = audit
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
@@ -50,6 +60,10 @@ class Engine:
             UsageError: there are more samples than can run at the same time.
         """
         self.scheduler.add(request, *samples)
+        if self.audit is not None:
+            self._interrupt_audit()
+            for one in (request, *samples):
+                self.audit.submitted(one)
         if self._timeout:
             deadline = self.clock.monotonic() + self._timeout
             self._deadlines |= {one.request_id: _Deadline(deadline) for one in (request, *samples)}
@@ -59,7 +73,10 @@ class Engine:
         if not self.scheduler.abort(request_id):
             return None
         self._deadlines.pop(request_id, None)
-        return TokenEvent(request_id, None, FinishReason.ABORTED, self.clock.monotonic())
+        event = TokenEvent(request_id, None, FinishReason.ABORTED, self.clock.monotonic())
+        if self.audit is not None:
+            self.audit.hear(event)
+        return event
 
     def step(self) -> list[TokenEvent]:
         """Run one step; nothing if there is nothing to run.
@@ -92,15 +109,28 @@ class Engine:
         for event in events:
             if event.finish_reason is not None:
                 self._deadlines.pop(event.request_id, None)
+        if self.audit is not None:
+            events = [event for event in events if not self.audit.hear(event)]
         return expired + events
 
     def tend(self) -> bool:
         """Something useful in an idle moment; False if there is nothing left to do."""
-        return self.scheduler.kv.tend()
+        if self.scheduler.kv.tend():
+            return True
+        shadow = None if self.audit is None else self.audit.next()
+        if shadow is not None:
+            self.scheduler.add(shadow)
+        return shadow is not None
 
     def check_integrity(self) -> None:
         """Every block is accounted for; see `Scheduler.check_integrity`."""
         self.scheduler.check_integrity()
+
+    def _interrupt_audit(self) -> None:
+        """Audits are for idle moments."""
+        running = None if self.audit is None else self.audit.interrupt()
+        if running is not None:
+            self.scheduler.abort(running)
 
     def _expire(self) -> list[TokenEvent]:
         """Requests that took too long: started again the first time (RAGCache 6), given up the second."""

@@ -6,14 +6,17 @@ stays while it is on the device again ("swap out only once"). Copies on disk sta
 docs/knowledge-tree.md
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import NodeKey, NodeRecord, Tier
+from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.tiered_nodes import TIERS, TieredNodes
+
+_ALONE = b"anywhere"
 
 
 class KnowledgeTree(TieredNodes):
@@ -31,9 +34,9 @@ class KnowledgeTree(TieredNodes):
             path.append(node)
         return path
 
-    def has_content(self, piece: Piece) -> bool:
-        """Whether the same tokens are kept somewhere, after whatever else."""
-        return self._contents[piece.content] > 0
+    def variants(self, content: bytes) -> list[Node]:
+        """All nodes of the same tokens, for the same model and tenant, after whatever else."""
+        return list(self._by_content.get(content, {}).values())
 
     def is_gone(self, piece: Piece) -> bool:
         """Whether a node of this name had to make room, not long ago."""
@@ -90,6 +93,39 @@ class KnowledgeTree(TieredNodes):
             self._offload(node)
         return node
 
+    def insert_alone(
+        self, piece: Piece, block_ids: Sequence[BlockId], before: tuple[bytes, ...], cost_per_token: float
+    ) -> None:
+        """A chunk was computed behind others whose KV was not exact: a node that hangs from none, and can be placed.
+
+        One for each content, whatever stands before it; the tree takes a reference of its own to the blocks.
+        """
+        key = NodeKey(hashlib.sha256(_ALONE + piece.content).digest())
+        if key in self._nodes:
+            return
+        node = self._attach(key, key, piece.content, piece.start, piece.num_tokens, piece.chunk_id, before)
+        self.touch(node, cost_per_token)
+        self._unstored[key] = None
+        self.pool.acquire(block_ids)
+        self._place_on_device(node, list(block_ids))
+
+    def place(self, node: Node, block_ids: Sequence[BlockId], first_position: int) -> bool:
+        """Copy a node into a sequence's own blocks as if it stood from this position on; False if its copy failed.
+
+        Nothing here depends on what is done with these blocks."""
+        if self._nodes.get(node.key) is not node:  # dropped meanwhile, with what it hung from
+            return False
+        while (tier := node.tier) is not None:
+            copy = NodeCopy(node.key, tier, node.block_ids or (), node.first_position, node.num_tokens)
+            if self.mover.place(copy, block_ids, first_position):
+                self.stats.placed[tier] += 1
+                self.touch(node)
+                return True
+            self.stats.failed_loads[tier] += 1
+            self._remove_copy(node, tier, is_dropped=True)
+        self._forget(node, has_failed=True)
+        return False
+
     def load(self, node: Node) -> bool:
         """Bring a node whose parent is on the device there too; False if there is no room, or its copy failed.
 
@@ -121,10 +157,14 @@ class KnowledgeTree(TieredNodes):
 
     # Shrinking
 
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free, or would be with everything evicted that nobody uses."""
+        return self.pool.num_free + self.num_idle_blocks >= num_blocks
+
     def make_room(self, num_blocks: int) -> bool:
         """Evict from the device until so many blocks are free (RAGCache Algorithm 1, EVICT_IN_GPU); False, and nothing
         evicted, if that is not possible."""
-        if self.pool.num_free + self.num_idle_blocks < num_blocks:
+        if not self.has_room(num_blocks):
             return False
         while self.pool.num_free < num_blocks:
             self._leave_device(self._pop_victim(Tier.DEVICE))
@@ -191,8 +231,15 @@ class KnowledgeTree(TieredNodes):
             if record.key in self._nodes or not self._has_place(record):
                 orphans.append(record.key)
                 continue
+            is_alone = record.parent == record.key and record.first_position > 0
             node = self._attach(
-                record.key, record.parent, b"", record.first_position, record.num_tokens, record.chunk_id
+                record.key,
+                record.parent,
+                record.content,
+                record.first_position,
+                record.num_tokens,
+                record.chunk_id,
+                () if is_alone else None,
             )
             node.frequency.add(self._now(), record.frequency)
             node.heat = self._num_uses / self.options.half_life_uses + math.log2(max(record.frequency, 1.0))
@@ -205,7 +252,7 @@ class KnowledgeTree(TieredNodes):
         return orphans
 
     def _has_place(self, record: NodeRecord) -> bool:
-        if record.first_position == 0:
+        if record.parent == record.key:
             return True
         parent = self._nodes.get(record.parent)
         return parent is not None and parent.first_position + parent.num_tokens == record.first_position
@@ -334,4 +381,5 @@ class KnowledgeTree(TieredNodes):
             chunk_id=node.chunk_id,
             avg_cost=node.avg_cost,
             frequency=node.frequency.value(self._now()),
+            content=node.content,
         )

@@ -7,6 +7,8 @@ from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_table import BlockTable
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
+from stillroom.kvcache.placement import Placement
+from stillroom.kvcache.repair import Repair
 
 
 @dataclass(slots=True)
@@ -24,11 +26,17 @@ class Lease:
     nodes: list[Node] = field(default_factory=list)
     """Used by this sequence: neither they nor those above them are evicted."""
     num_committed: int = 0
-    num_keepable: int = -1
-    """Pieces from here on are not handed to the tree: a document of theirs was removed meanwhile. -1: all are."""
+    num_keepable: int = 2**31
+    """Pieces from here on are not handed to the tree: a document of theirs was removed meanwhile."""
     cost_per_token: float = 0.0
     """Seconds: what a computed token of the prompt costs, by the cost model (RAGCache Eq. 3)."""
     reuse: PromptReuse | None = None
     """As it was first admitted; None before."""
+    may_place: bool = True
+    """Whether KV of other places may be used."""
+    placements: tuple[Placement, ...] = ()
+    """Pieces whose KV was taken from another place; behind the first of them nothing is exact."""
+    repair: Repair | None = None
+    """How the prompt is completed then; None when it is."""
     is_expected: bool = False
     """Whether the tree was told that its pieces will be used."""

@@ -5,19 +5,24 @@ A sequence holds a `Lease`. Blocks that it shares with the tree or with other se
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stillroom.core.batch import BlockCopy
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import Tier
-from stillroom.core.prompt import SegmentedPrompt
+from stillroom.core.prompt import SegmentedPrompt, SegmentKind
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.pieces import Piece, PrefixKeys
+from stillroom.kvcache.placement import AnywhereOptions, Placement, plan_placements
+from stillroom.kvcache.repair import Repair
 from stillroom.kvcache.reuse_plan import plan_reuse
 from stillroom.kvcache.reuse_report import Found, count, nothing_reused, segments_of
 
@@ -38,6 +43,8 @@ class Reuse:
     keys: PrefixKeys
     always_loads: bool = False
     """Load whatever is kept, even where computing would be faster."""
+    anywhere: AnywhereOptions | None = None
+    """Chunks behind the exact prefix may take their KV from other places; None: they may not."""
 
 
 class KVCacheManager:
@@ -47,10 +54,15 @@ class KVCacheManager:
         self.pool = pool
         self.reuse = reuse
 
-    def new_lease(self, prompt: SegmentedPrompt, max_tokens: int, salt: str = "") -> Lease:
+    def allow_anywhere(self, options: AnywhereOptions | None) -> None:
+        """From the next admission on, chunks are placed so, or not at all. Without reuse, nothing."""
+        if self.reuse is not None:
+            self.reuse = replace(self.reuse, anywhere=options)
+
+    def new_lease(self, prompt: SegmentedPrompt, max_tokens: int, salt: str = "", *, may_place: bool = True) -> Lease:
         """An empty lease for a sequence that will never hold more than `max_tokens` tokens."""
         pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
-        return Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces)
+        return Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces, may_place=may_place)
 
     def can_ever_hold(self, segment_lengths: Sequence[int]) -> bool:
         """Whether segments of these lengths would fit into an otherwise empty pool."""
@@ -94,7 +106,8 @@ class KVCacheManager:
         if self.reuse is None:
             return
         tree = self.reuse.tree
-        end = len(lease.pieces) if lease.num_keepable < 0 else lease.num_keepable
+        end = min(lease.num_keepable, lease.placements[0].piece_index) if lease.placements else lease.num_keepable
+        end = min(end, len(lease.pieces))
         while lease.num_committed < end and lease.pieces[lease.num_committed].end <= num_computed:
             piece = lease.pieces[lease.num_committed]
             parent = tree.get(piece.parent)
@@ -138,6 +151,7 @@ class KVCacheManager:
         into.nodes, into.num_committed = list(lease.nodes), lease.num_committed
         into.reuse = None if lease.reuse is None else lease.reuse.shared()
         into.cost_per_token, into.num_keepable = lease.cost_per_token, lease.num_keepable
+        into.placements, into.repair = lease.placements, lease.repair
         if self.reuse:
             self.reuse.tree.acquire(into.nodes)
 
@@ -149,6 +163,37 @@ class KVCacheManager:
             self.reuse.tree.release(reversed(lease.nodes))
         lease.nodes = []
         lease.num_committed = 0
+        lease.placements = ()
+        lease.repair = None
+
+    def repaired(self, lease: Lease, attention_2K: NDArray[np.float32] | None = None) -> None:
+        """What is to be computed again of the placed chunks is known now.
+
+        Args:
+            attention_2K: the result of the look, if there was one.
+        """
+        assert self.reuse is not None and lease.repair is not None and lease.reuse is not None
+        if attention_2K is not None:
+            lease.repair.see(attention_2K)
+        num_chosen = lease.repair.num_chosen()
+        self.reuse.tree.stats.recomputed_tokens += sum(num_chosen)
+        lease.reuse = lease.reuse.repaired(num_chosen)
+
+    def end_repair(self, lease: Lease) -> None:
+        """All of the prompt has KV now. Chunks that were computed behind placed ones, and have no copy yet, are kept to
+        be placed themselves."""
+        assert self.reuse is not None
+        lease.repair = None
+        tree, first = self.reuse.tree, lease.placements[0].piece_index
+        is_placed = {placement.piece_index for placement in lease.placements}
+        before = [piece.content for piece in lease.pieces[:first] if piece.kind is SegmentKind.CHUNK]
+        for index, piece in enumerate(lease.pieces[first : lease.num_keepable], start=first):
+            if piece.kind is not SegmentKind.CHUNK:
+                continue
+            if index not in is_placed and not tree.variants(piece.content):
+                own = lease.table.blocks_of(piece.start, piece.num_tokens)
+                tree.insert_alone(piece, own, tuple(before), lease.cost_per_token)
+            before.append(piece.content)
 
     @property
     def num_free_blocks(self) -> int:
@@ -175,7 +220,7 @@ class KVCacheManager:
         dead = known - existing(known)
         for lease in under_way:
             firsts = (index for index, piece in enumerate(lease.pieces) if piece.chunk_id in dead)
-            lease.num_keepable = next(firsts, lease.num_keepable)
+            lease.num_keepable = min(lease.num_keepable, next(firsts, lease.num_keepable))
         return tree.forget_chunks(lambda chunk_id: chunk_id not in dead)
 
     def lose_device(self) -> None:
@@ -207,11 +252,17 @@ class KVCacheManager:
         bytes_per_token = tree.options.bytes_per_token
         plan = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=reuse.always_loads)
         path = matched[: plan.num_nodes]
-        found = Found(matched, [node.tier for node in matched], plan.num_nodes, num_tokens)
+        tiers = [node.tier for node in matched]
+        placements = self._plan_placements(reuse, lease, len(path))
         size = self.pool.block_size
         fresh = [node.num_tokens for node in path if node.block_ids is None]
         fresh += _runs_after(plan.num_cached, segment_lengths)
         tree.acquire(path)
+        sources = [placement.node for placement in placements]
+        tree.acquire(sources)  # so that they do not make room for their own copies
+        if sources and not tree.has_room(num_blocks_for(fresh, size)):
+            tree.release(sources)
+            sources, placements = [], []
         if not tree.make_room(num_blocks_for(fresh, size)):
             tree.release(reversed(path))
             return None
@@ -225,13 +276,46 @@ class KVCacheManager:
         num_cached = lease.table.num_slots
         has_room = self._try_allocate(lease.table, _runs_after(num_cached, segment_lengths))
         assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
+        placed = [placement for placement in placements if self._place(tree, lease, placement)]
+        tree.release(sources)
+        self._begin_repair(reuse, lease, placed)
         if lease.reuse is None:
-            self._account(reuse.tree, lease, found)
+            origins = {placement.piece_index: placement.tier for placement in placed}
+            self._account(tree, lease, Found(matched, tiers, plan.num_nodes, num_tokens, origins))
+        if lease.repair is not None and not lease.repair.needs_look:
+            self.repaired(lease)
         return num_cached
+
+    def _plan_placements(self, reuse: Reuse, lease: Lease, num_exact: int) -> list[Placement]:
+        """None for who has begun with exact KV, and had to make room: who reads that in the report can rely on it."""
+        began_exactly = lease.reuse is not None and not lease.reuse.has_placed
+        if reuse.anywhere is None or began_exactly or not lease.may_place:
+            return []
+        return plan_placements(reuse.tree, lease.pieces, num_exact, reuse.anywhere, always_loads=reuse.always_loads)
+
+    def _place(self, tree: KnowledgeTree, lease: Lease, placement: Placement) -> bool:
+        """A copy of a node in the lease's own blocks; False if it was damaged, and then the piece is computed."""
+        piece = lease.pieces[placement.piece_index]
+        return tree.place(placement.node, lease.table.blocks_of(piece.start, piece.num_tokens), piece.start)
+
+    def _begin_repair(self, reuse: Reuse, lease: Lease, placed: list[Placement]) -> None:
+        lease.placements = tuple(placed)
+        lease.repair = None
+        if placed:
+            assert reuse.anywhere is not None
+            chunks = [lease.pieces[placement.piece_index] for placement in placed]
+            question_start = lease.prompt.num_tokens - len(lease.prompt.segments[-1].token_ids)
+            ranges = [range(piece.start, piece.end) for piece in chunks]
+            num_exact = sum(node.num_tokens for node in lease.nodes)
+            lease.repair = Repair(num_exact, ranges, question_start, reuse.anywhere)
 
     def _account(self, tree: KnowledgeTree, lease: Lease, found: Found) -> None:
         """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""
         num_cached = sum(node.num_tokens for node in lease.nodes)
+        if found.placed:
+            assert self.reuse is not None and self.reuse.anywhere is not None
+            num_placed = sum(lease.pieces[index].num_tokens for index in found.placed)
+            num_cached += int((1.0 - self.reuse.anywhere.recompute_ratio) * num_placed)
         num_new = found.num_tokens - num_cached
         compute = tree.profile.prefill_seconds(num_cached, num_new)
         lease.cost_per_token = compute / num_new
@@ -246,8 +330,15 @@ class KVCacheManager:
             for node, tier in zip(lease.nodes, found.tiers, strict=False)
             if tier is not None and tier is not Tier.DEVICE
         )
+        loads += sum(
+            tree.profile.load_seconds(tier, lease.pieces[index].num_tokens * tree.options.bytes_per_token)
+            for index, tier in found.placed.items()
+            if tier is not Tier.DEVICE
+        )
         saved = tree.profile.prefill_seconds(0, found.num_tokens) - compute - loads
-        lease.reuse = PromptReuse(segments_of(lease.prompt, lease.pieces, sources), loads, saved)
+        segments = segments_of(lease.prompt, lease.pieces, sources)
+        ratio = self.reuse.anywhere.recompute_ratio if found.placed and self.reuse and self.reuse.anywhere else 0.0
+        lease.reuse = PromptReuse(segments, loads, saved, ratio)
 
     def _use_instead(self, table: BlockTable, piece: Piece, own: list[BlockId], kept: list[BlockId]) -> None:
         """[computed twice): free it, another sequence stored it first."""

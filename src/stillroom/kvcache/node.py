@@ -43,6 +43,7 @@ class Node:
 
     __slots__ = (
         "avg_cost",
+        "before",
         "block_ids",
         "children",
         "chunk_id",
@@ -70,6 +71,7 @@ class Node:
         parent: "Node | None",
         *,
         content: bytes,
+        before: tuple[bytes, ...] = (),
         first_position: int,
         num_tokens: int,
         chunk_id: ChunkId | None,
@@ -81,7 +83,9 @@ class Node:
         self.parent = parent
         self.children: dict[NodeKey, Node] = {}
         self.content = content
-        """Hash of its tokens alone; empty for a node that was restored from disk."""
+        """Hash of model, tenant and its tokens, wherever they stand."""
+        self.before = before
+        """Contents of the chunks that stood before it when its KV was computed, in order, as far as is known."""
         self.first_position = first_position
         self.num_tokens = num_tokens
         self.chunk_id = chunk_id

@@ -28,7 +28,7 @@ class Piece:
     key: NodeKey
     parent: NodeKey
     content: bytes
-    """Hash of its tokens alone, wherever they stand."""
+    """Hash of model, tenant and its tokens, wherever they stand."""
     start: int
     num_tokens: int
     segment: int
@@ -60,7 +60,8 @@ class PrefixKeys:
     def pieces(self, prompt: SegmentedPrompt, salt: str = "") -> tuple[Piece, ...]:
         """In order of position; what they leave uncovered is the end of the last segment."""
         found: list[Piece] = []
-        parent, start = self.root(salt), 0
+        root, start = self.root(salt), 0
+        parent = root
         for index, segment in enumerate(prompt.segments):
             tokens = np.asarray(segment.token_ids, dtype="<u4")
             size = len(tokens)
@@ -68,7 +69,7 @@ class PrefixKeys:
                 tokens, size = tokens[: (size - 1) // self.tail_tokens * self.tail_tokens], self.tail_tokens
             for first in range(0, len(tokens), size):
                 own = tokens[first : first + size]
-                content = hashlib.sha256(own.tobytes()).digest()
+                content = hashlib.sha256(root + own.tobytes()).digest()
                 key = NodeKey(hashlib.sha256(parent + content).digest())
                 found.append(Piece(key, parent, content, start, len(own), index, segment.kind, segment.chunk_id))
                 parent, start = key, start + len(own)

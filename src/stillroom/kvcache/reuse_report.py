@@ -1,6 +1,6 @@
 """What is said of a prompt when it is admitted: where the KV of each part comes from, and why the rest is computed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stillroom.core.kv import Tier
@@ -26,11 +26,15 @@ class Found:
     num_planned: int
     """How many of them it was worth to use."""
     num_tokens: int
+    placed: Mapping[int, Tier]
+    """Pieces that were taken from another place, and from where."""
 
     def source(self, index: int, lease: Lease, tree: KnowledgeTree) -> Source:
         """Where the KV of the prompt's `index`-th piece comes from, and why."""
         if index < lease.num_committed:
             return self.tiers[index], Reason.HIT
+        if index in self.placed:
+            return self.placed[index], Reason.ANYWHERE
         if index < self.num_planned:
             return None, Reason.RECORD_FAILED
         if index < len(self.matched):
@@ -40,11 +44,14 @@ class Found:
             return None, Reason.RECORD_FAILED
         if tree.is_gone(piece):
             return None, Reason.EVICTED
-        return None, Reason.ORDER_DIFFERS if tree.has_content(piece) else Reason.NEVER_SEEN
+        return None, Reason.ORDER_DIFFERS if tree.variants(piece.content) else Reason.NEVER_SEEN
 
 
 def count(stats: CacheStats, pieces: Sequence[Piece], sources: Sequence[Source]) -> None:
     for piece, (tier, reason) in zip(pieces, sources, strict=True):
+        if reason is Reason.ANYWHERE:
+            stats.placed_tokens += piece.num_tokens
+            continue
         if tier is not None:
             stats.hits[tier] += 1
             stats.hit_tokens[tier] += piece.num_tokens

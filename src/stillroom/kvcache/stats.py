@@ -22,6 +22,11 @@ class CacheStats:
     missed_tokens: int = 0
     cheaper: int = 0
     """Of the misses: there was a copy, and computing was cheaper than loading it."""
+    placed: Counter[Tier] = field(default_factory=_by_tier)
+    """Chunks that were used at another place than their own, by the tier they were in."""
+    placed_tokens: int = 0
+    recomputed_tokens: int = 0
+    """Of the placed ones: computed again to repair them."""
     loads: Counter[Tier] = field(default_factory=_by_tier)
     """Copies brought to the device, by where they came from."""
     failed_loads: Counter[Tier] = field(default_factory=_by_tier)

@@ -80,7 +80,7 @@ class TieredNodes:
         self._leaves: dict[Tier, IndexedHeap[NodeKey]] = {tier: IndexedHeap() for tier in Tier}
         self._clocks = dict.fromkeys(Tier, 0.0)
         self._expected: Counter[NodeKey] = Counter()
-        self._contents: Counter[bytes] = Counter()
+        self._by_content: dict[bytes, dict[NodeKey, Node]] = {}
         self._gone: OrderedDict[NodeKey, _Gone] = OrderedDict()  # oldest first
         self._unstored: OrderedDict[NodeKey, None] = OrderedDict()  # what may not be on disk, oldest first
         self._popularity = CountMinSketch(halve_every=100_000)
@@ -148,13 +148,15 @@ class TieredNodes:
                 assert (node.key in self._leaves[where]) == self._is_leaf(node, where), (node.key.hex(), where)
         assert (used, num_copies) == (self._used, self._num_copies), "copies and their sums differ"
         assert all(used[tier] <= limit for tier, limit in self._capacity.items()), "a tier is over its capacity"
+        by_content = [node for same in self._by_content.values() for node in same.values()]
+        assert len(by_content) == len(self._nodes) and all(self._nodes.get(node.key) is node for node in by_content)
         for heap in self._leaves.values():
             heap.check_integrity()
             assert all(key in self._nodes for key in heap)
 
     # Nodes
 
-    def _attach(
+    def _attach(  # noqa: PLR0913  plain values, given once
         self,
         key: NodeKey,
         parent_key: NodeKey,
@@ -162,13 +164,23 @@ class TieredNodes:
         first_position: int,
         num_tokens: int,
         chunk_id: ChunkId | None,
+        before: tuple[bytes, ...] | None = None,
     ) -> Node:
-        parent = self._nodes.get(parent_key)
-        assert (parent is None) == (first_position == 0)
+        """
+        Args:
+            before: for a node that hangs from none, as its KV is not exactly that of any path: contents of the chunks
+                that stood before it.
+        """
+        parent = self._nodes.get(parent_key) if before is None else None
+        assert before is not None or (parent is None) == (first_position == 0)
+        if before is None:
+            before = parent.before if parent is not None else ()
+            before += () if parent is None or parent.chunk_id is None else (parent.content,)
         node = Node(
             key,
             parent,
             content=content,
+            before=before,
             first_position=first_position,
             num_tokens=num_tokens,
             chunk_id=chunk_id,
@@ -179,8 +191,7 @@ class TieredNodes:
         self._nodes[key] = node
         if parent is not None:
             parent.children[key] = node
-        if content:
-            self._contents[content] += 1
+        self._by_content.setdefault(content, {})[key] = node
         gone = self._gone.pop(key, None)
         if gone is not None:
             node.heat = gone.heat
@@ -198,10 +209,10 @@ class TieredNodes:
         del self._nodes[node.key]
         if node.parent is not None:
             del node.parent.children[node.key]
-        if node.content:
-            self._contents[node.content] -= 1
-            if not self._contents[node.content]:
-                del self._contents[node.content]
+        same = self._by_content[node.content]
+        del same[node.key]
+        if not same:
+            del self._by_content[node.content]
         self._unstored.pop(node.key, None)
         self.stats.lost += 1
         self._gone[node.key] = _Gone(has_failed, node.heat)

@@ -18,12 +18,13 @@ Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a memoryview has format "B"."""
 
 MAGIC = b"STILLKV\0"
-VERSION = 1
+VERSION = 2
 FINGERPRINT_SIZE = 32
 
-# magic, version, header size, key, parent, fingerprint, first position, tokens, chunk id or -1, avg cost, frequency,
-# payload size; the checksum of these follows
-_FIELDS = struct.Struct("<8sII32s32s32sIIqddQ")
+# magic, version, header size, key, parent, content, fingerprint, first position, tokens, chunk id or -1, avg cost,
+# frequency, payload size; the checksum of these follows
+_FIELDS = struct.Struct("<8sII32s32s32s32sIIqddQ")
+_VERSION = struct.Struct("<II")
 _CHECKSUM_SIZE = 16
 HEADER_SIZE = _FIELDS.size + _CHECKSUM_SIZE
 TRAILER_SIZE = _CHECKSUM_SIZE
@@ -69,6 +70,7 @@ def encode(record: NodeRecord, fingerprint: bytes, payload: Buffer) -> tuple[byt
         HEADER_SIZE,
         record.key,
         record.parent,
+        record.content,
         fingerprint,
         record.first_position,
         record.num_tokens,
@@ -88,11 +90,11 @@ def decode_header(data: bytes) -> Header | Defect:
     if len(data) < HEADER_SIZE:
         return Defect.SIZE
     fields = data[: _FIELDS.size]
-    _, version, header_size, key, parent, fingerprint, first, num_tokens, chunk_id, cost, frequency, payload_size = (
+    if _VERSION.unpack_from(fields, len(MAGIC)) != (VERSION, HEADER_SIZE):
+        return Defect.VERSION
+    _, _, _, key, parent, content, fingerprint, first, num_tokens, chunk_id, cost, frequency, payload_size = (
         _FIELDS.unpack(fields)
     )
-    if (version, header_size) != (VERSION, HEADER_SIZE):
-        return Defect.VERSION
     if xxhash.xxh3_128_digest(fields) != data[_FIELDS.size : HEADER_SIZE]:
         return Defect.CHECKSUM
     record = NodeRecord(
@@ -103,6 +105,7 @@ def decode_header(data: bytes) -> Header | Defect:
         chunk_id=None if chunk_id == _NO_CHUNK else ChunkId(chunk_id),
         avg_cost=cost,
         frequency=frequency,
+        content=content,
     )
     return Header(record, fingerprint, payload_size)
 

@@ -12,11 +12,12 @@ import torch
 
 from stillroom.core.clock import Clock
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import NodeKey, NodeRecord, Tier
+from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import Defect
+from stillroom.ops.rope import turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class TransferStats:
     """All moves so far, and the disk's troubles."""
 
     flows: Mapping[tuple[Tier, Tier], Flow]
-    """By source and target: device to host is an offload, to the device a load, to disk a store."""
+    """By source and target: device to host is an offload, to the device a load, to disk a store. Copies that were made
+    for another position count with the loads, and as device to device."""
     verify_failures: Mapping[Defect, int]
     """Records that did not verify, by reason."""
     num_write_failures: int
@@ -50,18 +52,31 @@ DIRECTIONS = (
     (Tier.DISK, Tier.DEVICE),
     (Tier.HOST, Tier.DISK),
     (Tier.DEVICE, Tier.DISK),
+    (Tier.DEVICE, Tier.DEVICE),
 )
 
 
 class TieredStore:
     """The `KVMover` over three stores. Used by one thread; every move is complete when its method returns."""
 
-    def __init__(self, device: DeviceStore, host: HostStore, disk: DiskStore | None, clock: Clock) -> None:
-        """Args: disk: None to keep nothing on disk: every store then fails."""
+    def __init__(
+        self,
+        device: DeviceStore,
+        host: HostStore,
+        disk: DiskStore | None,
+        clock: Clock,
+        inv_freq_LP: torch.Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            disk: None to keep nothing on disk: every store then fails.
+            inv_freq_LP: of the decoder; None if nothing is ever placed at another position.
+        """
         self.device = device
         self.host = host
         self.disk = disk
         self._clock = clock
+        self._inv_freq_LP = inv_freq_LP
         self._flows = dict.fromkeys(DIRECTIONS, Flow())
         self._staging = torch.empty(0, dtype=torch.uint8)
 
@@ -91,6 +106,30 @@ class TieredStore:
         else:
             self.drop(key, source)
         return self._count(source, Tier.DEVICE, kv_2LTGD, start)
+
+    def place(
+        self,
+        copy: NodeCopy,
+        block_ids: Sequence[BlockId],
+        first_position: int,
+    ) -> bool:
+        """Copy a node from wherever it is into these device blocks, its keys turned to another position (Cache-Craft
+        3.4.3). The copy itself stays as it is."""
+        start = self._clock.monotonic()
+        assert self._inv_freq_LP is not None, "a store that places nothing"
+        if copy.tier is Tier.DEVICE:
+            kv_2LTGD: torch.Tensor | None = self.device.gather(copy.block_ids, copy.num_tokens)
+        elif copy.tier is Tier.HOST:
+            kv_2LTGD = self._from_host(copy.key, copy.num_tokens)
+        else:
+            kv_2LTGD = self._from_disk(copy.key, copy.num_tokens)
+        if kv_2LTGD is None:
+            self.drop(copy.key, copy.tier)
+        else:
+            kv_2LTGD = kv_2LTGD.to(self._inv_freq_LP.device)
+            keys = turn(kv_2LTGD[0], self._inv_freq_LP, copy.first_position, first_position)
+            self.device.scatter(block_ids, torch.stack((keys, kv_2LTGD[1])))
+        return self._count(copy.tier, Tier.DEVICE, kv_2LTGD, start)
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
         """Copy a node to disk, from the host, or from these device blocks if `source` is the device."""

@@ -13,6 +13,7 @@ from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops import cpu_kernels
+from stillroom.ops.attention_watch import AttentionWatch
 from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate_and_store
 from stillroom.ops.rows import rms_norm
 
@@ -41,9 +42,15 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(spec.embedding_scale or 1.0, dtype=self.dtype))
 
     @torch.inference_mode()
-    def hidden_states(self, packed: PackedInput, layer_kv: LayerKV) -> torch.Tensor:
+    def hidden_states(
+        self, packed: PackedInput, layer_kv: LayerKV, watch: AttentionWatch | None = None
+    ) -> torch.Tensor:
         """Final hidden states [B, M] of the wanted rows, before the last norm. Writes this step's K (rotated) and V to
-        their slots."""
+        their slots.
+
+        Args:
+            watch: is shown the queries and keys of every layer.
+        """
         spec = self.spec
         if self.device.type == "cpu":
             cpu_kernels.use_threads()
@@ -53,12 +60,14 @@ class Decoder:
         rope = local_rope = cos_sin(*self._rope, packed.positions_T, self.activation_dtype)
         if spec.local_rope is not None:
             local_rope = cos_sin(*self._local_rope, packed.positions_T, self.activation_dtype)
-        if self._decode_path is not None and self._decode_path.takes(packed.plan):
+        if self._decode_path is not None and watch is None and self._decode_path.takes(packed.plan):
             return self._decode_path.run(x_TM, rope, packed, layer_kv)[packed.wanted_B]
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
             kv_SGD, window = layer_kv(index), spec.windows[index]
             q_THD = self._queries(layer, x_TM, rope if window is None else local_rope, packed.slots_T, kv_SGD)
+            if watch is not None:
+                watch.see(q_THD, kv_SGD[0], spec.attention_scale, window, spec.attention_softcap)
             plan = packed.plan
             if index == last:
                 if not len(packed.wanted_B):
@@ -75,6 +84,12 @@ class Decoder:
         logits_BV = self.weights.lm_head(self._normed(hidden_BM, self.weights.final_norm)).float()
         cap = self.spec.logit_softcap
         return logits_BV if cap is None else torch.tanh(logits_BV / cap) * cap
+
+    @property
+    def inv_freq_LP(self) -> torch.Tensor:
+        """Angle per position for each layer and pair of dimensions: what `ops.rope.turn` needs."""
+        frequencies = [self._rope if window is None else self._local_rope for window in self.spec.windows]
+        return torch.stack([inv_freq for inv_freq, _ in frequencies])
 
     def _frequencies(self, rope: RopeSpec) -> tuple[torch.Tensor, float]:
         inv_freq, factor = inverse_frequencies(rope)

@@ -30,6 +30,9 @@ class AttentionSpan:
     """Slots of all context tokens in order of position: a slice where they are contiguous (read without a copy), else
     int64 [K]."""
     num_context_tokens: int
+    places: torch.Tensor | None = None
+    """int64 [Q], ascending: where in the context each query stands, the last one at its end; None: side by side there.
+    A query sees the context up to itself."""
 
 
 def only_rows(spans: Sequence[AttentionSpan], rows: Sequence[int]) -> list[AttentionSpan]:
@@ -42,6 +45,8 @@ def only_rows(spans: Sequence[AttentionSpan], rows: Sequence[int]) -> list[Atten
             span = next(remaining, None)
         assert span is not None and row >= span.query_start, "rows must ascend and lie in spans"
         num_tokens = span.num_context_tokens - (span.query_end - 1 - row)
+        if span.places is not None:
+            num_tokens = int(span.places[row - span.query_start]) + 1
         context = span.context
         context = (
             slice(context.start, context.start + num_tokens) if isinstance(context, slice) else context[:num_tokens]
@@ -109,8 +114,9 @@ class AttentionPlan:
 
     def _on_device(self, q_THD: torch.Tensor, k_SGD: torch.Tensor) -> DevicePlan:
         if self._device_plan is None:
-            bounds = [(span.query_start, span.query_end, span.num_context_tokens) for span in self.spans]
-            contexts = [span.context for span in self.spans]
+            spans = [run for span in self.spans for run in _side_by_side(span)]
+            bounds = [(span.query_start, span.query_end, span.num_context_tokens) for span in spans]
+            contexts = [span.context for span in spans]
             self._device_plan = DevicePlan.of(bounds, contexts, q_THD.device, queries_per_tile(q_THD, k_SGD))
         return self._device_plan
 
@@ -123,6 +129,22 @@ class AttentionPlan:
         limits_3 = np.array(limits, dtype=np.float32)
         cpu_kernels.attend_rows(q_BHD.numpy(), kv, self.contexts, self.splits, limits_3, out_BHD.numpy())
         return out_BHD
+
+
+def _side_by_side(span: AttentionSpan) -> list[AttentionSpan]:
+    """The same queries in spans without gaps, each with the beginning of the context that it sees."""
+    if span.places is None:
+        return [span]
+    places = span.places.tolist()
+    breaks = [row for row in range(1, len(places)) if places[row] != places[row - 1] + 1]
+    found = []
+    for first, last in zip([0, *breaks], [*breaks, len(places)], strict=True):
+        num_tokens, context = places[last - 1] + 1, span.context
+        context = (
+            slice(context.start, context.start + num_tokens) if isinstance(context, slice) else context[:num_tokens]
+        )
+        found.append(AttentionSpan(span.query_start + first, span.query_start + last, context, num_tokens))
+    return found
 
 
 def _slots(span: AttentionSpan) -> NDArray[np.int64]:
@@ -145,31 +167,33 @@ def attend_spans(
     out_THD = torch.empty_like(q_THD)
     for span in spans:
         rows = slice(span.query_start, span.query_end)
-        out_THD[rows] = attend(q_THD[rows], k_SGD[span.context], v_SGD[span.context], scale, window, softcap)
+        k_KGD, v_KGD = k_SGD[span.context], v_SGD[span.context]
+        out_THD[rows] = attend(q_THD[rows], k_KGD, v_KGD, scale, window, softcap, span.places)
     return out_THD
 
 
-def attend(
+def attend(  # noqa: PLR0913  as torch's own
     q_QHD: torch.Tensor,
     k_KGD: torch.Tensor,
     v_KGD: torch.Tensor,
     scale: float,
     window: int | None,
     softcap: float | None = None,
+    places_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the last Q of K tokens over all K, [Q, H, D]."""
+    """Attention of some of K tokens over all K, [Q, H, D]: of the last Q, or of those at `places_Q`."""
     num_queries, num_keys = q_QHD.shape[0], k_KGD.shape[0]
-    if window is not None and num_keys > window + num_queries - 1:
+    if places_Q is None and window is not None and num_keys > window + num_queries - 1:
         first = num_keys - window - num_queries + 1  # nobody sees anything before it
         k_KGD, v_KGD, num_keys = k_KGD[first:], v_KGD[first:], num_keys - first
     # on a CPU queries are float32, at which its attention is fastest
     k_KGD, v_KGD = k_KGD.to(q_QHD.dtype), v_KGD.to(q_QHD.dtype)
     if softcap is not None:
-        return attend_capped(q_QHD, k_KGD, v_KGD, scale, window, softcap)
+        return attend_capped(q_QHD, k_KGD, v_KGD, scale, window, softcap, places_Q)
     mask = None
     is_causal = num_queries == num_keys > 1 and (window is None or num_keys <= window)
     if num_queries > 1 and not is_causal:
-        mask = visible(num_queries, num_keys, window, q_QHD.device)
+        mask = _mask(num_queries, num_keys, window, q_QHD.device, places_Q)
     out_HQD = F.scaled_dot_product_attention(
         q_QHD.transpose(0, 1)[None],
         k_KGD.transpose(0, 1)[None],
@@ -182,8 +206,14 @@ def attend(
     return out_HQD.transpose(0, 1)
 
 
-def attend_capped(
-    q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, scale: float, window: int | None, softcap: float
+def attend_capped(  # noqa: PLR0913  as `attend`
+    q_QHD: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    places_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attend` with capped logits, which no fused kernel computes: [H, Q, K] logits in float32 exist for a while."""
     (num_queries, _, head_dim), (num_keys, num_kv_heads, _) = q_QHD.shape, k_KGD.shape
@@ -191,18 +221,32 @@ def attend_capped(
     k_G1DK, v_G1KD = k_KGD.permute(1, 2, 0)[:, None], v_KGD.transpose(0, 1)[:, None]
     logits = torch.tanh((q_GNQD @ k_G1DK).float() / softcap) * softcap
     if num_queries > 1 or (window is not None and num_keys > window):
-        logits = logits.masked_fill(~visible(num_queries, num_keys, window, q_QHD.device), -torch.inf)
+        seen = _mask(num_queries, num_keys, window, q_QHD.device, places_Q)
+        logits = logits.masked_fill(~seen, -torch.inf)
     out_GNQD = torch.softmax(logits, dim=-1).to(v_KGD.dtype) @ v_G1KD
     return out_GNQD.flatten(0, 1).transpose(0, 1)
+
+
+def _mask(
+    num_queries: int, num_keys: int, window: int | None, device: torch.device, places_Q: torch.Tensor | None
+) -> torch.Tensor:
+    """Bool [Q, K]: whether a query may look at a key."""
+    if places_Q is None:
+        return visible(num_queries, num_keys, window, device)
+    return visible_from(places_Q, num_keys, window)
 
 
 @lru_cache(maxsize=4)
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Bool [Q, K]: whether a query, one of the last Q tokens, may look at a key."""
-    query_positions = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    key_positions = torch.arange(num_keys, device=device)[None, :]
-    seen = key_positions <= query_positions
-    return seen if window is None else seen & (key_positions > query_positions - window)
+    return visible_from(torch.arange(num_keys - num_queries, num_keys, device=device), num_keys, window)
+
+
+def visible_from(places_Q: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
+    """Bool [Q, K]: whether a query, a token at one of these places, may look at a key."""
+    keys_1K, places_Q1 = torch.arange(num_keys, device=places_Q.device)[None, :], places_Q[:, None]
+    seen = keys_1K <= places_Q1
+    return seen if window is None else seen & (keys_1K > places_Q1 - window)
 
 
 def attend_reference(

@@ -135,6 +135,27 @@ def rotate_and_store(
     return rotate(q_THD, *cos_sin_T1P)
 
 
+def turn(k_LTGD: torch.Tensor, inv_freq_LP: torch.Tensor, first_position: int, new_first_position: int) -> torch.Tensor:
+    """Keys of tokens that stood side by side from `first_position` on, as if they stood from `new_first_position` on.
+
+    Same shape and dtype, a new tensor. What a scheme multiplies cos and sin by is in the keys already and stays. The
+    angle is the difference of those that the decoder itself uses, float32 rounding included, so that a turned key
+    differs from a freshly rotated one by the rounding of keys alone, at any position.
+
+    Args:
+        inv_freq_LP: as `inverse_frequencies` has it, for each layer; on the device of the keys.
+    """
+    offsets_T = torch.arange(k_LTGD.shape[1], device=k_LTGD.device)
+    is_same = bool((inv_freq_LP == inv_freq_LP[0]).all())
+    inv_freq_L1P = (inv_freq_LP[:1] if is_same else inv_freq_LP)[:, None, :]
+
+    def angles(first: int) -> torch.Tensor:
+        return ((offsets_T + first).float()[None, :, None] * inv_freq_L1P).double()
+
+    angles_LT1P = (angles(new_first_position) - angles(first_position))[:, :, None, :]
+    return rotate(k_LTGD.float(), angles_LT1P.cos().float(), angles_LT1P.sin().float()).to(k_LTGD.dtype)
+
+
 def rotate(x_THD: torch.Tensor, cos_T1P: torch.Tensor, sin_T1P: torch.Tensor) -> torch.Tensor:
     """Every head of every token rotated to its position; same shape and dtype.
 

@@ -81,6 +81,8 @@ class SegmentReport:
     """`device`, `host` or `disk`, or `computed`."""
     reason: str
     """Why: see `core.reuse.Reason`."""
+    num_recomputed: int = 0
+    """Of the tokens of a document that was reused at another place: computed again to repair it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ class ReuseReport:
     """What loading them was expected to take."""
     saved_seconds: float = 0.0
     """What it saved by the cost model, loading deducted."""
+    recompute_ratio: float = 0.0
+    """Share of the tokens of documents reused at another place that was to be computed again; 0 if there were none."""
     segments: tuple[SegmentReport, ...] = ()
     """In order; empty from an engine elsewhere."""
 

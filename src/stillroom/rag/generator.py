@@ -1,7 +1,8 @@
 """Our own runtime as the backend: a loaded model with a running engine. Built once, on first use."""
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams, TokenConstraint
 from stillroom.engine.async_engine import AsyncEngine
+from stillroom.engine.audit import Audit
 from stillroom.engine.engine import Engine
 from stillroom.errors import UsageError
 from stillroom.kvcache.block_pool import BlockPool
@@ -27,6 +29,7 @@ from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.backend import Draft, Load, Sample
 from stillroom.rag.calibration import Bench, calibrate, load_profile, profile_path, quick_profile, save_profile
 from stillroom.rag.kv_cache import KVCache, build_cache, build_device
+from stillroom.rag.placement_check import check_placement
 from stillroom.rag.prompt import PromptBuilder, format_for
 from stillroom.rag.threads import tune_threads
 from stillroom.runner.torch_runner import TorchRunner
@@ -203,8 +206,32 @@ def build_engine(  # noqa: PLR0913  the parts, once
         profile = load_profile(profile_path(cache_root(), fingerprint, decoder.device)) or quick_profile(
             bench, kv_folder
         )
-    cache = build_cache(pool, device, reuse, fingerprint=fingerprint, profile=profile, folder=kv_folder, clock=clock)
-    return Engine(Scheduler(cache.manager, limits), runner, clock, config.request_timeout_s), cache
+    inv_freq_LP = None
+    if reuse.mode == "anywhere":
+        check_placement(decoder, config.block_size)
+        inv_freq_LP = decoder.inv_freq_LP
+    cache = build_cache(
+        pool,
+        device,
+        reuse,
+        fingerprint=fingerprint,
+        profile=profile,
+        folder=kv_folder,
+        clock=clock,
+        inv_freq_LP=inv_freq_LP,
+    )
+    audit = None
+    anywhere = cache.manager.reuse.anywhere if cache.manager.reuse else None
+    if anywhere is not None and reuse.audit_share:
+        audit = Audit(
+            anywhere,
+            cache.manager.allow_anywhere,
+            share=reuse.audit_share,
+            max_disagreement=reuse.max_disagreement,
+            randomness=random.Random(0),
+        )
+    engine = Engine(Scheduler(cache.manager, limits), runner, clock, config.request_timeout_s, audit)
+    return engine, replace(cache, audit=audit)
 
 
 def _load(runtime: RuntimeConfig) -> LoadedModel:

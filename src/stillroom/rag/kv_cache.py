@@ -8,9 +8,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.clock import Clock
 from stillroom.core.kv import Tier
+from stillroom.engine.audit import Audit, AuditFigures
 from stillroom.errors import ConfigError
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile
@@ -18,13 +21,14 @@ from stillroom.kvcache.eviction import POLICIES
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.kvcache.tiered_nodes import TreeOptions
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.tiered import TieredStore
 from stillroom.models.decoder import Decoder
-from stillroom.telemetry.metrics import CacheFigures
+from stillroom.telemetry.metrics import AuditMetrics, CacheFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class KVCache:
     device: DeviceStore
     tiers: TieredStore | None = None
     """None where nothing is reused."""
+    audit: Audit | None = None
+    """None where no answer is compared with a full prefill."""
 
     @property
     def tree(self) -> KnowledgeTree | None:
@@ -54,6 +60,9 @@ class KVCache:
             misses=stats.misses,
             missed_tokens=stats.missed_tokens,
             cheaper=stats.cheaper,
+            placed=_labelled(stats.placed),
+            placed_tokens=stats.placed_tokens,
+            repaired_tokens=stats.recomputed_tokens,
             evictions=_labelled(stats.evictions),
             failed_loads=_labelled(stats.failed_loads),
             rejected=stats.rejected,
@@ -62,6 +71,15 @@ class KVCache:
             moves={(a.label, b.label): flow.num_copies for (a, b), flow in moves.flows.items()},
             verify_failures={str(defect): count for defect, count in moves.verify_failures.items()},
             write_failures=moves.num_write_failures,
+            audit=None if self.audit is None else self._audit_figures(self.audit.figures),
+        )
+
+    def _audit_figures(self, audit: AuditFigures) -> AuditMetrics:
+        agreed = audit.num_audited - audit.num_disagreed
+        return AuditMetrics(
+            results={"agreed": agreed, "differed": audit.num_disagreed},
+            disagreement_bound=audit.upper_bound,
+            recompute_ratio=1.0 if audit.recompute_ratio is None else audit.recompute_ratio,
         )
 
     def close(self) -> None:
@@ -103,6 +121,7 @@ def build_cache(  # noqa: PLR0913  the parts, once
     profile: CostProfile | None,
     folder: Path | None,
     clock: Clock,
+    inv_freq_LP: torch.Tensor | None = None,
 ) -> KVCache:
     """A cache with what the disk has kept from earlier.
 
@@ -110,11 +129,12 @@ def build_cache(  # noqa: PLR0913  the parts, once
         fingerprint: of the model.
         profile: needed for reuse.
         folder: for KV on disk; None keeps none.
+        inv_freq_LP: of the decoder; needed for reuse anywhere.
     """
     if config.mode == "off" or profile is None:
         return KVCache(KVCacheManager(pool), device)
     disk = DiskStore(folder, fingerprint) if folder is not None and config.disk_bytes else None
-    tiers = TieredStore(device, HostStore(device.shape, device.k_LSGD.device), disk, clock)
+    tiers = TieredStore(device, HostStore(device.shape, device.k_LSGD.device), disk, clock, inv_freq_LP)
     options = TreeOptions(
         host_bytes=config.host_bytes,
         disk_bytes=config.disk_bytes if disk else 0,
@@ -130,7 +150,8 @@ def build_cache(  # noqa: PLR0913  the parts, once
         for key in tree.restore(record for record, _ in disk.records()):
             disk.remove(key)
     keys = PrefixKeys(fingerprint, config.tail_blocks * pool.block_size)
-    return KVCache(KVCacheManager(pool, Reuse(tree, keys, config.load == "always")), device, tiers)
+    anywhere = AnywhereOptions(config.recompute_ratio, config.token_selector) if config.mode == "anywhere" else None
+    return KVCache(KVCacheManager(pool, Reuse(tree, keys, config.load == "always", anywhere)), device, tiers)
 
 
 def _labelled(counts: Counter[Tier]) -> dict[str, int]:

@@ -134,17 +134,20 @@ def _reuse_report(usage: Usage, reuse: PromptReuse | None) -> ReuseReport:
             num_tokens=segment.num_tokens,
             source="computed" if segment.source is None else segment.source.label,
             reason=str(segment.reason),
+            num_recomputed=segment.num_recomputed,
         )
         for segment in reuse.segments
     )
     return ReuseReport(
         usage.num_prompt_tokens,
         usage.num_cached_tokens,
+        num_recomputed_tokens=reuse.num_recomputed_tokens,
         num_device_tokens=reuse.num_tokens_from(Tier.DEVICE),
         num_host_tokens=reuse.num_tokens_from(Tier.HOST),
         num_disk_tokens=reuse.num_tokens_from(Tier.DISK),
         load_seconds=reuse.load_seconds,
         saved_seconds=reuse.saved_seconds,
+        recompute_ratio=reuse.recompute_ratio,
         segments=segments,
     )
 

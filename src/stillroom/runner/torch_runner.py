@@ -8,13 +8,16 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, StepResult
+from stillroom.core.ids import RequestId
 from stillroom.errors import DeviceLostError
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
+from stillroom.ops.attention_watch import AttentionWatch
 from stillroom.ops.sampling import logprobs, sample
 from stillroom.ops.transfer import to_device
 from stillroom.runner.decode_graphs import DecodeGraphs, StaticDecoding
@@ -52,16 +55,22 @@ class TorchRunner:
         if batch.copies:
             self.store.copy_blocks(batch.copies)
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
+        seen: dict[RequestId, NDArray[np.float32]] = {}
         if self.decoding is not None and self.decoding.takes(batch):
             logits_BV = self.decoding.logits(batch)
         else:
-            hidden_BM = self.decoder.hidden_states(self._pack(batch), self.store.layer)
+            packed = self._pack(batch)
+            spans = zip(batch.sequences, packed.plan.spans, strict=True)
+            looks = {sequence.request_id: span for sequence, span in spans if sequence.is_look}
+            watch = AttentionWatch(list(looks.values())) if looks else None
+            hidden_BM = self.decoder.hidden_states(packed, self.store.layer, watch)
+            seen = {} if watch is None else dict(zip(looks, watch.shares(), strict=True))
             if not sampling:
-                return StepResult({})
+                return StepResult({}, attention=seen)
             logits_BV = self.decoder.logits(hidden_BM)
         if len(rows := [row for row, samples in enumerate(sampling) for _ in samples]) > len(sampling):
             logits_BV = logits_BV[rows]  # several samples are drawn from the same logits
-        return _sampled(logits_BV, [spec for samples in sampling for spec in samples])
+        return _sampled(logits_BV, [spec for samples in sampling for spec in samples], seen)
 
     def recover(self) -> None:
         """See `Runner.recover`."""
@@ -74,18 +83,25 @@ class TorchRunner:
         start = 0
         for sequence in sequences:
             end = start + sequence.num_scheduled_tokens
-            spans.append(AttentionSpan(start, end, self._context(sequence), len(sequence.slots)))
+            spans.append(
+                AttentionSpan(start, end, self._context(sequence), len(sequence.slots), self._places(sequence))
+            )
             if sequence.samples:  # only a sequence's last token predicts something new
                 wanted.append(end - 1)
             start = end
-        positions = [np.arange(s.first_position, len(s.slots)) for s in sequences]
         return PackedInput(
             token_ids_T=to_device(np.concatenate([s.token_ids for s in sequences]), device),
-            positions_T=to_device(np.concatenate(positions), device),
-            slots_T=to_device(np.concatenate([s.slots[s.first_position :] for s in sequences]), device),
+            positions_T=to_device(np.concatenate([_positions(s) for s in sequences]), device),
+            slots_T=to_device(np.concatenate([_own_slots(s) for s in sequences]), device),
             spans=spans,
             wanted=wanted,
         )
+
+    def _places(self, sequence: ScheduledSequence) -> torch.Tensor | None:
+        """Where in its context the tokens of a sequence with gaps stand."""
+        if sequence.positions is None or sequence.is_look or sequence.num_scheduled_tokens == 1:
+            return None
+        return to_device(sequence.positions, self.decoder.device)
 
     def _context(self, sequence: ScheduledSequence) -> slice | torch.Tensor:
         """A slice where the slots happen to be one run, so that attention reads them in place."""
@@ -96,12 +112,28 @@ class TorchRunner:
         return to_device(slots, self.decoder.device)
 
 
-def _sampled(logits_BV: torch.Tensor, specs: list[SampleSpec]) -> StepResult:
+def _positions(sequence: ScheduledSequence) -> NDArray[np.int64]:
+    if sequence.positions is not None:
+        return sequence.positions
+    return np.arange(sequence.first_position, len(sequence.slots))
+
+
+def _own_slots(sequence: ScheduledSequence) -> NDArray[np.int64]:
+    """Where the tokens' KV is written."""
+    if sequence.positions is None or sequence.is_look:
+        return sequence.slots[len(sequence.slots) - sequence.num_scheduled_tokens :]
+    return sequence.slots[sequence.positions]
+
+
+def _sampled(
+    logits_BV: torch.Tensor, specs: list[SampleSpec], attention: dict[RequestId, NDArray[np.float32]]
+) -> StepResult:
     token_ids = sample(logits_BV, specs)
     picked = {spec.request_id: token_id for spec, token_id in zip(specs, token_ids, strict=True)}
     wanted = [(row, spec, spec.params.logprobs) for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     if not wanted:
-        return StepResult(picked)
+        return StepResult(picked, attention=attention)
     rows = [row for row, _, _ in wanted]
     found = logprobs(logits_BV[rows], [token_ids[row] for row in rows], [count for _, _, count in wanted])
-    return StepResult(picked, {spec.request_id: one for (_, spec, _), one in zip(wanted, found, strict=True)})
+    logprobs_of = {spec.request_id: one for (_, spec, _), one in zip(wanted, found, strict=True)}
+    return StepResult(picked, logprobs_of, attention)

@@ -13,12 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stillroom.core.batch import Batch, BlockCopy, SampleSpec, ScheduledSequence, StepResult, TokenLogprobs
 from stillroom.core.ids import BlockId, ChunkId, RequestId
 from stillroom.core.request import FinishReason, Request, uniform_at
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.kvcache.manager import KVCacheManager
+from stillroom.kvcache.repair import Repair
 from stillroom.scheduler.policy import Policy, first_come
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
@@ -166,7 +170,11 @@ class Scheduler:
         updates = []
         for entry in batch.sequences:
             sequence = self._running[entry.request_id]
-            sequence.num_computed += entry.num_scheduled_tokens
+            if sequence.lease.repair is not None:
+                if not self._advance_repair(sequence, entry, result):
+                    continue
+            else:
+                sequence.num_computed += entry.num_scheduled_tokens
             self.kv.commit(sequence.lease, sequence.num_computed)
             if entry.samples:
                 branches = [sequence, *self._fork(sequence)]
@@ -217,7 +225,8 @@ class Scheduler:
     def _new_sequence(self, request: Request) -> Sequence:
         self._num_arrivals += 1
         num_tokens = request.prompt.num_tokens + request.sampling.max_tokens
-        return Sequence(request, self.kv.new_lease(request.prompt, num_tokens, request.cache_salt), self._num_arrivals)
+        lease = self.kv.new_lease(request.prompt, num_tokens, request.cache_salt, may_place=request.may_place)
+        return Sequence(request, lease, self._num_arrivals)
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The followers of a sequence whose prompt has just run, now running themselves."""
@@ -230,6 +239,7 @@ class Scheduler:
     def _take_over(self, follower: Sequence, leader: Sequence) -> None:
         self.kv.fork(leader.lease, follower.lease)
         follower.num_computed = leader.num_computed
+        follower.to_compute = leader.to_compute
         follower.status = leader.status
 
     def _leave(self, request_id: RequestId) -> Sequence | None:
@@ -262,6 +272,8 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, budget: int) -> ScheduledSequence:
         """The next tokens of a sequence, as many as the budget allows."""
+        if sequence.lease.repair is not None:
+            return self._take_repair(sequence, sequence.lease.repair, budget)
         start = sequence.num_computed
         end = min(start + budget, sequence.num_tokens)
         branches = (sequence, *sequence.followers) if end == sequence.num_tokens else ()
@@ -269,6 +281,53 @@ class Scheduler:
         return ScheduledSequence(
             sequence.request_id, sequence.tokens(start, end), start, sequence.table.slots[:end], samples
         )
+
+    def _take_repair(self, sequence: Sequence, repair: Repair, budget: int) -> ScheduledSequence:
+        """The look of a sequence with placed chunks, or a piece of the pass behind it."""
+        slots = sequence.table.slots
+        if repair.needs_look:
+            positions = repair.looks_from(sequence.num_tokens, budget)
+            context = slots[np.concatenate([repair.context, positions])]
+            return self._scheduled(sequence, positions, context, is_look=True)
+        if sequence.to_compute is None:
+            sequence.to_compute = repair.to_compute(sequence.num_tokens)
+        positions = sequence.to_compute[:budget]
+        is_last = len(positions) == len(sequence.to_compute)
+        branches = (sequence, *sequence.followers) if is_last else ()
+        return self._scheduled(sequence, positions, slots[: positions[-1] + 1], branches)
+
+    def _scheduled(
+        self,
+        sequence: Sequence,
+        positions: NDArray[np.int64],
+        context: NDArray[np.int64],
+        branches: tuple[Sequence, ...] = (),
+        *,
+        is_look: bool = False,
+    ) -> ScheduledSequence:
+        return ScheduledSequence(
+            request_id=sequence.request_id,
+            token_ids=sequence.tokens_at(positions),
+            first_position=int(positions[0]),
+            slots=context,
+            samples=tuple(map(_sample_spec, branches)),
+            positions=positions,
+            is_look=is_look,
+        )
+
+    def _advance_repair(self, sequence: Sequence, entry: ScheduledSequence, result: StepResult) -> bool:
+        """Record a step of a repair; True if that was its last one."""
+        if entry.is_look:
+            self.kv.repaired(sequence.lease, result.attention[entry.request_id])
+            return False
+        assert sequence.to_compute is not None
+        sequence.to_compute = sequence.to_compute[entry.num_scheduled_tokens :]
+        if len(sequence.to_compute):
+            return False
+        sequence.to_compute = None
+        sequence.num_computed = sequence.num_tokens
+        self.kv.end_repair(sequence.lease)
+        return True
 
     def _ensure_slot(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """A slot for the sequence's next token, preempting younger sequences if need be; False if it was preempted."""
@@ -286,6 +345,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.kv.release(sequence.lease)
         sequence.num_computed = 0
+        sequence.to_compute = None
         sequence.status = Status.PREEMPTED
         del self._running[sequence.request_id]
         self._wait(sequence)

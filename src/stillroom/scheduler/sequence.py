@@ -1,7 +1,8 @@
 """The running state of one request. Only the scheduler changes it.
 
 Positions: [0, num_computed) have their KV in slots; [num_computed, num_tokens) are known tokens that must still run. A
-sequence decodes when exactly one token is left to run and it was sampled; otherwise it prefills.
+sequence decodes when exactly one token is left to run and it was sampled; otherwise it prefills. While chunks of its
+prompt are repaired, what must run is not all of that but `to_compute`, and num_computed stays until it is done.
 """
 
 from enum import StrEnum
@@ -36,6 +37,9 @@ class Sequence:
         self.num_prompt_tokens = request.prompt.num_tokens
         self.num_tokens = self.num_prompt_tokens
         self.num_computed = 0
+        self.to_compute: NDArray[np.int64] | None = None
+        """Positions that the repair of its chunks has left to run, ascending; None if there is none, or before its
+        look."""
         self.constraint = None if request.constraint is None else request.constraint.copy()
         self.followers: list[Sequence] = []
         """Other samples of this prompt. They fork from this sequence once its prompt has run."""
@@ -79,6 +83,10 @@ class Sequence:
     def tokens(self, start: int, end: int) -> NDArray[np.int64]:
         """Shape [end - start]: a view of the tokens at these positions."""
         return self._token_ids[start:end]
+
+    def tokens_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Shape [n]: the tokens at these positions."""
+        return self._token_ids[positions]
 
     def append(self, token_id: int) -> None:
         """A sampled token."""

@@ -73,6 +73,23 @@ SPECS = (
         "counter",
         "Misses whose KV was there, but slower to load than to compute.",
     ),
+    MetricSpec(
+        "stillroom_kv_cache_placed_total",
+        "counter",
+        "Documents used at another place than their own, by tier.",
+        ("tier",),
+    ),
+    MetricSpec("stillroom_kv_cache_placed_tokens_total", "counter", "Tokens of those documents."),
+    MetricSpec("stillroom_kv_cache_repaired_tokens_total", "counter", "Of these: computed again."),
+    MetricSpec(
+        "stillroom_audits_total", "counter", "Answers from placed documents compared with a full prefill.", ("result",)
+    ),
+    MetricSpec(
+        "stillroom_audit_disagreement_bound_ratio",
+        "gauge",
+        "Of such answers, the share that differs is below this with 95 % confidence.",
+    ),
+    MetricSpec("stillroom_recompute_ratio", "gauge", "Share of placed tokens computed again; 1: nothing is placed."),
     MetricSpec("stillroom_kv_cache_evictions_total", "counter", "Copies dropped to make room, by tier.", ("tier",)),
     MetricSpec("stillroom_kv_cache_failed_loads_total", "counter", "Copies that were damaged or gone.", ("tier",)),
     MetricSpec("stillroom_kv_cache_verify_failures_total", "counter", "Records that did not verify.", ("reason",)),
@@ -95,6 +112,16 @@ _BY_NAME = {spec.name: spec for spec in SPECS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditMetrics:
+    """Answers from placed KV that were compared with a full prefill."""
+
+    results: Mapping[str, int]
+    """`agreed`, `differed`."""
+    disagreement_bound: float
+    recompute_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFigures:
     """What a KV cache holds and did, by tier (`device`, `host`, `disk`) or tiers copied between. Counts only grow."""
 
@@ -106,6 +133,9 @@ class CacheFigures:
     missed_tokens: int
     cheaper: int
     """Of the misses: kept, but slower to load than to compute."""
+    placed: Mapping[str, int]
+    placed_tokens: int
+    repaired_tokens: int
     evictions: Mapping[str, int]
     failed_loads: Mapping[str, int]
     rejected: int
@@ -114,6 +144,8 @@ class CacheFigures:
     moved_seconds: Mapping[tuple[str, str], float]
     verify_failures: Mapping[str, int]
     write_failures: int
+    audit: AuditMetrics | None = None
+    """None where nothing is audited."""
 
 
 class Metrics:
@@ -218,6 +250,9 @@ class _CacheCollector(Collector):
             ("misses_total", {(): figures.misses}),
             ("missed_tokens_total", {(): figures.missed_tokens}),
             ("recomputed_total", {(): figures.cheaper}),
+            ("placed_total", figures.placed),
+            ("placed_tokens_total", {(): figures.placed_tokens}),
+            ("repaired_tokens_total", {(): figures.repaired_tokens}),
             ("evictions_total", figures.evictions),
             ("failed_loads_total", figures.failed_loads),
             ("verify_failures_total", figures.verify_failures),
@@ -228,6 +263,11 @@ class _CacheCollector(Collector):
             ("move_seconds_total", figures.moved_seconds),
         ):
             yield _family(_BY_NAME[f"stillroom_kv_cache_{name}"], values)
+        audit = figures.audit
+        if audit is not None:
+            yield _family(_BY_NAME["stillroom_audits_total"], audit.results)
+            yield _family(_BY_NAME["stillroom_audit_disagreement_bound_ratio"], {(): audit.disagreement_bound})
+            yield _family(_BY_NAME["stillroom_recompute_ratio"], {(): audit.recompute_ratio})
 
 
 def _family(spec: MetricSpec, values: Mapping[Any, float]) -> Metric:

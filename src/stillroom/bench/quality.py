@@ -1,0 +1,276 @@
+"""`stillroom bench quality`: what reuse anywhere costs in answers (Cache-Craft 5.2, Figures 20 and 21).
+
+The product's own engine answers each question once without reuse, and then over chunks whose KV was computed behind
+other chunks, with each selector and recompute ratio. Greedy, so everything repeats. How to read it: docs/chunk-reuse.md
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from stillroom.bench.chunk_questions import ChunkQuestion, load_questions
+from stillroom.bench.environment import record_environment
+from stillroom.bench.harness import Samples
+from stillroom.bench.report import BenchResult
+from stillroom.bench.statistics import paired_tests
+from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig, TokenSelector
+from stillroom.core.batch import TokenLogprobs
+from stillroom.core.clock import SystemClock
+from stillroom.core.document import Chunk
+from stillroom.core.ids import RequestId
+from stillroom.core.request import Request, SamplingParams
+from stillroom.core.reuse import PromptReuse, Reason
+from stillroom.engine.engine import Engine
+from stillroom.kvcache.cost_model import linear_profile
+from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.models.loader import LoadedModel, load_model
+from stillroom.rag.generator import build_engine
+from stillroom.rag.kv_cache import KVCache
+from stillroom.rag.prompt import PromptBuilder, format_for
+
+FULL = "full prefill"
+NONE = "no recompute"
+OURS: TokenSelector = "question"
+SELECTORS: tuple[TokenSelector, ...] = ("question", "question_mean", "first", "random")
+RATIOS = (0.05, 0.15, 0.3, 0.6)
+_NUM_TOP = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is asked, and of whom."""
+
+    questions: Path
+    num_questions: int | None = None
+    """At most; None: all in the file."""
+    model: str = "bundled"
+    dtype: Dtype = "float32"
+    ratios: tuple[float, ...] = RATIOS
+    selectors: tuple[TokenSelector, ...] = SELECTORS
+    max_tokens: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an engine answered."""
+
+    token_ids: tuple[int, ...]
+    first: TokenLogprobs
+    """Of the first token."""
+    reuse: PromptReuse
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One question under one arm."""
+
+    is_right: float
+    """1 or 0; not a number without an answer to compare with."""
+    agrees: float
+    """1 if all tokens are those of a full prefill."""
+    token_agreement: float
+    """Share of the full prefill's tokens that come before the first difference."""
+    divergence: float
+    """KL of the first token's distribution from the full prefill's, over its 20 most likely tokens, in nats."""
+    recomputed: float
+    """Share of the placed tokens that was computed again."""
+
+
+def arm_name(selector: TokenSelector, ratio: float) -> str:
+    return f"{selector} {ratio:.0%}"
+
+
+def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> BenchResult:
+    """Ask every question under every arm.
+
+    Raises:
+        UsageError: the file has no questions, or none that fits the model.
+        ModelError, ConfigError: the model cannot be used, or not for reuse anywhere.
+    """
+    questions = load_questions(scope.questions, scope.num_questions)
+    model = load_model(scope.model, device="cpu", dtype=scope.dtype)
+    bench = _Bench(model, scope)
+    arms = {NONE: AnywhereOptions(0.0, "first")}
+    arms |= {arm_name(name, ratio): AnywhereOptions(ratio, name) for ratio in scope.ratios for name in scope.selectors}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *arms)}
+    for number, question in enumerate(questions):
+        foreign = questions[number - 1].chunks if len(questions) > 1 else question.chunks[::-1]
+        full = bench.ask_without_reuse(question)
+        outcomes[FULL].append(bench.judge(question, full, full))
+        bench.keep_elsewhere(question, foreign)
+        for name, options in arms.items():
+            outcomes[name].append(bench.judge(question, full, bench.ask_anywhere(question, options)))
+        bench.clear()
+        on_progress(number + 1, len(questions))
+    kinds = [question.kind for question in questions]
+    samples = Samples()
+    for name, found in outcomes.items():
+        samples.add(name, {"exact_match": _mean(found, "is_right"), "same_answer": _mean(found, "agrees")})
+    parameters = {
+        "questions": scope.questions.name,
+        "num_questions": len(questions),
+        "model": model.name,
+        "dtype": scope.dtype,
+        "ratios": scope.ratios,
+    }
+    tables = {
+        "Exact match": _by_kind(outcomes, kinds, "is_right"),
+        "Against a full prefill": _against_full(outcomes),
+        f"{OURS} against each other selector, same ratio": _tests(outcomes, kinds, scope),
+    }
+    return BenchResult("stillroom bench quality", record_environment(), parameters, samples, FULL, tables=tables)
+
+
+class _Bench:
+    """Two engines of one model: one that reuses nothing, and one whose options change."""
+
+    def __init__(self, model: LoadedModel, scope: Scope) -> None:
+        self._model = model
+        self._scope = scope
+        self._prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
+        clock, runtime = SystemClock(), RuntimeConfig(max_num_batched_tokens=8192)
+        self._off, _ = build_engine(model.decoder, runtime, clock)
+        self._anywhere: Engine
+        self._cache: KVCache
+        self._anywhere, self._cache = build_engine(
+            model.decoder,
+            runtime,
+            clock,
+            reuse=ReuseConfig(mode="anywhere", audit_share=0.0, load="always", disk_bytes=0),
+            fingerprint=model.fingerprint,
+            profile=linear_profile(1e-3, 1e-4, 1e-7),
+        )
+        self._num_requests = 0
+
+    def ask_without_reuse(self, question: ChunkQuestion) -> Reply:
+        return self._ask(self._off, question.chunks, question.question, self._scope.max_tokens)
+
+    def keep_elsewhere(self, question: ChunkQuestion, foreign: Sequence[Chunk]) -> None:
+        """Compute each chunk behind one of another question, exactly."""
+        self._set(None)
+        for index, chunk in enumerate(question.chunks):
+            self._ask(self._anywhere, (foreign[index % len(foreign)], chunk), question.question, 1)
+
+    def ask_anywhere(self, question: ChunkQuestion, options: AnywhereOptions) -> Reply:
+        self._set(options)
+        return self._ask(self._anywhere, question.chunks, question.question, self._scope.max_tokens)
+
+    def clear(self) -> None:
+        assert self._cache.tree is not None
+        self._cache.tree.clear()
+
+    def judge(self, question: ChunkQuestion, full: Reply, reply: Reply) -> Outcome:
+        answer = self._model.tokenizer.decode(reply.token_ids)
+        same = _num_equal(full.token_ids, reply.token_ids)
+        num_placed = sum(one.num_tokens for one in reply.reuse.segments if one.reason is Reason.ANYWHERE)
+        return Outcome(
+            is_right=math.nan if question.answer is None else float(answer.strip() == question.answer.strip()),
+            agrees=float(full.token_ids == reply.token_ids),
+            token_agreement=same / max(len(full.token_ids), 1),
+            divergence=_divergence(full.first, reply.first),
+            recomputed=reply.reuse.num_recomputed_tokens / max(num_placed, 1),
+        )
+
+    def _set(self, options: AnywhereOptions | None) -> None:
+        self._cache.manager.allow_anywhere(options)
+
+    def _ask(self, engine: Engine, chunks: Sequence[Chunk], question: str, max_tokens: int) -> Reply:
+        self._num_requests += 1
+        request = Request(
+            request_id=RequestId(f"q{self._num_requests}"),
+            prompt=self._prompts.build(chunks, question, None),
+            sampling=SamplingParams(max_tokens=max_tokens, logprobs=_NUM_TOP),
+            stop_token_ids=self._model.stop_token_ids,
+        )
+        engine.submit(request)
+        events = []
+        while engine.has_work:
+            events += engine.step()
+        token_ids = tuple(event.token_id for event in events if event.token_id is not None)
+        first = next((event.logprobs for event in events if event.logprobs is not None), TokenLogprobs(0.0, ()))
+        reuse = next(event.reuse for event in events if event.reuse is not None)
+        return Reply(token_ids, first, reuse)
+
+
+def _num_equal(wanted: Sequence[int], found: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    differing = (place for place, pair in enumerate(zip(wanted, found, strict=False)) if pair[0] != pair[1])
+    return next(differing, min(len(wanted), len(found)))
+
+
+def _divergence(wanted: TokenLogprobs, found: TokenLogprobs) -> float:
+    """KL over the most likely tokens of the one; what the other does not list counts as its least likely one listed,
+    so this is at most what it really is."""
+    listed = dict(found.top)
+    if not listed or not wanted.top:
+        return 0.0 if found.top == wanted.top else math.inf
+    least = min(listed.values())
+    divergence = sum(math.exp(value) * (value - listed.get(token, least)) for token, value in wanted.top)
+    return max(divergence, 0.0)
+
+
+def _mean(outcomes: Sequence[Outcome], field: str) -> float:
+    return fmean(getattr(outcome, field) for outcome in outcomes)
+
+
+def _by_kind(outcomes: dict[str, list[Outcome]], kinds: Sequence[str], field: str) -> list[dict[str, Any]]:
+    """An arm a row, a kind of question a column."""
+    rows = []
+    for name, found in outcomes.items():
+        row: dict[str, Any] = {"arm": name}
+        for kind in sorted(set(kinds)):
+            of_kind = [outcome for outcome, one in zip(found, kinds, strict=True) if one == kind]
+            row[f"{kind} ({len(of_kind)})"] = f"{_mean(of_kind, field):.3f}"
+        rows.append(row | {"all": f"{_mean(found, field):.3f}"})
+    return rows
+
+
+def _against_full(outcomes: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
+    full = _mean(outcomes[FULL], "is_right")
+    return [
+        {
+            "arm": name,
+            "computed again": f"{_mean(found, 'recomputed'):.1%}",
+            "exact match, of full": f"{_mean(found, 'is_right') / full:.3f}" if full > 0 else "",
+            "same answer": f"{_mean(found, 'agrees'):.3f}",
+            "token agreement": f"{_mean(found, 'token_agreement'):.3f}",
+            "KL of first token": f"{_mean(found, 'divergence'):.3f}",
+        }
+        for name, found in outcomes.items()
+        if name != FULL
+    ]
+
+
+def _tests(outcomes: dict[str, list[Outcome]], kinds: Sequence[str], scope: Scope) -> list[dict[str, Any]]:
+    """Paired t-tests of the answers (of agreement, where there are none), corrected over the whole table (Holm)."""
+    field = "agrees" if any(math.isnan(one.is_right) for one in outcomes[FULL]) else "is_right"
+    pairs = {}
+    for kind in [*sorted(set(kinds)), "all"] if len(set(kinds)) > 1 else ["all"]:
+        chosen = [index for index, one in enumerate(kinds) if kind in (one, "all")]
+        for ratio in scope.ratios:
+            for other in scope.selectors:
+                if other == OURS or OURS not in scope.selectors:
+                    continue
+                ours, theirs = (
+                    [float(getattr(outcomes[arm_name(name, ratio)][index], field)) for index in chosen]
+                    for name in (OURS, other)
+                )
+                pairs[f"{kind}|{ratio:.0%}|{other}"] = (ours, theirs)
+    rows = []
+    for pair, test in paired_tests(pairs).items():
+        kind, share, against = pair.split("|")
+        is_sure = "yes" if test.is_significant else "no"
+        rows.append(
+            {
+                "questions": kind,
+                "ratio": share,
+                "against": against,
+                "difference": f"{test.mean_difference:+.3f}",
+                "p (Holm)": f"{test.adjusted_p:.2g}",
+                "significant": is_sure,
+            }
+        )
+    return rows

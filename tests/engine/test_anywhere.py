@@ -1,0 +1,296 @@
+"""Reuse anywhere with a real model: what is promised to be exact is, and nothing inexact is ever taken for exact.
+
+With a recompute ratio of 1 tokens are those of a full prefill, through looks, gaps and placements; and in a soak that
+changes between modes, every request whose report names no placed document answers as if nothing were reused.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from stillroom.config.settings import TokenSelector
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.kv import Tier
+from stillroom.core.request import Request, SamplingParams
+from stillroom.core.reuse import Reason
+from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.models.decoder import Decoder
+from stillroom.models.loader import load_decoder
+from tests.engine.test_reuse import House, Oracle, damage, question, without
+from tests.fakes import random_checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    path = tmp_path_factory.mktemp("checkpoint")
+    random_checkpoint(path, "Llama", num_hidden_layers=2)
+    return load_decoder(path, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def oracle(decoder: Decoder) -> Oracle:
+    return Oracle(decoder)
+
+
+def new_house(
+    decoder: Decoder,
+    folder: Path | None = None,
+    *,
+    ratio: float = 0.3,
+    selector: TokenSelector = "question",
+    blocks: int = 60,
+) -> House:
+    return House(
+        decoder,
+        folder,
+        blocks=blocks,
+        host_tokens=400,
+        disk_tokens=600,
+        mode="anywhere",
+        load="always",  # with a ratio of 1 nothing is worth placing
+        recompute_ratio=ratio,
+        token_selector=selector,
+    )
+
+
+ORDERS = [(1, 2, 3), (3, 1, 2), (2, 3), (4, 3, 2, 1), (1, 4, 5, 2)]
+
+
+@pytest.mark.parametrize("selector", ["question", "question_mean", "first", "random"])
+def test_with_everything_computed_again_tokens_are_those_of_a_full_prefill(
+    decoder: Decoder, oracle: Oracle, selector: TokenSelector
+) -> None:
+    house = new_house(decoder, ratio=1.0, selector=selector)
+    for number, documents in enumerate(ORDERS):
+        one = question(f"r{number}", *documents)
+        tokens, reuse = house.run(one)
+        assert tokens == oracle.answer(one), documents
+        assert reuse.has_placed is (number > 0)
+        assert reuse.num_recomputed_tokens == sum(
+            segment.num_tokens for segment in reuse.segments if segment.reason is Reason.ANYWHERE
+        )
+
+
+def test_with_everything_computed_again_logits_are_those_of_a_full_prefill(decoder: Decoder) -> None:
+    sampling = SamplingParams(max_tokens=4, logprobs=5)
+    house, off = new_house(decoder, ratio=1.0), House(decoder, None, mode="off")
+    house.run(question("before", 1, 2, 3))
+    found = []
+    for one in (house, off):
+        one.engine.submit(replace(question("r", 3, 2, 1), sampling=sampling))
+        scores = []
+        while one.engine.has_work:
+            scores += [event.logprobs for event in one.engine.step() if event.logprobs is not None]
+        found.append(scores)
+    assert len(found[0]) == len(found[1]) == 4
+    for ours, exact in zip(*found, strict=True):
+        assert [token for token, _ in ours.top] == [token for token, _ in exact.top]
+        assert [value for _, value in ours.top] == pytest.approx([value for _, value in exact.top], abs=1e-4)
+
+
+def test_an_unchanged_prefix_is_exact_whatever_the_ratio(decoder: Decoder, oracle: Oracle) -> None:
+    house = new_house(decoder, ratio=0.0)
+    house.run(question("a", 1, 2, 3))
+    tokens, reuse = house.run(question("b", 1, 2, 3))
+    assert tokens == oracle.answer(question("b", 1, 2, 3))
+    assert [segment.reason for segment in reuse.segments[:4]] == [Reason.HIT] * 4 and not reuse.has_placed
+
+
+def test_moved_documents_are_placed_and_a_share_of_them_computed_again(decoder: Decoder) -> None:
+    house = new_house(decoder, ratio=0.25)
+    house.run(question("a", 1, 2, 3))
+    before = house.num_computed
+    _, reuse = house.run(question("b", 2, 3, max_tokens=1))
+    system, two, three, asked = reuse.segments
+    assert system.reason is Reason.HIT and asked.source is None
+    assert two.reason is three.reason is Reason.ANYWHERE and two.source is Tier.DEVICE
+    assert (two.num_tokens, three.num_tokens) == (13, 18)
+    assert two.num_recomputed + three.num_recomputed == 8 == reuse.num_recomputed_tokens
+    assert reuse.num_cached_tokens == 5 + 31 - 8
+    assert house.num_computed - before == 3 + 8 + 3, "a look of the question, then the chosen tokens and the question"
+    stats = house.tree.stats
+    assert (stats.placed[Tier.DEVICE], stats.placed_tokens, stats.recomputed_tokens) == (2, 31, 8)
+
+
+def test_without_recompute_nobody_looks(decoder: Decoder) -> None:
+    house = new_house(decoder, ratio=0.0)
+    house.run(question("a", 1, 2))
+    before = house.num_computed
+    house.run(question("b", 2, 1, max_tokens=1))
+    assert house.num_computed - before == 3
+
+
+def test_what_was_placed_is_never_taken_for_exact(decoder: Decoder, oracle: Oracle) -> None:
+    house = new_house(decoder, ratio=0.0)
+    house.run(question("a", 1, 2))
+    house.run(question("b", 2, 1))
+    house.cache.manager.allow_anywhere(None)
+    one = question("c", 2, 1)
+    tokens, reuse = house.run(one)
+    assert tokens == oracle.answer(one)
+    assert [segment.reason for segment in reuse.segments[1:3]] == [Reason.ORDER_DIFFERS] * 2
+
+
+def test_a_chunk_computed_behind_placed_ones_is_kept_for_placing_only(decoder: Decoder, oracle: Oracle) -> None:
+    house = new_house(decoder, ratio=0.2)
+    house.run(question("a", 1))
+    house.run(question("b", 2, 1))  # 2 is first, and exact
+    house.run(question("c", 1, 2))  # 1 is exact
+    house.run(question("d", 2, 9))  # exact again
+    house.run(question("e", 9, 5))  # 9 is placed, 5 computed behind it
+    _, reuse = house.run(question("f", 5, 9))
+    assert [segment.reason for segment in reuse.segments[1:3]] == [Reason.ANYWHERE] * 2
+    house.cache.manager.allow_anywhere(None)
+    one = question("g", 9, 5)
+    tokens, reuse = house.run(one)
+    assert tokens == oracle.answer(one) and reuse.num_cached_tokens == 5
+
+
+def test_inserts_are_bounded_by_the_number_of_documents(decoder: Decoder) -> None:
+    """However they are shuffled: whoever was placed leaves nothing behind."""
+    house = new_house(decoder, ratio=0.1, blocks=200)
+    randomness = random.Random(3)
+    for number in range(60):
+        documents = randomness.sample(range(6), 3)
+        house.run(question(f"r{number}", *documents, max_tokens=1))
+    assert len(house.tree) <= 1 + 2 * 6
+
+
+def test_tenants_place_nothing_of_each_other(decoder: Decoder) -> None:
+    house = new_house(decoder)
+    house.run(replace(question("a", 1, 2), cache_salt="one"))
+    _, other = house.run(replace(question("b", 2, 1), cache_salt="two"))
+    _, same = house.run(replace(question("c", 2, 1), cache_salt="one"))
+    assert other.num_cached_tokens == 0 and {segment.reason for segment in other.segments} == {
+        Reason.NEVER_SEEN,
+        Reason.TAIL,
+    }
+    assert same.has_placed
+
+
+def test_a_warm_start_places_from_disk(decoder: Decoder, tmp_path: Path) -> None:
+    first = new_house(decoder, tmp_path)
+    first.run(question("a", 1, 2))
+    first.run(question("b", 2, 5))  # 5 stands behind a placed chunk
+    first.cache.close()
+    second = new_house(decoder, tmp_path)
+    _, reuse = second.run(question("c", 5, 1))
+    assert [(segment.reason, segment.source) for segment in reuse.segments[1:3]] == [(Reason.ANYWHERE, Tier.DISK)] * 2
+
+
+def test_a_damaged_copy_is_computed(decoder: Decoder, oracle: Oracle, tmp_path: Path) -> None:
+    first = new_house(decoder, tmp_path)
+    first.run(question("a", 1, 2))
+    first.cache.close()
+    for path in tmp_path.rglob("*.kv"):
+        content = bytearray(path.read_bytes())
+        content[-20] ^= 1
+        path.write_bytes(content)
+    one = question("b", 2, 1)
+    second = new_house(decoder, tmp_path, ratio=0.0)
+    tokens, reuse = second.run(one)
+    assert tokens == oracle.answer(one)
+    assert reuse.num_cached_tokens == 0 and not list(tmp_path.rglob("*.kv"))
+
+
+def test_an_edited_document_takes_its_own_copies_along(decoder: Decoder) -> None:
+    house = new_house(decoder, ratio=0.0)
+    house.run(question("a", 1, 2))
+    house.run(question("b", 2, 5))
+    house.engine.scheduler.forget_chunks(partial(without, ChunkId(5)))
+    _, reuse = house.run(question("c", 5, 2))
+    assert [segment.reason for segment in reuse.segments[1:3]] == [Reason.NEVER_SEEN, Reason.ANYWHERE]
+
+
+def test_samples_share_a_repaired_prompt(decoder: Decoder, oracle: Oracle) -> None:
+    house = new_house(decoder, ratio=1.0)
+    house.run(question("a", 1, 2, 3))
+    group = [question(name, 3, 2, 1) for name in ("b", "b/1", "b/2")]
+    house.submit(*group)
+    house.finish()
+    assert all(house.tokens[one.request_id] == oracle.answer(one) for one in group)
+
+
+def test_a_sample_goes_on_with_the_repair_of_a_leader_that_leaves(decoder: Decoder, oracle: Oracle) -> None:
+    house = new_house(decoder, ratio=1.0)
+    house.run(question("a", 1, 2, 3, 4))
+    group = [question(name, 4, 3, 2, 1) for name in ("b", "b/1")]
+    house.submit(*group)
+    house.step()  # of three, at 33 tokens each
+    assert house.engine.cancel(RequestId("b")) is not None
+    house.finish()
+    assert house.tokens[RequestId("b/1")] == oracle.answer(group[1])
+
+
+def disturb(house: House, folder: Path, randomness: random.Random) -> None:
+    if randomness.random() < 0.02:
+        damage(folder, randomness)
+    elif randomness.random() < 0.005:
+        house.cache.device.lose()
+    elif randomness.random() < 0.01:
+        house.engine.scheduler.forget_chunks(partial(without, ChunkId(randomness.randint(0, 14))))
+    elif not house.engine.has_work:
+        house.engine.tend()
+
+
+def soak(decoder: Decoder, oracle: Oracle, folder: Path, num_requests: int, seed: int) -> House:
+    """Modes, ratios and selectors change at any time, also while requests run."""
+    randomness, house = random.Random(seed), new_house(decoder, folder, blocks=45)
+    alive: dict[RequestId, Request] = {}
+    number = num_exact = 0
+    while number < num_requests or house.engine.has_work:
+        if randomness.random() < 0.15:
+            options = AnywhereOptions(
+                randomness.choice((0.0, 0.1, 0.5, 1.0)), randomness.choice(("question", "first", "random"))
+            )
+            house.cache.manager.allow_anywhere(None if randomness.random() < 0.4 else options)
+        if number < num_requests and len(alive) < 12 and randomness.random() < 0.6:
+            number += 1
+            documents = [min(int(randomness.expovariate(0.35)), 14) for _ in range(randomness.randint(0, 4))]
+            one = question(
+                f"r{number}", *documents, tail=randomness.choice((1, 3, 20)), max_tokens=randomness.randint(1, 8)
+            )
+            group = [one]
+            if randomness.random() < 0.1:
+                group += [replace(one, request_id=RequestId(f"r{number}/{i}")) for i in range(1, 3)]
+            alive |= {member.request_id: member for member in group}
+            house.submit(*group)
+        elif randomness.random() < 0.03 and alive:
+            victim = randomness.choice(sorted(alive))
+            assert house.engine.cancel(victim) is not None
+            del alive[victim]
+        else:
+            disturb(house, folder, randomness)
+        house.step()
+        for request_id in [request_id for request_id in alive if request_id in house.last]:
+            one = alive.pop(request_id)
+            if request_id in house.reuse and not house.reuse[request_id].has_placed:
+                num_exact += 1
+                assert house.tokens[request_id] == oracle.answer(one), request_id
+    assert not alive and num_exact > num_requests / 5
+    return house
+
+
+@pytest.mark.parametrize(("num_requests", "seed"), [(250, 1), pytest.param(2_000, 2, marks=pytest.mark.slow)])
+def test_a_soak_through_all_modes(
+    decoder: Decoder, oracle: Oracle, tmp_path: Path, num_requests: int, seed: int
+) -> None:
+    house = soak(decoder, oracle, tmp_path, num_requests, seed)
+    stats = house.tree.stats
+    assert stats.placed[Tier.DEVICE] and stats.placed[Tier.HOST] and stats.hits[Tier.DEVICE], stats
+    house.tree.clear()
+    house.engine.check_integrity()
+    assert house.cache.manager.pool.num_used == 0, "a block leaked"

@@ -1,0 +1,161 @@
+"""Audits: who is compared, what counts as agreement, and what follows from too little of it."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from scipy.stats import binomtest
+
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.kv import Tier
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import FinishReason, Request, SamplingParams
+from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
+from stillroom.engine.audit import NUM_TOKENS, Audit, lower_bound, upper_bound
+from stillroom.engine.events import TokenEvent
+from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.models.decoder import Decoder
+from stillroom.models.loader import load_decoder
+from tests.engine.test_reuse import House, question
+from tests.fakes import random_checkpoint
+
+PLACED = PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(1), 9, Tier.HOST, Reason.ANYWHERE, 2),), 0.0, 0.0)
+EXACT = PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(1), 9, Tier.HOST, Reason.HIT),), 0.0, 0.0)
+
+
+class Said:
+    """An audit, and what it told the engine to do."""
+
+    def __init__(self, ratio: float = 0.15, share: float = 1.0, limit: float = 0.2) -> None:
+        self.allowed: list[float | None] = []
+        self.audit = Audit(
+            AnywhereOptions(ratio, "question"),
+            lambda options: self.allowed.append(None if options is None else options.recompute_ratio),
+            share=share,
+            max_disagreement=limit,
+            randomness=random.Random(1),
+        )
+        self._number = 0
+
+    def answer(
+        self, *tokens: int, reuse: PromptReuse = PLACED, reason: FinishReason = FinishReason.STOP
+    ) -> Request | None:
+        """A finished answer; returns the audit that follows."""
+        self._number += 1
+        request = Request(
+            request_id=RequestId(f"r{self._number}"),
+            prompt=SegmentedPrompt((Segment(SegmentKind.QUESTION, (1, 2)),)),
+            sampling=SamplingParams(max_tokens=50),
+        )
+        self.audit.submitted(request)
+        for place, token in enumerate(tokens):
+            event = TokenEvent(request.request_id, token, None, 0.0, reuse=None if place else reuse)
+            assert not self.audit.hear(event)
+        assert not self.audit.hear(TokenEvent(request.request_id, None, reason, 0.0))
+        return self.audit.next()
+
+    def check(self, shadow: Request | None, *tokens: int) -> None:
+        assert shadow is not None
+        for token in tokens:
+            assert self.audit.hear(TokenEvent(shadow.request_id, token, None, 0.0))
+        assert self.audit.hear(TokenEvent(shadow.request_id, None, FinishReason.LENGTH, 0.0))
+
+
+def test_the_audited_prompt_runs_again_without_placing() -> None:
+    said = Said()
+    shadow = said.answer(5, 6, 7)
+    assert shadow is not None and not shadow.may_place and shadow.request_id == "audit-r1"
+    assert shadow.sampling.max_tokens == 4, "the answer ended after three, so the fourth must not come"
+    said.check(shadow, 5, 6, 7)
+    assert (said.audit.figures.num_audited, said.audit.figures.num_disagreed) == (1, 0)
+    said.check(said.answer(5, 6, 7), 5, 6, 7, 8)
+    assert said.audit.figures.num_disagreed == 1
+
+
+def test_of_a_long_answer_its_first_tokens_count() -> None:
+    said = Said()
+    shadow = said.answer(*range(30))
+    assert shadow is not None and shadow.sampling.max_tokens == NUM_TOKENS
+    said.check(shadow, *range(NUM_TOKENS))
+    assert said.audit.figures.num_disagreed == 0
+
+
+def test_of_an_answer_that_was_cut_what_was_said_counts() -> None:
+    said = Said()
+    shadow = said.answer(1, 2, reason=FinishReason.ABORTED)
+    assert shadow is not None and shadow.sampling.max_tokens == 2
+
+
+def test_exact_answers_are_not_audited() -> None:
+    assert Said().answer(1, 2, reuse=EXACT) is None
+
+
+def test_a_share_is_audited() -> None:
+    said = Said(share=0.1)
+    count = 0
+    for _ in range(500):
+        shadow = said.answer(1)
+        if shadow is not None:
+            said.check(shadow, 1)
+            count += 1
+    assert 30 <= count <= 70
+    assert said.allowed == []
+
+
+def test_the_ratio_is_doubled_and_then_nothing_is_placed() -> None:
+    said = Said(ratio=0.2, limit=0.2)
+    for _ in range(12):
+        said.check(said.answer(1), 2)
+        if said.audit.figures.recompute_ratio is None:
+            break
+    assert said.allowed == [0.4, None]
+    assert said.audit.figures.upper_bound == 1.0
+    assert said.answer(1) is None, "nothing is placed, so there is nothing to audit"
+
+
+def test_chance_alone_changes_nothing() -> None:
+    """One answer in ten differs, one in four may: hardly ever is more than that sure."""
+    said, randomness = Said(limit=0.25), random.Random(4)
+    for _ in range(300):
+        said.check(said.answer(1), 1 if randomness.random() > 0.1 else 2)
+    assert said.allowed == []
+    assert 0.1 < said.audit.figures.upper_bound < 0.2
+
+
+@pytest.mark.parametrize(("count", "total"), [(0, 1), (1, 1), (3, 40), (40, 40), (7, 500)])
+def test_bounds_are_those_of_the_binomial_test(count: int, total: int) -> None:
+    above = binomtest(count, total, alternative="less").proportion_ci(0.95, "exact").high
+    below = binomtest(count, total, alternative="greater").proportion_ci(0.95, "exact").low
+    assert upper_bound(count, total) == pytest.approx(above)
+    assert lower_bound(count, total) == pytest.approx(below)
+    assert (lower_bound(0, 0), upper_bound(0, 0)) == (0.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("checkpoint")
+    random_checkpoint(path, "Llama", num_hidden_layers=2)
+    yield load_decoder(path, device="cpu", dtype="float32")
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_an_engine_audits_when_nobody_waits_and_says_nothing_of_it(decoder: Decoder, ratio: float) -> None:
+    changes = {"mode": "anywhere", "load": "always", "recompute_ratio": ratio, "audit_share": 1.0, "max_disagreement": 1.0}
+    house = House(decoder, None, blocks=80, **changes)
+    house.run(question("a", 1, 2, 3))
+    house.run(question("b", 3, 1, 2, max_tokens=8))
+    while house.engine.tend() and not house.engine.has_work:
+        pass
+    assert house.engine.has_work, "an audit waits for its turn"
+    house.run(question("c", 1))  # which is not now
+    audit = house.engine.audit
+    assert audit is not None and audit.figures.num_audited == 0
+    while house.engine.has_work or house.engine.tend():
+        house.step()
+    assert audit.figures.num_audited == 1 and set(house.last) == {"a", "b", "c"}
+    if ratio == 1.0:
+        assert audit.figures.num_disagreed == 0, "with everything computed again every answer agrees"

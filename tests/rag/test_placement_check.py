@@ -1,0 +1,55 @@
+"""A model is let through if its KV can be turned, and refused with the reason if it cannot."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stillroom.errors import ConfigError
+from stillroom.models.decoder import Decoder
+from stillroom.models.loader import load_decoder
+from stillroom.rag.placement_check import check_placement
+from tests.fakes import random_checkpoint
+
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+KINDS = [
+    pytest.param("Llama", {}, id="llama"),
+    pytest.param("Qwen3", {}, id="qwen3"),
+    pytest.param("Llama", {"max_position_embeddings": 256, "rope_parameters": ROPE}, id="yarn"),
+]
+
+
+def load(path: Path, kind: str, settings: dict[str, Any], dtype: str) -> Decoder:
+    random_checkpoint(path, kind, **settings)
+    return load_decoder(path, device="cpu", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "settings"), KINDS)
+def test_what_can_be_turned_is_let_through(tmp_path: Path, kind: str, settings: dict[str, Any], dtype: str) -> None:
+    check_placement(load(tmp_path, kind, settings, dtype), 8)
+
+
+def test_a_wrong_turn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = load(tmp_path, "Llama", {}, "float32")
+    wrong = decoder.inv_freq_LP * 1.01
+    monkeypatch.setattr(Decoder, "inv_freq_LP", property(lambda self: wrong))
+    with pytest.raises(ConfigError, match="refused for this model: KV moved from position 0"):
+        check_placement(decoder, 8)
+
+
+def test_values_that_know_their_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with learned positions, which are added to what is embedded."""
+    decoder = load(tmp_path, "Llama", {}, "float32")
+    plain = decoder.hidden_states
+
+    def with_positions(packed: Any, layer_kv: Any, watch: Any = None) -> torch.Tensor:
+        hidden_BM = plain(packed, layer_kv, watch)
+        for layer in range(decoder.spec.num_layers):
+            layer_kv(layer)[1][packed.slots_T] += packed.positions_T[:, None, None] * 0.01
+        return hidden_BM
+
+    monkeypatch.setattr(decoder, "hidden_states", with_positions)
+    with pytest.raises(ConfigError, match="use reuse.mode=exact"):
+        check_placement(decoder, 8)
