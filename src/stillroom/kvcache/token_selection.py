@@ -42,7 +42,8 @@ def question(seen: Seen) -> NDArray[np.float64]:
 def question_mean(seen: Seen) -> NDArray[np.float64]:
     """Attention of all of the question's tokens alike (ProphetKV, InfoFlow KV)."""
     assert seen.attention_2N is not None
-    return seen.attention_2N[1].astype(np.float64)
+    scores: NDArray[np.float64] = seen.attention_2N[1].astype(np.float64)
+    return scores
 
 
 def first(seen: Seen) -> NDArray[np.float64]:

@@ -16,7 +16,7 @@ from stillroom.errors import DeviceLostError
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.packed import PackedInput
-from stillroom.ops.attention import AttentionSpan
+from stillroom.ops.attention import AttentionPlan, AttentionSpan
 from stillroom.ops.attention_watch import AttentionWatch
 from stillroom.ops.sampling import logprobs, sample
 from stillroom.ops.transfer import to_device
@@ -60,6 +60,7 @@ class TorchRunner:
             logits_BV = self.decoding.logits(batch)
         else:
             packed = self._pack(batch)
+            assert isinstance(packed.plan, AttentionPlan)
             spans = zip(batch.sequences, packed.plan.spans, strict=True)
             looks = {sequence.request_id: span for sequence, span in spans if sequence.is_look}
             watch = AttentionWatch(list(looks.values())) if looks else None
