@@ -1,0 +1,139 @@
+"""How far KV of a chunk can be reused behind other chunks than those it was computed behind, and which of its tokens to
+recompute. Cache-Craft 3.1 and 3.2, Equations 3 to 14.
+
+Everything follows from where the chunk's tokens looked when its KV was computed (`ContextMass`). The paper writes
+inter(i, j) with its indices in either order; here it is always what tokens of the later chunk pay to the earlier one.
+All functions are pure; each says what it answers where the paper leaves 0 / 0.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ContextMass:
+    """What the tokens of one chunk attended to when its KV was computed, mean over heads and layers."""
+
+    prefix: tuple[bytes, ...]
+    """Content hashes of the chunks before it, in order; one may come twice."""
+    prefix_lengths: tuple[int, ...]
+    """Tokens of each, at least 1."""
+    inter: NDArray[np.float32]
+    """[len(prefix)] attention of all its tokens to all tokens of each chunk before it (Eq. 3)."""
+    intra: float
+    """Attention of its tokens to earlier ones of its own (Eq. 4, k < l: what a token pays to itself is not in it)."""
+    token_inter: NDArray[np.float32]
+    """[num_tokens] attention of each token to all chunks before it together (the sum in Eq. 14)."""
+
+    def __post_init__(self) -> None:
+        assert len(self.prefix) == len(self.prefix_lengths) == len(self.inter)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_inter)
+
+
+def prefix_overlap(mass: ContextMass, new_prefix: Sequence[bytes]) -> float:
+    """beta, the share of its attention to chunks before it that went to chunks which are there again (Eq. 6).
+
+    Sets are compared: neither order nor repetition counts. A chunk that paid nothing to any chunk before it, or that
+    had none, leaves nothing to share out: 1 if the new prefix has the same chunks, else 0.
+    """
+    total = float(mass.inter.sum(dtype=np.float64))
+    again = set(new_prefix)
+    if total <= 0:
+        return float(again == set(mass.prefix))
+    kept = math.fsum(float(paid) for chunk, paid in zip(mass.prefix, mass.inter, strict=True) if chunk in again)
+    return min(1.0, kept / total)
+
+
+def order_penalty(old_prefix: Sequence[bytes], new_prefix: Sequence[bytes]) -> float:
+    """gamma, Kendall's tau distance of the chunks in both prefixes: the share of pairs whose order changed (Eq. 7).
+
+    0 with fewer than two common chunks. A chunk that comes twice stands where it comes first.
+    """
+    place = {chunk: index for index, chunk in reversed(list(enumerate(new_prefix)))}
+    places = [place[chunk] for chunk in dict.fromkeys(old_prefix) if chunk in place]
+    num_common = len(places)
+    if num_common < 2:
+        return 0.0
+    discordant = sum(later < earlier for index, earlier in enumerate(places) for later in places[index + 1 :])
+    return discordant / (num_common * (num_common - 1) / 2)
+
+
+def adjusted_overlap(mass: ContextMass, new_prefix: Sequence[bytes]) -> float:
+    """beta' = beta (1 - gamma) (Eq. 8)."""
+    return prefix_overlap(mass, new_prefix) * (1 - order_penalty(mass.prefix, new_prefix))
+
+
+def outside_influence(mass: ContextMass) -> float:
+    """a, its attention to the chunks before it, per pair of tokens and summed over chunks (Eq. 9)."""
+    shares = zip(mass.inter, mass.prefix_lengths, strict=True)
+    return math.fsum(float(paid) / (mass.num_tokens * length) for paid, length in shares)
+
+
+def own_influence(mass: ContextMass) -> float:
+    """b, its attention to itself per pair of tokens (Eq. 9)."""
+    return float(mass.intra) / mass.num_tokens**2
+
+
+def mean_over_layers(outside: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
+    """a and b from those of every layer (Eq. 10). The same as a and b of the layers' mean mass."""
+    return math.fsum(outside) / len(outside), math.fsum(own) / len(own)
+
+
+def context_impact(outside: float, own: float) -> float:
+    """CCI = sigmoid(a / b), from 0.5: its KV owes nothing to other chunks, to 1: it owes them everything (Eq. 11).
+
+    With b = 0, as of a chunk of one token, it is the limit: 1, or 0.5 if a = 0 too.
+    """
+    if own <= 0:
+        return 1.0 if outside > 0 else 0.5
+    return 1 / (1 + math.exp(-outside / own))
+
+
+def fix_overhead(impact: float, overlap: float, alpha: float) -> float:
+    """CFO = alpha CCI (1 - beta'), clipped to [0, 1]: the share of its tokens to recompute (Eq. 12)."""
+    return min(1.0, max(0.0, alpha * impact * (1 - overlap)))
+
+
+def num_to_recompute(overhead: float, num_tokens: int) -> int:
+    """N = ceil(CFO |C|) (3.2.1); a product that is whole but for its last bits is not rounded up."""
+    return math.ceil(overhead * num_tokens * (1 - 1e-12))
+
+
+def most_contextualised(token_inter: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Indices of the tokens that looked most at earlier chunks, ascending; of equals the first (Eq. 14).
+
+    Args:
+        token_inter: [T], as in `ContextMass`.
+        count: at most T.
+    """
+    chosen: NDArray[np.int64] = np.argsort(-token_inter, kind="stable")[:count].astype(np.int64)
+    return np.sort(chosen)
+
+
+class AlphaCell(NamedTuple):
+    """What one alpha gave on a validation set."""
+
+    alpha: float
+    mean_overhead: float
+    """Mean CFO over its requests."""
+    quality: float
+    """Mean score of its answers, such as F1."""
+
+
+def choose_alpha(cells: Iterable[AlphaCell], desired: float) -> float | None:
+    """The alpha that recomputes least among those of at least the desired quality (Eq. 13); None if none has it.
+
+    Of equal overheads the better quality, then the smaller alpha.
+    """
+    good = [cell for cell in cells if cell.quality >= desired]
+    if not good:
+        return None
+    return min(good, key=lambda cell: (cell.mean_overhead, -cell.quality, cell.alpha)).alpha
