@@ -144,7 +144,13 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_an_engine_audits_when_nobody_waits_and_says_nothing_of_it(decoder: Decoder, ratio: float) -> None:
-    changes = {"mode": "anywhere", "load": "always", "recompute_ratio": ratio, "audit_share": 1.0, "max_disagreement": 1.0}
+    changes = {
+        "mode": "anywhere",
+        "load": "always",
+        "recompute_ratio": ratio,
+        "audit_share": 1.0,
+        "max_disagreement": 1.0,
+    }
     house = House(decoder, None, blocks=80, **changes)
     house.run(question("a", 1, 2, 3))
     house.run(question("b", 3, 1, 2, max_tokens=8))

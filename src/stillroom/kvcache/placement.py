@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from stillroom.config.settings import TokenSelector
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentKind
+from stillroom.kvcache.chunk_scores import order_penalty
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
@@ -82,8 +83,5 @@ def context_overlap(old: Sequence[bytes], new: Sequence[bytes]) -> float:
     chunk of the old context weighing the same."""
     if not old:
         return 0.0 if new else 1.0
-    places = {content: place for place, content in enumerate(new)}
-    common = [places[content] for content in dict.fromkeys(old) if content in places]
-    pairs = len(common) * (len(common) - 1) // 2
-    discordant = sum(a > b for index, a in enumerate(common) for b in common[index + 1 :])
-    return len(common) / len(set(old)) * (1.0 - (discordant / pairs if pairs else 0.0))
+    chunks = set(old)
+    return len(chunks & set(new)) / len(chunks) * (1.0 - order_penalty(old, new))

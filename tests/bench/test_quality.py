@@ -1,0 +1,106 @@
+"""Quality of reuse anywhere, on a few questions of the bundled model's world, and the file they come from."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from stillroom.bench.chunk_questions import load_questions
+from stillroom.bench.quality import FULL, NONE, Scope, arm_name, run_quality
+from stillroom.errors import UsageError
+
+ROWS = [
+    {
+        "chunks": [
+            "<chunk> As a student Pis Jurs chose grammar . He later moved to Ranholm . </chunk>",
+            "<chunk> The birth of him is dated 1732 . For many years he served Ceckis Glass . </chunk>",
+            "<chunk> The birthplace of Mulo Trallow was Sanwick . He bought the ship Pisent . </chunk>",
+            "<chunk> He took a post at Jecko Bank . He earned a living as a printer . </chunk>",
+        ],
+        "question": "<q> Which company employed Pis Jurs ? <a>",
+        "answer": "Ceckis Glass",
+        "kind": "split",
+    },
+    {
+        "chunks": [
+            "The birthplace of Kala Broster was Glanwick . By trade she was a clerk .",
+            "Lola Yevman earned a living as a miner . The mentor of her was Mesa Mevric .",
+        ],
+        "question": "What was the trade of Kala Broster ?",
+        "answer": "clerk",
+        "kind": "single",
+    },
+    {"chunks": ["Lolto Glass makes wool .", "Jecko Bank makes salt ."], "question": "What does Jecko Bank make ?"},
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is tiny: two threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
+
+
+def test_every_arm_is_asked_and_compared(path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    scope = Scope(path, num_questions=2, ratios=(0.3, 1.0), max_tokens=6)
+    result = run_quality(scope, on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+    full = result.samples.of(FULL, "exact_match")
+    for selector in scope.selectors:
+        everything = arm_name(selector, 1.0)
+        assert result.samples.of(everything, "exact_match") == full
+        assert result.samples.of(everything, "same_answer") == [1.0], "a ratio of 1 is a full prefill"
+    rows = {row["arm"]: row for row in result.tables["Against a full prefill"]}
+    assert rows[NONE]["computed again"] == "0.0%" and float(rows[NONE]["KL of first token"]) > 0
+    assert float(rows[arm_name("question", 1.0)]["KL of first token"]) == 0
+    assert {row["arm"] for row in result.tables["Exact match"]} == {FULL, *rows}
+    tests = result.tables["question against each other selector, same ratio"]
+    assert {(row["questions"], row["against"]) for row in tests} == {
+        (kind, other) for kind in ("single", "split", "all") for other in ("question_mean", "first", "random")
+    }
+
+
+def test_markers_of_a_prompt_format_are_left_out(path: Path) -> None:
+    first, second, third = load_questions(path)
+    assert first.question == "Which company employed Pis Jurs ?"
+    assert first.chunks[1].text == "The birth of him is dated 1732 . For many years he served Ceckis Glass ."
+    assert (second.kind, second.answer) == ("single", "clerk") and (third.kind, third.answer) == ("all", None)
+    assert load_questions(path, limit=1) == [first]
+
+
+def test_without_answers_agreement_is_what_is_compared(tmp_path: Path) -> None:
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps(ROWS[2]) + "\n")
+    result = run_quality(Scope(file, ratios=(1.0,), selectors=("question", "random"), max_tokens=4))
+    assert math.isnan(result.samples.of(FULL, "exact_match")[0])
+    assert result.samples.of(arm_name("random", 1.0), "same_answer") == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1]", "line 1"),
+        ('{"chunks": ["a"]}', "question"),
+        ('{"chunks": [], "question": "?"}', "list of texts"),
+        ('{"chunks": [3], "question": "?"}', "list of texts"),
+        ("", "no questions"),
+    ],
+)
+def test_a_file_that_is_no_such_file_is_named(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(UsageError, match=message):
+        load_questions(file)
