@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from stillroom.telemetry.metrics import SPECS, CacheFigures, Metrics, reference
+from stillroom.telemetry.metrics import SPECS, AuditMetrics, CacheFigures, Metrics, reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "http.md"
 
@@ -104,6 +104,7 @@ FIGURES = CacheFigures(
     placed={"device": 21, "host": 22, "disk": 23},
     placed_tokens=24,
     repaired_tokens=25,
+    audit=AuditMetrics(results={"agreed": 26, "differed": 27}, disagreement_bound=0.28, recompute_ratio=0.29),
     evictions=TIERS,
     failed_loads=TIERS,
     rejected=7,

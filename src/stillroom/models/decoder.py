@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from stillroom.models.decode_path import DecodePath
 from stillroom.models.mixture_of_experts import mix, on_device, route
 from stillroom.models.packed import LayerKV, PackedInput
+from stillroom.models.prefill_path import PrefillPath
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops import cpu_kernels
@@ -37,6 +38,7 @@ class Decoder:
         self._rope = self._frequencies(spec.rope)
         self._local_rope = self._frequencies(spec.local_rope or spec.rope)
         self._decode_path = DecodePath.of(spec, weights.layers)
+        self._prefill_path = PrefillPath.of(spec, weights.layers)
         self._device_experts = [on_device(layer.experts) for layer in weights.layers]
         # rounded as the product with the embedding would be
         self._embedding_scale = float(torch.tensor(spec.embedding_scale or 1.0, dtype=self.dtype))
@@ -62,6 +64,8 @@ class Decoder:
             local_rope = cos_sin(*self._local_rope, packed.positions_T, self.activation_dtype)
         if self._decode_path is not None and watch is None and self._decode_path.takes(packed.plan):
             return self._decode_path.run(x_TM, rope, packed, layer_kv)[packed.wanted_B]
+        if self._prefill_path is not None and self._prefill_path.takes(len(x_TM)):
+            return self._prefill_path.run(x_TM, rope, packed, layer_kv, watch)
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
             kv_SGD, window = layer_kv(index), spec.windows[index]

@@ -167,9 +167,19 @@ def attend_spans(
     out_THD = torch.empty_like(q_THD)
     for span in spans:
         rows = slice(span.query_start, span.query_end)
-        k_KGD, v_KGD = k_SGD[span.context], v_SGD[span.context]
+        k_KGD, v_KGD = _context(k_SGD, span.context, q_THD), _context(v_SGD, span.context, q_THD)
         out_THD[rows] = attend(q_THD[rows], k_KGD, v_KGD, scale, window, softcap, span.places)
     return out_THD
+
+
+def _context(cache_SGD: torch.Tensor, context: slice | torch.Tensor, q_THD: torch.Tensor) -> torch.Tensor:
+    """The rows of a context: in place where they lie side by side, else a copy, in the dtype of the queries if that is
+    made on the way."""
+    if isinstance(context, slice) or not cpu_kernels.has_kernel(q_THD, cache_SGD):
+        return cache_SGD[context]
+    rows_KGD = torch.empty((len(context), *cache_SGD.shape[1:]))
+    cpu_kernels.gather_wide(cpu_kernels.array(cache_SGD), context.numpy(), rows_KGD.numpy())
+    return rows_KGD
 
 
 def attend(  # noqa: PLR0913  as torch's own

@@ -105,8 +105,8 @@ def _compiled_write(row: Any, index: Any, value: Any) -> Any:
 
 
 @parallel_kernel
-def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Floats) -> None:
-    """x / sqrt(mean(x^2) + epsilon) * weight, row by row."""
+def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Any) -> None:
+    """x / sqrt(mean(x^2) + epsilon) * weight, row by row; rounded where the result is bfloat16."""
     num_rows, width = x_TM.shape
     for row in numba.prange(num_rows):
         x, out = x_TM[row], out_TM[row]
@@ -115,22 +115,23 @@ def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Floats) -> 
             total += x[i] * x[i]
         scale = np.float32(1) / np.sqrt(total / np.float32(width) + np.float32(epsilon))
         for i in range(width):
-            out[i] = x[i] * scale * weight_M[i]
+            _write(out, i, x[i] * scale * weight_M[i])
 
 
 @parallel_kernel
-def silu_gate(gate_up: Floats, out: Floats) -> None:
-    """silu(gate) * up, where a row of [T, 2 * I] is gate, then up."""
+def silu_gate(gate_up: Any, out: Any) -> None:
+    """silu(gate) * up, where a row of [T, 2 * I] is gate, then up; float32 or bfloat16, each."""
     num_rows, width = out.shape
     for row in numba.prange(num_rows):
         gate, up, result = gate_up[row, :width], gate_up[row, width:], out[row]
         for i in range(width):
-            result[i] = gate[i] / (np.float32(1) + _exp(-gate[i])) * up[i]
+            g = _read(gate[i])
+            _write(result, i, g / (np.float32(1) + _exp(-g)) * _read(up[i]))
 
 
 @parallel_kernel
 def rotate_and_store(
-    qkv: Floats, cos_sin: tuple[Floats, Floats], slots: Any, cache: tuple[Bits, Bits], q_THD: Floats
+    qkv: Any, cos_sin: tuple[Floats, Floats], slots: Any, cache: tuple[Bits, Bits], q_THD: Floats
 ) -> None:
     """Rotate queries and keys of `qkv` [T, H + 2 G, D]; queries go to `q_THD`, keys and values to their slots.
 
@@ -145,20 +146,32 @@ def rotate_and_store(
         for head in range(num_heads):
             x, out = qkv[row, head], q_THD[row, head]
             for i in range(half):
-                out[i] = x[i] * cos[i] - x[i + half] * sin[i]
-                out[i + half] = x[i + half] * cos[i] + x[i] * sin[i]
+                a, b = _read(x[i]), _read(x[i + half])
+                out[i], out[i + half] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
             for i in range(2 * half, head_dim):
-                out[i] = x[i]
+                out[i] = _read(x[i])
         for group in range(num_kv_heads):
             x, k = qkv[row, num_heads + group], k_SGD[slot, group]
             for i in range(half):
-                _write(k, i, x[i] * cos[i] - x[i + half] * sin[i])
-                _write(k, i + half, x[i + half] * cos[i] + x[i] * sin[i])
+                a, b = _read(x[i]), _read(x[i + half])
+                _write(k, i, a * cos[i] - b * sin[i])
+                _write(k, i + half, b * cos[i] + a * sin[i])
             for i in range(2 * half, head_dim):
-                _write(k, i, x[i])
+                _write(k, i, _read(x[i]))
             x, v = qkv[row, num_heads + num_kv_heads + group], v_SGD[slot, group]
             for i in range(head_dim):
-                _write(v, i, x[i])
+                _write(v, i, _read(x[i]))
+
+
+@parallel_kernel
+def gather_wide(cache: Any, slots: Any, out_KGD: Floats) -> None:
+    """The rows of a cache [S, G, D] at these slots, as float32."""
+    num_heads, head_dim = out_KGD.shape[1], out_KGD.shape[2]
+    for row in numba.prange(len(slots)):
+        found, out = cache[slots[row]], out_KGD[row]
+        for head in range(num_heads):
+            for i in range(head_dim):
+                out[head, i] = _read(found[head, i])
 
 
 @parallel_kernel
@@ -299,8 +312,10 @@ def compile_all() -> None:
     contexts, splits = (slots, np.array([0, 1])), split_contexts(np.array([1]))
     x, q = np.ones((1, head_dim), np.float32), np.ones((1, 1, head_dim), np.float32)
     norm, bias, tall = x[0].copy(), np.empty(0, np.float32), np.ones((2 * head_dim, head_dim), np.float32)
-    rms_norm(x, norm, 1e-5, np.empty_like(x))
-    silu_gate(tall, np.empty((2 * head_dim, head_dim // 2), np.float32))
+    dtype: Any
+    for dtype in (np.float32, np.uint16):
+        rms_norm(x, norm, 1e-5, np.empty(x.shape, dtype))
+        silu_gate(tall.astype(dtype), np.empty((2 * head_dim, head_dim // 2), dtype))
     for is_wide in (True, False):
         kv = np.zeros((1, 1, head_dim), np.float32 if is_wide else np.uint16)
 
@@ -314,7 +329,9 @@ def compile_all() -> None:
             linear_scaled(x, weight[0], weight[1], out, num_threads)
         else:
             linear_bfloat16(x, weight, out, num_threads)
-        rotate_and_store(np.ones((1, 3, head_dim), np.float32), turn, slots, (kv, kv.copy()), np.empty_like(q))
+        for dtype in {np.float32, kv.dtype.type}:
+            rotate_and_store(np.ones((1, 3, head_dim), dtype), turn, slots, (kv, kv.copy()), np.empty_like(q))
+        gather_wide(kv, slots, np.empty_like(q))
         attend_rows(q, (kv, kv.copy()), contexts, splits, limits, np.empty_like(q))
         matrices = (matrix(3 * head_dim), matrix(head_dim), matrix(2 * head_dim), matrix(head_dim))
         cache = (kv, kv.copy())

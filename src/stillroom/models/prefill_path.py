@@ -1,0 +1,109 @@
+"""Prefill on a CPU with bfloat16 weights: between two products activations stay as they come out of one and go into
+the next.
+
+The decoder's usual way widens each product's result to float32 and rounds the next one's input back to bfloat16. Here
+the kernels between products read and write bfloat16 themselves, with the same roundings in the same places. What is not
+plain goes the usual way.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from stillroom.models.packed import LayerKV, PackedInput
+from stillroom.models.spec import ModelSpec
+from stillroom.models.weights import LayerWeights
+from stillroom.ops import cpu_kernels
+from stillroom.ops.attention_watch import AttentionWatch
+from stillroom.ops.cpu_compiler import Floats
+from stillroom.ops.linear import MAX_ROWS, is_float32_faster
+from stillroom.ops.rows import rms_norm
+
+# T packed tokens, B rows whose hidden states are wanted, M model dimension, S slots, H query heads, G key/value heads,
+# D head dimension
+
+
+class PrefillPath:
+    """Of one decoder; see `of`."""
+
+    def __init__(self, spec: ModelSpec, layers: tuple[LayerWeights, ...]) -> None:
+        self._spec = spec
+        self._layers = layers
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layers: tuple[LayerWeights, ...]) -> "PrefillPath | None":
+        """None where the layers are not plain, or not in bfloat16 on a CPU that multiplies it well."""
+        is_plain = spec.activation == "silu" and spec.mixture is None and spec.local_rope is None
+        if not is_plain or spec.has_qk_norm or spec.has_sandwich_norms:
+            return None
+        for layer in layers:
+            mlp = layer.experts[0]
+            for linear in (layer.qkv, layer.output, mlp.gate_up, mlp.down):
+                weight = linear.weight
+                if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or linear.bias is not None:
+                    return None
+        return None if is_float32_faster() else cls(spec, layers)
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether there are enough rows for torch's products."""
+        return num_tokens > MAX_ROWS
+
+    def run(
+        self,
+        x_TM: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        packed: PackedInput,
+        layer_kv: LayerKV,
+        watch: AttentionWatch | None,
+    ) -> torch.Tensor:
+        """Hidden states [B, M] of the wanted rows after all layers; x is overwritten."""
+        spec, last = self._spec, len(self._layers) - 1
+        turn = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
+        slots, plan = packed.slots_T.numpy(), packed.plan
+        for index, layer in enumerate(self._layers):
+            kv_SGD = layer_kv(index)
+            q_THD = self._queries(layer, x_TM, turn, slots, kv_SGD)
+            window = spec.windows[index]
+            if watch is not None:
+                watch.see(q_THD, kv_SGD[0], spec.attention_scale, window, spec.attention_softcap)
+            if index < last:
+                out_THD = plan.attend(q_THD, kv_SGD, spec.attention_scale, window, spec.attention_softcap)
+                x_TM.add_(F.linear(out_THD.flatten(1).to(torch.bfloat16), layer.output.weight))
+                x_TM.add_(self._mlp(layer, x_TM))
+        wanted_B = packed.wanted_B
+        if not len(wanted_B):
+            return x_TM[:0]
+        # the last layer's rows may be few, which other kernels are for
+        out_BHD = packed.last_plan.attend(q_THD[wanted_B], kv_SGD, spec.attention_scale, window, spec.attention_softcap)
+        x_BM = x_TM[wanted_B] + layer.output(out_BHD.flatten(1))
+        return x_BM + layer.experts[0](rms_norm(x_BM, layer.mlp_norm, spec.norm_eps))
+
+    def _queries(
+        self,
+        layer: LayerWeights,
+        x_TM: torch.Tensor,
+        turn: tuple[Floats, Floats],
+        slots: NDArray[np.int64],
+        kv_SGD: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Rotated queries, float32 [T, H, D]; keys and values go to their slots."""
+        spec, num_tokens = self._spec, x_TM.shape[0]
+        qkv = F.linear(self._normed(x_TM, layer.attention_norm), layer.qkv.weight)
+        qkv = qkv.view(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        q_THD = torch.empty((num_tokens, spec.num_heads, spec.head_dim))
+        cache = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
+        cpu_kernels.rotate_and_store(cpu_kernels.array(qkv), turn, slots, cache, q_THD.numpy())
+        return q_THD
+
+    def _mlp(self, layer: LayerWeights, x_TM: torch.Tensor) -> torch.Tensor:
+        mlp = layer.experts[0]
+        gate_up = F.linear(self._normed(x_TM, layer.mlp_norm), mlp.gate_up.weight)
+        inner = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=torch.bfloat16)
+        cpu_kernels.silu_gate(cpu_kernels.array(gate_up), cpu_kernels.array(inner))
+        return F.linear(inner, mlp.down.weight)
+
+    def _normed(self, x_TM: torch.Tensor, weight_M: torch.Tensor) -> torch.Tensor:
+        out_TM = torch.empty(x_TM.shape, dtype=torch.bfloat16)
+        cpu_kernels.rms_norm(x_TM.numpy(), weight_M.numpy(), self._spec.norm_eps, cpu_kernels.array(out_TM))
+        return out_TM

@@ -1,0 +1,104 @@
+"""Prefill with bfloat16 between products gives what the decoder's usual way gives."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stillroom.kvstore.device import DeviceStore
+from stillroom.models.decoder import Decoder
+from stillroom.models.loader import load_decoder
+from stillroom.models.packed import PackedInput
+from stillroom.models.prefill_path import PrefillPath
+from stillroom.ops.attention import AttentionSpan
+from stillroom.ops.attention_watch import AttentionWatch
+from stillroom.rag.kv_cache import kv_shape
+from tests.fakes import random_checkpoint
+
+NUM_BLOCKS, BLOCK = 12, 8
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this processor is good at."""
+    for module in ("ops.linear", "models.prefill_path"):
+        monkeypatch.setattr(f"stillroom.{module}.is_float32_faster", lambda: False)
+
+
+def load(folder: Path, kind: str = "Llama", dtype: str = "bfloat16", **settings: Any) -> Decoder:
+    random_checkpoint(folder, kind, **settings)
+    return load_decoder(folder, device="cpu", dtype=dtype)
+
+
+def packed(wanted: list[int]) -> PackedInput:
+    """A prompt of 20 tokens in scattered slots, one of 9 behind 6 that are there, and one token of a third."""
+    scattered = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:20]
+    spans = [
+        AttentionSpan(0, 20, scattered, 20),
+        AttentionSpan(20, 29, slice(40, 55), 15),
+        AttentionSpan(29, 30, slice(60, 64), 4),
+    ]
+    positions = torch.cat([torch.arange(20), torch.arange(6, 15), torch.tensor([3])])
+    slots = torch.cat([scattered, torch.arange(46, 55), torch.tensor([63])])
+    return PackedInput(torch.arange(30) * 7 % 250, positions, slots, spans, wanted)
+
+
+def run(decoder: Decoder, wanted: list[int]) -> tuple[torch.Tensor, DeviceStore]:
+    store = DeviceStore(kv_shape(decoder), NUM_BLOCKS, BLOCK, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    for kv in (store.k_LSGD, store.v_LSGD):
+        kv.copy_(torch.randn(kv.shape, generator=generator))
+    return decoder.hidden_states(packed(wanted), store.layer), store
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """But for sums that a compiler ordered otherwise, some of which round to the next bfloat16."""
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("wanted", [[19, 28, 29], [28], [], list(range(30))])
+@pytest.mark.parametrize("window", [None, 8])
+def test_both_ways_give_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[int], window: int | None
+) -> None:
+    kind, settings = ("Llama", {}) if window is None else ("Mistral", {"sliding_window": window})
+    decoder = load(tmp_path, kind, **settings)
+    assert decoder._prefill_path is not None
+    hidden, store = run(decoder, wanted)
+    monkeypatch.setattr(decoder, "_prefill_path", None)
+    expected, expected_store = run(decoder, wanted)
+    assert hidden.shape == expected.shape == (len(wanted), decoder.spec.hidden_size)
+    assert_same(hidden, expected)
+    assert_same(store.k_LSGD, expected_store.k_LSGD)
+    assert_same(store.v_LSGD, expected_store.v_LSGD)
+
+
+def test_a_watch_sees_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, shares = load(tmp_path), []
+    for _ in range(2):
+        step = packed([29])
+        watch = AttentionWatch([AttentionSpan(20, 29, slice(40, 55), 15)])
+        store = DeviceStore(kv_shape(decoder), NUM_BLOCKS, BLOCK, torch.device("cpu"))
+        for kv in (store.k_LSGD, store.v_LSGD):
+            kv.zero_()
+        decoder.hidden_states(step, store.layer, watch)
+        shares.append(torch.from_numpy(watch.shares()[0]))
+        monkeypatch.setattr(decoder, "_prefill_path", None)
+    torch.testing.assert_close(*shares, rtol=1e-3, atol=1e-4)
+    assert shares[0].sum() == pytest.approx(2, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "settings"),
+    [
+        ("Llama", "float32", {}),
+        ("Qwen2", "bfloat16", {}),
+        ("Qwen3", "bfloat16", {}),
+        ("Gemma2", "bfloat16", {}),
+        ("Mixtral", "bfloat16", {}),
+    ],
+)
+def test_what_is_not_plain_goes_the_usual_way(tmp_path: Path, kind: str, dtype: str, settings: dict[str, Any]) -> None:
+    decoder = load(tmp_path, kind, dtype, **settings)
+    assert PrefillPath.of(decoder.spec, decoder.weights.layers) is None
