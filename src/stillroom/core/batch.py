@@ -96,4 +96,4 @@ class StepResult:
     """For the requests that want them."""
     attention: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
     """Of looks, shape [2, k]: the share of attention that each slot of the context got from the last token, and from
-    all tokens in the mean; means over heads and layers."""
+    the last few in the mean; means over heads and layers."""

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import BlockCopy
 from stillroom.core.ids import BlockId
+from stillroom.ops import cpu_kernels
+from stillroom.ops.rope import rotate
 
 # L layers, S slots, T tokens of one node, G key/value heads, D head dimension, B bytes of one token in one layer
 
@@ -123,6 +125,41 @@ class DeviceStore:
             else:
                 kv_LSGD.index_copy_(1, self._slots(runs), kv_LTGD)
 
+    def place(
+        self,
+        source: "DeviceStore | torch.Tensor",
+        source_block_ids: Sequence[BlockId],
+        block_ids: Sequence[BlockId],
+        turns: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Copy a node's KV into the first slots of these blocks, its keys turned on the way.
+
+        Args:
+            source: this store, where the node is in `source_block_ids`; or its KV, [2, L, T, G, D].
+            turns: of `ops.rope.turns`, for its T tokens.
+        """
+        num_tokens = turns[0].shape[1]
+        if not self._is_on_host or self.shape.dtype not in (torch.float32, torch.bfloat16):
+            kv_2LTGD = self.gather(source_block_ids, num_tokens) if isinstance(source, DeviceStore) else source
+            kv_2LTGD = kv_2LTGD.to(self.k_LSGD.device)
+            cos_LT1P, sin_LT1P = (values[:, :, None] for values in turns)
+            keys = rotate(kv_2LTGD[0].float(), cos_LT1P, sin_LT1P).to(self.shape.dtype)
+            self.scatter(block_ids, torch.stack((keys, kv_2LTGD[1])))
+            return
+        if isinstance(source, DeviceStore):
+            sources = (source.k_LSGD, source.v_LSGD)
+            source_slots = _slot_array(source_block_ids, num_tokens, self.block_size)
+        else:
+            sources, source_slots = (source[0], source[1]), np.arange(num_tokens)
+        cpu_kernels.use_threads()
+        cpu_kernels.turn_into(
+            (cpu_kernels.array(sources[0]), cpu_kernels.array(sources[1])),
+            source_slots,
+            (cpu_kernels.array(self.k_LSGD), cpu_kernels.array(self.v_LSGD)),
+            _slot_array(block_ids, num_tokens, self.block_size),
+            (turns[0].numpy(), turns[1].numpy()),
+        )
+
     def _slots(self, runs: list["_Run"]) -> torch.Tensor:
         slots = [slot for run in runs for slot in range(run.slots.start, run.slots.stop)]
         return torch.tensor(slots, device=self.k_LSGD.device)
@@ -151,3 +188,8 @@ def _runs(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> lis
 def _bytes(kv_LTGD: torch.Tensor) -> NDArray[np.uint8]:
     """The same memory as bytes, [L, T, B]; NumPy, which has no bfloat16, copies them on this thread alone."""
     return kv_LTGD.view(torch.uint8).flatten(2).numpy()
+
+
+def _slot_array(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> NDArray[np.int64]:
+    firsts = np.array(block_ids, dtype=np.int64) * block_size
+    return (firsts[:, None] + np.arange(block_size)).ravel()[:num_tokens]

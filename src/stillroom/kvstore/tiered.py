@@ -17,7 +17,7 @@ from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import Defect
-from stillroom.ops.rope import turn
+from stillroom.ops.rope import turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class TieredStore:
         room = self.host.allocate(key, num_tokens)
         if room is not None:
             self.device.gather(block_ids, num_tokens, out=room)
-        return self._count(Tier.DEVICE, Tier.HOST, room, start)
+        return self._count(Tier.DEVICE, Tier.HOST, None if room is None else room.nbytes, start)
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         """Copy a node from host or disk into these device blocks, verified."""
@@ -105,7 +105,7 @@ class TieredStore:
             self.device.scatter(block_ids, kv_2LTGD)
         else:
             self.drop(key, source)
-        return self._count(source, Tier.DEVICE, kv_2LTGD, start)
+        return self._count(source, Tier.DEVICE, None if kv_2LTGD is None else kv_2LTGD.nbytes, start)
 
     def place(
         self,
@@ -117,19 +117,18 @@ class TieredStore:
         3.4.3). The copy itself stays as it is."""
         start = self._clock.monotonic()
         assert self._inv_freq_LP is not None, "a store that places nothing"
-        if copy.tier is Tier.DEVICE:
-            kv_2LTGD: torch.Tensor | None = self.device.gather(copy.block_ids, copy.num_tokens)
-        elif copy.tier is Tier.HOST:
-            kv_2LTGD = self._from_host(copy.key, copy.num_tokens)
-        else:
-            kv_2LTGD = self._from_disk(copy.key, copy.num_tokens)
-        if kv_2LTGD is None:
+        source: DeviceStore | torch.Tensor | None = self.device
+        if copy.tier is Tier.HOST:
+            source = self._from_host(copy.key, copy.num_tokens)
+        elif copy.tier is Tier.DISK:
+            source = self._from_disk(copy.key, copy.num_tokens)
+        if source is None:
             self.drop(copy.key, copy.tier)
         else:
-            kv_2LTGD = kv_2LTGD.to(self._inv_freq_LP.device)
-            keys = turn(kv_2LTGD[0], self._inv_freq_LP, copy.first_position, first_position)
-            self.device.scatter(block_ids, torch.stack((keys, kv_2LTGD[1])))
-        return self._count(copy.tier, Tier.DEVICE, kv_2LTGD, start)
+            by = turns(copy.num_tokens, self._inv_freq_LP, copy.first_position, first_position)
+            self.device.place(source, copy.block_ids, block_ids, by)
+        num_bytes = self.device.shape.bytes_per_token * copy.num_tokens
+        return self._count(copy.tier, Tier.DEVICE, None if source is None else num_bytes, start)
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
         """Copy a node to disk, from the host, or from these device blocks if `source` is the device."""
@@ -145,7 +144,7 @@ class TieredStore:
             if kv_2LTGD is None or not self.disk.write(record, _bytes(kv_2LTGD)):
                 self.disk.remove(record.key)
                 kv_2LTGD = None
-        return self._count(source, Tier.DISK, kv_2LTGD, start)
+        return self._count(source, Tier.DISK, None if kv_2LTGD is None else kv_2LTGD.nbytes, start)
 
     def drop(self, key: NodeKey, tier: Tier) -> None:
         """Forget the host's or the disk's copy."""
@@ -184,17 +183,17 @@ class TieredStore:
                 return None
         return self._staging[:num_bytes].view(shape.dtype).view(shape.of_node(num_tokens))
 
-    def _count(self, source: Tier, target: Tier, kv_2LTGD: torch.Tensor | None, start: float) -> bool:
-        """Book a move that began at `start`, failed if there is no KV; returns whether it succeeded."""
+    def _count(self, source: Tier, target: Tier, num_bytes: int | None, start: float) -> bool:
+        """Book a move of so many bytes that began at `start`, failed if None; returns whether it succeeded."""
         flow = self._flows[source, target]
         seconds = flow.seconds + self._clock.monotonic() - start
-        if kv_2LTGD is None:
+        if num_bytes is None:
             flow = replace(flow, num_failed=flow.num_failed + 1, seconds=seconds)
         else:
-            num_copies, num_bytes = flow.num_copies + 1, flow.num_bytes + kv_2LTGD.nbytes
+            num_copies, num_bytes = flow.num_copies + 1, flow.num_bytes + num_bytes
             flow = replace(flow, num_copies=num_copies, num_bytes=num_bytes, seconds=seconds)
         self._flows[source, target] = flow
-        return kv_2LTGD is not None
+        return num_bytes is not None
 
 
 def _bytes(kv_2LTGD: torch.Tensor) -> memoryview:

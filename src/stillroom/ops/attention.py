@@ -168,7 +168,15 @@ def attend_spans(
     for span in spans:
         rows = slice(span.query_start, span.query_end)
         k_KGD, v_KGD = _context(k_SGD, span.context, q_THD), _context(v_SGD, span.context, q_THD)
-        out_THD[rows] = attend(q_THD[rows], k_KGD, v_KGD, scale, window, softcap, span.places)
+        if span.places is None:
+            out_THD[rows] = attend(q_THD[rows], k_KGD, v_KGD, scale, window, softcap)
+            continue
+        k_KGD, v_KGD = k_KGD.to(q_THD.dtype), v_KGD.to(q_THD.dtype)
+        for start in range(span.query_start, span.query_end, _ROWS_WITH_GAPS):
+            rows = slice(start, min(start + _ROWS_WITH_GAPS, span.query_end))
+            places_Q = span.places[rows.start - span.query_start : rows.stop - span.query_start]
+            end = int(places_Q[-1]) + 1  # nobody of these sees anything behind it
+            out_THD[rows] = attend(q_THD[rows], k_KGD[:end], v_KGD[:end], scale, window, softcap, places_Q)
     return out_THD
 
 
@@ -235,6 +243,10 @@ def attend_capped(  # noqa: PLR0913  as `attend`
         logits = logits.masked_fill(~seen, -torch.inf)
     out_GNQD = torch.softmax(logits, dim=-1).to(v_KGD.dtype) @ v_G1KD
     return out_GNQD.flatten(0, 1).transpose(0, 1)
+
+
+_ROWS_WITH_GAPS = 64
+"""Queries with gaps between them that are attended at a time: few enough to leave out what is behind all of them."""
 
 
 def _mask(

@@ -16,6 +16,10 @@ from stillroom.ops.attention import AttentionSpan, visible
 # G key/value heads, D head dimension
 
 
+NUM_WATCHED = 16
+"""Queries of a span that are watched: its last ones. What is attended to costs as much as attention itself."""
+
+
 class AttentionWatch:
     """Of some spans of one step; adds up over layers."""
 
@@ -35,13 +39,14 @@ class AttentionWatch:
             self._sums = [torch.zeros((2, size), device=q_THD.device) for size in sizes]
         self._num_layers += 1
         for span, sums_2K in zip(self._spans, self._sums, strict=True):
-            rows = slice(span.query_start, span.query_end)
+            rows = slice(max(span.query_start, span.query_end - NUM_WATCHED), span.query_end)
             weights_QK = mean_weights(q_THD[rows], k_SGD[span.context], scale, window, softcap)
             sums_2K[0] += weights_QK[-1]
             sums_2K[1] += weights_QK.mean(0)
 
     def shares(self) -> list[NDArray[np.float32]]:
-        """Of each span, [2, K]: attention of its last query, and of all in the mean; means over heads and layers."""
+        """Of each span, [2, K]: attention of its last query, and of the watched ones in the mean; means over heads and
+        layers."""
         return [(sums_2K / max(self._num_layers, 1)).cpu().numpy() for sums_2K in self._sums]
 
 

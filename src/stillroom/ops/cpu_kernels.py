@@ -175,6 +175,36 @@ def gather_wide(cache: Any, slots: Any, out_KGD: Floats) -> None:
 
 
 @parallel_kernel
+def turn_into(
+    sources: tuple[Bits, Bits], source_slots: Any, targets: tuple[Bits, Bits], target_slots: Any, turn: Any
+) -> None:
+    """Copy rows of K and V of all layers, each [L, S, G, D], from slots to slots, the keys turned on the way.
+
+    cos and sin in `turn` are [L, T, P], or [1, T, P] where all layers turn alike.
+    """
+    k_from, v_from = sources
+    k_to, v_to = targets
+    cos_LTP, sin_LTP = turn
+    num_layers, num_heads, head_dim = k_from.shape[0], k_from.shape[2], k_from.shape[3]
+    num_rows, half = len(source_slots), cos_LTP.shape[2]
+    for task in numba.prange(num_layers * num_rows):
+        layer, row = task // num_rows, task % num_rows
+        own = layer if cos_LTP.shape[0] > 1 else 0
+        cos, sin = cos_LTP[own, row], sin_LTP[own, row]
+        for head in range(num_heads):
+            x, out = k_from[layer, source_slots[row], head], k_to[layer, target_slots[row], head]
+            for i in range(half):
+                a, b = _read(x[i]), _read(x[i + half])
+                _write(out, i, a * cos[i] - b * sin[i])
+                _write(out, i + half, b * cos[i] + a * sin[i])
+            for i in range(2 * half, head_dim):
+                out[i] = x[i]
+            v, copied = v_from[layer, source_slots[row], head], v_to[layer, target_slots[row], head]
+            for i in range(head_dim):
+                copied[i] = v[i]
+
+
+@parallel_kernel
 def attend_rows(  # noqa: C901  a kernel is one function
     q_BHD: Floats,
     cache: tuple[Bits, Bits],
@@ -332,6 +362,8 @@ def compile_all() -> None:
         for dtype in {np.float32, kv.dtype.type}:
             rotate_and_store(np.ones((1, 3, head_dim), dtype), turn, slots, (kv, kv.copy()), np.empty_like(q))
         gather_wide(kv, slots, np.empty_like(q))
+        layers = (kv[None], kv[None].copy())
+        turn_into(layers, slots, layers, slots, (turn[0][None], turn[1][None]))
         attend_rows(q, (kv, kv.copy()), contexts, splits, limits, np.empty_like(q))
         matrices = (matrix(3 * head_dim), matrix(head_dim), matrix(2 * head_dim), matrix(head_dim))
         cache = (kv, kv.copy())

@@ -145,15 +145,23 @@ def turn(k_LTGD: torch.Tensor, inv_freq_LP: torch.Tensor, first_position: int, n
     Args:
         inv_freq_LP: as `inverse_frequencies` has it, for each layer; on the device of the keys.
     """
-    offsets_T = torch.arange(k_LTGD.shape[1], device=k_LTGD.device)
+    cos_LTP, sin_LTP = turns(k_LTGD.shape[1], inv_freq_LP, first_position, new_first_position)
+    return rotate(k_LTGD.float(), cos_LTP[:, :, None], sin_LTP[:, :, None]).to(k_LTGD.dtype)
+
+
+def turns(
+    num_tokens: int, inv_freq_LP: torch.Tensor, first_position: int, new_first_position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of what `turn` turns by, float32 [L, T, P]; [1, T, P] where all layers turn alike."""
+    offsets_T = torch.arange(num_tokens, device=inv_freq_LP.device)
     is_same = bool((inv_freq_LP == inv_freq_LP[0]).all())
     inv_freq_L1P = (inv_freq_LP[:1] if is_same else inv_freq_LP)[:, None, :]
 
     def angles(first: int) -> torch.Tensor:
         return ((offsets_T + first).float()[None, :, None] * inv_freq_L1P).double()
 
-    angles_LT1P = (angles(new_first_position) - angles(first_position))[:, :, None, :]
-    return rotate(k_LTGD.float(), angles_LT1P.cos().float(), angles_LT1P.sin().float()).to(k_LTGD.dtype)
+    angles_LTP = angles(new_first_position) - angles(first_position)
+    return angles_LTP.cos().float(), angles_LTP.sin().float()
 
 
 def rotate(x_THD: torch.Tensor, cos_T1P: torch.Tensor, sin_T1P: torch.Tensor) -> torch.Tensor:
