@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from stillroom.core.batch import BlockCopy
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import Tier
-from stillroom.core.prompt import SegmentedPrompt, SegmentKind
+from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.pieces import Piece, PrefixKeys
-from stillroom.kvcache.placement import AnywhereOptions, Placement, plan_placements
-from stillroom.kvcache.repair import Repair
+from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.placing import account_repair, keep_to_be_placed, place, plan_for
 from stillroom.kvcache.reuse_plan import plan_reuse
 from stillroom.kvcache.reuse_report import Found, count, nothing_reused, segments_of
 
@@ -166,34 +166,17 @@ class KVCacheManager:
         lease.placements = ()
         lease.repair = None
 
-    def repaired(self, lease: Lease, attention_2K: NDArray[np.float32] | None = None) -> None:
-        """What is to be computed again of the placed chunks is known now.
-
-        Args:
-            attention_2K: the result of the look, if there was one.
-        """
-        assert self.reuse is not None and lease.repair is not None and lease.reuse is not None
-        if attention_2K is not None:
-            lease.repair.see(attention_2K)
-        num_chosen = lease.repair.num_chosen()
-        self.reuse.tree.stats.recomputed_tokens += sum(num_chosen)
-        lease.reuse = lease.reuse.repaired(num_chosen)
+    def see(self, lease: Lease, attention_2K: NDArray[np.float32]) -> None:
+        """The result of a lease's look."""
+        assert self.reuse is not None and lease.repair is not None
+        lease.repair.see(attention_2K)
+        account_repair(self.reuse.tree, lease)
 
     def end_repair(self, lease: Lease) -> None:
-        """All of the prompt has KV now. Chunks that were computed behind placed ones, and have no copy yet, are kept to
-        be placed themselves."""
+        """All of a prompt with placed chunks has KV now."""
         assert self.reuse is not None
+        keep_to_be_placed(self.reuse.tree, lease)
         lease.repair = None
-        tree, first = self.reuse.tree, lease.placements[0].piece_index
-        is_placed = {placement.piece_index for placement in lease.placements}
-        before = [piece.content for piece in lease.pieces[:first] if piece.kind is SegmentKind.CHUNK]
-        for index, piece in enumerate(lease.pieces[first : lease.num_keepable], start=first):
-            if piece.kind is not SegmentKind.CHUNK:
-                continue
-            if index not in is_placed and not tree.variants(piece.content):
-                own = lease.table.blocks_of(piece.start, piece.num_tokens)
-                tree.insert_alone(piece, own, tuple(before), lease.cost_per_token)
-            before.append(piece.content)
 
     @property
     def num_free_blocks(self) -> int:
@@ -253,7 +236,7 @@ class KVCacheManager:
         plan = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=reuse.always_loads)
         path = matched[: plan.num_nodes]
         tiers = [node.tier for node in matched]
-        placements = self._plan_placements(reuse, lease, len(path))
+        placements = plan_for(reuse.tree, lease, len(path), reuse.anywhere, always_loads=reuse.always_loads)
         size = self.pool.block_size
         fresh = [node.num_tokens for node in path if node.block_ids is None]
         fresh += _runs_after(plan.num_cached, segment_lengths)
@@ -276,38 +259,14 @@ class KVCacheManager:
         num_cached = lease.table.num_slots
         has_room = self._try_allocate(lease.table, _runs_after(num_cached, segment_lengths))
         assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
-        placed = [placement for placement in placements if self._place(tree, lease, placement)]
+        placed = place(tree, lease, placements, reuse.anywhere)
         tree.release(sources)
-        self._begin_repair(reuse, lease, placed)
         if lease.reuse is None:
             origins = {placement.piece_index: placement.tier for placement in placed}
             self._account(tree, lease, Found(matched, tiers, plan.num_nodes, num_tokens, origins))
         if lease.repair is not None and not lease.repair.needs_look:
-            self.repaired(lease)
+            account_repair(tree, lease)
         return num_cached
-
-    def _plan_placements(self, reuse: Reuse, lease: Lease, num_exact: int) -> list[Placement]:
-        """None for who has begun with exact KV, and had to make room: who reads that in the report can rely on it."""
-        began_exactly = lease.reuse is not None and not lease.reuse.has_placed
-        if reuse.anywhere is None or began_exactly or not lease.may_place:
-            return []
-        return plan_placements(reuse.tree, lease.pieces, num_exact, reuse.anywhere, always_loads=reuse.always_loads)
-
-    def _place(self, tree: KnowledgeTree, lease: Lease, placement: Placement) -> bool:
-        """A copy of a node in the lease's own blocks; False if it was damaged, and then the piece is computed."""
-        piece = lease.pieces[placement.piece_index]
-        return tree.place(placement.node, lease.table.blocks_of(piece.start, piece.num_tokens), piece.start)
-
-    def _begin_repair(self, reuse: Reuse, lease: Lease, placed: list[Placement]) -> None:
-        lease.placements = tuple(placed)
-        lease.repair = None
-        if placed:
-            assert reuse.anywhere is not None
-            chunks = [lease.pieces[placement.piece_index] for placement in placed]
-            question_start = lease.prompt.num_tokens - len(lease.prompt.segments[-1].token_ids)
-            ranges = [range(piece.start, piece.end) for piece in chunks]
-            num_exact = sum(node.num_tokens for node in lease.nodes)
-            lease.repair = Repair(num_exact, ranges, question_start, reuse.anywhere)
 
     def _account(self, tree: KnowledgeTree, lease: Lease, found: Found) -> None:
         """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""

@@ -13,19 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-import numpy as np
-from numpy.typing import NDArray
-
-from stillroom.core.batch import Batch, BlockCopy, SampleSpec, ScheduledSequence, StepResult, TokenLogprobs
+from stillroom.core.batch import Batch, BlockCopy, ScheduledSequence, StepResult, TokenLogprobs
 from stillroom.core.ids import BlockId, ChunkId, RequestId
-from stillroom.core.request import FinishReason, Request, uniform_at
+from stillroom.core.request import FinishReason, Request
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.kvcache.manager import KVCacheManager
-from stillroom.kvcache.repair import Repair
 from stillroom.scheduler.policy import Policy, first_come
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
+from stillroom.scheduler.take import take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +154,11 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - len(scheduled)
         for sequence in self._running.values():
             if budget > 0 and not sequence.is_decoding:
-                scheduled.append(self._take(sequence, budget))
+                scheduled.append(take(sequence, budget))
                 budget -= scheduled[-1].num_scheduled_tokens
         # Blocks that a preemption has just freed are for those who keep running.
         while budget > 0 and not has_preempted and (admitted := self._try_admit()) is not None:
-            scheduled.append(self._take(admitted, budget))
+            scheduled.append(take(admitted, budget))
             budget -= scheduled[-1].num_scheduled_tokens
         return Batch(tuple(scheduled), tuple(copies)) if scheduled else None
 
@@ -267,58 +264,13 @@ class Scheduler:
         taken = []
         for sequence in list(self._running.values()):
             if sequence.status is Status.RUNNING and sequence.is_decoding and self._ensure_slot(sequence, copies):
-                taken.append(self._take(sequence, 1))
+                taken.append(take(sequence, 1))
         return taken
-
-    def _take(self, sequence: Sequence, budget: int) -> ScheduledSequence:
-        """The next tokens of a sequence, as many as the budget allows."""
-        if sequence.lease.repair is not None:
-            return self._take_repair(sequence, sequence.lease.repair, budget)
-        start = sequence.num_computed
-        end = min(start + budget, sequence.num_tokens)
-        branches = (sequence, *sequence.followers) if end == sequence.num_tokens else ()
-        samples = tuple(_sample_spec(branch) for branch in branches)
-        return ScheduledSequence(
-            sequence.request_id, sequence.tokens(start, end), start, sequence.table.slots[:end], samples
-        )
-
-    def _take_repair(self, sequence: Sequence, repair: Repair, budget: int) -> ScheduledSequence:
-        """The look of a sequence with placed chunks, or a piece of the pass behind it."""
-        slots = sequence.table.slots
-        if repair.needs_look:
-            positions = repair.looks_from(sequence.num_tokens, budget)
-            context = slots[np.concatenate([repair.context, positions])]
-            return self._scheduled(sequence, positions, context, is_look=True)
-        if sequence.to_compute is None:
-            sequence.to_compute = repair.to_compute(sequence.num_tokens)
-        positions = sequence.to_compute[:budget]
-        is_last = len(positions) == len(sequence.to_compute)
-        branches = (sequence, *sequence.followers) if is_last else ()
-        return self._scheduled(sequence, positions, slots[: positions[-1] + 1], branches)
-
-    def _scheduled(
-        self,
-        sequence: Sequence,
-        positions: NDArray[np.int64],
-        context: NDArray[np.int64],
-        branches: tuple[Sequence, ...] = (),
-        *,
-        is_look: bool = False,
-    ) -> ScheduledSequence:
-        return ScheduledSequence(
-            request_id=sequence.request_id,
-            token_ids=sequence.tokens_at(positions),
-            first_position=int(positions[0]),
-            slots=context,
-            samples=tuple(map(_sample_spec, branches)),
-            positions=positions,
-            is_look=is_look,
-        )
 
     def _advance_repair(self, sequence: Sequence, entry: ScheduledSequence, result: StepResult) -> bool:
         """Record a step of a repair; True if that was its last one."""
         if entry.is_look:
-            self.kv.repaired(sequence.lease, result.attention[entry.request_id])
+            self.kv.see(sequence.lease, result.attention[entry.request_id])
             return False
         assert sequence.to_compute is not None
         sequence.to_compute = sequence.to_compute[entry.num_scheduled_tokens :]
@@ -373,16 +325,3 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         self._running.pop(sequence.request_id, None)
-
-
-def _sample_spec(sequence: Sequence) -> SampleSpec:
-    request, params = sequence.request, sequence.request.sampling
-    return SampleSpec(
-        request_id=request.request_id,
-        params=params,
-        uniform=0.0 if params.is_greedy else uniform_at(params.seed, sequence.num_generated),
-        token_ids=sequence.tokens(0, sequence.num_tokens),
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        forbidden=request.stop_token_ids if sequence.num_generated < params.min_tokens else frozenset(),
-        constraint=sequence.constraint,
-    )
