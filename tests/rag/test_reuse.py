@@ -103,3 +103,28 @@ def test_other_samples_compute_nothing(docs: Path, tmp_path: Path) -> None:
             assert answer.reuse.num_cached_tokens == answer.reuse.num_prompt_tokens
             assert {segment.reason for segment in answer.reuse.segments} == {"computed by another sample"}
         assert room.num_free_blocks == room.num_blocks, "kept blocks that nobody uses count as free"
+
+
+def test_a_document_is_reused_at_another_place_if_asked_for(docs: Path, tmp_path: Path) -> None:
+    anywhere = ReuseConfig(mode="anywhere", load="always", recompute_ratio=0.2, audit_share=1.0)
+    with Stillroom.open(tmp_path / "kb", config=StillroomConfig(reuse=anywhere)) as room:
+        room.add(docs)
+        first = ask(room)
+        other = ask(room, "What is the river of Corvia ?")
+        metrics = room.metrics.render().decode()
+    assert [source.document for source in first.sources] != [source.document for source in other.sources]
+    exact = StillroomConfig(reuse=ReuseConfig(mode="off"))
+    with Stillroom.open(tmp_path / "kb", config=exact) as room:
+        assert ask(room, "What is the river of Corvia ?").text == other.text
+
+    placed = [segment for segment in other.reuse.segments if segment.reason == "placed"]
+    assert placed and other.reuse.num_recomputed_tokens == sum(segment.num_recomputed for segment in placed)
+    num_placed = sum(segment.num_tokens for segment in placed)
+    assert other.reuse.num_recomputed_tokens == -(-num_placed // 5) and other.reuse.recompute_ratio == 0.2
+    assert f"stillroom_kv_cache_placed_tokens_total {float(num_placed)}" in metrics
+    assert f"stillroom_kv_cache_repaired_tokens_total {float(other.reuse.num_recomputed_tokens)}" in metrics
+    assert "stillroom_recompute_ratio 0.2" in metrics
+    log = TraceLog(tmp_path / "kb" / TRACE_FILE, keep=0)
+    found = log.get(other.request_id)
+    log.close()
+    assert found is not None and found[2]["reuse"]["num_recomputed_tokens"] == other.reuse.num_recomputed_tokens
