@@ -19,9 +19,14 @@ from stillroom.core.kv import Tier
 from stillroom.core.request import Request, SamplingParams
 from stillroom.core.reuse import Reason
 from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from tests.engine.test_reuse import House, Oracle, damage, question, without
+from stillroom.models.packed import PackedInput
+from stillroom.ops.attention import AttentionSpan
+from stillroom.ops.attention_mass import attention_weights_reference
+from stillroom.rag.kv_cache import kv_shape
+from tests.engine.test_reuse import BLOCK, House, Oracle, damage, question, without
 from tests.fakes import random_checkpoint
 
 
@@ -69,7 +74,7 @@ def new_house(
 ORDERS = [(1, 2, 3), (3, 1, 2), (2, 3), (4, 3, 2, 1), (1, 4, 5, 2)]
 
 
-@pytest.mark.parametrize("selector", ["question", "question_mean", "first", "random"])
+@pytest.mark.parametrize("selector", ["question", "question_mean", "context", "first", "random"])
 def test_with_everything_computed_again_tokens_are_those_of_a_full_prefill(
     decoder: Decoder, oracle: Oracle, selector: TokenSelector
 ) -> None:
@@ -246,6 +251,47 @@ def disturb(house: House, folder: Path, randomness: random.Random) -> None:
         house.engine.tend()
 
 
+def slow_masses(decoder: Decoder, token_ids: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
+    """[tokens, tokens] attention of a whole prompt, mean over heads and layers, from explicit weights."""
+    total = torch.zeros(len(token_ids), len(token_ids), dtype=torch.float64)
+
+    class Everything:
+        def see(self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, *limits: object) -> None:
+            weights_HQK = attention_weights_reference(q_THD, k_SGD[slots], scale)
+            total.add_(weights_HQK.mean(0) / decoder.spec.num_layers)
+
+    store = DeviceStore(kv_shape(decoder), 20, BLOCK, torch.device("cpu"))
+    numbers = torch.arange(len(token_ids))
+    span = AttentionSpan(0, len(token_ids), slots, len(token_ids))
+    packed = PackedInput(torch.tensor(token_ids), numbers, slots, [span], [len(token_ids) - 1])
+    decoder.hidden_states(packed, store.layer, Everything())
+    return total
+
+
+def test_what_tokens_paid_to_earlier_chunks_is_measured_when_they_are_computed(decoder: Decoder) -> None:
+    """In pieces of 33 tokens, beside another prompt; Equation 14 against whole attention matrices."""
+    house = new_house(decoder, selector="context")
+    one = question("a", 1, 2, 3, 4)
+    house.submit(question("other", 7, 8))
+    house.submit(one)
+    house.finish()
+    ids = one.prompt.token_ids
+    paid_TT = slow_masses(decoder, ids, torch.randperm(100, generator=torch.Generator().manual_seed(0))[: len(ids)])
+    start = 5
+    for document, length in ((1, 8), (2, 13), (3, 18), (4, 6)):
+        (node,) = [node for node in house.tree if node.chunk_id == document]
+        assert (node.first_position, node.num_tokens) == (start, length) and node.token_inter is not None
+        paid = paid_TT[start : start + length, 5:start].sum(1).float()
+        torch.testing.assert_close(torch.from_numpy(node.token_inter), paid, rtol=1e-4, atol=1e-5)
+        start += length
+
+
+def test_nothing_is_measured_that_nobody_needs(decoder: Decoder) -> None:
+    house = new_house(decoder)
+    house.run(question("a", 1, 2))
+    assert all(node.token_inter is None for node in house.tree)
+
+
 def soak(decoder: Decoder, oracle: Oracle, folder: Path, num_requests: int, seed: int) -> House:
     """Modes, ratios and selectors change at any time, also while requests run."""
     randomness, house = random.Random(seed), new_house(decoder, folder, blocks=45)
@@ -254,7 +300,7 @@ def soak(decoder: Decoder, oracle: Oracle, folder: Path, num_requests: int, seed
     while number < num_requests or house.engine.has_work:
         if randomness.random() < 0.15:
             options = AnywhereOptions(
-                randomness.choice((0.0, 0.1, 0.5, 1.0)), randomness.choice(("question", "first", "random"))
+                randomness.choice((0.0, 0.1, 0.5, 1.0)), randomness.choice(("question", "context", "random"))
             )
             house.cache.manager.allow_anywhere(None if randomness.random() < 0.4 else options)
         if number < num_requests and len(alive) < 12 and randomness.random() < 0.6:

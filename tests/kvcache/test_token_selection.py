@@ -5,14 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stillroom.kvcache.chunk_scores import most_contextualised
 from stillroom.kvcache.token_selection import SELECTORS, Seen, TokenSelector, needs_look, select
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
 
 def seen(lengths: list[int], seed: int = 0) -> Seen:
-    attention = np.random.default_rng(seed).random((2, sum(lengths)), dtype=np.float32)
-    return Seen(lengths, attention)
+    attention = np.random.default_rng(seed).random((3, sum(lengths)), dtype=np.float32)
+    return Seen(lengths, attention[:2], attention[2])
 
 
 @given(st.sampled_from(sorted(SELECTORS)), LENGTHS, st.floats(0, 1))
@@ -38,6 +39,13 @@ def test_the_last_token_counts_twice_what_the_question_does() -> None:
     assert select("question", 1 / 3, Seen([3], attention)).tolist() == [2]
     assert select("question", 2 / 3, Seen([3], attention)).tolist() == [1, 2]
     assert select("question_mean", 1 / 3, Seen([3], attention)).tolist() == [1]
+
+
+def test_the_most_contextualised_come_from_every_chunk_alike() -> None:
+    """Equation 14 for each chunk by itself; of equals the earlier ones."""
+    paid = np.array([0.9, 0.8, 0.7, 0.6, 0.0, 0.1, 0.0, 0.3, 0.0, 0.0, 0.0, 0.2], np.float32)
+    chosen = select("context", 0.5, Seen([4, 8], None, paid)).tolist()
+    assert chosen == [0, 1, *(4 + most_contextualised(paid[4:], 4)).tolist()] == [0, 1, 4, 5, 7, 11]
 
 
 def test_first_tokens_come_from_every_chunk_alike() -> None:

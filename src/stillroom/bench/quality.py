@@ -34,7 +34,7 @@ from stillroom.rag.prompt import PromptBuilder, format_for
 FULL = "full prefill"
 NONE = "no recompute"
 OURS: TokenSelector = "question"
-SELECTORS: tuple[TokenSelector, ...] = ("question", "question_mean", "first", "random")
+SELECTORS: tuple[TokenSelector, ...] = ("question", "question_mean", "context", "first", "random")
 RATIOS = (0.05, 0.15, 0.3, 0.6)
 _NUM_TOP = 20
 
@@ -139,7 +139,7 @@ class _Bench:
             model.decoder,
             runtime,
             clock,
-            reuse=ReuseConfig(mode="anywhere", audit_share=0.0, load="always", disk_bytes=0),
+            reuse=ReuseConfig(mode="anywhere", audit_share=0.0, load="always", disk_bytes=0, token_selector="context"),
             fingerprint=model.fingerprint,
             profile=linear_profile(1e-3, 1e-4, 1e-7),
         )

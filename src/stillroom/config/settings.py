@@ -19,7 +19,7 @@ EngineKind = Literal["builtin", "openai"]
 EnginePrompt = Literal["chat", "text", "tokens"]
 DocumentOrder = Literal["prefix", "rank"]
 ReuseMode = Literal["exact", "anywhere", "off"]
-TokenSelector = Literal["question", "question_mean", "first", "random"]
+TokenSelector = Literal["question", "question_mean", "context", "first", "random"]
 EvictionPolicy = Literal["prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm"]
 LoadChoice = Literal["measured", "always"]
 Weights = Literal["checkpoint", "int8"]
@@ -166,7 +166,8 @@ class ReuseConfig:
     is slower and closer to computing everything, which 1 is."""
     token_selector: TokenSelector = "question"
     """Which tokens those are: by the question's attention, mostly its last token's (`question`) or all alike
-    (`question_mean`), the first of each document (`first`), or any (`random`). The last three are for comparison."""
+    (`question_mean`), those that had looked most at earlier documents when their KV was computed (`context`,
+    Cache-Craft's), the first of each document (`first`), or any (`random`). All but the first are for comparison."""
     audit_share: float = 0.02
     """With `anywhere`: share of such answers that is compared with a full prefill, when nobody waits. 0: none."""
     max_disagreement: float = 0.25

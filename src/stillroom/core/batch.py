@@ -51,6 +51,10 @@ class ScheduledSequence:
     """Nothing is kept or sampled: it is asked what the tokens, which stand behind the whole context, attend to. The
     context leaves out what has no KV yet, so `positions` says nothing of its slots: the tokens' are the last n."""
 
+    groups: NDArray[np.int64] | None = None
+    """Shape [k], the piece of the prompt that each slot of the context belongs to, or -1: it is asked how much of its
+    attention each token pays to each piece."""
+
     @property
     def num_scheduled_tokens(self) -> int:
         return len(self.token_ids)
@@ -97,3 +101,6 @@ class StepResult:
     attention: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
     """Of looks, shape [2, k]: the share of attention that each slot of the context got from the last token, and from
     the last few in the mean; means over heads and layers."""
+    masses: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
+    """Where groups are given, shape [n, number of groups]: the share of attention of each token that goes to each;
+    means over heads and layers."""

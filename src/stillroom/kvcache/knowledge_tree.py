@@ -95,19 +95,20 @@ class KnowledgeTree(TieredNodes):
 
     def insert_alone(
         self, piece: Piece, block_ids: Sequence[BlockId], before: tuple[bytes, ...], cost_per_token: float
-    ) -> None:
+    ) -> Node:
         """A chunk was computed behind others whose KV was not exact: a node that hangs from none, and can be placed.
 
         One for each content, whatever stands before it; the tree takes a reference of its own to the blocks.
         """
         key = NodeKey(hashlib.sha256(_ALONE + piece.content).digest())
         if key in self._nodes:
-            return
+            return self._nodes[key]
         node = self._attach(key, key, piece.content, piece.start, piece.num_tokens, piece.chunk_id, before)
         self.touch(node, cost_per_token)
         self._unstored[key] = None
         self.pool.acquire(block_ids)
         self._place_on_device(node, list(block_ids))
+        return node
 
     def place(self, node: Node, block_ids: Sequence[BlockId], first_position: int) -> bool:
         """Copy a node into a sequence's own blocks as if it stood from this position on; False if its copy failed.

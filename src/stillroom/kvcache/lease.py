@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_table import BlockTable
@@ -38,5 +41,9 @@ class Lease:
     """Pieces whose KV was taken from another place; behind the first of them nothing is exact."""
     repair: Repair | None = None
     """How the prompt is completed then; None when it is."""
+    groups: NDArray[np.int64] | None = None
+    """The piece of each of its prompt's tokens, or -1, if it is measured how they attend to each other."""
+    masses: NDArray[np.float32] | None = None
+    """[prompt tokens, pieces] attention of each computed token to each piece."""
     is_expected: bool = False
     """Whether the tree was told that its pieces will be used."""

@@ -11,7 +11,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.core.batch import BlockCopy
+from stillroom.core.batch import BlockCopy, ScheduledSequence
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
@@ -22,7 +22,7 @@ from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.pieces import Piece, PrefixKeys
 from stillroom.kvcache.placement import AnywhereOptions
-from stillroom.kvcache.placing import account_repair, keep_to_be_placed, place, plan_for
+from stillroom.kvcache.placing import account_repair, keep_to_be_placed, place, plan_for, token_inter, weigh
 from stillroom.kvcache.reuse_plan import plan_reuse
 from stillroom.kvcache.reuse_report import Found, count, nothing_reused, segments_of
 
@@ -45,6 +45,8 @@ class Reuse:
     """Load whatever is kept, even where computing would be faster."""
     anywhere: AnywhereOptions | None = None
     """Chunks behind the exact prefix may take their KV from other places; None: they may not."""
+    weighs: bool = False
+    """Measure how the tokens of prompts attend to their pieces, which the selector `context` needs."""
 
 
 class KVCacheManager:
@@ -62,7 +64,10 @@ class KVCacheManager:
     def new_lease(self, prompt: SegmentedPrompt, max_tokens: int, salt: str = "", *, may_place: bool = True) -> Lease:
         """An empty lease for a sequence that will never hold more than `max_tokens` tokens."""
         pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
-        return Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces, may_place=may_place)
+        lease = Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces, may_place=may_place)
+        if pieces and self.reuse and self.reuse.weighs:
+            weigh(lease)
+        return lease
 
     def can_ever_hold(self, segment_lengths: Sequence[int]) -> bool:
         """Whether segments of these lengths would fit into an otherwise empty pool."""
@@ -118,6 +123,7 @@ class KVCacheManager:
             node = tree.get(piece.key)
             if node is None or node.block_ids is None:
                 node = tree.insert(piece, own, lease.cost_per_token)
+                node.token_inter = token_inter(lease, lease.num_committed)
             else:
                 self._use_instead(lease.table, piece, own, node.block_ids)
             tree.acquire([node])
@@ -171,6 +177,14 @@ class KVCacheManager:
         assert self.reuse is not None and lease.repair is not None
         lease.repair.see(attention_2K)
         account_repair(self.reuse.tree, lease)
+
+    def weigh(self, lease: Lease, entry: ScheduledSequence, masses_NM: NDArray[np.float32]) -> None:
+        """How tokens of a lease's prompt attended to its pieces in a step."""
+        assert lease.masses is not None
+        positions = entry.positions
+        if positions is None:
+            positions = np.arange(entry.first_position, entry.first_position + entry.num_scheduled_tokens)
+        lease.masses[positions, : masses_NM.shape[1]] = masses_NM
 
     def end_repair(self, lease: Lease) -> None:
         """All of a prompt with placed chunks has KV now."""

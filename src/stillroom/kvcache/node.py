@@ -2,6 +2,9 @@
 
 import math
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeKey, Tier
 
@@ -63,6 +66,7 @@ class Node:
         "parent",
         "priority",
         "recency",
+        "token_inter",
     )
 
     def __init__(  # noqa: PLR0913  plain values, given once
@@ -100,6 +104,8 @@ class Node:
         """Chunks on its path, itself included: each was one more choice of the search. Pieces of one text are none."""
         self.heat = -math.inf
         """log2 of its uses, each weighing twice as much as one that is a half-life older; see `add_use`."""
+        self.token_inter: NDArray[np.float32] | None = None
+        """Attention of each of its tokens to the chunks before it (Cache-Craft Eq. 14); None if nobody measured it."""
         self.frequency = frequency
         self.avg_cost = cost_alone
         self.num_computed = 0

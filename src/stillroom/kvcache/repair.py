@@ -18,11 +18,19 @@ from stillroom.kvcache.token_selection import Seen, needs_look, select
 class Repair:
     """Of one sequence, from its admission to the end of its prompt."""
 
-    def __init__(self, num_exact: int, placed: Sequence[range], question_start: int, options: AnywhereOptions) -> None:
+    def __init__(
+        self,
+        num_exact: int,
+        placed: Sequence[range],
+        question_start: int,
+        options: AnywhereOptions,
+        context_N: NDArray[np.float32] | None = None,
+    ) -> None:
         """
         Args:
             placed: positions of the placed chunks, ascending; at least one.
             question_start: of the prompt's last segment.
+            context_N: as in `Seen`.
         """
         assert placed and num_exact <= placed[0].start and placed[-1].stop <= question_start
         self._num_exact = num_exact
@@ -30,6 +38,7 @@ class Repair:
         self._placed = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in placed])
         self._question_start = question_start
         self._options = options
+        self._context_N = context_N
         self._chosen: NDArray[np.int64] | None = None
         if not needs_look(options.selector, options.recompute_ratio):
             self._choose(None)
@@ -74,4 +83,6 @@ class Repair:
 
     def _choose(self, attention_2N: NDArray[np.float32] | None) -> None:
         options = self._options
-        self._chosen = select(options.selector, options.recompute_ratio, Seen(self._lengths, attention_2N))
+        self._chosen = select(
+            options.selector, options.recompute_ratio, Seen(self._lengths, attention_2N, self._context_N)
+        )

@@ -24,6 +24,8 @@ class Seen:
     """Tokens of each placed chunk, in order; together N."""
     attention_2N: NDArray[np.float32] | None
     """From the prompt's last token, and from all of the question in the mean; None if nobody looked."""
+    context_N: NDArray[np.float32] | None = None
+    """Attention of each token to the chunks before it, when its KV was computed; 0 where that is not known."""
 
 
 Selector = Callable[[Seen], NDArray[np.float64]]
@@ -46,6 +48,20 @@ def question_mean(seen: Seen) -> NDArray[np.float64]:
     return scores
 
 
+def context(seen: Seen) -> NDArray[np.float64]:
+    """The most contextualised tokens of each chunk (Cache-Craft Eq. 14), in proportion to its length."""
+    assert seen.context_N is not None
+    ends = np.cumsum(seen.lengths)
+    ranks = []
+    for end, length in zip(ends, seen.lengths, strict=True):
+        order = np.argsort(-seen.context_N[end - length : end], kind="stable")
+        rank = np.empty(length)
+        rank[order] = -np.arange(length) / length
+        ranks.append(rank)
+    scores: NDArray[np.float64] = np.concatenate(ranks)
+    return scores
+
+
 def first(seen: Seen) -> NDArray[np.float64]:
     """The first tokens of each chunk, as many of each in proportion to its length (EPIC)."""
     scores: NDArray[np.float64] = np.concatenate([-np.arange(length) / length for length in seen.lengths])
@@ -60,6 +76,7 @@ def random(seen: Seen) -> NDArray[np.float64]:
 SELECTORS: dict[TokenSelector, Selector] = {
     "question": question,
     "question_mean": question_mean,
+    "context": context,
     "first": first,
     "random": random,
 }

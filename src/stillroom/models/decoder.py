@@ -14,7 +14,7 @@ from stillroom.models.prefill_path import PrefillPath
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops import cpu_kernels
-from stillroom.ops.attention_watch import AttentionWatch
+from stillroom.ops.attention_watch import Watch
 from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate_and_store
 from stillroom.ops.rows import rms_norm
 
@@ -44,9 +44,7 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(spec.embedding_scale or 1.0, dtype=self.dtype))
 
     @torch.inference_mode()
-    def hidden_states(
-        self, packed: PackedInput, layer_kv: LayerKV, watch: AttentionWatch | None = None
-    ) -> torch.Tensor:
+    def hidden_states(self, packed: PackedInput, layer_kv: LayerKV, watch: Watch | None = None) -> torch.Tensor:
         """Final hidden states [B, M] of the wanted rows, before the last norm. Writes this step's K (rotated) and V to
         their slots.
 

@@ -15,7 +15,7 @@ from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import LayerWeights
 from stillroom.ops import cpu_kernels
-from stillroom.ops.attention_watch import AttentionWatch
+from stillroom.ops.attention_watch import Watch
 from stillroom.ops.cpu_compiler import Floats
 from stillroom.ops.linear import MAX_ROWS, is_float32_faster
 from stillroom.ops.rows import rms_norm
@@ -55,7 +55,7 @@ class PrefillPath:
         rope: tuple[torch.Tensor, torch.Tensor],
         packed: PackedInput,
         layer_kv: LayerKV,
-        watch: AttentionWatch | None,
+        watch: Watch | None,
     ) -> torch.Tensor:
         """Hidden states [B, M] of the wanted rows after all layers; x is overwritten."""
         spec, last = self._spec, len(self._layers) - 1

@@ -5,12 +5,14 @@ is `attention_mass_reference` (tests/ops/test_attention_watch.py).
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stillroom.ops.attention import AttentionSpan, visible
+from stillroom.ops.attention_mass import attention_mass
 
 # T packed query tokens, Q queries of one span, K context tokens of one span, S slots, H query heads,
 # G key/value heads, D head dimension
@@ -18,6 +20,58 @@ from stillroom.ops.attention import AttentionSpan, visible
 
 NUM_WATCHED = 16
 """Queries of a span that are watched: its last ones. What is attended to costs as much as attention itself."""
+
+
+class Watch(Protocol):
+    """Is shown the queries and keys of every layer."""
+
+    def see(
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> None:
+        """One layer, its keys written already; arguments as for `AttentionPlan.attend`."""
+        ...
+
+
+class Watches:
+    """Several."""
+
+    def __init__(self, watches: Sequence[Watch]) -> None:
+        self._watches = watches
+
+    def see(
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> None:
+        """See `Watch.see`."""
+        for watch in self._watches:
+            watch.see(q_THD, k_SGD, scale, window, softcap)
+
+
+class MassWatch:
+    """What the queries of some spans pay to groups of their context (Cache-Craft Eq. 3); adds up over layers."""
+
+    def __init__(self, spans: Sequence[AttentionSpan], groups: Sequence[NDArray[np.int64]]) -> None:
+        """Args: groups: of each span, [K], the group of each token of its context, or -1."""
+        self._spans, self._groups = tuple(spans), [torch.from_numpy(one) for one in groups]
+        self._sums: list[torch.Tensor] = []
+        self._num_layers = 0
+
+    def see(
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> None:
+        """See `Watch.see`."""
+        self._num_layers += 1
+        for index, (span, groups_K) in enumerate(zip(self._spans, self._groups, strict=True)):
+            q_QHD, num_groups = q_THD[span.query_start : span.query_end], int(groups_K.max()) + 1
+            mass_QM = attention_mass(
+                q_QHD, k_SGD[span.context], groups_K.to(q_THD.device), num_groups, scale, span.places, window, softcap
+            )
+            if index == len(self._sums):
+                self._sums.append(torch.zeros_like(mass_QM))
+            self._sums[index] += mass_QM
+
+    def masses(self) -> list[NDArray[np.float32]]:
+        """Of each span, [Q, number of groups]; means over heads and layers."""
+        return [(sums_QM / max(self._num_layers, 1)).cpu().numpy() for sums_QM in self._sums]
 
 
 class AttentionWatch:
@@ -33,7 +87,7 @@ class AttentionWatch:
     def see(
         self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> None:
-        """One layer, its keys written already; arguments as for `AttentionPlan.attend`."""
+        """See `Watch.see`."""
         if not self._sums:
             sizes = [span.num_context_tokens for span in self._spans]
             self._sums = [torch.zeros((2, size), device=q_THD.device) for size in sizes]

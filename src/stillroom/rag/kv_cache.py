@@ -151,7 +151,8 @@ def build_cache(  # noqa: PLR0913  the parts, once
             disk.remove(key)
     keys = PrefixKeys(fingerprint, config.tail_blocks * pool.block_size)
     anywhere = AnywhereOptions(config.recompute_ratio, config.token_selector) if config.mode == "anywhere" else None
-    return KVCache(KVCacheManager(pool, Reuse(tree, keys, config.load == "always", anywhere)), device, tiers)
+    weighs = anywhere is not None and anywhere.selector == "context"
+    return KVCache(KVCacheManager(pool, Reuse(tree, keys, config.load == "always", anywhere, weighs)), device, tiers)
 
 
 def _labelled(counts: Counter[Tier]) -> dict[str, int]:

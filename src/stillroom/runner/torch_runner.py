@@ -4,6 +4,7 @@ Numbers cross the border once per step in each direction: the packed batch goes 
 back.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionPlan, AttentionSpan
-from stillroom.ops.attention_watch import AttentionWatch
+from stillroom.ops.attention_watch import AttentionWatch, MassWatch, Watch, Watches
 from stillroom.ops.sampling import logprobs, sample
 from stillroom.ops.transfer import to_device
 from stillroom.runner.decode_graphs import DecodeGraphs, StaticDecoding
@@ -55,23 +56,21 @@ class TorchRunner:
         if batch.copies:
             self.store.copy_blocks(batch.copies)
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
-        seen: dict[RequestId, NDArray[np.float32]] = {}
+        attention, masses = _Shares(), _Shares()
         if self.decoding is not None and self.decoding.takes(batch):
             logits_BV = self.decoding.logits(batch)
         else:
             packed = self._pack(batch)
-            assert isinstance(packed.plan, AttentionPlan)
-            spans = zip(batch.sequences, packed.plan.spans, strict=True)
-            looks = {sequence.request_id: span for sequence, span in spans if sequence.is_look}
-            watch = AttentionWatch(list(looks.values())) if looks else None
-            hidden_BM = self.decoder.hidden_states(packed, self.store.layer, watch)
-            seen = {} if watch is None else dict(zip(looks, watch.shares(), strict=True))
+            watching = _Watching(batch, packed)
+            hidden_BM = self.decoder.hidden_states(packed, self.store.layer, watching.watch)
+            attention, masses = watching.results()
             if not sampling:
-                return StepResult({}, attention=seen)
+                return StepResult({}, {}, attention, masses)
             logits_BV = self.decoder.logits(hidden_BM)
         if len(rows := [row for row, samples in enumerate(sampling) for _ in samples]) > len(sampling):
             logits_BV = logits_BV[rows]  # several samples are drawn from the same logits
-        return _sampled(logits_BV, [spec for samples in sampling for spec in samples], seen)
+        picked = _sampled(logits_BV, [spec for samples in sampling for spec in samples])
+        return replace(picked, attention=attention, masses=masses)
 
     def recover(self) -> None:
         """See `Runner.recover`."""
@@ -126,15 +125,38 @@ def _own_slots(sequence: ScheduledSequence) -> NDArray[np.int64]:
     return sequence.slots[sequence.positions]
 
 
-def _sampled(
-    logits_BV: torch.Tensor, specs: list[SampleSpec], attention: dict[RequestId, NDArray[np.float32]]
-) -> StepResult:
+_Shares = dict[RequestId, NDArray[np.float32]]
+
+
+class _Watching:
+    """What a batch asks about attention."""
+
+    def __init__(self, batch: Batch, packed: PackedInput) -> None:
+        assert isinstance(packed.plan, AttentionPlan)
+        pairs = list(zip(batch.sequences, packed.plan.spans, strict=True))
+        self._looks = {sequence.request_id: span for sequence, span in pairs if sequence.is_look}
+        weighed = [(sequence.request_id, span, sequence.groups) for sequence, span in pairs]
+        groups = [(name, span, found) for name, span, found in weighed if found is not None]
+        self._weighed = [name for name, _, _ in groups]
+        self._attention = AttentionWatch(list(self._looks.values()))
+        self._masses = MassWatch([span for _, span, _ in groups], [found for _, _, found in groups])
+        watches: list[Watch] = [self._attention] if self._looks else []
+        watches += [self._masses] if groups else []
+        self.watch = Watches(watches) if watches else None
+
+    def results(self) -> tuple[_Shares, _Shares]:
+        """Of looks, and of who gave groups."""
+        attention = dict(zip(self._looks, self._attention.shares(), strict=True)) if self._looks else {}
+        return attention, dict(zip(self._weighed, self._masses.masses(), strict=True)) if self._weighed else {}
+
+
+def _sampled(logits_BV: torch.Tensor, specs: list[SampleSpec]) -> StepResult:
     token_ids = sample(logits_BV, specs)
     picked = {spec.request_id: token_id for spec, token_id in zip(specs, token_ids, strict=True)}
     wanted = [(row, spec, spec.params.logprobs) for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     if not wanted:
-        return StepResult(picked, attention=attention)
+        return StepResult(picked)
     rows = [row for row, _, _ in wanted]
     found = logprobs(logits_BV[rows], [token_ids[row] for row in rows], [count for _, _, count in wanted])
     logprobs_of = {spec.request_id: one for (_, spec, _), one in zip(wanted, found, strict=True)}
-    return StepResult(picked, logprobs_of, attention)
+    return StepResult(picked, logprobs_of)

@@ -167,6 +167,8 @@ class Scheduler:
         updates = []
         for entry in batch.sequences:
             sequence = self._running[entry.request_id]
+            if entry.request_id in result.masses:
+                self.kv.weigh(sequence.lease, entry, result.masses[entry.request_id])
             if sequence.lease.repair is not None:
                 if not self._advance_repair(sequence, entry, result):
                     continue

@@ -16,9 +16,8 @@ def take(sequence: Sequence, budget: int) -> ScheduledSequence:
     start = sequence.num_computed
     end = min(start + budget, sequence.num_tokens)
     samples = _samples(sequence, is_last=end == sequence.num_tokens)
-    return ScheduledSequence(
-        sequence.request_id, sequence.tokens(start, end), start, sequence.table.slots[:end], samples
-    )
+    token_ids, slots = sequence.tokens(start, end), sequence.table.slots[:end]
+    return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, groups=_groups(sequence, end))
 
 
 def _take_repair(sequence: Sequence, repair: Repair, budget: int) -> ScheduledSequence:
@@ -31,7 +30,8 @@ def _take_repair(sequence: Sequence, repair: Repair, budget: int) -> ScheduledSe
         sequence.to_compute = repair.to_compute(sequence.num_tokens)
     positions = sequence.to_compute[:budget]
     samples = _samples(sequence, is_last=len(positions) == len(sequence.to_compute))
-    return _at(sequence, positions, slots[: positions[-1] + 1], samples)
+    end = int(positions[-1]) + 1
+    return _at(sequence, positions, slots[:end], samples, groups=_groups(sequence, end))
 
 
 def _at(
@@ -41,9 +41,16 @@ def _at(
     samples: tuple[SampleSpec, ...],
     *,
     is_look: bool = False,
+    groups: NDArray[np.int64] | None = None,
 ) -> ScheduledSequence:
     token_ids, first = sequence.tokens_at(positions), int(positions[0])
-    return ScheduledSequence(sequence.request_id, token_ids, first, context, samples, positions, is_look)
+    return ScheduledSequence(sequence.request_id, token_ids, first, context, samples, positions, is_look, groups)
+
+
+def _groups(sequence: Sequence, end: int) -> NDArray[np.int64] | None:
+    """The pieces of the first tokens of a prompt, if it is to be measured how they attend to each other."""
+    groups = sequence.lease.groups
+    return None if groups is None or end > sequence.num_prompt_tokens else groups[:end]
 
 
 def _samples(sequence: Sequence, *, is_last: bool) -> tuple[SampleSpec, ...]:
