@@ -105,17 +105,23 @@ def test_other_samples_compute_nothing(docs: Path, tmp_path: Path) -> None:
         assert room.num_free_blocks == room.num_blocks, "kept blocks that nobody uses count as free"
 
 
-def test_a_document_is_reused_at_another_place_if_asked_for(docs: Path, tmp_path: Path) -> None:
+def test_a_document_is_reused_at_another_place_if_asked_for(tmp_path: Path) -> None:
+    """In words that the bundled model knows: to it all others are the same one."""
+    docs = tmp_path / "people"
+    docs.mkdir()
+    (docs / "pis.txt").write_text("Pis Jurs later moved to Ranholm . Pis Jurs studied grammar .")
+    (docs / "kala.txt").write_text("Kala Broster was born in Glanwick . By trade she was a clerk .")
+    (docs / "mulo.txt").write_text("Mulo Trallow bought the ship Pisent . Mulo Trallow was born in Sanwick .")
     anywhere = ReuseConfig(mode="anywhere", load="always", recompute_ratio=0.2, audit_share=1.0)
     with Stillroom.open(tmp_path / "kb", config=StillroomConfig(reuse=anywhere)) as room:
         room.add(docs)
-        first = ask(room)
-        other = ask(room, "What is the river of Corvia ?")
+        first = ask(room, "Where did Pis Jurs move later ?")
+        other = ask(room, "Where was Kala Broster born ?")
         metrics = room.metrics.render().decode()
     assert [source.document for source in first.sources] != [source.document for source in other.sources]
     exact = StillroomConfig(reuse=ReuseConfig(mode="off"))
     with Stillroom.open(tmp_path / "kb", config=exact) as room:
-        assert ask(room, "What is the river of Corvia ?").text == other.text
+        assert ask(room, "Where was Kala Broster born ?").text == other.text == "Glanwick"
 
     placed = [segment for segment in other.reuse.segments if segment.reason == "placed"]
     assert placed and other.reuse.num_recomputed_tokens == sum(segment.num_recomputed for segment in placed)
