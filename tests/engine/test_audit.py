@@ -1,17 +1,20 @@
 """Audits: who is compared, what counts as agreement, and what follows from too little of it."""
 
 import random
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 from scipy.stats import binomtest
 
+from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams
 from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
+from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.audit import NUM_TOKENS, Audit, lower_bound, upper_bound
 from stillroom.engine.events import TokenEvent
 from stillroom.kvcache.placement import AnywhereOptions
@@ -130,6 +133,30 @@ def test_bounds_are_those_of_the_binomial_test(count: int, total: int) -> None:
     assert upper_bound(count, total) == pytest.approx(above)
     assert lower_bound(count, total) == pytest.approx(below)
     assert (lower_bound(0, 0), upper_bound(0, 0)) == (0.0, 1.0)
+
+
+def test_an_audit_that_fails_is_not_tried_again(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(
+        decoder, None, blocks=80, mode="anywhere", load="always", recompute_ratio=0.0, audit_share=1.0, disk_tokens=0
+    )
+    house.run(question("a", 1, 2))
+    house.run(question("b", 2, 1))
+    engine = house.engine
+    assert engine.tend() and engine.has_work
+    execute = engine.runner.execute
+
+    def broken(batch: Batch) -> StepResult:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(engine.runner, "execute", broken)
+    with AsyncEngine(engine) as running:
+        while running.num_running or running.num_waiting:
+            pass  # the failed step gives it up
+        monkeypatch.setattr(engine.runner, "execute", execute)
+        ended = threading.Event()
+        running.submit(question("c", 1), lambda event: ended.set() if event.finish_reason else None)
+        assert ended.wait(30)
+    assert engine.audit is not None and engine.audit.figures.num_audited == 0
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,7 @@ class AsyncEngine:
                 events = self._engine.step()
             except Exception as error:  # a failed step must not strand those who wait for its tokens
                 logger.exception("a step failed; its requests are aborted")
+                self._engine.give_up_audit()
                 self._abort_all(EngineError(f"generation failed: {error}"))
                 continue
             for event in events:

@@ -113,6 +113,13 @@ class Audit:
         self._waiting.appendleft((request, said))
         return request.request_id
 
+    def give_up(self) -> RequestId | None:
+        """A step failed, maybe for it: what is to be aborted, never to run again; None if no audit runs."""
+        if self._shadow is None:
+            return None
+        request, self._shadow = self._shadow[0], None
+        return request.request_id
+
     def _close(self, answer: _Answer, reason: FinishReason) -> None:
         del self._open[answer.request.request_id]
         if not answer.has_placed or not answer.token_ids or self._randomness.random() >= self._share:

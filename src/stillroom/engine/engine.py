@@ -122,6 +122,12 @@ class Engine:
             self.scheduler.add(shadow)
         return shadow is not None
 
+    def give_up_audit(self) -> None:
+        """A step failed, and whoever listens is told; nobody listens to an audit."""
+        running = None if self.audit is None else self.audit.give_up()
+        if running is not None:
+            self.scheduler.abort(running)
+
     def check_integrity(self) -> None:
         """Every block is accounted for; see `Scheduler.check_integrity`."""
         self.scheduler.check_integrity()
