@@ -171,19 +171,22 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_an_engine_audits_when_nobody_waits_and_says_nothing_of_it(decoder: Decoder, ratio: float) -> None:
-    changes = {
-        "mode": "anywhere",
-        "load": "always",
-        "recompute_ratio": ratio,
-        "audit_share": 1.0,
-        "max_disagreement": 1.0,
-    }
-    house = House(decoder, None, blocks=80, **changes)
+    house = House(
+        decoder,
+        None,
+        blocks=80,
+        mode="anywhere",
+        load="always",
+        recompute_ratio=ratio,
+        audit_share=1.0,
+        max_disagreement=1.0,
+    )
     house.run(question("a", 1, 2, 3))
     house.run(question("b", 3, 1, 2, max_tokens=8))
-    while house.engine.tend() and not house.engine.has_work:
-        pass
-    assert house.engine.has_work, "an audit waits for its turn"
+    is_waiting = False
+    while not is_waiting and house.engine.tend():
+        is_waiting = house.engine.has_work
+    assert is_waiting, "an audit waits for its turn"
     house.run(question("c", 1))  # which is not now
     audit = house.engine.audit
     assert audit is not None and audit.figures.num_audited == 0

@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stillroom.config.settings import TokenSelector
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeKey, Tier
 from stillroom.kvcache.node import Node, WindowedCount
 from stillroom.kvcache.placement import AnywhereOptions, best_variant, context_overlap
 from stillroom.kvcache.repair import Repair
-from stillroom.kvcache.token_selection import TokenSelector
 
 
 @given(

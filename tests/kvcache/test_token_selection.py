@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stillroom.config.settings import TokenSelector
 from stillroom.kvcache.chunk_scores import most_contextualised
-from stillroom.kvcache.token_selection import SELECTORS, Seen, TokenSelector, needs_look, select
+from stillroom.kvcache.token_selection import SELECTORS, Seen, needs_look, select
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 

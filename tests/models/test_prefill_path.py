@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from stillroom.config.settings import Dtype
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
@@ -26,7 +27,7 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"stillroom.{module}.is_float32_faster", lambda: False)
 
 
-def load(folder: Path, kind: str = "Llama", dtype: str = "bfloat16", **settings: Any) -> Decoder:
+def load(folder: Path, kind: str = "Llama", dtype: Dtype = "bfloat16", **settings: Any) -> Decoder:
     random_checkpoint(folder, kind, **settings)
     return load_decoder(folder, device="cpu", dtype=dtype)
 
@@ -62,8 +63,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_both_ways_give_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[int], window: int | None
 ) -> None:
-    kind, settings = ("Llama", {}) if window is None else ("Mistral", {"sliding_window": window})
-    decoder = load(tmp_path, kind, **settings)
+    decoder = load(tmp_path) if window is None else load(tmp_path, "Mistral", sliding_window=window)
     assert decoder._prefill_path is not None
     hidden, store = run(decoder, wanted)
     monkeypatch.setattr(decoder, "_prefill_path", None)
@@ -90,15 +90,17 @@ def test_a_watch_sees_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "settings"),
+    ("kind", "dtype"),
     [
-        ("Llama", "float32", {}),
-        ("Qwen2", "bfloat16", {}),
-        ("Qwen3", "bfloat16", {}),
-        ("Gemma2", "bfloat16", {}),
-        ("Mixtral", "bfloat16", {}),
+        ("Llama", "float32"),
+        ("Qwen2", "bfloat16"),
+        ("Qwen3", "bfloat16"),
+        ("Gemma2", "bfloat16"),
+        ("Mixtral", "bfloat16"),
     ],
 )
-def test_what_is_not_plain_goes_the_usual_way(tmp_path: Path, kind: str, dtype: str, settings: dict[str, Any]) -> None:
+def test_what_is_not_plain_goes_the_usual_way(
+    tmp_path: Path, kind: str, dtype: Dtype, settings: dict[str, Any]
+) -> None:
     decoder = load(tmp_path, kind, dtype, **settings)
     assert PrefillPath.of(decoder.spec, decoder.weights.layers) is None

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from stillroom.config.settings import Dtype
 from stillroom.errors import ConfigError
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
@@ -20,14 +21,14 @@ KINDS = [
 ]
 
 
-def load(path: Path, kind: str, settings: dict[str, Any], dtype: str) -> Decoder:
+def load(path: Path, kind: str, settings: dict[str, Any], dtype: Dtype) -> Decoder:
     random_checkpoint(path, kind, **settings)
     return load_decoder(path, device="cpu", dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("kind", "settings"), KINDS)
-def test_what_can_be_turned_is_let_through(tmp_path: Path, kind: str, settings: dict[str, Any], dtype: str) -> None:
+def test_what_can_be_turned_is_let_through(tmp_path: Path, kind: str, settings: dict[str, Any], dtype: Dtype) -> None:
     check_placement(load(tmp_path, kind, settings, dtype), 8)
 
 
