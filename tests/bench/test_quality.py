@@ -69,7 +69,9 @@ def test_every_arm_is_asked_and_compared(path: Path) -> None:
     assert {row["arm"] for row in result.tables["Exact match"]} == {FULL, *rows}
     tests = result.tables["question against each other selector, same ratio"]
     assert {(row["questions"], row["against"]) for row in tests} == {
-        (kind, other) for kind in ("single", "split", "all") for other in ("question_mean", "first", "random")
+        (kind, other)
+        for kind in ("single", "split", "all")
+        for other in ("question_mean", "context", "first", "random")
     }
 
 

@@ -99,8 +99,6 @@ def test_a_watch_sees_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("Mixtral", "bfloat16"),
     ],
 )
-def test_what_is_not_plain_goes_the_usual_way(
-    tmp_path: Path, kind: str, dtype: Dtype, settings: dict[str, Any]
-) -> None:
-    decoder = load(tmp_path, kind, dtype, **settings)
+def test_what_is_not_plain_goes_the_usual_way(tmp_path: Path, kind: str, dtype: Dtype) -> None:
+    decoder = load(tmp_path, kind, dtype)
     assert PrefillPath.of(decoder.spec, decoder.weights.layers) is None
