@@ -4,25 +4,15 @@ import pytest
 import torch
 
 from stillroom.ops.attention import AttentionSpan
+from stillroom.ops.attention_mass import attention_weights_reference
 from stillroom.ops.attention_watch import AttentionWatch, mean_weights
 
 
 def slow_weights(
     q_QHD: torch.Tensor, k_KGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    num_queries, num_heads, _ = q_QHD.shape
-    num_keys, num_kv_heads, _ = k_KGD.shape
-    weights = torch.zeros(num_queries, num_keys, dtype=torch.float64)
-    for row in range(num_queries):
-        place = num_keys - num_queries + row
-        first = 0 if window is None else max(0, place - window + 1)
-        for head in range(num_heads):
-            keys = k_KGD[first : place + 1, head * num_kv_heads // num_heads].double()
-            logits = keys @ q_QHD[row, head].double() * scale
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            weights[row, first : place + 1] += torch.softmax(logits, 0) / num_heads
-    return weights.float()
+    """Mean over heads."""
+    return attention_weights_reference(q_QHD, k_KGD, scale, None, window, softcap).mean(0).float()
 
 
 def tensors(num_queries: int, num_keys: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,7 +50,6 @@ class ScheduledSequence:
     is_look: bool = False
     """Nothing is kept or sampled: it is asked what the tokens, which stand behind the whole context, attend to. The
     context leaves out what has no KV yet, so `positions` says nothing of its slots: the tokens' are the last n."""
-
     groups: NDArray[np.int64] | None = None
     """Shape [k], the piece of the prompt that each slot of the context belongs to, or -1: it is asked how much of its
     attention each token pays to each piece."""

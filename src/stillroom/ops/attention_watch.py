@@ -1,7 +1,7 @@
 """What the tokens of a look attend to, layer by layer: how a question sees reused KV before it is repaired.
 
 Attention of few queries over one context, as explicit weights: [H, Q, K] of one layer exist for a moment. The slow twin
-is `attention_mass_reference` (tests/ops/test_attention_watch.py).
+is `attention_mass.attention_weights_reference`.
 """
 
 from collections.abc import Sequence
