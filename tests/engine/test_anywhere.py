@@ -220,6 +220,21 @@ def test_an_edited_document_takes_its_own_copies_along(decoder: Decoder) -> None
     assert [segment.reason for segment in reuse.segments[1:3]] == [Reason.NEVER_SEEN, Reason.ANYWHERE]
 
 
+def test_who_waits_again_says_what_was_placed_the_last_time(decoder: Decoder) -> None:
+    """A document is removed while a request runs, and then the request has to make room."""
+    house = new_house(decoder, ratio=0.3)
+    house.run(question("a", 1, 2, 3))
+    one = question("b", 3, 2, 1)
+    house.submit(one)
+    house.step()
+    house.engine.scheduler.forget_chunks(partial(without, ChunkId(2)))
+    assert house.engine.scheduler.restart(one.request_id)
+    house.finish()
+    reuse = house.reuse[one.request_id]
+    placed = {segment.chunk_id for segment in reuse.segments if segment.reason is Reason.ANYWHERE}
+    assert placed == {1} and reuse.num_recomputed_tokens == 3, "3 stood behind 2, and went with it"
+
+
 def test_samples_share_a_repaired_prompt(decoder: Decoder, oracle: Oracle) -> None:
     house = new_house(decoder, ratio=1.0)
     house.run(question("a", 1, 2, 3))

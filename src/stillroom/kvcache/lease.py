@@ -34,7 +34,7 @@ class Lease:
     cost_per_token: float = 0.0
     """Seconds: what a computed token of the prompt costs, by the cost model (RAGCache Eq. 3)."""
     reuse: PromptReuse | None = None
-    """As it was first admitted; None before."""
+    """As it was first admitted, or last if chunks were placed; None before."""
     may_place: bool = True
     """Whether KV of other places may be used."""
     placements: tuple[Placement, ...] = ()

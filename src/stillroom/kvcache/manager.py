@@ -275,7 +275,7 @@ class KVCacheManager:
         assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
         placed = place(tree, lease, placements, reuse.anywhere)
         tree.release(sources)
-        if lease.reuse is None:
+        if lease.reuse is None or lease.reuse.has_placed:  # what was placed the last time is what is repaired
             origins = {placement.piece_index: placement.tier for placement in placed}
             self._account(tree, lease, Found(matched, tiers, plan.num_nodes, num_tokens, origins))
         if lease.repair is not None and not lease.repair.needs_look:
