@@ -110,11 +110,22 @@ def test_the_ratio_is_doubled_and_then_nothing_is_placed() -> None:
     said = Said(ratio=0.2, limit=0.2)
     for _ in range(12):
         said.check(said.answer(1), 2)
-        if said.audit.figures.recompute_ratio is None:
+        if said.audit.figures.options is None:
             break
     assert said.allowed == [0.4, None]
     assert said.audit.figures.upper_bound == 1.0
     assert said.answer(1) is None, "nothing is placed, so there is nothing to audit"
+
+
+def test_a_safer_setting_is_the_double_until_computing_everything_is_as_fast() -> None:
+    ratio, alpha = AnywhereOptions(0.2, "question"), AnywhereOptions(0.2, "question", alpha=1.5)
+    safer = ratio.next_safer()
+    assert safer is not None and safer.recompute_ratio == 0.4 and safer.next_safer() is None
+    none = AnywhereOptions(0.0, "question").next_safer()
+    assert none is not None and none.recompute_ratio == 0.15
+    safer = alpha.next_safer()
+    assert safer is not None and safer.alpha == 3.0 and safer.next_safer() is None
+    assert (str(ratio), str(alpha)) == ("recompute ratio 0.2", "alpha 1.5")
 
 
 def test_chance_alone_changes_nothing() -> None:

@@ -1,7 +1,7 @@
 """Equations 3 to 14 beside a twin that has whole attention matrices and sums by definition, number by number."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -49,6 +49,7 @@ class Prompt:
         mean = np.mean(self.layers, axis=0)[self.own.start :]
         per_token = [mean[:, chunk.start : chunk.stop].sum(1) for chunk in self.chunks[:-1]]
         return ContextMass(
+            num_tokens=len(self.own),
             prefix=tuple(self.names[:-1]),
             prefix_lengths=tuple(map(len, self.chunks[:-1])),
             inter=np.array([paid.sum() for paid in per_token], np.float32),
@@ -132,7 +133,7 @@ def test_what_the_prefix_overlap_does_not_see(prompt: Prompt, new: list[bytes]) 
 
 
 def test_a_chunk_that_paid_nothing_to_its_prefix() -> None:
-    mass = ContextMass((b"a", b"b"), (1, 1), np.zeros(2, np.float32), 1.0, np.zeros(3, np.float32))
+    mass = ContextMass(3, (b"a", b"b"), (1, 1), np.zeros(2, np.float32), 1.0)
     assert prefix_overlap(mass, [b"b", b"a"]) == 1
     assert prefix_overlap(mass, [b"a"]) == prefix_overlap(mass, []) == prefix_overlap(mass, [b"a", b"b", b"c"]) == 0
 
@@ -203,16 +204,33 @@ def test_the_most_contextualised_tokens(values: list[float], data: st.DataObject
 
 def test_a_worked_example() -> None:
     """A chunk of 4 tokens computed behind two others, then placed behind the same two in the other order."""
-    mass = ContextMass(
-        (b"a", b"b"), (4, 2), np.array([1.0, 0.5], np.float32), 1.5, np.array([0.9, 0.1, 0.3, 0.2], np.float32)
-    )
+    paid = np.array([0.9, 0.1, 0.3, 0.2], np.float32)
+    mass = ContextMass(4, (b"a", b"b"), (4, 2), np.array([1.0, 0.5], np.float32), 1.5, paid)
     a, b = outside_influence(mass), own_influence(mass)
     assert (a, b) == (1 / 16 + 0.5 / 8, 1.5 / 16)
     assert context_impact(a, b) == pytest.approx(0.7914, abs=1e-4)
     assert prefix_overlap(mass, [b"b", b"c"]) == pytest.approx(1 / 3)
     overhead = fix_overhead(context_impact(a, b), adjusted_overlap(mass, [b"b", b"a"]), alpha=0.5)
     assert num_to_recompute(overhead, mass.num_tokens) == 2
-    assert most_contextualised(mass.token_inter, 2).tolist() == [0, 2]
+    assert most_contextualised(paid, 2).tolist() == [0, 2]
+    assert mass.impact == context_impact(a, b)
+
+
+@given(prompts(), st.booleans())
+def test_what_is_stored_comes_back(prompt: Prompt, is_whole: bool) -> None:
+    mass = prompt.mass()
+    names = tuple(name.ljust(32) for name in mass.prefix)
+    received = np.arange(mass.num_tokens, dtype=np.float32)
+    mass = replace(mass, prefix=names, token_inter=mass.token_inter if is_whole else None)
+    mass = replace(mass, received=received if is_whole else None)
+    again = ContextMass.from_bytes(mass.to_bytes())
+    assert (again.num_tokens, again.prefix, again.prefix_lengths) == (mass.num_tokens, names, mass.prefix_lengths)
+    assert again.inter.tolist() == mass.inter.tolist() and again.intra == mass.intra
+    if is_whole:
+        assert mass.token_inter is not None and again.token_inter is not None and again.received is not None
+        assert again.token_inter.tolist() == mass.token_inter.tolist() and again.received.tolist() == received.tolist()
+    else:
+        assert again.token_inter is None and again.received is None
 
 
 CELLS = [AlphaCell(1.0, 0.2, 0.70), AlphaCell(2.0, 0.35, 0.80), AlphaCell(3.0, 0.5, 0.85), AlphaCell(4.0, 0.35, 0.80)]

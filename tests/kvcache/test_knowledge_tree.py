@@ -10,7 +10,7 @@ from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.reuse import Reason
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile, Link, linear_profile
-from stillroom.kvcache.eviction import POLICIES, Use, gdsf, lfu, lru, pgdsf, prefix_heat, tamm
+from stillroom.kvcache.eviction import POLICIES, Use, gdsf, lfu, lru, pgdsf, prefix_heat, reusability, tamm
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
@@ -368,10 +368,12 @@ def test_policies_are_sort_keys() -> None:
         cost_here=32.0,
         heat=5.0,
         depth=3,
+        reusability=7.0,
     )
     assert [policy(use) for policy in (pgdsf, gdsf, lru, lfu, tamm)] == [16.0, 11.5, 8.0, 3.0, 2.0]
+    assert reusability(use) == 7.0
     assert prefix_heat(use) == 5.0 + 1.0 - 2.0
-    assert set(POLICIES) == {"prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm"}
+    assert set(POLICIES) == {"prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm", "reusability"}
 
 
 def test_heat_is_the_logarithm_of_uses_that_fade() -> None:

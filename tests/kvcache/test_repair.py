@@ -1,15 +1,25 @@
 """How a prompt with placed chunks is completed, and which copy of a chunk is placed."""
 
+from typing import cast
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.config.settings import TokenSelector
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeKey, Tier
+from stillroom.kvcache.chunk_scores import ContextMass
 from stillroom.kvcache.node import Node, WindowedCount
-from stillroom.kvcache.placement import AnywhereOptions, best_variant, context_overlap
-from stillroom.kvcache.repair import Repair
+from stillroom.kvcache.placement import AnywhereOptions, Reusability, best_variant, context_overlap, reusability
+from stillroom.kvcache.repair import PlacedChunk, Repair
+
+UNLIKE = Reusability(0.0, 0.8)
+
+
+def unlike(*positions: range) -> list[PlacedChunk]:
+    return [PlacedChunk(one, UNLIKE) for one in positions]
 
 
 @given(
@@ -18,7 +28,7 @@ from stillroom.kvcache.repair import Repair
     st.integers(0, 4),
     st.integers(1, 6),
     st.floats(0, 1),
-    st.sampled_from(("question", "first", "random")),
+    st.sampled_from(("question", "first", "random", "deviation")),
 )
 def test_every_token_is_exact_placed_or_computed(
     num_exact: int, chunks: list[tuple[int, int]], gap: int, tail: int, ratio: float, selector: TokenSelector
@@ -28,14 +38,19 @@ def test_every_token_is_exact_placed_or_computed(
         placed.append(range(end + before, end + before + length))
         end = placed[-1].stop
     question, total = end + gap, end + gap + tail
-    repair = Repair(num_exact, placed, question, AnywhereOptions(ratio, selector))
+    repair = Repair(num_exact, unlike(*placed), question, AnywhereOptions(ratio, selector))
     known = [*range(num_exact), *(position for chunk in placed for position in chunk)]
     assert repair.context.tolist() == known
     if repair.needs_look:
         assert repair.num_chosen() == [0] * len(placed)
         looking = repair.looks_from(total, budget=3)
         assert looking.tolist() == list(range(max(question, total - 3), total))
-        repair.see(np.random.default_rng(0).random((2, len(known) + len(looking)), dtype=np.float32))
+        repair.see(np.random.default_rng(0).random((3, 2, len(known) + len(looking)), dtype=np.float32))
+    while repair.needs_probe:
+        probed = repair.probes_from(total, budget=7)
+        assert num_exact <= probed.start < probed.stop <= total
+        repair.probe(np.random.default_rng(probed.start).random(len(probed), dtype=np.float32), total)
+    assert repair.is_planned
     computed = repair.to_compute(total).tolist()
     num_placed = sum(map(len, placed))
     assert sum(repair.num_chosen()) == min(num_placed, int(np.ceil(ratio * num_placed - 1e-9)))
@@ -46,11 +61,52 @@ def test_every_token_is_exact_placed_or_computed(
 
 
 def test_the_look_decides_by_the_placed_tokens_alone() -> None:
-    repair = Repair(2, [range(2, 4), range(6, 8)], 8, AnywhereOptions(0.25, "question"))
-    attention = np.zeros((2, 8), np.float32)  # two exact tokens, four placed ones, two that look
-    attention[0] = [9, 9, 0.1, 0.2, 0.4, 0.3, 9, 9]
+    repair = Repair(2, unlike(range(2, 4), range(6, 8)), 8, AnywhereOptions(0.25, "question"))
+    attention = np.zeros((2, 2, 8), np.float32)  # two exact tokens, four placed ones, two that look
+    attention[:, 0] = [[9, 9, 0.0, 0.3, 0.4, 0.3, 9, 9], [9, 9, 0.2, 0.1, 0.4, 0.3, 9, 9]]
     repair.see(attention)
     assert repair.to_compute(10).tolist() == [4, 5, 6, 8, 9]
+
+
+@pytest.mark.parametrize(("ratio", "looks"), [(0.0, False), (0.15, True), (1.0, False)])
+def test_nobody_looks_where_nothing_is_to_be_chosen(ratio: float, looks: bool) -> None:
+    def new(selector: TokenSelector, window: int = 0) -> Repair:
+        return Repair(2, unlike(range(2, 12)), 12, AnywhereOptions(ratio, selector, focus_window=window))
+
+    assert new("question").needs_look is new("question_mean").needs_look is new("first", 2).needs_look is looks
+    assert not new("first").needs_look and not new("random").needs_look and not new("deviation").needs_look
+    assert new("deviation").needs_probe is looks and not new("first").needs_probe
+    assert new("first").is_planned and new("question").is_planned is not looks
+
+
+def test_each_chunk_has_its_own_budget() -> None:
+    """Cache-Craft's N = ceil(CFO |C|)."""
+    like, half = PlacedChunk(range(10), Reusability(1.0, 0.9)), PlacedChunk(range(10, 20), Reusability(0.5, 0.6))
+    unknown = PlacedChunk(range(20, 30), Reusability(0.0, None))
+    for alpha, counts in ((1.0, [0, 3, 8]), (0.5, [0, 2, 4]), (2.0, [0, 6, 10]), (0.0, [0, 0, 0])):
+        repair = Repair(0, [like, half, unknown], 30, AnywhereOptions(0.15, "first", alpha))
+        assert repair.num_chosen() == counts, alpha
+
+
+def test_a_probe_decides_by_the_placed_tokens_alone() -> None:
+    repair = Repair(1, unlike(range(1, 4), range(6, 8)), 8, AnywhereOptions(0.4, "deviation"))
+    assert list(repair.probes_from(9, 5)) == [1, 2, 3, 4, 5]
+    repair.probe(np.array([0, 3, 1, 9, 9], np.float32), 9)
+    assert repair.needs_probe and list(repair.probes_from(9, 5)) == [6, 7, 8]
+    repair.probe(np.array([2, 0, 9], np.float32), 9)
+    assert repair.is_planned and repair.to_compute(9).tolist() == [2, 4, 5, 6, 8]
+
+
+def test_chunks_out_of_focus_are_not_repaired() -> None:
+    """Four chunks of five tokens; the question looks at the last one, in every layer."""
+    placed = [range(start, start + 5) for start in (0, 5, 10, 15)]
+    for selector in ("first", "question"):
+        options = AnywhereOptions(0.4, cast("TokenSelector", selector), focus_window=2)
+        repair = Repair(0, unlike(*placed), 20, options)
+        attention = np.repeat(np.array([0.05, 0.1, 0.02, 1.1], np.float32), 5)
+        repair.see(np.tile(np.append(attention, [9.0, 9.0]).astype(np.float32), (3, 2, 1)))
+        assert repair.num_chosen() == [0, 0, 0, 2] and repair.is_focused() == [False, False, False, True]
+    assert Repair(0, unlike(*placed), 20, AnywhereOptions(0.0, "first")).is_focused() == [None] * 4
 
 
 def test_overlap_counts_common_chunks_and_their_order() -> None:
@@ -89,3 +145,17 @@ def test_the_most_similar_context_wins_then_the_nearest_copy() -> None:
     host, far = variant((b"a",), Tier.HOST, 8), variant((b"a",), Tier.HOST, 99)
     assert best_variant([like, far, host], [b"a"], 10) is host
     assert best_variant([], [], 0) is None
+
+
+def test_the_copy_with_the_least_to_repair_wins() -> None:
+    """It paid a good deal to a chunk that is there again; the other one mostly to one that is not."""
+    like, other = (variant((b"a", b"b"), Tier.DEVICE, 8) for _ in range(2))
+    like.mass = ContextMass(4, (b"a", b"b"), (4, 4), np.array([3.0, 0.5], np.float32), 1.0)
+    other.mass = ContextMass(4, (b"a", b"b"), (4, 4), np.array([0.5, 3.0], np.float32), 1.0)
+    assert reusability(like, [b"a"]).overlap == pytest.approx(6 / 7)
+    assert best_variant([other, like], [b"a"], 8) is like
+    assert best_variant([other, like], [b"b"], 8) is other
+    alone = variant((), Tier.DEVICE, 8)
+    alone.mass = ContextMass(4, (), (), np.zeros(0, np.float32), 1.0)
+    assert reusability(alone, [b"c"]) == Reusability(0.0, 0.5)
+    assert best_variant([other, like, alone], [b"c"], 8) is alone, "it owes nothing to anybody"

@@ -1,6 +1,7 @@
 """The format: whatever happens to a record's bytes, it is noticed."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ RECORDS = st.builds(
     chunk_id=st.none() | st.integers(0, 2**63 - 1).map(ChunkId),
     avg_cost=AMOUNTS,
     frequency=AMOUNTS,
+    content=KEYS,
+    notes=st.binary(max_size=300) | st.just(bytes(3892)),
 )
 
 
@@ -47,6 +50,12 @@ def test_a_record_comes_back_as_it_was_given(node: NodeRecord, fingerprint: byte
     size = HEADER_SIZE + len(content) + TRAILER_SIZE
     assert inspect(header, size, node.key, fingerprint) == Header(node, fingerprint, len(content))
     assert is_intact(header, content, trailer)
+
+
+def test_notes_that_are_too_long_are_left_out() -> None:
+    header, _ = encode(replace(record(1), notes=bytes(3893)), MODEL, b"")
+    assert inspect(header, HEADER_SIZE + TRAILER_SIZE, record(1).key, MODEL) == Header(record(1), MODEL, 0)
+    assert HEADER_SIZE == 4096
 
 
 def test_every_single_flipped_bit_is_noticed() -> None:

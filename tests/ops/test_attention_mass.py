@@ -5,24 +5,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.ops.attention_mass import (
-    attention_mass,
-    attention_mass_reference,
-    attention_to_itself,
-    attention_weights_reference,
-    one_hot,
-    received_attention,
-)
+from stillroom.ops.attention_mass import Flow, attention_flow, attention_weights_reference, mean_weights, one_hot
 
 HEADS = [(1, 1, 8), (6, 2, 8), (4, 4, 16), (9, 3, 64), (5, 1, 4)]
-POSITIONS = [None, [0, 22, 7, 7, 13], [22, 21, 3, 2, 1]]
+POSITIONS = [list(range(18, 23)), [0, 22, 7, 7, 13], [22, 21, 3, 2, 1]]
 LIMITS = [(None, None), (1, None), (5, None), (100, None), (None, 0.5), (5, 0.5)]
 """window, softcap"""
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
     assert actual.dtype is torch.float32
-    torch.testing.assert_close(actual, expected.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def flows_are_close(actual: Flow, expected: Flow, tolerance: float = 1e-5) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        close(one, other, tolerance)
 
 
 def tensors(
@@ -40,31 +38,36 @@ def drawn_groups(num_keys: int, num_groups: int) -> torch.Tensor:
     return torch.randint(-1, num_groups, (num_keys,), generator=torch.Generator().manual_seed(num_keys))
 
 
+def slow_flow(  # noqa: PLR0913  as its twin
+    q: torch.Tensor,
+    k: torch.Tensor,
+    groups: torch.Tensor,
+    num_groups: int,
+    scale: float,
+    places: torch.Tensor,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Flow:
+    """Sums of the whole matrix, one number at a time."""
+    weights_QK = attention_weights_reference(q, k, scale, places, window, softcap).mean(0)
+    paid, own = torch.zeros(len(q), num_groups, dtype=torch.float64), torch.zeros(len(q), dtype=torch.float64)
+    for row, place in enumerate(places.tolist()):
+        own[row] = weights_QK[row, place]
+        for key, group in enumerate(groups.tolist()):
+            if group >= 0 and key != place:
+                paid[row, group] += weights_QK[row, key]
+    return Flow(paid, own, weights_QK.sum(0))
+
+
 @pytest.mark.parametrize(("window", "softcap"), LIMITS)
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_all_three_equal_their_twin(
-    heads: tuple[int, int, int], positions: list[int] | None, window: int | None, softcap: float | None
+    heads: tuple[int, int, int], positions: list[int], window: int | None, softcap: float | None
 ) -> None:
     q, k = tensors(5, 23, heads)
-    groups = drawn_groups(23, 3)
-    where = None if positions is None else torch.tensor(positions)
-    limits = (0.3, where, window, softcap)
-    close(attention_mass(q, k, groups, 3, *limits), attention_mass_reference(q, k, groups, 3, *limits))
-    weights_QK = attention_weights_reference(q, k, *limits).mean(0)
-    close(received_attention(q, k, *limits), weights_QK.sum(0))
-    own = torch.arange(18, 23) if where is None else where
-    close(attention_to_itself(q, k, *limits), weights_QK[torch.arange(5), own])
-
-
-@pytest.mark.parametrize("num_groups", [0, 1, 7, 8, 9, 20])
-def test_more_groups_than_a_head_is_wide(num_groups: int) -> None:
-    q, k = tensors(5, 23)
-    groups = drawn_groups(23, num_groups) if num_groups else torch.full((23,), -1)
-    mass = attention_mass(q, k, groups, num_groups, 0.3)
-    assert mass.shape == (5, num_groups)
-    if num_groups:
-        close(mass, attention_mass_reference(q, k, groups, num_groups, 0.3))
+    arguments = (q, k, drawn_groups(23, 3), 3, 0.3, torch.tensor(positions), window, softcap)
+    flows_are_close(attention_flow(*arguments), slow_flow(*arguments))
 
 
 @pytest.mark.parametrize(("window", "softcap"), LIMITS)
@@ -72,17 +75,11 @@ def test_tiles_of_queries_change_nothing(
     window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k = tensors(13, 40)
-    groups = drawn_groups(40, 4)
-    limits = (0.3, torch.randperm(40, generator=torch.Generator().manual_seed(1))[:13], window, softcap)
-    whole = (
-        attention_mass(q, k, groups, 4, *limits),
-        received_attention(q, k, *limits),
-        attention_to_itself(q, k, *limits),
-    )
-    monkeypatch.setattr("stillroom.ops.attention_mass._QUERIES_PER_TILE", 4)
-    close(attention_mass(q, k, groups, 4, *limits), whole[0])
-    close(received_attention(q, k, *limits), whole[1])
-    close(attention_to_itself(q, k, *limits), whole[2])
+    places = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:13]
+    arguments = (q, k, drawn_groups(40, 4), 4, 0.3, places, window, softcap)
+    whole = attention_flow(*arguments)
+    monkeypatch.setattr("stillroom.ops.attention_mass._LOGITS_PER_TILE", 6 * 40 * 4)
+    flows_are_close(attention_flow(*arguments), whole)
 
 
 @settings(max_examples=40)
@@ -97,11 +94,10 @@ def test_groups_that_cover_everything_share_out_everything(
     num_queries: int, num_before: int, window: int | None, softcap: float | None, num_groups: int
 ) -> None:
     q, k = tensors(num_queries, num_before + num_queries)
-    groups = torch.arange(len(k)) % num_groups
-    mass = attention_mass(q, k, groups, num_groups, 0.3, None, window, softcap)
-    close(mass, attention_mass_reference(q, k, groups, num_groups, 0.3, None, window, softcap))
-    close(mass.sum(1), torch.ones(num_queries))
-    close(received_attention(q, k, 0.3, None, window, softcap).sum(), torch.tensor(float(num_queries)))
+    groups, places = torch.arange(len(k)) % num_groups, torch.arange(num_before, len(k))
+    flow = attention_flow(q, k, groups, num_groups, 0.3, places, window, softcap)
+    close(flow.paid_QM.sum(1) + flow.own_Q, torch.ones(num_queries))
+    close(flow.received_K.sum(), torch.tensor(float(num_queries)))
 
 
 def test_inter_and_intra_of_a_chunk() -> None:
@@ -109,32 +105,38 @@ def test_inter_and_intra_of_a_chunk() -> None:
     q, k = tensors(6, 20)
     groups = torch.tensor([0] * 4 + [1] * 10 + [2] * 6)
     weights = attention_weights_reference(q, k, 0.3).mean(0)
-    mass = attention_mass(q, k, groups, 3, 0.3)
-    close(mass[:, :2].sum(0), torch.stack([weights[:, :4].sum(), weights[:, 4:14].sum()]))
+    paid = attention_flow(q, k, groups, 3, 0.3, torch.arange(14, 20)).paid_QM.sum(0)
+    close(paid[:2], torch.stack([weights[:, :4].sum(), weights[:, 4:14].sum()]))
     intra = sum(weights[i, 14 + j] for i in range(6) for j in range(i))
-    assert float(mass[:, 2].sum() - attention_to_itself(q, k, 0.3).sum()) == pytest.approx(float(intra), abs=1e-5)
+    assert float(paid[2]) == pytest.approx(float(intra), abs=1e-5)
 
 
 def test_keys_that_no_query_sees_are_never_read() -> None:
     q, k = tensors(3, 20)
-    groups, positions = drawn_groups(20, 2), torch.tensor([9, 12, 10])
-    expected = attention_mass_reference(q, k, groups, 2, 0.3, positions, 4)
-    k[:6], k[13:] = torch.nan, torch.nan
-    close(attention_mass(q, k, groups, 2, 0.3, positions, 4), expected)
+    arguments = (drawn_groups(20, 2), 2, 0.3, torch.tensor([9, 12, 10]))
+    expected = slow_flow(q, k, *arguments)
+    k[13:] = torch.nan
+    flows_are_close(attention_flow(q, k, *arguments), expected)
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_close_and_gives_float32(dtype: torch.dtype, softcap: float | None) -> None:
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype, softcap: float | None) -> None:
     q, k = (tensor.to(dtype) for tensor in tensors(6, 20))
-    groups = drawn_groups(20, 3)
-    mass = attention_mass(q, k, groups, 3, 0.3, None, None, softcap)
-    assert mass.dtype is torch.float32
-    expected = attention_mass_reference(q, k, groups, 3, 0.3, None, None, softcap).float()
-    torch.testing.assert_close(mass, expected, atol=1e-2, rtol=1e-2)
-    mixed = attention_mass(q.float(), k, groups, 3, 0.3, None, None, softcap)
-    close(mixed, expected)
+    arguments = (drawn_groups(20, 3), 3, 0.3, torch.arange(14, 20), None, softcap)
+    flows_are_close(attention_flow(q, k, *arguments), slow_flow(q, k, *arguments), 1e-4)
+    flows_are_close(attention_flow(q.float(), k, *arguments), slow_flow(q, k, *arguments), 1e-4)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 20), (6, 20), (7, 7)])
+def test_weights_equal_their_twin(num_queries: int, num_keys: int, window: int | None, softcap: float | None) -> None:
+    q, k = tensors(num_queries, num_keys)
+    found = mean_weights(q, k, 0.3, torch.arange(num_keys - num_queries, num_keys), window, softcap)
+    close(found, attention_weights_reference(q, k, 0.3, None, window, softcap).mean(0))
+    close(found.sum(1), torch.ones(num_queries))
 
 
 def test_membership() -> None:
-    assert one_hot(torch.tensor([1, -1, 0]), 2, torch.float32).tolist() == [[0, 1], [0, 0], [1, 0]]
+    assert one_hot(torch.tensor([1, -1, 0]), 2).tolist() == [[0, 1], [0, 0], [1, 0]]

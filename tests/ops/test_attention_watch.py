@@ -1,43 +1,64 @@
-"""What a look sees, against weights that are computed one query and one head at a time."""
+"""What is seen from within a step, against weights that are computed one query and one head at a time."""
 
-import pytest
+import numpy as np
 import torch
 
+from stillroom.core.batch import Weighing
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.attention_mass import attention_weights_reference
-from stillroom.ops.attention_watch import AttentionWatch, mean_weights
+from stillroom.ops.attention_watch import AttentionWatch, MassWatch
 
 
-def slow_weights(
-    q_QHD: torch.Tensor, k_KGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
-) -> torch.Tensor:
+def slow_weights(q_QHD: torch.Tensor, k_KGD: torch.Tensor, places_Q: torch.Tensor | None = None) -> torch.Tensor:
     """Mean over heads."""
-    return attention_weights_reference(q_QHD, k_KGD, scale, None, window, softcap).mean(0).float()
+    return attention_weights_reference(q_QHD, k_KGD, 0.3, places_Q).mean(0).float()
 
 
-def tensors(num_queries: int, num_keys: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_queries, 6, 8, generator=generator), torch.randn(num_keys, 2, 8, generator=generator)
+def layers(num_queries: int, num_keys: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    found = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = (num_queries, 6, 8), (num_keys, 2, 8)
+        q, k = (torch.randn(shape, generator=generator) for shape in shapes)
+        found.append((q, k))
+    return found
 
 
-@pytest.mark.parametrize("softcap", [None, 0.5])
-@pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 20), (6, 20), (7, 7)])
-def test_weights_equal_their_twin(num_queries: int, num_keys: int, window: int | None, softcap: float | None) -> None:
-    q, k = tensors(num_queries, num_keys)
-    found = mean_weights(q, k, 0.3, window, softcap)
-    torch.testing.assert_close(found, slow_weights(q, k, 0.3, window, softcap))
-    torch.testing.assert_close(found.sum(1), torch.ones(num_queries))
+CONTEXT = torch.tensor([30, 4, 11, 2, 19])
 
 
-def test_layers_are_averaged_and_spans_kept_apart() -> None:
-    context = torch.tensor([30, 4, 11, 2, 19])
-    spans = [AttentionSpan(1, 3, context, 5), AttentionSpan(4, 5, slice(6, 9), 3)]
-    watch, layers = AttentionWatch(spans), [tensors(6, 40, seed) for seed in range(3)]
-    for q, k in layers:
+def test_layers_and_spans_are_kept_apart() -> None:
+    spans = [AttentionSpan(1, 3, CONTEXT, 5), AttentionSpan(4, 5, slice(6, 9), 3)]
+    watch, seen = AttentionWatch(spans), layers(6, 40)
+    for q, k in seen:
         watch.see(q, k, 0.3, None, None)
     first, second = watch.shares()
-    ours = torch.stack([slow_weights(q[1:3], k[context], 0.3, None, None) for q, k in layers]).mean(0)
-    torch.testing.assert_close(torch.from_numpy(first), torch.stack([ours[-1], ours.mean(0)]))
-    other = torch.stack([slow_weights(q[4:5], k[6:9], 0.3, None, None) for q, k in layers]).mean(0)
-    torch.testing.assert_close(torch.from_numpy(second), other.expand(2, 3))
+    assert first.shape == (3, 2, 5) and second.shape == (3, 2, 3)
+    for layer, (q, k) in enumerate(seen):
+        ours = slow_weights(q[1:3], k[CONTEXT])
+        torch.testing.assert_close(torch.from_numpy(first[layer]), torch.stack([ours[-1], ours.mean(0)]))
+        other = slow_weights(q[4:5], k[6:9])
+        torch.testing.assert_close(torch.from_numpy(second[layer]), other.expand(2, 3))
+
+
+def test_only_the_rows_asked_for_are_weighed_and_layers_averaged() -> None:
+    span = AttentionSpan(1, 5, CONTEXT, 5, torch.tensor([0, 2, 3, 4]))
+    weighing = Weighing(np.array([0, 0, -1, 1, 1]), 3, np.array([1, 3]))
+    watch, seen = MassWatch(span, weighing), layers(6, 40)
+    for q, k in seen:
+        watch.see(q, k, 0.3, None, None)
+    masses = watch.masses()
+    ours = torch.stack([slow_weights(q[[2, 4]], k[CONTEXT], torch.tensor([2, 4])) for q, k in seen]).mean(0)
+    torch.testing.assert_close(torch.from_numpy(masses.own), torch.stack([ours[0, 2], ours[1, 4]]))
+    torch.testing.assert_close(torch.from_numpy(masses.received), ours.sum(0))
+    paid = torch.stack([ours[:, :2].sum(1), torch.stack([ours[0, 3], ours[1, 3]]), torch.zeros(2)], dim=1)
+    torch.testing.assert_close(torch.from_numpy(masses.paid), paid)
+
+
+def test_without_gaps_a_span_stands_at_the_end_of_its_context() -> None:
+    span = AttentionSpan(0, 2, CONTEXT, 5)
+    watch, ((q, k), *_) = MassWatch(span, Weighing(np.zeros(5, np.int64), 1, np.array([0]))), layers(2, 40)
+    watch.see(q, k, 0.3, None, None)
+    ours = slow_weights(q[:1], k[CONTEXT], torch.tensor([3]))
+    torch.testing.assert_close(torch.from_numpy(watch.masses().own), ours[:, 3])
+    torch.testing.assert_close(torch.from_numpy(watch.masses().paid), ours[:, :3].sum(1, keepdim=True))

@@ -121,7 +121,7 @@ def test_logits_are_the_same_and_padding_writes_to_the_scratch_slot_only(
         logits = decoding.logits(batch)
         with monkeypatch.context() as plainly:
             plainly.setattr("stillroom.ops.attention.has_kernels", lambda device: False)
-            expected = plain.logits(plain.hidden_states(runner._pack(batch), plain_store.layer))
+            expected = plain.logits(plain.hidden_states(runner._pack(batch.sequences), plain_store.layer))
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
         written = [int(sequence.slots[-1]) for sequence in batch.sequences] + [store.scratch_slot]
         before[:, written] = store.k_LSGD[:, written]
@@ -202,10 +202,10 @@ def test_no_layer_waits_for_the_gpu(folder: Path) -> None:
     prompt = ScheduledSequence(first.request_id, np.arange(3, 33), 10, first.slots, first.samples)
     mixed = Batch((prompt, *decoding.sequences[1:]))
     for batch in (decoding, mixed):
-        packed = runner._pack(batch)
+        packed = runner._pack(batch.sequences)
         decoder.logits(decoder.hidden_states(packed, store.layer))  # compiles kernels
         with no_waiting():
-            decoder.logits(decoder.hidden_states(runner._pack(batch), store.layer))
+            decoder.logits(decoder.hidden_states(runner._pack(batch.sequences), store.layer))
     graphs.logits(decoding)
     with no_waiting():
         graphs.logits(decoding)

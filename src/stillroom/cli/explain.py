@@ -66,6 +66,8 @@ def _show(name: str, at: float, trace: dict[str, Any]) -> None:
         again = segment.get("num_recomputed", 0)
         repaired = f"  ({count(again, 'token')} computed again)" if again else ""
         line(f"  {segment['num_tokens']:>6,}  {segment['source']:<8}  {segment['reason']:<20}  {what}{repaired}")
+        if variant := segment.get("variant"):
+            line(f"{'':>40}{_describe_variant(variant, by_chunk)}")
     line()
     if reuse["num_cached_tokens"] and reuse["segments"]:
         loads = f", {duration(reuse['load_seconds'])} of loading deducted" if reuse["load_seconds"] else ""
@@ -76,6 +78,21 @@ def _show(name: str, at: float, trace: dict[str, Any]) -> None:
         f"Timing: retrieval {duration(timing['retrieval_seconds'])}, first token {duration(timing['ttft_seconds'])}, "
         f"total {duration(timing['total_seconds'])} for {count(trace['num_generated_tokens'], 'token')}"
     )
+
+
+def _describe_variant(variant: dict[str, Any], by_chunk: dict[str, dict[str, Any]]) -> str:
+    """Where the copy came from, and what it was expected to take (Cache-Craft 3.1, 3.2)."""
+    behind = [
+        f"{by_chunk[name]['position']}." if name in by_chunk else "a document no longer kept" if name is None else name
+        for name in variant["behind"]
+    ]
+    parts = [f"computed at {variant['first_position']:,} behind {', '.join(behind) or 'no document'}"]
+    parts.append(f"overlap {variant['overlap']:.2f}")
+    parts += [] if variant["impact"] is None else [f"impact {variant['impact']:.2f}"]
+    parts.append(f"fix {variant['overhead']:.0%}")
+    parts += [] if variant["is_focused"] is None else ["in focus" if variant["is_focused"] else "not in focus"]
+    parts.append(f"saves {duration(max(variant['saved_seconds'], 0.0))}")
+    return ", ".join(parts)
 
 
 def _describe(source: dict[str, Any]) -> str:

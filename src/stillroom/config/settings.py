@@ -19,8 +19,9 @@ EngineKind = Literal["builtin", "openai"]
 EnginePrompt = Literal["chat", "text", "tokens"]
 DocumentOrder = Literal["prefix", "rank"]
 ReuseMode = Literal["exact", "anywhere", "off"]
-TokenSelector = Literal["question", "question_mean", "context", "first", "random"]
-EvictionPolicy = Literal["prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm"]
+TokenSelector = Literal["question", "question_mean", "context", "received", "deviation", "first", "random"]
+RecomputeBudget = Literal["ratio", "cfo"]
+EvictionPolicy = Literal["prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm", "reusability"]
 LoadChoice = Literal["measured", "always"]
 Weights = Literal["checkpoint", "int8"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -164,10 +165,20 @@ class ReuseConfig:
     recompute_ratio: float = 0.15
     """With `anywhere`: share of the tokens of documents reused at another place that is computed again, in [0, 1]. More
     is slower and closer to computing everything, which 1 is."""
+    recompute_budget: RecomputeBudget = "ratio"
+    """`ratio`: that share. `cfo`: each document's own share, by how much it owes to the documents that stood before it
+    and how few of them stand there again (Cache-Craft's CFO), times `alpha`."""
+    alpha: float = 1.0
+    """Scales the shares of `cfo`; `stillroom calibrate --quality` finds the smallest that is good enough."""
+    focus_window: int = 0
+    """Documents that the question does not look at, as so many layers in a row agree, are not repaired (Cache-Craft's
+    Algorithm 1). 0: all are."""
     token_selector: TokenSelector = "question"
     """Which tokens those are: by the question's attention, mostly its last token's (`question`) or all alike
-    (`question_mean`), those that had looked most at earlier documents when their KV was computed (`context`,
-    Cache-Craft's), the first of each document (`first`), or any (`random`). All but the first are for comparison."""
+    (`question_mean`, as ProphetKV); those that had looked most at earlier documents when their KV was computed
+    (`context`, Cache-Craft's) or were most looked at (`received`, H2O); those whose values differ most in an early
+    layer (`deviation`, CacheBlend); the first of each document (`first`, EPIC), or any (`random`). All but the first
+    are for comparison."""
     audit_share: float = 0.02
     """With `anywhere`: share of such answers that is compared with a full prefill, when nobody waits. 0: none."""
     max_disagreement: float = 0.25
@@ -196,6 +207,10 @@ class ReuseConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.recompute_ratio <= 1.0:
             raise ConfigError(f"reuse.recompute_ratio={self.recompute_ratio} must lie between 0 and 1")
+        if self.alpha < 0.0 or self.focus_window < 0:
+            raise ConfigError(
+                f"reuse.alpha={self.alpha} and reuse.focus_window={self.focus_window} must not be negative"
+            )
         for name in ("audit_share", "max_disagreement"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"reuse.{name}={getattr(self, name)} must lie between 0 and 1")

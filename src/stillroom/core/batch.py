@@ -32,6 +32,30 @@ class SampleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Weighing:
+    """A wish to know where the attention of some tokens of a sequence falls."""
+
+    groups: NDArray[np.int64]
+    """Shape [k]: the piece of the prompt that each slot of the context belongs to, or -1."""
+    num_groups: int
+    """Pieces of the whole prompt."""
+    rows: NDArray[np.int64]
+    """Which of the scheduled tokens, ascending; at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masses:
+    """Where it falls; means over heads and layers."""
+
+    paid: NDArray[np.float32]
+    """[rows, num_groups] what each token pays to each piece, itself left out."""
+    own: NDArray[np.float32]
+    """[rows] what each pays to itself."""
+    received: NDArray[np.float32]
+    """[k] what each slot of the context receives from all of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """The part of one sequence that runs in this step: its tokens [first_position, first_position + n), or those at
     `positions`, where chunks are repaired."""
@@ -50,9 +74,10 @@ class ScheduledSequence:
     is_look: bool = False
     """Nothing is kept or sampled: it is asked what the tokens, which stand behind the whole context, attend to. The
     context leaves out what has no KV yet, so `positions` says nothing of its slots: the tokens' are the last n."""
-    groups: NDArray[np.int64] | None = None
-    """Shape [k], the piece of the prompt that each slot of the context belongs to, or -1: it is asked how much of its
-    attention each token pays to each piece."""
+    is_probe: bool = False
+    """Nothing is sampled, and only the first layers run: it is asked how far the values that the tokens have already
+    are from those computed now (CacheBlend)."""
+    weighing: Weighing | None = None
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -98,8 +123,9 @@ class StepResult:
     logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
     """For the requests that want them."""
     attention: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
-    """Of looks, shape [2, k]: the share of attention that each slot of the context got from the last token, and from
-    the last few in the mean; means over heads and layers."""
-    masses: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
-    """Where groups are given, shape [n, number of groups]: the share of attention of each token that goes to each;
-    means over heads and layers."""
+    """Of looks, shape [layers, 2, k]: the share of attention that each slot of the context got from the last token, and
+    from the last few in the mean; means over heads."""
+    deviations: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
+    """Of probes, shape [n]: squared distance of each token's values, before and now."""
+    masses: Mapping[RequestId, Masses] = field(default_factory=dict)
+    """Where it was asked for."""

@@ -50,6 +50,8 @@ class NodeRecord:
     """Uses in the last time window, when it was stored."""
     content: bytes = NO_CONTENT
     """32 bytes that name its tokens for this model and tenant, wherever they stand."""
+    notes: bytes = b""
+    """What else the tree knows of it, in its own words (`ContextMass.to_bytes`); left out of a record if too long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,26 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """The copy that a chunk was placed from, and what was expected of it (Cache-Craft 3.1, 3.2)."""
+
+    behind: tuple[ChunkId | None, ...]
+    """The chunks that stood before it when it was computed; None for one of which nothing is kept any more."""
+    first_position: int
+    """Where it stood."""
+    overlap: float
+    """beta': share of its attention to those chunks that goes to chunks which stand before it now, in [0, 1]."""
+    impact: float | None
+    """CCI: how much of it is owed to those chunks, from 0.5 (nothing) to 1; None if nobody measured it."""
+    overhead: float
+    """CFO: share of its tokens to compute again by these."""
+    saved_seconds: float
+    """What placing was expected to save: computing it, less loading and the share that is computed again."""
+    is_focused: bool | None = None
+    """Whether the question looks at it; None if nobody asked."""
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentReuse:
     """One segment of a prompt, or the kept and the computed part of a long last one."""
 
@@ -43,6 +63,8 @@ class SegmentReuse:
     reason: Reason
     num_recomputed: int = 0
     """Of the tokens of a placed chunk: computed again to repair it."""
+    variant: Variant | None = None
+    """Of a placed chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +94,16 @@ class PromptReuse:
         """Tokens of placed chunks that were computed again."""
         return sum(segment.num_recomputed for segment in self.segments)
 
-    def repaired(self, num_chosen: Sequence[int]) -> "PromptReuse":
-        """With what was computed again of each placed chunk, in order."""
-        counts = iter(num_chosen)
-        segments = [
-            replace(one, num_recomputed=next(counts)) if one.reason is Reason.ANYWHERE else one for one in self.segments
-        ]
+    def repaired(self, num_chosen: Sequence[int], is_focused: Sequence[bool | None]) -> "PromptReuse":
+        """With what was computed again of each placed chunk, in order, and whether the question looks at it."""
+        results = iter(zip(num_chosen, is_focused, strict=True))
+        segments = []
+        for segment in self.segments:
+            if segment.variant is not None:
+                num_recomputed, focused = next(results)
+                variant = replace(segment.variant, is_focused=focused)
+                segment = replace(segment, num_recomputed=num_recomputed, variant=variant)
+            segments.append(segment)
         return replace(self, segments=tuple(segments))
 
     def num_tokens_from(self, tier: Tier) -> int:

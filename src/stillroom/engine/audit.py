@@ -22,8 +22,6 @@ NUM_TOKENS = 8
 """First tokens of an answer that are compared."""
 CONFIDENCE = 0.95
 _MAX_WAITING = 8
-_LARGEST_RATIO = 0.6
-"""Above this, computing everything is as fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class AuditFigures:
     num_disagreed: int
     upper_bound: float
     """On the share of answers that differ, since the ratio last changed; one-sided, 95 % confidence."""
-    recompute_ratio: float | None
+    options: AnywhereOptions | None
     """Now; None if nothing is placed any more."""
 
 
@@ -73,9 +71,8 @@ class Audit:
 
     @property
     def figures(self) -> AuditFigures:
-        ratio = None if self._options is None else self._options.recompute_ratio
         bound = upper_bound(self._num_disagreed_here, self._num_here)
-        return AuditFigures(self._num_audited, self._num_disagreed, bound, ratio)
+        return AuditFigures(self._num_audited, self._num_disagreed, bound, self._options)
 
     def submitted(self, request: Request) -> None:
         if self._options is not None:
@@ -156,14 +153,13 @@ class Audit:
             self._step_up(self._options)
 
     def _step_up(self, options: AnywhereOptions) -> None:
-        ratio = 2 * options.recompute_ratio or 0.15
-        new = None if ratio > _LARGEST_RATIO else replace(options, recompute_ratio=ratio)
+        new = options.next_safer()
         logger.warning(
             "%d of %d audited answers differ from a full prefill, surely more than reuse.max_disagreement=%g: %s",
             self._num_disagreed_here,
             self._num_here,
             self._limit,
-            "KV is reused for exact prefixes only from now on" if new is None else f"recompute ratio is {ratio:g} now",
+            "KV is reused for exact prefixes only from now on" if new is None else f"{new} from now on",
         )
         self._options = new
         self._num_here = self._num_disagreed_here = 0

@@ -7,6 +7,7 @@ All functions are pure; each says what it answers where the paper leaves 0 / 0.
 """
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,11 +15,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+_NOTES = struct.Struct("<IH?d")
+_NAME = 32
+"""Bytes of a content hash."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContextMass:
     """What the tokens of one chunk attended to when its KV was computed, mean over heads and layers."""
 
+    num_tokens: int
     prefix: tuple[bytes, ...]
     """Content hashes of the chunks before it, in order; one may come twice."""
     prefix_lengths: tuple[int, ...]
@@ -27,15 +33,40 @@ class ContextMass:
     """[len(prefix)] attention of all its tokens to all tokens of each chunk before it (Eq. 3)."""
     intra: float
     """Attention of its tokens to earlier ones of its own (Eq. 4, k < l: what a token pays to itself is not in it)."""
-    token_inter: NDArray[np.float32]
+    token_inter: NDArray[np.float32] | None = None
     """[num_tokens] attention of each token to all chunks before it together (the sum in Eq. 14)."""
+    received: NDArray[np.float32] | None = None
+    """[num_tokens] attention that each token received from all tokens computed with it (H2O)."""
 
     def __post_init__(self) -> None:
         assert len(self.prefix) == len(self.prefix_lengths) == len(self.inter)
 
+    def to_bytes(self) -> bytes:
+        """For a record on disk, whose checksum guards it."""
+        has_tokens = self.token_inter is not None and self.received is not None
+        parts = [_NOTES.pack(self.num_tokens, len(self.prefix), has_tokens, self.intra), *self.prefix]
+        parts += [np.array(self.prefix_lengths, "<u4").tobytes(), self.inter.astype("<f4").tobytes()]
+        if self.token_inter is not None and self.received is not None:
+            parts += [self.token_inter.astype("<f4").tobytes(), self.received.astype("<f4").tobytes()]
+        return b"".join(parts)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "ContextMass":
+        """The inverse of `to_bytes`."""
+        num_tokens, count, has_tokens, intra = _NOTES.unpack_from(data)
+        at = _NOTES.size
+        prefix = tuple(data[at + _NAME * i : at + _NAME * (i + 1)] for i in range(count))
+        at += _NAME * count
+        lengths = tuple(np.frombuffer(data, "<u4", count, at).tolist())
+        numbers = np.frombuffer(data, "<f4", offset=at + 4 * count)
+        inter, rest = numbers[:count], numbers[count:]
+        tokens = (rest[:num_tokens], rest[num_tokens:]) if has_tokens else (None, None)
+        return cls(num_tokens, prefix, lengths, inter, intra, *tokens)
+
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_inter)
+    def impact(self) -> float:
+        """CCI (Eq. 11)."""
+        return context_impact(outside_influence(self), own_influence(self))
 
 
 def prefix_overlap(mass: ContextMass, new_prefix: Sequence[bytes]) -> float:

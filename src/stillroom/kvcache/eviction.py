@@ -1,7 +1,7 @@
 """Who leaves a full tier first: a policy is a sort key over what is known of a node, smallest first.
 
-`pgdsf` is RAGCache's (5.1, Algorithm 1); `gdsf`, `lru` and `lfu` are its baselines, `tamm` is llmds's. `prefix_heat` is
-ours. Compared on the same tree by `stillroom bench policies`: docs/policies-bench.md
+`pgdsf` is RAGCache's (5.1, Algorithm 1); `gdsf`, `lru` and `lfu` are its baselines, `tamm` is llmds's, `reusability` is
+Cache-Craft's. `prefix_heat` is ours. Compared on the same tree by `stillroom bench policies`: docs/policies-bench.md
 """
 
 import math
@@ -32,6 +32,8 @@ class Use(NamedTuple):
     """log2 of its uses with a half-life, those before an eviction included (`Node.heat`)."""
     depth: int
     """Chunks on its path (`Node.depth`)."""
+    reusability: float = 0.0
+    """f_r (`Node.reusability`)."""
 
 
 Policy = Callable[[Use], float]
@@ -72,4 +74,11 @@ def prefix_heat(use: Use) -> float:
     return use.heat + 0.2 * math.log2(use.cost_here) - math.log2(1 + use.depth)
 
 
-POLICIES: dict[str, Policy] = {policy.__name__: policy for policy in (prefix_heat, pgdsf, gdsf, lru, lfu, tamm)}
+def reusability(use: Use) -> float:
+    """f_r, 1 / CFO added up over its uses (Cache-Craft 3.3)."""
+    return use.reusability
+
+
+POLICIES: dict[str, Policy] = {
+    policy.__name__: policy for policy in (prefix_heat, pgdsf, gdsf, lru, lfu, tamm, reusability)
+}

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.kvcache.chunk_scores import ContextMass
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.tiered_nodes import TIERS, TieredNodes
 
 _ALONE = b"anywhere"
+_LEAST_OVERHEAD = 0.01
+"""CFO of a copy that needs no repair, where 1 / CFO counts (Cache-Craft 3.3)."""
 
 
 class KnowledgeTree(TieredNodes):
@@ -49,11 +52,12 @@ class KnowledgeTree(TieredNodes):
 
     # Using
 
-    def touch(self, node: Node, cost_per_token: float | None = None) -> None:
+    def touch(self, node: Node, cost_per_token: float | None = None, overhead: float = 0.0) -> None:
         """A request uses this node (RAGCache Algorithm 1, UPDATE_NODE).
 
         Args:
             cost_per_token: seconds, if the request has to compute it; None if it does not.
+            overhead: CFO; 0 where it is used as it is.
         """
         node.frequency.add(self._now())
         self._num_uses += 1
@@ -63,6 +67,8 @@ class KnowledgeTree(TieredNodes):
             self._popularity.add(node.key)
         if cost_per_token is not None:
             node.add_cost(cost_per_token)
+        else:
+            node.reusability += 1.0 / max(overhead, _LEAST_OVERHEAD)
         for tier in TIERS:
             if node.is_in(tier):
                 self._rank(node, tier)
@@ -110,17 +116,21 @@ class KnowledgeTree(TieredNodes):
         self._place_on_device(node, list(block_ids))
         return node
 
-    def place(self, node: Node, block_ids: Sequence[BlockId], first_position: int) -> bool:
+    def place(self, node: Node, block_ids: Sequence[BlockId], first_position: int, overhead: float) -> bool:
         """Copy a node into a sequence's own blocks as if it stood from this position on; False if its copy failed.
 
-        Nothing here depends on what is done with these blocks."""
+        Nothing here depends on what is done with these blocks.
+
+        Args:
+            overhead: its CFO there.
+        """
         if self._nodes.get(node.key) is not node:  # dropped meanwhile, with what it hung from
             return False
         while (tier := node.tier) is not None:
             copy = NodeCopy(node.key, tier, node.block_ids or (), node.first_position, node.num_tokens)
             if self.mover.place(copy, block_ids, first_position):
                 self.stats.placed[tier] += 1
-                self.touch(node)
+                self.touch(node, overhead=overhead)
                 return True
             self.stats.failed_loads[tier] += 1
             self._remove_copy(node, tier, is_dropped=True)
@@ -233,6 +243,7 @@ class KnowledgeTree(TieredNodes):
                 orphans.append(record.key)
                 continue
             is_alone = record.parent == record.key and record.first_position > 0
+            mass = None if not record.notes else ContextMass.from_bytes(record.notes)
             node = self._attach(
                 record.key,
                 record.parent,
@@ -240,8 +251,9 @@ class KnowledgeTree(TieredNodes):
                 record.first_position,
                 record.num_tokens,
                 record.chunk_id,
-                () if is_alone else None,
+                (() if mass is None else mass.prefix) if is_alone else None,
             )
+            node.mass = mass
             node.frequency.add(self._now(), record.frequency)
             node.heat = self._num_uses / self.options.half_life_uses + math.log2(max(record.frequency, 1.0))
             node.avg_cost, node.num_computed = record.avg_cost, 1
@@ -383,4 +395,5 @@ class KnowledgeTree(TieredNodes):
             avg_cost=node.avg_cost,
             frequency=node.frequency.value(self._now()),
             content=node.content,
+            notes=b"" if node.mass is None else node.mass.to_bytes(),
         )

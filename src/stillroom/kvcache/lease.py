@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_table import BlockTable
@@ -12,6 +9,7 @@ from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.placement import Placement
 from stillroom.kvcache.repair import Repair
+from stillroom.kvcache.weighing import Weigher
 
 
 @dataclass(slots=True)
@@ -41,9 +39,7 @@ class Lease:
     """Pieces whose KV was taken from another place; behind the first of them nothing is exact."""
     repair: Repair | None = None
     """How the prompt is completed then; None when it is."""
-    groups: NDArray[np.int64] | None = None
-    """The piece of each of its prompt's tokens, or -1, if it is measured how they attend to each other."""
-    masses: NDArray[np.float32] | None = None
-    """[prompt tokens, pieces] attention of each computed token to each piece."""
+    weigher: Weigher | None = None
+    """If it is measured how its chunks attend to each other."""
     is_expected: bool = False
     """Whether the tree was told that its pieces will be used."""

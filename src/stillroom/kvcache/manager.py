@@ -11,7 +11,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.core.batch import BlockCopy, ScheduledSequence
+from stillroom.core.batch import BlockCopy, Masses
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
@@ -22,9 +22,10 @@ from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.pieces import Piece, PrefixKeys
 from stillroom.kvcache.placement import AnywhereOptions
-from stillroom.kvcache.placing import account_repair, keep_to_be_placed, place, plan_for, token_inter, weigh
+from stillroom.kvcache.placing import account_repair, describe, keep_to_be_placed, place, plan_for
 from stillroom.kvcache.reuse_plan import plan_reuse
-from stillroom.kvcache.reuse_report import Found, count, nothing_reused, segments_of
+from stillroom.kvcache.reuse_report import Found, Placed, count, nothing_reused, segments_of
+from stillroom.kvcache.weighing import Weigher
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Reuse:
     """Load whatever is kept, even where computing would be faster."""
     anywhere: AnywhereOptions | None = None
     """Chunks behind the exact prefix may take their KV from other places; None: they may not."""
-    weighs: bool = False
-    """Measure how the tokens of prompts attend to their pieces, which the selector `context` needs."""
+    weighs_every: int = 0
+    """Measure how the chunks of prompts attend to each other, by one of so many tokens; 0: do not."""
 
 
 class KVCacheManager:
@@ -65,8 +66,8 @@ class KVCacheManager:
         """An empty lease for a sequence that will never hold more than `max_tokens` tokens."""
         pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
         lease = Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces, may_place=may_place)
-        if pieces and self.reuse and self.reuse.weighs:
-            weigh(lease)
+        if pieces and self.reuse and self.reuse.weighs_every:
+            lease.weigher = Weigher(pieces, prompt.num_tokens, self.reuse.weighs_every)
         return lease
 
     def can_ever_hold(self, segment_lengths: Sequence[int]) -> bool:
@@ -123,7 +124,7 @@ class KVCacheManager:
             node = tree.get(piece.key)
             if node is None or node.block_ids is None:
                 node = tree.insert(piece, own, lease.cost_per_token)
-                node.token_inter = token_inter(lease, lease.num_committed)
+                node.mass = None if lease.weigher is None else lease.weigher.mass_of(lease.num_committed)
             else:
                 self._use_instead(lease.table, piece, own, node.block_ids)
             tree.acquire([node])
@@ -172,19 +173,23 @@ class KVCacheManager:
         lease.placements = ()
         lease.repair = None
 
-    def see(self, lease: Lease, attention_2K: NDArray[np.float32]) -> None:
+    def see(self, lease: Lease, attention_L2K: NDArray[np.float32]) -> None:
         """The result of a lease's look."""
         assert self.reuse is not None and lease.repair is not None
-        lease.repair.see(attention_2K)
+        lease.repair.see(attention_L2K)
         account_repair(self.reuse.tree, lease)
 
-    def weigh(self, lease: Lease, entry: ScheduledSequence, masses_NM: NDArray[np.float32]) -> None:
-        """How tokens of a lease's prompt attended to its pieces in a step."""
-        assert lease.masses is not None
-        positions = entry.positions
-        if positions is None:
-            positions = np.arange(entry.first_position, entry.first_position + entry.num_scheduled_tokens)
-        lease.masses[positions, : masses_NM.shape[1]] = masses_NM
+    def probe(self, lease: Lease, deviation: NDArray[np.float32], num_tokens: int) -> None:
+        """The result of a piece of a lease's probe."""
+        assert self.reuse is not None and lease.repair is not None
+        lease.repair.probe(deviation, num_tokens)
+        if lease.repair.is_planned:
+            account_repair(self.reuse.tree, lease)
+
+    def weigh(self, lease: Lease, positions: NDArray[np.int64], masses: Masses) -> None:
+        """How tokens of a lease's prompt, computed in a step, attended to its pieces."""
+        assert lease.weigher is not None
+        lease.weigher.take(positions, masses)
 
     def end_repair(self, lease: Lease) -> None:
         """All of a prompt with placed chunks has KV now."""
@@ -276,19 +281,24 @@ class KVCacheManager:
         placed = place(tree, lease, placements, reuse.anywhere)
         tree.release(sources)
         if lease.reuse is None or lease.reuse.has_placed:  # what was placed the last time is what is repaired
-            origins = {placement.piece_index: placement.tier for placement in placed}
+            origins = {}
+            for placement in placed:
+                assert reuse.anywhere is not None
+                variant = describe(tree, placement, reuse.anywhere)
+                share = reuse.anywhere.share(placement.reusability)
+                origins[placement.piece_index] = Placed(placement.tier, variant, share)
             self._account(tree, lease, Found(matched, tiers, plan.num_nodes, num_tokens, origins))
-        if lease.repair is not None and not lease.repair.needs_look:
+        if lease.repair is not None and lease.repair.is_planned:
             account_repair(tree, lease)
         return num_cached
 
     def _account(self, tree: KnowledgeTree, lease: Lease, found: Found) -> None:
         """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""
-        num_cached = sum(node.num_tokens for node in lease.nodes)
+        num_cached, ratio = sum(node.num_tokens for node in lease.nodes), 0.0
         if found.placed:
-            assert self.reuse is not None and self.reuse.anywhere is not None
             num_placed = sum(lease.pieces[index].num_tokens for index in found.placed)
-            num_cached += int((1.0 - self.reuse.anywhere.recompute_ratio) * num_placed)
+            ratio = sum(one.share * lease.pieces[index].num_tokens for index, one in found.placed.items()) / num_placed
+            num_cached += int((1.0 - ratio) * num_placed)
         num_new = found.num_tokens - num_cached
         compute = tree.profile.prefill_seconds(num_cached, num_new)
         lease.cost_per_token = compute / num_new
@@ -297,20 +307,19 @@ class KVCacheManager:
             if tree.get(node.key) is node:
                 tree.touch(node, lease.cost_per_token if is_computed else None)
         sources = [found.source(index, lease, tree) for index in range(len(lease.pieces))]
-        count(tree.stats, lease.pieces, sources)
+        count(tree.stats, lease.pieces, sources, found.placed)
         loads = sum(
             tree.profile.load_seconds(tier, node.num_tokens * tree.options.bytes_per_token)
             for node, tier in zip(lease.nodes, found.tiers, strict=False)
             if tier is not None and tier is not Tier.DEVICE
         )
         loads += sum(
-            tree.profile.load_seconds(tier, lease.pieces[index].num_tokens * tree.options.bytes_per_token)
-            for index, tier in found.placed.items()
-            if tier is not Tier.DEVICE
+            tree.profile.load_seconds(one.tier, lease.pieces[index].num_tokens * tree.options.bytes_per_token)
+            for index, one in found.placed.items()
+            if one.tier is not Tier.DEVICE
         )
         saved = tree.profile.prefill_seconds(0, found.num_tokens) - compute - loads
-        segments = segments_of(lease.prompt, lease.pieces, sources)
-        ratio = self.reuse.anywhere.recompute_ratio if found.placed and self.reuse and self.reuse.anywhere else 0.0
+        segments = segments_of(lease.prompt, lease.pieces, sources, found.placed)
         lease.reuse = PromptReuse(segments, loads, saved, ratio)
 
     def _use_instead(self, table: BlockTable, piece: Piece, own: list[BlockId], kept: list[BlockId]) -> None:

@@ -2,11 +2,9 @@
 
 import math
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeKey, Tier
+from stillroom.kvcache.chunk_scores import ContextMass
 
 
 class WindowedCount:
@@ -59,6 +57,7 @@ class Node:
         "heat",
         "is_lower",
         "key",
+        "mass",
         "num_children_in",
         "num_computed",
         "num_tokens",
@@ -66,7 +65,7 @@ class Node:
         "parent",
         "priority",
         "recency",
-        "token_inter",
+        "reusability",
     )
 
     def __init__(  # noqa: PLR0913  plain values, given once
@@ -104,8 +103,10 @@ class Node:
         """Chunks on its path, itself included: each was one more choice of the search. Pieces of one text are none."""
         self.heat = -math.inf
         """log2 of its uses, each weighing twice as much as one that is a half-life older; see `add_use`."""
-        self.token_inter: NDArray[np.float32] | None = None
-        """Attention of each of its tokens to the chunks before it (Cache-Craft Eq. 14); None if nobody measured it."""
+        self.mass: ContextMass | None = None
+        """What its tokens attended to when it was computed; None if nobody measured it."""
+        self.reusability = 0.0
+        """f_r: 1 / CFO of all its placements, added up (Cache-Craft 3.3)."""
         self.frequency = frequency
         self.avg_cost = cost_alone
         self.num_computed = 0

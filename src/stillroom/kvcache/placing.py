@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stillroom.core.prompt import SegmentKind
+from stillroom.core.reuse import Variant
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
-from stillroom.kvcache.placement import AnywhereOptions, Placement, plan_placements
-from stillroom.kvcache.repair import Repair
+from stillroom.kvcache.placement import AnywhereOptions, Placement, load_seconds, plan_placements, saved_seconds
+from stillroom.kvcache.repair import PlacedChunk, Repair
 
 
 def plan_for(
@@ -29,47 +27,47 @@ def place(
     tree: KnowledgeTree, lease: Lease, placements: Sequence[Placement], options: AnywhereOptions | None
 ) -> list[Placement]:
     """Copy nodes into the lease's own blocks; returns what was placed. What was damaged will be computed."""
-    placed, chunks, contexts = [], [], []
+    placed, chunks = [], []
     for placement in placements:
-        piece = lease.pieces[placement.piece_index]
-        if tree.place(placement.node, lease.table.blocks_of(piece.start, piece.num_tokens), piece.start):
+        assert options is not None
+        piece, node = lease.pieces[placement.piece_index], placement.node
+        blocks = lease.table.blocks_of(piece.start, piece.num_tokens)
+        at = piece.start if options.turns_keys else node.first_position
+        if tree.place(node, blocks, at, placement.reusability.overhead):
             placed.append(placement)
-            chunks.append(range(piece.start, piece.end))
-            known = placement.node.token_inter
-            contexts.append(np.zeros(piece.num_tokens, np.float32) if known is None else known)
+            mass = node.mass
+            known = (None, None) if mass is None else (mass.token_inter, mass.received)
+            chunks.append(PlacedChunk(range(piece.start, piece.end), placement.reusability, *known))
     lease.placements, lease.repair = tuple(placed), None
     if placed:
         assert options is not None
         num_exact = sum(node.num_tokens for node in lease.nodes)
         question_start = lease.prompt.num_tokens - len(lease.prompt.segments[-1].token_ids)
-        lease.repair = Repair(num_exact, chunks, question_start, options, np.concatenate(contexts))
+        lease.repair = Repair(num_exact, chunks, question_start, options)
     return placed
 
 
-def weigh(lease: Lease) -> None:
-    """Have it measured how a prompt's tokens attend to its pieces."""
-    lease.groups = np.full(lease.prompt.num_tokens, -1, dtype=np.int64)
-    for index, piece in enumerate(lease.pieces):
-        lease.groups[piece.start : piece.end] = index
-    lease.masses = np.zeros((lease.prompt.num_tokens, len(lease.pieces)), np.float32)
-
-
-def token_inter(lease: Lease, index: int) -> NDArray[np.float32] | None:
-    """Attention of each token of a piece to the chunks before it (Cache-Craft Eq. 14); None if nobody measured it."""
-    if lease.masses is None:
-        return None
-    piece = lease.pieces[index]
-    chunks = [before for before in range(index) if lease.pieces[before].kind is SegmentKind.CHUNK]
-    paid: NDArray[np.float32] = lease.masses[piece.start : piece.end, chunks].sum(axis=1)
-    return paid
+def describe(tree: KnowledgeTree, placement: Placement, options: AnywhereOptions) -> Variant:
+    """For the report, before it is known what the question looks at."""
+    reusability = placement.reusability
+    behind = [tree.variants(content) for content in placement.node.before]
+    return Variant(
+        behind=tuple(nodes[0].chunk_id if nodes else None for nodes in behind),
+        first_position=placement.node.first_position,
+        overlap=reusability.overlap,
+        impact=reusability.impact,
+        overhead=reusability.overhead if options.alpha is None else options.share(reusability),
+        saved_seconds=saved_seconds(placement, options) - load_seconds(tree, placement),
+    )
 
 
 def account_repair(tree: KnowledgeTree, lease: Lease) -> None:
     """What is computed again of the placed chunks is known now."""
     assert lease.repair is not None and lease.reuse is not None
-    num_chosen = lease.repair.num_chosen()
+    num_chosen, is_focused = lease.repair.num_chosen(), lease.repair.is_focused()
     tree.stats.recomputed_tokens += sum(num_chosen)
-    lease.reuse = lease.reuse.repaired(num_chosen)
+    tree.stats.unfocused += is_focused.count(False)
+    lease.reuse = lease.reuse.repaired(num_chosen, is_focused)
 
 
 def keep_to_be_placed(tree: KnowledgeTree, lease: Lease) -> None:
@@ -82,5 +80,6 @@ def keep_to_be_placed(tree: KnowledgeTree, lease: Lease) -> None:
             continue
         if index not in is_placed and not tree.variants(piece.content):
             own = lease.table.blocks_of(piece.start, piece.num_tokens)
-            tree.insert_alone(piece, own, tuple(before), lease.cost_per_token).token_inter = token_inter(lease, index)
+            node = tree.insert_alone(piece, own, tuple(before), lease.cost_per_token)
+            node.mass = None if lease.weigher is None else lease.weigher.mass_of(index)
         before.append(piece.content)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
-from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
+from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse, Variant
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.node import Node
@@ -14,6 +14,16 @@ from stillroom.kvcache.stats import CacheStats
 
 Source = tuple[Tier | None, Reason]
 """Where a piece's KV comes from (None: computed), and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A piece that was taken from another place."""
+
+    tier: Tier
+    variant: Variant
+    share: float
+    """Of its tokens that is to be computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +36,15 @@ class Found:
     num_planned: int
     """How many of them it was worth to use."""
     num_tokens: int
-    placed: Mapping[int, Tier]
-    """Pieces that were taken from another place, and from where."""
+    placed: Mapping[int, "Placed"]
+    """Pieces that were taken from another place."""
 
     def source(self, index: int, lease: Lease, tree: KnowledgeTree) -> Source:
         """Where the KV of the prompt's `index`-th piece comes from, and why."""
         if index < lease.num_committed:
             return self.tiers[index], Reason.HIT
         if index in self.placed:
-            return self.placed[index], Reason.ANYWHERE
+            return self.placed[index].tier, Reason.ANYWHERE
         if index < self.num_planned:
             return None, Reason.RECORD_FAILED
         if index < len(self.matched):
@@ -47,10 +57,13 @@ class Found:
         return None, Reason.ORDER_DIFFERS if tree.variants(piece.content) else Reason.NEVER_SEEN
 
 
-def count(stats: CacheStats, pieces: Sequence[Piece], sources: Sequence[Source]) -> None:
-    for piece, (tier, reason) in zip(pieces, sources, strict=True):
+def count(stats: CacheStats, pieces: Sequence[Piece], sources: Sequence[Source], placed: Mapping[int, Placed]) -> None:
+    for index, (piece, (tier, reason)) in enumerate(zip(pieces, sources, strict=True)):
         if reason is Reason.ANYWHERE:
             stats.placed_tokens += piece.num_tokens
+            variant = placed[index].variant
+            stats.placed_overlap += variant.overlap
+            stats.placed_overhead += variant.overhead
             continue
         if tier is not None:
             stats.hits[tier] += 1
@@ -62,20 +75,22 @@ def count(stats: CacheStats, pieces: Sequence[Piece], sources: Sequence[Source])
 
 
 def segments_of(
-    prompt: SegmentedPrompt, pieces: Sequence[Piece], sources: Sequence[Source]
+    prompt: SegmentedPrompt, pieces: Sequence[Piece], sources: Sequence[Source], placed: Mapping[int, Placed]
 ) -> tuple[SegmentReuse, ...]:
     """Segment by segment; a last one that is kept in part appears once for each source."""
+    variants = {pieces[index].segment: one.variant for index, one in placed.items()}
     lengths: list[dict[Source, int]] = [{} for _ in prompt.segments]
     for piece, source in zip(pieces, sources, strict=True):
         of_segment = lengths[piece.segment]
         of_segment[source] = of_segment.get(source, 0) + piece.num_tokens
     report = []
-    for segment, of_segment in zip(prompt.segments, lengths, strict=True):
+    for index, (segment, of_segment) in enumerate(zip(prompt.segments, lengths, strict=True)):
         rest = len(segment.token_ids) - sum(of_segment.values())
         if rest > 0:
             of_segment[None, Reason.TAIL] = rest
         for (tier, reason), num_tokens in of_segment.items():
-            report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, tier, reason))
+            variant = variants.get(index) if reason is Reason.ANYWHERE else None
+            report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, tier, reason, variant=variant))
     return tuple(report)
 
 

@@ -27,6 +27,12 @@ class CacheStats:
     placed_tokens: int = 0
     recomputed_tokens: int = 0
     """Of the placed ones: computed again to repair them."""
+    placed_overlap: float = 0.0
+    """beta' of the placed chunks (Cache-Craft Eq. 8), added up: how alike their old and new contexts were."""
+    placed_overhead: float = 0.0
+    """CFO of the placed chunks (Eq. 12), added up."""
+    unfocused: int = 0
+    """Of the placed chunks: not repaired, as the question does not look at them."""
     loads: Counter[Tier] = field(default_factory=_by_tier)
     """Copies brought to the device, by where they came from."""
     failed_loads: Counter[Tier] = field(default_factory=_by_tier)

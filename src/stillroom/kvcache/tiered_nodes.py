@@ -242,6 +242,7 @@ class TieredNodes:
                 recency=node.recency,
                 heat=node.heat,
                 depth=node.depth,
+                reusability=node.reusability,
             )
         )
 

@@ -18,12 +18,14 @@ Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a memoryview has format "B"."""
 
 MAGIC = b"STILLKV\0"
-VERSION = 2
+VERSION = 3
 FINGERPRINT_SIZE = 32
 
+_NOTES_SIZE = 3892
+"""So that the payload begins at 4,096."""
 # magic, version, header size, key, parent, content, fingerprint, first position, tokens, chunk id or -1, avg cost,
-# frequency, payload size; the checksum of these follows
-_FIELDS = struct.Struct("<8sII32s32s32s32sIIqddQ")
+# frequency, payload size, length of the notes, notes; the checksum of these follows
+_FIELDS = struct.Struct(f"<8sII32s32s32s32sIIqddQI{_NOTES_SIZE}s")
 _VERSION = struct.Struct("<II")
 _CHECKSUM_SIZE = 16
 HEADER_SIZE = _FIELDS.size + _CHECKSUM_SIZE
@@ -64,6 +66,7 @@ class Header:
 def encode(record: NodeRecord, fingerprint: bytes, payload: Buffer) -> tuple[bytes, bytes]:
     """What goes before and after the payload in a file: `HEADER_SIZE` and `TRAILER_SIZE` bytes."""
     assert len(record.key) == len(record.parent) == len(fingerprint) == FINGERPRINT_SIZE, record
+    notes = record.notes if len(record.notes) <= _NOTES_SIZE else b""
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
@@ -78,6 +81,8 @@ def encode(record: NodeRecord, fingerprint: bytes, payload: Buffer) -> tuple[byt
         record.avg_cost,
         record.frequency,
         len(payload),
+        len(notes),
+        notes,
     )
     header = fields + xxhash.xxh3_128_digest(fields)
     return header, _checksum(header, payload)
@@ -92,9 +97,8 @@ def decode_header(data: bytes) -> Header | Defect:
     fields = data[: _FIELDS.size]
     if _VERSION.unpack_from(fields, len(MAGIC)) != (VERSION, HEADER_SIZE):
         return Defect.VERSION
-    _, _, _, key, parent, content, fingerprint, first, num_tokens, chunk_id, cost, frequency, payload_size = (
-        _FIELDS.unpack(fields)
-    )
+    _, _, _, key, parent, content, fingerprint, *numbers, notes = _FIELDS.unpack(fields)
+    first, num_tokens, chunk_id, cost, frequency, payload_size, notes_size = numbers
     if xxhash.xxh3_128_digest(fields) != data[_FIELDS.size : HEADER_SIZE]:
         return Defect.CHECKSUM
     record = NodeRecord(
@@ -106,6 +110,7 @@ def decode_header(data: bytes) -> Header | Defect:
         avg_cost=cost,
         frequency=frequency,
         content=content,
+        notes=notes[:notes_size],
     )
     return Header(record, fingerprint, payload_size)
 

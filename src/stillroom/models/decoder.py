@@ -4,6 +4,8 @@ One class for every architecture that `ModelSpec` describes. Sequences of a batc
 padding; only attention knows where one ends. Oracle: transformers' own models (tests/models/test_oracle.py).
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -86,6 +88,11 @@ class Decoder:
         logits_BV = self.weights.lm_head(self._normed(hidden_BM, self.weights.final_norm)).float()
         cap = self.spec.logit_softcap
         return logits_BV if cap is None else torch.tanh(logits_BV / cap) * cap
+
+    def first_layers(self, count: int) -> "Decoder":
+        """With its first layers only, or all if it has no more; the weights are shared."""
+        spec = replace(self.spec, num_layers=min(count, self.spec.num_layers), windows=self.spec.windows[:count])
+        return Decoder(spec, replace(self.weights, layers=self.weights.layers[:count]))
 
     @property
     def inv_freq_LP(self) -> torch.Tensor:

@@ -70,6 +70,26 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class VariantReport:
+    """The copy that a document was placed from (docs/chunk-reuse.md)."""
+
+    behind: tuple[str | None, ...]
+    """Ids of the chunks that stood before it when it was computed; null for one of which nothing is kept any more."""
+    first_position: int
+    """Where it stood."""
+    overlap: float
+    """beta': how alike old and new context are for it, in [0, 1]."""
+    impact: float | None
+    """CCI: how much it owes to its old context, from 0.5 to 1; null if nobody measured it."""
+    overhead: float
+    """CFO: share of its tokens to compute again by these."""
+    is_focused: bool | None
+    """Whether the question looks at it; null if nobody asked (`reuse.focus_window`)."""
+    saved_seconds: float
+    """Expected by the cost profile: computing it, less loading it and computing some of it again."""
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentReport:
     """One segment of the prompt, and where its KV came from."""
 
@@ -83,6 +103,8 @@ class SegmentReport:
     """Why: see `core.reuse.Reason`."""
     num_recomputed: int = 0
     """Of the tokens of a document that was reused at another place: computed again to repair it."""
+    variant: VariantReport | None = None
+    """Of such a document."""
 
 
 @dataclass(frozen=True, slots=True)

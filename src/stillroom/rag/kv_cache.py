@@ -23,6 +23,7 @@ from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.pieces import PrefixKeys
 from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.kvcache.tiered_nodes import TreeOptions
+from stillroom.kvcache.weighing import weighs_every
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore
@@ -63,6 +64,9 @@ class KVCache:
             placed=_labelled(stats.placed),
             placed_tokens=stats.placed_tokens,
             repaired_tokens=stats.recomputed_tokens,
+            placed_overlap=stats.placed_overlap,
+            placed_overhead=stats.placed_overhead,
+            unfocused=stats.unfocused,
             evictions=_labelled(stats.evictions),
             failed_loads=_labelled(stats.failed_loads),
             rejected=stats.rejected,
@@ -79,7 +83,7 @@ class KVCache:
         return AuditMetrics(
             results={"agreed": agreed, "differed": audit.num_disagreed},
             disagreement_bound=audit.upper_bound,
-            recompute_ratio=1.0 if audit.recompute_ratio is None else audit.recompute_ratio,
+            recompute_ratio=1.0 if audit.options is None else audit.options.level,
         )
 
     def close(self) -> None:
@@ -150,9 +154,15 @@ def build_cache(  # noqa: PLR0913  the parts, once
         for key in tree.restore(record for record, _ in disk.records()):
             disk.remove(key)
     keys = PrefixKeys(fingerprint, config.tail_blocks * pool.block_size)
-    anywhere = AnywhereOptions(config.recompute_ratio, config.token_selector) if config.mode == "anywhere" else None
-    weighs = anywhere is not None and anywhere.selector == "context"
+    anywhere = anywhere_options(config) if config.mode == "anywhere" else None
+    weighs = 0 if anywhere is None else weighs_every(anywhere)
     return KVCache(KVCacheManager(pool, Reuse(tree, keys, config.load == "always", anywhere, weighs)), device, tiers)
+
+
+def anywhere_options(config: ReuseConfig) -> AnywhereOptions:
+    """As configured."""
+    alpha = config.alpha if config.recompute_budget == "cfo" else None
+    return AnywhereOptions(config.recompute_ratio, config.token_selector, alpha, config.focus_window)
 
 
 def _labelled(counts: Counter[Tier]) -> dict[str, int]:

@@ -13,11 +13,11 @@ from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId, format_chunk_id
 from stillroom.core.kv import Tier
 from stillroom.core.request import FinishReason
-from stillroom.core.reuse import PromptReuse
+from stillroom.core.reuse import PromptReuse, Variant
 from stillroom.engine.events import TokenEvent, Usage
 from stillroom.errors import RequestAbortedError, UsageError
 from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer
-from stillroom.rag.answer import Answer, ReuseReport, SegmentReport, Source, Timing, TokenScore
+from stillroom.rag.answer import Answer, ReuseReport, SegmentReport, Source, Timing, TokenScore, VariantReport
 from stillroom.rag.stop import StopMatcher
 
 
@@ -135,6 +135,7 @@ def _reuse_report(usage: Usage, reuse: PromptReuse | None) -> ReuseReport:
             source="computed" if segment.source is None else segment.source.label,
             reason=str(segment.reason),
             num_recomputed=segment.num_recomputed,
+            variant=None if segment.variant is None else _variant_report(segment.variant),
         )
         for segment in reuse.segments
     )
@@ -149,6 +150,18 @@ def _reuse_report(usage: Usage, reuse: PromptReuse | None) -> ReuseReport:
         saved_seconds=reuse.saved_seconds,
         recompute_ratio=reuse.recompute_ratio,
         segments=segments,
+    )
+
+
+def _variant_report(variant: Variant) -> VariantReport:
+    return VariantReport(
+        behind=tuple(None if chunk_id is None else format_chunk_id(chunk_id) for chunk_id in variant.behind),
+        first_position=variant.first_position,
+        overlap=variant.overlap,
+        impact=variant.impact,
+        overhead=variant.overhead,
+        is_focused=variant.is_focused,
+        saved_seconds=variant.saved_seconds,
     )
 
 

@@ -4,6 +4,7 @@ Numbers cross the border once per step in each direction: the packed batch goes 
 back.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, StepResult
+from stillroom.core.batch import Batch, Masses, SampleSpec, ScheduledSequence, StepResult
 from stillroom.core.ids import RequestId
 from stillroom.errors import DeviceLostError
 from stillroom.kvstore.device import DeviceStore
@@ -47,6 +48,7 @@ class TorchRunner:
         self.decoder = decoder
         self.store = store
         self.decoding: StaticDecoding | None = DecodeGraphs.of(decoder, store)
+        self._shallow: Decoder | None = None
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -55,29 +57,46 @@ class TorchRunner:
             raise DeviceLostError("the KV on the device is gone")
         if batch.copies:
             self.store.copy_blocks(batch.copies)
+        deviations = {one.request_id: self._probe(one) for one in batch.sequences if one.is_probe}
+        if deviations:
+            batch = Batch(tuple(one for one in batch.sequences if not one.is_probe))
+            if not batch.sequences:
+                return StepResult({}, deviations=deviations)
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
-        attention, masses = _Shares(), _Shares()
+        attention: dict[RequestId, NDArray[np.float32]] = {}
+        masses: dict[RequestId, Masses] = {}
         if self.decoding is not None and self.decoding.takes(batch):
             logits_BV = self.decoding.logits(batch)
         else:
-            packed = self._pack(batch)
+            packed = self._pack(batch.sequences)
             watching = _Watching(batch, packed)
             hidden_BM = self.decoder.hidden_states(packed, self.store.layer, watching.watch)
             attention, masses = watching.results()
             if not sampling:
-                return StepResult({}, {}, attention, masses)
+                return StepResult({}, {}, attention, deviations, masses)
             logits_BV = self.decoder.logits(hidden_BM)
         if len(rows := [row for row, samples in enumerate(sampling) for _ in samples]) > len(sampling):
             logits_BV = logits_BV[rows]  # several samples are drawn from the same logits
         picked = _sampled(logits_BV, [spec for samples in sampling for spec in samples])
-        return replace(picked, attention=attention, masses=masses)
+        return replace(picked, attention=attention, deviations=deviations, masses=masses)
 
     def recover(self) -> None:
         """See `Runner.recover`."""
         self.store.reset()
 
-    def _pack(self, batch: Batch) -> PackedInput:
-        sequences, device = batch.sequences, self.decoder.device
+    def _probe(self, sequence: ScheduledSequence) -> NDArray[np.float32]:
+        """Squared distance of each token's values in the second layer, before and after that layer has run over it."""
+        if self._shallow is None:
+            self._shallow = self.decoder.first_layers(2)
+        slots_T = to_device(_own_slots(sequence), self.decoder.device)
+        _, v_SGD = self.store.layer(self._shallow.spec.num_layers - 1)
+        before_TGD = v_SGD[slots_T]
+        self._shallow.hidden_states(self._pack((sequence,)), self.store.layer)
+        distance_T = (v_SGD[slots_T].float() - before_TGD.float()).square().flatten(1).sum(1)
+        return distance_T.cpu().numpy()
+
+    def _pack(self, sequences: Sequence[ScheduledSequence]) -> PackedInput:
+        device = self.decoder.device
         spans: list[AttentionSpan] = []
         wanted: list[int] = []
         start = 0
@@ -125,9 +144,6 @@ def _own_slots(sequence: ScheduledSequence) -> NDArray[np.int64]:
     return sequence.slots[sequence.positions]
 
 
-_Shares = dict[RequestId, NDArray[np.float32]]
-
-
 class _Watching:
     """What a batch asks about attention."""
 
@@ -135,19 +151,20 @@ class _Watching:
         assert isinstance(packed.plan, AttentionPlan)
         pairs = list(zip(batch.sequences, packed.plan.spans, strict=True))
         self._looks = {sequence.request_id: span for sequence, span in pairs if sequence.is_look}
-        weighed = [(sequence.request_id, span, sequence.groups) for sequence, span in pairs]
-        groups = [(name, span, found) for name, span, found in weighed if found is not None]
-        self._weighed = [name for name, _, _ in groups]
         self._attention = AttentionWatch(list(self._looks.values()))
-        self._masses = MassWatch([span for _, span, _ in groups], [found for _, _, found in groups])
+        self._masses = {
+            sequence.request_id: MassWatch(span, sequence.weighing)
+            for sequence, span in pairs
+            if sequence.weighing is not None
+        }
         watches: list[Watch] = [self._attention] if self._looks else []
-        watches += [self._masses] if groups else []
+        watches += self._masses.values()
         self.watch = Watches(watches) if watches else None
 
-    def results(self) -> tuple[_Shares, _Shares]:
-        """Of looks, and of who gave groups."""
+    def results(self) -> tuple[dict[RequestId, NDArray[np.float32]], dict[RequestId, Masses]]:
+        """Of looks, and of who is weighed."""
         attention = dict(zip(self._looks, self._attention.shares(), strict=True)) if self._looks else {}
-        return attention, dict(zip(self._weighed, self._masses.masses(), strict=True)) if self._weighed else {}
+        return attention, {name: watch.masses() for name, watch in self._masses.items()}
 
 
 def _sampled(logits_BV: torch.Tensor, specs: list[SampleSpec]) -> StepResult:

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stillroom.core.batch import Batch, BlockCopy, ScheduledSequence, StepResult, TokenLogprobs
 from stillroom.core.ids import BlockId, ChunkId, RequestId
 from stillroom.core.request import FinishReason, Request
@@ -168,7 +171,7 @@ class Scheduler:
         for entry in batch.sequences:
             sequence = self._running[entry.request_id]
             if entry.request_id in result.masses:
-                self.kv.weigh(sequence.lease, entry, result.masses[entry.request_id])
+                self.kv.weigh(sequence.lease, _positions(entry), result.masses[entry.request_id])
             if sequence.lease.repair is not None:
                 if not self._advance_repair(sequence, entry, result):
                     continue
@@ -274,6 +277,9 @@ class Scheduler:
         if entry.is_look:
             self.kv.see(sequence.lease, result.attention[entry.request_id])
             return False
+        if entry.is_probe:
+            self.kv.probe(sequence.lease, result.deviations[entry.request_id], sequence.num_tokens)
+            return False
         assert sequence.to_compute is not None
         sequence.to_compute = sequence.to_compute[entry.num_scheduled_tokens :]
         if len(sequence.to_compute):
@@ -327,3 +333,10 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         self._running.pop(sequence.request_id, None)
+
+
+def _positions(entry: ScheduledSequence) -> NDArray[np.int64]:
+    """Where the tokens of an entry stand."""
+    if entry.positions is not None:
+        return entry.positions
+    return np.arange(entry.first_position, entry.first_position + entry.num_scheduled_tokens)

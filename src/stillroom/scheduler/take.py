@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.core.batch import SampleSpec, ScheduledSequence
+from stillroom.core.batch import SampleSpec, ScheduledSequence, Weighing
 from stillroom.core.request import uniform_at
 from stillroom.kvcache.repair import Repair
 from stillroom.scheduler.sequence import Sequence
@@ -17,12 +17,17 @@ def take(sequence: Sequence, budget: int) -> ScheduledSequence:
     end = min(start + budget, sequence.num_tokens)
     samples = _samples(sequence, is_last=end == sequence.num_tokens)
     token_ids, slots = sequence.tokens(start, end), sequence.table.slots[:end]
-    return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, groups=_groups(sequence, end))
+    weighing = _weighing(sequence, np.arange(start, end)) if sequence.lease.weigher is not None else None
+    return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, weighing=weighing)
 
 
 def _take_repair(sequence: Sequence, repair: Repair, budget: int) -> ScheduledSequence:
-    """The look of a sequence with placed chunks, or a piece of the pass behind it."""
+    """The look of a sequence with placed chunks, a piece of its probe, or of the pass behind them."""
     slots = sequence.table.slots
+    if repair.needs_probe:
+        probed = repair.probes_from(sequence.num_tokens, budget)
+        token_ids = sequence.tokens(probed.start, probed.stop)
+        return ScheduledSequence(sequence.request_id, token_ids, probed.start, slots[: probed.stop], (), is_probe=True)
     if repair.needs_look:
         positions = repair.looks_from(sequence.num_tokens, budget)
         return _at(sequence, positions, slots[np.concatenate([repair.context, positions])], (), is_look=True)
@@ -31,7 +36,7 @@ def _take_repair(sequence: Sequence, repair: Repair, budget: int) -> ScheduledSe
     positions = sequence.to_compute[:budget]
     samples = _samples(sequence, is_last=len(positions) == len(sequence.to_compute))
     end = int(positions[-1]) + 1
-    return _at(sequence, positions, slots[:end], samples, groups=_groups(sequence, end))
+    return _at(sequence, positions, slots[:end], samples, weighing=_weighing(sequence, positions))
 
 
 def _at(
@@ -41,16 +46,20 @@ def _at(
     samples: tuple[SampleSpec, ...],
     *,
     is_look: bool = False,
-    groups: NDArray[np.int64] | None = None,
+    weighing: Weighing | None = None,
 ) -> ScheduledSequence:
     token_ids, first = sequence.tokens_at(positions), int(positions[0])
-    return ScheduledSequence(sequence.request_id, token_ids, first, context, samples, positions, is_look, groups)
+    return ScheduledSequence(
+        sequence.request_id, token_ids, first, context, samples, positions, is_look, weighing=weighing
+    )
 
 
-def _groups(sequence: Sequence, end: int) -> NDArray[np.int64] | None:
-    """The pieces of the first tokens of a prompt, if it is to be measured how they attend to each other."""
-    groups = sequence.lease.groups
-    return None if groups is None or end > sequence.num_prompt_tokens else groups[:end]
+def _weighing(sequence: Sequence, positions: NDArray[np.int64]) -> Weighing | None:
+    """What is to be measured of tokens of a prompt."""
+    weigher = sequence.lease.weigher
+    if weigher is None or positions[-1] >= sequence.num_prompt_tokens:
+        return None
+    return weigher.weighing(positions)
 
 
 def _samples(sequence: Sequence, *, is_last: bool) -> tuple[SampleSpec, ...]:

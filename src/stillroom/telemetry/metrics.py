@@ -82,6 +82,13 @@ SPECS = (
     MetricSpec("stillroom_kv_cache_placed_tokens_total", "counter", "Tokens of those documents."),
     MetricSpec("stillroom_kv_cache_repaired_tokens_total", "counter", "Of these: computed again."),
     MetricSpec(
+        "stillroom_kv_cache_placed_overlap_total",
+        "counter",
+        "beta' of placed documents, added up: 1 is the same context.",
+    ),
+    MetricSpec("stillroom_kv_cache_placed_overhead_total", "counter", "CFO of placed documents, added up."),
+    MetricSpec("stillroom_kv_cache_unfocused_total", "counter", "Placed documents that the question did not look at."),
+    MetricSpec(
         "stillroom_audits_total", "counter", "Answers from placed documents compared with a full prefill.", ("result",)
     ),
     MetricSpec(
@@ -89,7 +96,11 @@ SPECS = (
         "gauge",
         "Of such answers, the share that differs is below this with 95 % confidence.",
     ),
-    MetricSpec("stillroom_recompute_ratio", "gauge", "Share of placed tokens computed again; 1: nothing is placed."),
+    MetricSpec(
+        "stillroom_recompute_ratio",
+        "gauge",
+        "Share of placed tokens to be computed again, or alpha of it; 1: nothing is placed.",
+    ),
     MetricSpec("stillroom_kv_cache_evictions_total", "counter", "Copies dropped to make room, by tier.", ("tier",)),
     MetricSpec("stillroom_kv_cache_failed_loads_total", "counter", "Copies that were damaged or gone.", ("tier",)),
     MetricSpec("stillroom_kv_cache_verify_failures_total", "counter", "Records that did not verify.", ("reason",)),
@@ -136,6 +147,9 @@ class CacheFigures:
     placed: Mapping[str, int]
     placed_tokens: int
     repaired_tokens: int
+    placed_overlap: float
+    placed_overhead: float
+    unfocused: int
     evictions: Mapping[str, int]
     failed_loads: Mapping[str, int]
     rejected: int
@@ -253,6 +267,9 @@ class _CacheCollector(Collector):
             ("placed_total", figures.placed),
             ("placed_tokens_total", {(): figures.placed_tokens}),
             ("repaired_tokens_total", {(): figures.repaired_tokens}),
+            ("placed_overlap_total", {(): figures.placed_overlap}),
+            ("placed_overhead_total", {(): figures.placed_overhead}),
+            ("unfocused_total", {(): figures.unfocused}),
             ("evictions_total", figures.evictions),
             ("failed_loads_total", figures.failed_loads),
             ("verify_failures_total", figures.verify_failures),
