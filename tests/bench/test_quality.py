@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from stillroom.bench.chunk_questions import load_questions
-from stillroom.bench.quality import FULL, NONE, Scope, arm_name, run_quality
+from stillroom.bench.quality import Scope, run_quality
+from stillroom.bench.quality_arms import FULL, NONE, PREFIX, SET, alpha_name, arm_name
 from stillroom.errors import UsageError
 
 ROWS = [
@@ -55,7 +56,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_every_arm_is_asked_and_compared(path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    scope = Scope(path, num_questions=2, ratios=(0.3, 1.0), max_tokens=6)
+    scope = Scope(
+        path, num_questions=2, ratios=(0.3, 1.0), alphas=(2.0,), focus_window=2, has_unturned=True, max_tokens=6
+    )
     result = run_quality(scope, on_progress=lambda done, total: seen.append((done, total)))
     assert seen == [(1, 2), (2, 2)]
     full = result.samples.of(FULL, "exact_match")
@@ -67,11 +70,12 @@ def test_every_arm_is_asked_and_compared(path: Path) -> None:
     assert rows[NONE]["computed again"] == "0.0%" and float(rows[NONE]["KL of first token"]) > 0
     assert float(rows[arm_name("question", 1.0)]["KL of first token"]) == 0
     assert {row["arm"] for row in result.tables["Exact match"]} == {FULL, *rows}
-    tests = result.tables["question against each other selector, same ratio"]
+    assert {PREFIX, SET, "context, alpha 2, focused", "keys not turned, question 30%"} < set(rows)
+    assert rows[PREFIX]["same answer"] == rows[alpha_name("question", 2.0)]["same answer"] == "1.000"
+    assert float(rows["keys not turned, no recompute"]["KL of first token"]) > 0
+    tests = result.tables["question against each other selector, same budget"]
     assert {(row["questions"], row["against"]) for row in tests} == {
-        (kind, other)
-        for kind in ("single", "split", "all")
-        for other in ("question_mean", "context", "first", "random")
+        (kind, other) for kind in ("single", "split", "all") for other in scope.selectors if other != "question"
     }
 
 

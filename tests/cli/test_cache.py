@@ -1,5 +1,6 @@
 """`stillroom cache` and `stillroom calibrate` on real files."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,28 @@ def test_calibrate_says_when_there_is_too_little_memory(run: Run, monkeypatch: p
     monkeypatch.setenv("STILLROOM_RUNTIME__KV_BYTES", "60KiB")
     result = run("calibrate", "--kb", "kb", "--repeat", 1)
     assert result.code == 2 and "raise runtime.kv_bytes" in result.err
+
+
+QUESTION = {
+    "chunks": ["The birthplace of Kala Broster was Glanwick . By trade she was a clerk .", "Lolto Glass makes wool ."],
+    "question": "What was the trade of Kala Broster ?",
+    "answer": "clerk",
+}
+
+
+def test_calibrate_finds_how_much_to_compute_again(run: Run) -> None:
+    other = QUESTION | {"chunks": ["Jecko Bank makes salt .", "Lola Yevman earned a living as a miner ."]}
+    Path("questions.jsonl").write_text(json.dumps(QUESTION) + "\n" + json.dumps(other) + "\n")
+    found = run("calibrate", "--quality", 0.9, "--questions", "questions.jsonl", "--json").json
+    assert [cell["alpha"] for cell in found["cells"]] == sorted(cell["alpha"] for cell in found["cells"])
+    good = [cell for cell in found["cells"] if cell["quality"] >= 0.9]
+    assert found["alpha"] == min(good, key=lambda cell: cell["mean_overhead"])["alpha"]
+    shares = [cell["mean_overhead"] for cell in found["cells"]]
+    assert shares == sorted(shares) and shares[0] < shares[-1]
+    text = run("calibrate", "--quality", 0.9, "--questions", "questions.jsonl", "--limit", 1).out
+    assert "computed again" in text and f"alpha = {found['alpha']:g}" in text
+
+
+def test_quality_needs_questions(run: Run) -> None:
+    result = run("calibrate", "--quality", 0.9)
+    assert result.code == 2 and "--questions" in result.err

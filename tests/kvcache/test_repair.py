@@ -1,7 +1,5 @@
 """How a prompt with placed chunks is completed, and which copy of a chunk is placed."""
 
-from typing import cast
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -101,7 +99,7 @@ def test_chunks_out_of_focus_are_not_repaired() -> None:
     """Four chunks of five tokens; the question looks at the last one, in every layer."""
     placed = [range(start, start + 5) for start in (0, 5, 10, 15)]
     for selector in ("first", "question"):
-        options = AnywhereOptions(0.4, cast("TokenSelector", selector), focus_window=2)
+        options = AnywhereOptions(0.4, selector, focus_window=2)
         repair = Repair(0, unlike(*placed), 20, options)
         attention = np.repeat(np.array([0.05, 0.1, 0.02, 1.1], np.float32), 5)
         repair.see(np.tile(np.append(attention, [9.0, 9.0]).astype(np.float32), (3, 2, 1)))

@@ -1,7 +1,5 @@
 """Selectors, and how many tokens they may have."""
 
-from typing import cast
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +39,7 @@ def test_as_many_as_the_budgets_pay_for(name: TokenSelector, data: st.DataObject
 def test_nothing_is_chosen_in_a_closed_chunk() -> None:
     attention = np.array([[0.9, 0.9, 0.1, 0.2]] * 2, np.float32)
     for name in ("question", "first"):
-        chosen = select(cast("TokenSelector", name), Seen([2, 2], [1, 1], [False, True], attention))
+        chosen = select(name, Seen([2, 2], [1, 1], [False, True], attention))
         assert chosen.tolist() == [3 if name == "question" else 2]
     assert select("question", Seen([2, 2], [0, 1], [True, True], attention)).tolist() == [0], "budgets are pooled"
 

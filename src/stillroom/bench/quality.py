@@ -1,19 +1,34 @@
-"""`stillroom bench quality`: what reuse anywhere costs in answers (Cache-Craft 5.2, Figures 20 and 21).
+"""`stillroom bench quality`: what reuse anywhere costs in answers (Cache-Craft 5.2; Figures 20, 21, 26, 27, Table 3).
 
-The product's own engine answers each question once without reuse, and then over chunks whose KV was computed behind
-other chunks, with each selector and recompute ratio. Greedy, so everything repeats. How to read it: docs/chunk-reuse.md
+The product's own engine answers each question once without reuse, and then over documents whose KV was computed in
+another context, under each arm. Greedy, so everything but time repeats. How to read it: docs/chunk-reuse.md
 """
 
 import math
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import Any, Literal
 
+from stillroom.bench.answer_metrics import rouge_l
 from stillroom.bench.chunk_questions import ChunkQuestion, load_questions
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Samples
+from stillroom.bench.quality_arms import (
+    FULL,
+    OURS,
+    PREFIX,
+    RATIOS,
+    SELECTORS,
+    SET,
+    QualityArm,
+    alpha_name,
+    arm_name,
+    quality_arms,
+)
 from stillroom.bench.report import BenchResult
 from stillroom.bench.statistics import paired_tests
 from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig, TokenSelector
@@ -31,12 +46,15 @@ from stillroom.rag.generator import build_engine
 from stillroom.rag.kv_cache import KVCache
 from stillroom.rag.prompt import PromptBuilder, format_for
 
-FULL = "full prefill"
-NONE = "no recompute"
-OURS: TokenSelector = "question"
-SELECTORS: tuple[TokenSelector, ...] = ("question", "question_mean", "context", "first", "random")
-RATIOS = (0.05, 0.15, 0.3, 0.6)
 _NUM_TOP = 20
+_NOTE = (
+    "TTFT is the median over questions as they came, one arm after the other, and means something only where a prefill "
+    "takes long enough; `stillroom bench anywhere` measures time."
+)
+
+Context = Literal["foreign", "shuffled"]
+"""What stood before a document when its KV was computed: one of another question, or the question's own documents in
+another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +68,13 @@ class Scope:
     dtype: Dtype = "float32"
     ratios: tuple[float, ...] = RATIOS
     selectors: tuple[TokenSelector, ...] = SELECTORS
+    alphas: tuple[float, ...] = ()
+    """Also with each document's CFO as the budget, scaled by these."""
+    focus_window: int = 0
+    """Also with Algorithm 1 over so many layers."""
+    has_unturned: bool = False
+    """Also with keys that are not turned."""
+    context: Context = "foreign"
     max_tokens: int = 16
 
 
@@ -61,6 +86,7 @@ class Reply:
     first: TokenLogprobs
     """Of the first token."""
     reuse: PromptReuse
+    ttft_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +99,13 @@ class Outcome:
     """1 if all tokens are those of a full prefill."""
     token_agreement: float
     """Share of the full prefill's tokens that come before the first difference."""
+    rouge: float
+    """ROUGE-L F1 of the answer against the full prefill's."""
     divergence: float
     """KL of the first token's distribution from the full prefill's, over its 20 most likely tokens, in nats."""
     recomputed: float
     """Share of the placed tokens that was computed again."""
-
-
-def arm_name(selector: TokenSelector, ratio: float) -> str:
-    return f"{selector} {ratio:.0%}"
+    ttft_seconds: float
 
 
 def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> BenchResult:
@@ -90,21 +115,15 @@ def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambd
         UsageError: the file has no questions, or none that fits the model.
         ModelError, ConfigError: the model cannot be used, or not for reuse anywhere.
     """
+    arms = quality_arms(
+        scope.selectors,
+        scope.ratios,
+        scope.alphas,
+        focus_window=scope.focus_window,
+        has_unturned=scope.has_unturned,
+    )
     questions = load_questions(scope.questions, scope.num_questions)
-    model = load_model(scope.model, device="cpu", dtype=scope.dtype)
-    bench = _Bench(model, scope)
-    arms = {NONE: AnywhereOptions(0.0, "first")}
-    arms |= {arm_name(name, ratio): AnywhereOptions(ratio, name) for ratio in scope.ratios for name in scope.selectors}
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *arms)}
-    for number, question in enumerate(questions):
-        foreign = questions[number - 1].chunks if len(questions) > 1 else question.chunks[::-1]
-        full = bench.ask_without_reuse(question)
-        outcomes[FULL].append(bench.judge(question, full, full))
-        bench.keep_elsewhere(question, foreign)
-        for name, options in arms.items():
-            outcomes[name].append(bench.judge(question, full, bench.ask_anywhere(question, options)))
-        bench.clear()
-        on_progress(number + 1, len(questions))
+    outcomes = ask_all(scope, questions, arms, on_progress=on_progress)
     kinds = [question.kind for question in questions]
     samples = Samples()
     for name, found in outcomes.items():
@@ -112,16 +131,55 @@ def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambd
     parameters = {
         "questions": scope.questions.name,
         "num_questions": len(questions),
-        "model": model.name,
+        "model": scope.model,
         "dtype": scope.dtype,
         "ratios": scope.ratios,
+        "alphas": scope.alphas,
+        "kept behind": "a document of another question" if scope.context == "foreign" else "the same, shuffled",
     }
     tables = {
         "Exact match": _by_kind(outcomes, kinds, "is_right"),
         "Against a full prefill": _against_full(outcomes),
-        f"{OURS} against each other selector, same ratio": _tests(outcomes, kinds, scope),
+        f"{OURS} against each other selector, same budget": _tests(outcomes, kinds, scope),
     }
-    return BenchResult("stillroom bench quality", record_environment(), parameters, samples, FULL, tables=tables)
+    sizes = [f"{len(question.chunks)} documents" for question in questions]
+    if len(set(sizes)) > 1:
+        tables["Same answer as a full prefill, by documents in the prompt"] = _by_kind(outcomes, sizes, "agrees")
+    return BenchResult(
+        "stillroom bench quality", record_environment(), parameters, samples, FULL, tables=tables, notes=[_NOTE]
+    )
+
+
+def ask_all(
+    scope: Scope,
+    questions: Sequence[ChunkQuestion],
+    arms: Sequence[QualityArm],
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, list[Outcome]]:
+    """Outcomes of every arm, question by question, those of a full prefill first."""
+    bench = _Bench(load_model(scope.model, device="cpu", dtype=scope.dtype), scope)
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *(arm.name for arm in arms), PREFIX, SET)}
+    for number, question in enumerate(questions):
+        foreign = questions[number - 1].chunks if len(questions) > 1 else question.chunks[::-1]
+        full = bench.ask_without_reuse(question)
+        outcomes[FULL].append(bench.judge(question, full, full))
+        bench.keep_elsewhere(question, foreign)
+        for arm in arms:
+            outcomes[arm.name].append(bench.judge(question, full, bench.ask_anywhere(question, arm.options)))
+        # what these keep would serve the others
+        outcomes[PREFIX].append(bench.judge(question, full, bench.ask_again(question, question.chunks)))
+        outcomes[SET].append(bench.judge(question, full, bench.ask_again(question, _shuffled(question.chunks))))
+        bench.clear()
+        on_progress(number + 1, len(questions))
+    return outcomes
+
+
+def _shuffled(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Another order, always the same one for the same documents."""
+    order = list(chunks)
+    random.Random(",".join(str(chunk.chunk_id) for chunk in chunks)).shuffle(order)
+    return order if order != list(chunks) else order[::-1]
 
 
 class _Bench:
@@ -149,8 +207,11 @@ class _Bench:
         return self._ask(self._off, question.chunks, question.question, self._scope.max_tokens)
 
     def keep_elsewhere(self, question: ChunkQuestion, foreign: Sequence[Chunk]) -> None:
-        """Compute each chunk behind one of another question, exactly."""
+        """Compute each chunk in another context, exactly."""
         self._set(None)
+        if self._scope.context == "shuffled":
+            self._ask(self._anywhere, _shuffled(question.chunks), question.question, 1)
+            return
         for index, chunk in enumerate(question.chunks):
             self._ask(self._anywhere, (foreign[index % len(foreign)], chunk), question.question, 1)
 
@@ -158,20 +219,29 @@ class _Bench:
         self._set(options)
         return self._ask(self._anywhere, question.chunks, question.question, self._scope.max_tokens)
 
+    def ask_again(self, question: ChunkQuestion, chunks: Sequence[Chunk]) -> Reply:
+        """Over the exact KV of the same prompt."""
+        self._set(None)
+        self._ask(self._anywhere, chunks, question.question, 1)
+        return self._ask(self._anywhere, chunks, question.question, self._scope.max_tokens)
+
     def clear(self) -> None:
         assert self._cache.tree is not None
         self._cache.tree.clear()
 
     def judge(self, question: ChunkQuestion, full: Reply, reply: Reply) -> Outcome:
         answer = self._model.tokenizer.decode(reply.token_ids)
+        wanted = self._model.tokenizer.decode(full.token_ids)
         same = _num_equal(full.token_ids, reply.token_ids)
         num_placed = sum(one.num_tokens for one in reply.reuse.segments if one.reason is Reason.ANYWHERE)
         return Outcome(
             is_right=math.nan if question.answer is None else float(answer.strip() == question.answer.strip()),
             agrees=float(full.token_ids == reply.token_ids),
             token_agreement=same / max(len(full.token_ids), 1),
+            rouge=rouge_l(answer, [wanted]),
             divergence=_divergence(full.first, reply.first),
             recomputed=reply.reuse.num_recomputed_tokens / max(num_placed, 1),
+            ttft_seconds=reply.ttft_seconds,
         )
 
     def _set(self, options: AnywhereOptions | None) -> None:
@@ -185,14 +255,17 @@ class _Bench:
             sampling=SamplingParams(max_tokens=max_tokens, logprobs=_NUM_TOP),
             stop_token_ids=self._model.stop_token_ids,
         )
+        start, ttft_seconds = time.perf_counter(), math.nan
         engine.submit(request)
         events = []
         while engine.has_work:
             events += engine.step()
+            if events and math.isnan(ttft_seconds):
+                ttft_seconds = time.perf_counter() - start
         token_ids = tuple(event.token_id for event in events if event.token_id is not None)
         first = next((event.logprobs for event in events if event.logprobs is not None), TokenLogprobs(0.0, ()))
         reuse = next(event.reuse for event in events if event.reuse is not None)
-        return Reply(token_ids, first, reuse)
+        return Reply(token_ids, first, reuse, ttft_seconds)
 
 
 def _num_equal(wanted: Sequence[int], found: Sequence[int]) -> int:
@@ -216,6 +289,10 @@ def _mean(outcomes: Sequence[Outcome], field: str) -> float:
     return fmean(getattr(outcome, field) for outcome in outcomes)
 
 
+def _ttft(outcomes: Sequence[Outcome]) -> float:
+    return median(outcome.ttft_seconds for outcome in outcomes)
+
+
 def _by_kind(outcomes: dict[str, list[Outcome]], kinds: Sequence[str], field: str) -> list[dict[str, Any]]:
     """An arm a row, a kind of question a column."""
     rows = []
@@ -237,7 +314,9 @@ def _against_full(outcomes: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
             "exact match, of full": f"{_mean(found, 'is_right') / full:.3f}" if full > 0 else "",
             "same answer": f"{_mean(found, 'agrees'):.3f}",
             "token agreement": f"{_mean(found, 'token_agreement'):.3f}",
+            "ROUGE-L": f"{_mean(found, 'rouge'):.3f}",
             "KL of first token": f"{_mean(found, 'divergence'):.3f}",
+            "TTFT, of full": f"{_ttft(found) / _ttft(outcomes[FULL]):.2f}",
         }
         for name, found in outcomes.items()
         if name != FULL
@@ -250,23 +329,26 @@ def _tests(outcomes: dict[str, list[Outcome]], kinds: Sequence[str], scope: Scop
     pairs = {}
     for kind in [*sorted(set(kinds)), "all"] if len(set(kinds)) > 1 else ["all"]:
         chosen = [index for index, one in enumerate(kinds) if kind in (one, "all")]
-        for ratio in scope.ratios:
+        names_of = {f"{ratio:.0%}": {name: arm_name(name, ratio) for name in scope.selectors} for ratio in scope.ratios}
+        names_of |= {
+            f"alpha {one:g}": {name: alpha_name(name, one) for name in scope.selectors} for one in scope.alphas
+        }
+        for budget, names in names_of.items():
             for other in scope.selectors:
                 if other == OURS or OURS not in scope.selectors:
                     continue
                 ours, theirs = (
-                    [float(getattr(outcomes[arm_name(name, ratio)][index], field)) for index in chosen]
-                    for name in (OURS, other)
+                    [float(getattr(outcomes[names[name]][index], field)) for index in chosen] for name in (OURS, other)
                 )
-                pairs[f"{kind}|{ratio:.0%}|{other}"] = (ours, theirs)
+                pairs[f"{kind}|{budget}|{other}"] = (ours, theirs)
     rows = []
     for pair, test in paired_tests(pairs).items():
-        kind, share, against = pair.split("|")
+        kind, budget, against = pair.split("|")
         is_sure = "yes" if test.is_significant else "no"
         rows.append(
             {
                 "questions": kind,
-                "ratio": share,
+                "budget": budget,
                 "against": against,
                 "difference": f"{test.mean_difference:+.3f}",
                 "p (Holm)": f"{test.adjusted_p:.2g}",

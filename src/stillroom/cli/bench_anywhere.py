@@ -1,7 +1,7 @@
 """`stillroom bench quality` and `stillroom bench anywhere`: their flags."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -18,14 +18,20 @@ from stillroom.cli.bench_report import (
 from stillroom.cli.console import note
 from stillroom.cli.options import JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
+from stillroom.errors import UsageError
+
+if TYPE_CHECKING:
+    from stillroom.config.settings import TokenSelector
 
 QUALITY_HELP = help_text(
     "Measure what reuse anywhere costs in answers: exact match and agreement with a full prefill.",
     "Questions come from a JSON-lines file: `chunks` (texts), `question`, and if known `answer` and `kind`. The KV of "
     "each chunk is computed behind a chunk of another question, then reused where the question has it, with a share "
-    "of its tokens computed again. How to read it: docs/chunk-reuse.md.",
+    "of its tokens computed again. Compared are all token selectors, a prefix cache, and one that reorders documents. "
+    "How to read it: docs/chunk-reuse.md.",
     examples=(
         "stillroom bench quality --questions eval.jsonl",
+        "stillroom bench quality --questions eval.jsonl --selector question --selector context --alpha 1 --focus 2",
         "stillroom bench quality --questions eval.jsonl --model ./model --ratio 0.15 --ratio 0.3 --output quality.json",
     ),
 )
@@ -52,6 +58,21 @@ def quality(  # noqa: PLR0913  one parameter per flag
     ] = "bundled",
     limit: Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="Questions at most.")] = None,
     ratios: RatiosOption = None,
+    selectors: Annotated[
+        list[str] | None,
+        typer.Option("--selector", metavar="NAME", help="Of reuse.token_selector; can be repeated. Without it, all."),
+    ] = None,
+    alphas: Annotated[
+        list[float] | None,
+        typer.Option("--alpha", min=0.0, metavar="X", help="Each document's CFO as budget, times this; repeatable."),
+    ] = None,
+    focus: Annotated[
+        int, typer.Option("--focus", min=0, metavar="LAYERS", help="Also repair only what is in focus; 0: do not.")
+    ] = 0,
+    unturned: Annotated[bool, typer.Option("--unturned", help="Also with keys that are not turned.")] = False,
+    shuffled: Annotated[
+        bool, typer.Option("--shuffled", help="KV of the question's own documents in another order.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Tokens of an answer.")] = 16,
     output: OutputOption = None,
     html: HtmlOption = None,
@@ -59,13 +80,27 @@ def quality(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.bench.quality import RATIOS, Scope, run_quality
+    from stillroom.bench.quality import Scope, run_quality
+    from stillroom.bench.quality_arms import RATIOS, SELECTORS
 
     def on_progress(done: int, total: int) -> None:
         if not quiet and (done % 25 == 0 or done == total):
             note(f"{done} of {total} questions")
 
-    scope = Scope(questions, limit, model, ratios=tuple(ratios or RATIOS), max_tokens=max_tokens)
+    if unknown := set(selectors or ()) - set(SELECTORS):
+        raise UsageError(f"unknown selectors {', '.join(sorted(unknown))}; known are {', '.join(SELECTORS)}")
+    scope = Scope(
+        questions,
+        limit,
+        model,
+        ratios=tuple(ratios or RATIOS),
+        selectors=tuple(cast("list[TokenSelector]", selectors or SELECTORS)),
+        alphas=tuple(alphas or ()),
+        focus_window=focus,
+        has_unturned=unturned,
+        context="shuffled" if shuffled else "foreign",
+        max_tokens=max_tokens,
+    )
     deliver(run_quality(scope, on_progress=on_progress), Delivery(as_json, output, html, compare))
 
 

@@ -1,5 +1,7 @@
-"""`stillroom calibrate`: measure what computing and loading KV costs here, and keep it for every later run."""
+"""`stillroom calibrate`: measure what computing and loading KV costs here, and keep it for every later run; or, with
+`--quality`, how much of placed documents must be computed again."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -8,8 +10,10 @@ from stillroom.cli import room
 from stillroom.cli.console import duration, line, note, print_json, size
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, ModelOption, QuietOption, help_text
 from stillroom.cli.progress import counting
+from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
+    from stillroom.config.settings import StillroomConfig
     from stillroom.kvcache.cost_model import CostProfile
 
 HELP = help_text(
@@ -17,23 +21,41 @@ HELP = help_text(
     "By these times Stillroom chooses between loading kept KV and computing it again, and which KV is worth keeping. "
     "The times are kept for the model and the machine, and used from the next start on. Without them each start "
     "measures a few for about a second. Leave the machine alone meanwhile.",
+    "With --quality it is answers that are measured, for reuse.mode=anywhere: questions from a file are asked with "
+    "more and more computed again, until as large a share of a full prefill's right answers is reached (without "
+    "answers in the file: of its answers). Nothing is kept; it prints the settings (docs/chunk-reuse.md).",
     examples=(
         "stillroom calibrate",
         "stillroom calibrate --model ./models/qwen2.5-0.5b --kb ./kb",
         "stillroom calibrate --json | jq .seconds",
+        "stillroom calibrate --quality 0.95 --questions questions.jsonl",
     ),
 )
 
 
-def calibrate(
+def calibrate(  # noqa: PLR0913  one parameter per flag
     model: ModelOption = None,
     kb: KbOption = DEFAULT_KB,
     repeat: Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs of each point.")] = 5,
+    quality: Annotated[
+        float | None,
+        typer.Option("--quality", min=0.0, max=1.0, metavar="SHARE", help="Of a full prefill's, to be reached."),
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option("--questions", metavar="FILE", exists=True, help="For --quality, as for `bench quality`."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="Questions at most.")] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     settings = room.settings(config, {"runtime.model": model})
+    if (quality is None) != (questions is None):
+        raise UsageError("--quality and --questions belong together; see stillroom calibrate --help")
+    if quality is not None and questions is not None:
+        _find_alpha(settings, questions, quality, limit, as_json=as_json, quiet=quiet)
+        return
     from stillroom.rag.generator import calibrate_model
 
     if not (quiet or as_json):
@@ -45,6 +67,38 @@ def calibrate(
         return
     _show(profile)
     line(f"kept in {path}")
+
+
+def _find_alpha(
+    settings: "StillroomConfig", questions: Path, desired: float, limit: int | None, *, as_json: bool, quiet: bool
+) -> None:
+    from stillroom.bench.alpha import ALPHAS, find_alpha
+    from stillroom.bench.quality import Scope
+
+    reuse = settings.reuse
+    scope = Scope(
+        questions,
+        limit,
+        settings.runtime.model,
+        dtype=settings.runtime.dtype,
+        selectors=(reuse.token_selector,),
+        alphas=ALPHAS,
+        focus_window=reuse.focus_window,
+    )
+    with counting("asking", is_shown=not (quiet or as_json)) as tell:
+        choice = find_alpha(scope, desired, on_progress=tell)
+    if as_json:
+        print_json({"alpha": choice.alpha, "cells": [cell._asdict() for cell in choice.cells]})
+    else:
+        what = "right answers, of a full prefill's" if choice.has_answers else "answers that are a full prefill's"
+        line(f"{'alpha':>8}  {'computed again':>14}  {what}")
+        for cell in choice.cells:
+            line(f"{cell.alpha:>8g}  {cell.mean_overhead:>14.1%}  {cell.quality:.3f}")
+    if choice.alpha is None:
+        raise UsageError(f"no alpha up to {ALPHAS[-1]:g} reaches {desired:g}; use reuse.mode=exact for this model")
+    if not as_json:
+        line("To use it:")
+        line(f'  [reuse]\n  mode = "anywhere"\n  recompute_budget = "cfo"\n  alpha = {choice.alpha:g}')
 
 
 def _payload(profile: "CostProfile") -> dict[str, Any]:

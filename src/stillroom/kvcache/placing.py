@@ -35,6 +35,8 @@ def place(
         at = piece.start if options.turns_keys else node.first_position
         if tree.place(node, blocks, at, placement.reusability.overhead):
             placed.append(placement)
+            if lease.weigher is not None:
+                lease.weigher.leave_out(placement.piece_index)
             mass = node.mass
             known = (None, None) if mass is None else (mass.token_inter, mass.received)
             chunks.append(PlacedChunk(range(piece.start, piece.end), placement.reusability, *known))

@@ -46,6 +46,10 @@ class Weigher:
         self._own = np.full(num_tokens, np.nan, np.float32)  # not a number: not measured
         self._received = np.zeros(num_tokens, np.float32)
 
+    def leave_out(self, index: int) -> None:
+        """A piece whose KV is kept already."""
+        self._is_watched[self._pieces[index].start : self._pieces[index].end] = False
+
     def weighing(self, positions: NDArray[np.int64]) -> Weighing | None:
         """What to ask of a step that computes the tokens at these positions, ascending; None: nothing."""
         rows = np.flatnonzero(self._is_watched[positions])
