@@ -21,11 +21,13 @@ from stillroom.config.places import cache_root
 
 QUALITY_HELP = help_text(
     "Measure what reuse anywhere costs in answers: exact match and agreement with a full prefill.",
-    "Questions come from a JSON-lines file: `chunks` (texts), `question`, and if known `answer` and `kind`. The KV of "
-    "each chunk is computed behind a chunk of another question, then reused where the question has it, with a share "
-    "of its tokens computed again. How to read it: docs/chunk-reuse.md.",
+    "Questions come from a JSON-lines file (`chunks`, which are texts, `question`, and if known `answer` and `kind`), "
+    "from a JSON list (`ctxs` with `title` and `text`, `question`, `answers`), or from a data set in BEIR layout. The "
+    "KV of each chunk is computed behind a chunk of another question, then reused where the question has it, with a "
+    "share of its tokens computed again. How to read it: docs/chunk-reuse.md.",
     examples=(
         "stillroom bench quality --questions eval.jsonl",
+        "stillroom bench quality --questions data/xquad --limit 200 --model ./model",
         "stillroom bench quality --questions eval.jsonl --model ./model --ratio 0.15 --ratio 0.3 --output quality.json",
     ),
 )
@@ -45,7 +47,7 @@ RatiosOption = Annotated[
 
 def quality(  # noqa: PLR0913  one parameter per flag
     questions: Annotated[
-        Path, typer.Option("--questions", metavar="FILE", exists=True, dir_okay=False, help="A JSON-lines file.")
+        Path, typer.Option("--questions", metavar="PATH", exists=True, help="A file of questions, or a data set.")
     ],
     model: Annotated[
         str, typer.Option("--model", metavar="NAME", help="`bundled`, a checkpoint's folder or a hub name.")
