@@ -10,9 +10,9 @@ import pytest
 
 from stillroom.bench.policies import ARMS, BELADY, DEFAULT, Scope, losses, run_policies
 from stillroom.bench.policy_replay import Capacity, Outcome, Setup, replay
+from stillroom.bench.retrieved_traces import QUESTION_TOKENS
 from stillroom.bench.reuse_workloads import (
     MMLU_LIKE,
-    QUESTION_TOKENS,
     SYSTEM_TOKENS,
     Ask,
     Workload,

@@ -11,7 +11,7 @@ import pytest
 
 from stillroom.bench.report import to_markdown
 from stillroom.bench.reuse import ReuseOptions, run_reuse
-from stillroom.bench.reuse_engine import ARMS, OurRuntime
+from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS, RATIOS, OurRuntime
 from stillroom.bench.reuse_figures import METRIC, UNLOADED, Cell, Figures, sustained_rate
 from stillroom.bench.reuse_traffic import Traffic, budget_for, made_pool
 from stillroom.bench.reuse_worker import FirstToken, common_prefix, drive
@@ -30,6 +30,7 @@ class OneAtATime:
         self.now = 100.0
         self.queue: deque[int] = deque()
         self.num_to_tend = 1
+        self.ended = 0.0
         self.slept: list[float] = []
 
     def reset(self) -> None: ...
@@ -43,6 +44,7 @@ class OneAtATime:
 
     def step(self) -> list[FirstToken]:
         self.now += 1.0
+        self.ended = self.now
         number = self.queue.popleft()
         return [(number, [number, 0, 0])]
 
@@ -57,6 +59,7 @@ class OneAtATime:
 
     def drive(self, count: int, dues: list[float] | None) -> list[float]:
         found = drive(self, [[[1]]] * count, dues, lambda: self.now, self.sleep)
+        assert found["wall_seconds"] == self.ended - 100.0
         assert found["cached"] == [[number, 0, 0] for number in range(count)]
         seconds: list[float] = found["seconds"]
         return seconds
@@ -97,11 +100,15 @@ def test_figures_by_hand() -> None:
     figures = Figures()
     prompts = [((1, 2), (3, 4, 5), (6,))] * 2
     off, lru = Cell("mmlu", 1, UNLOADED, "off"), Cell("mmlu", 1, UNLOADED, "lru")
-    figures.add(off, prompts, [2.0, 2.0], [[0, 0, 0]] * 2)
-    figures.add(lru, prompts, [1.0, 1.0], [[2, 1, 0], [4, 0, 2]])
+
+    def answer(seconds: float, cached: list[list[int]]) -> dict[str, Any]:
+        return {"seconds": [seconds] * 2, "cached": cached, "wall_seconds": 2 * seconds}
+
+    figures.add(off, prompts, answer(2.0, [[0, 0, 0]] * 2))
+    figures.add(lru, prompts, answer(1.0, [[2, 1, 0], [4, 0, 2]]))
     assert figures.service_rate("mmlu", 1) == 0.5
-    figures.add(off.at(1.0), prompts, [11.0, 11.0], [[0, 0, 0]] * 2)
-    figures.add(lru.at(1.0), prompts, [9.0, 9.0], [[0, 0, 0]] * 2)
+    figures.add(off.at(1.0), prompts, answer(11.0, [[0, 0, 0]] * 2))
+    figures.add(lru.at(1.0), prompts, answer(9.0, [[0, 0, 0]] * 2))
     assert not figures.is_asked(off.at(2.0), 1.0, 0), "11 s are more than 5 times 2 s"
     assert figures.is_asked(lru.at(2.0), 1.0, 0), "9 s are more than 5 times its own, and less than 5 times off's"
     assert not figures.is_asked(off.at(3.0), 2.0, 0)
@@ -109,6 +116,7 @@ def test_figures_by_hand() -> None:
 
     tables = figures.tables()
     first, second, *_ = tables["time to first token"]
+    assert (first["answered/s"], second["answered/s"]) == (0.5, 1.0)
     assert (first["mean"], first["mean x off"], first["mean x lru"]) == ("2 s", "", "2 [2, 2]")
     assert [second[f"{tier} hits"] for tier in ("device", "host", "disk")] == ["50.0%", "8.3%", "16.7%"]
     rows = {row["arm"]: row for row in tables["sustained requests per second"]}
@@ -144,7 +152,24 @@ def test_each_arm_keeps_what_it_should(arm: str, tmp_path: Path) -> None:
         kept = [sum(row) for row in drive(runtime, prompts[:1], None)["cached"]]
         assert (kept[0] > 0) == (arm != "off")
         runtime.reset()
-    assert bool(list((tmp_path / "kv" / arm).iterdir())) == (arm in ("pgdsf", "tiers"))
+    assert bool(list((tmp_path / "kv" / arm).iterdir())) == (arm not in ("off", "lru"))
+
+
+@pytest.mark.parametrize("arm", RATIOS)
+def test_documents_in_another_order_are_found_anywhere(arm: str, tmp_path: Path) -> None:
+    pool = made_pool(20, 97, seed=0)
+    there, back = ((pool.system, *documents, (1, 2, 3)) for documents in (pool.documents[:3], pool.documents[2::-1]))
+    budget = budget_for(pool, [there, back], 1)
+    settings: dict[str, Any] = {"device": budget.device, "host": budget.host, "disk": budget.disk}
+    settings |= {"max_seqs": 4, "step_tokens": 512, "max_tokens": 1, "scratch": str(tmp_path / "kv")}
+    folder = write_checkpoint(tmp_path, TINY, "bfloat16", 0)
+    tokens = {}
+    for name in ("tiers", arm):
+        runtime = OurRuntime(name, folder, settings, 1)
+        tokens[name] = sum(drive(runtime, [there, back], None)["cached"][1])
+    num_again = -(-RATIOS[arm] * sum(map(len, pool.documents[:3])) // 1)
+    assert tokens["tiers"] == len(pool.system)
+    assert tokens[arm] == len(pool.system) + sum(map(len, pool.documents[:3])) - num_again
 
 
 def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
@@ -152,6 +177,10 @@ def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
         run_reuse(tmp_path, peers={"nobody": "python"}, shape=TINY)
     with pytest.raises(UsageError, match="unknown curves"):
         ReuseOptions(curves=["zipf"])
+    with pytest.raises(UsageError, match="unknown arms tier; known are off, lru"):
+        ReuseOptions(arms=["off", "tier"])
+    with pytest.raises(UsageError, match="add --arm off"):
+        ReuseOptions(arms=["lru"])
     for rates in ([], [0.0]):
         with pytest.raises(UsageError, match="rates"):
             ReuseOptions(rates=rates)
@@ -165,11 +194,11 @@ def test_a_run(tmp_path: Path) -> None:
     result = run_reuse(tmp_path, options=SMALL, peers=peers, shape=TINY)
     groups = {f"mmlu, k=2, {load}" for load in ("one after the other", "0.5x", "1x")}
     assert {name.rpartition("/")[0] for name in result.samples.values} == groups
-    assert {name.rpartition("/")[2] for name in result.samples.values} == set(ARMS)
+    assert {name.rpartition("/")[2] for name in result.samples.values} == set(DEFAULT_ARMS)
     assert all(len(metrics[METRIC]) == 3 for metrics in result.samples.values.values())
     assert result.ratio("mmlu, k=2, one after the other/lru", METRIC) is not None
     assert any(note.startswith("vllm: left out") for note in result.notes)
-    assert [row["arm"] for row in result.tables["sustained requests per second"]] == list(ARMS)
-    assert {row["arm"] for row in result.tables["memory"]} == set(ARMS)
+    assert [row["arm"] for row in result.tables["sustained requests per second"]] == list(DEFAULT_ARMS)
+    assert {row["arm"] for row in result.tables["memory"]} == set(DEFAULT_ARMS)
     assert "## time to first token" in to_markdown(result)
     assert not list(tmp_path.glob("reuse-*/")), "KV is removed"

@@ -47,8 +47,12 @@ def test_defaults(run: Run, calls: Calls) -> None:
 def test_every_flag(run: Run, calls: Calls) -> None:
     Path("set").mkdir()
     flags = "--dataset set --model set --curve nq --curve mmlu --k 1 --k 5 --rate 0.5 --rate 2 --requests 9 --warmup 7"
-    flags += " --documents 50 --companions fixed --max-tokens 4 --repeat 3 --seed 6 --peer vllm=py --quiet --json"
-    result = run("bench", "reuse", "--work-dir", "w", "--peer", "vllm plenty=py", *flags.split())
+    flags += (
+        " --documents 50 --companions fixed --max-tokens 4 --repeat 3 --seed 6 --arm off --peer vllm=py --quiet --json"
+    )
+    result = run(
+        "bench", "reuse", "--work-dir", "w", "--peer", "vllm plenty=py", "--arm", "anywhere 30%", *flags.split()
+    )
 
     assert result.err == "" and result.json["benchmark"] == "stillroom bench reuse"
     options = ReuseOptions(
@@ -62,12 +66,17 @@ def test_every_flag(run: Run, calls: Calls) -> None:
         max_tokens=4,
         repeat=3,
         seed=6,
+        arms=["anywhere 30%", "off"],
     )
     assert calls == [(Path("w"), options, Path("set"), Path("set"), {"vllm plenty": "py", "vllm": "py"})]
 
 
 def test_wrong_calls(run: Run, calls: Calls) -> None:
-    for flags, words in ((["--peer", "vllm"], "--peer vllm=PATH"), (["--curve", "x"], "unknown curves x")):
+    for flags, words in (
+        (["--peer", "vllm"], "--peer vllm=PATH"),
+        (["--curve", "x"], "unknown curves x"),
+        (["--arm", "x"], "unknown arms x"),
+    ):
         result = run("bench", "reuse", *flags)
         assert result.code == 2 and words in result.err
     assert not calls

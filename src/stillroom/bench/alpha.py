@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from stillroom.bench.chunk_questions import load_questions
 from stillroom.bench.quality import Outcome, Scope, ask_all
 from stillroom.bench.quality_arms import FULL, QualityArm, alpha_name
 from stillroom.kvcache.chunk_scores import AlphaCell, choose_alpha
@@ -38,8 +37,7 @@ def find_alpha(
     selector = scope.selectors[0]
     names = {alpha: alpha_name(selector, alpha) for alpha in scope.alphas}
     arms = [QualityArm(name, AnywhereOptions(1.0, selector, alpha)) for alpha, name in names.items()]
-    questions = load_questions(scope.questions, scope.num_questions)
-    outcomes = ask_all(scope, questions, arms, on_progress=on_progress)
+    outcomes = ask_all(scope, scope.load(), arms, on_progress=on_progress)
     has_answers = fmean(one.is_right for one in outcomes[FULL]) > 0  # false for not a number
     cells = tuple(
         AlphaCell(

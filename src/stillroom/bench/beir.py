@@ -53,6 +53,29 @@ def read_corpus(dataset: Path) -> dict[str, str]:
     return corpus
 
 
+def read_answers(dataset: Path) -> dict[str, tuple[str, ...]]:
+    """The accepted answers of every query that has some.
+
+    Raises:
+        UsageError: there are no queries.
+        DocumentError: a line cannot be read, or its `answers` are no list of texts.
+    """
+    path, found = dataset / "queries.jsonl", {}
+    if not path.is_file():
+        raise UsageError(f"{path} is missing; a data set has {', '.join(_FILES)}")
+    for number, line in _lines(path):
+        try:
+            record: Mapping[str, Any] = json.loads(line)
+            answers = record.get("answers") or []
+            if not isinstance(answers, list) or not all(isinstance(one, str) and one.strip() for one in answers):
+                raise TypeError("not texts")
+            if answers:
+                found[str(record["_id"])] = tuple(answers)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DocumentError(f"{path}:{number}: `answers` of a query is a list of texts") from error
+    return found
+
+
 def open_knowledge_base(dataset: Path, work_dir: Path, config: StillroomConfig) -> KnowledgeBase:
     """A knowledge base of the set's corpus. Its folder depends on content and settings: the second time nothing is
     embedded.

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from stillroom.bench.answer_metrics import rouge_l
+from stillroom.bench.answer_metrics import exact_match, rouge_l, word_f1
 from stillroom.bench.chunk_questions import ChunkQuestion, load_questions
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Samples
@@ -75,7 +75,17 @@ class Scope:
     has_unturned: bool = False
     """Also with keys that are not turned."""
     context: Context = "foreign"
+    num_chunks: int | None = None
+    max_words: int | None = None
+    seed: int = 0
+    """These three as in `load_questions`."""
     max_tokens: int = 16
+
+    def load(self) -> list[ChunkQuestion]:
+        """Raises UsageError: there are none, or something else in their place."""
+        return load_questions(
+            self.questions, self.num_questions, num_chunks=self.num_chunks, max_words=self.max_words, seed=self.seed
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,9 @@ class Outcome:
     """One question under one arm."""
 
     is_right: float
-    """1 or 0; not a number without an answer to compare with."""
+    """1 or 0, normalised as SQuAD does; not a number without an answer to compare with."""
+    f1: float
+    """Of words, against the accepted answer that is most like it; the same."""
     agrees: float
     """1 if all tokens are those of a full prefill."""
     token_agreement: float
@@ -122,7 +134,7 @@ def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambd
         focus_window=scope.focus_window,
         has_unturned=scope.has_unturned,
     )
-    questions = load_questions(scope.questions, scope.num_questions)
+    questions = scope.load()
     outcomes = ask_all(scope, questions, arms, on_progress=on_progress)
     kinds = [question.kind for question in questions]
     samples = Samples()
@@ -139,6 +151,7 @@ def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambd
     }
     tables = {
         "Exact match": _by_kind(outcomes, kinds, "is_right"),
+        "F1 of words": _by_kind(outcomes, kinds, "f1"),
         "Against a full prefill": _against_full(outcomes),
         f"{OURS} against each other selector, same budget": _tests(outcomes, kinds, scope),
     }
@@ -235,7 +248,8 @@ class _Bench:
         same = _num_equal(full.token_ids, reply.token_ids)
         num_placed = sum(one.num_tokens for one in reply.reuse.segments if one.reason is Reason.ANYWHERE)
         return Outcome(
-            is_right=math.nan if question.answer is None else float(answer.strip() == question.answer.strip()),
+            is_right=exact_match(answer, question.answers) if question.answers else math.nan,
+            f1=word_f1(answer, question.answers) if question.answers else math.nan,
             agrees=float(full.token_ids == reply.token_ids),
             token_agreement=same / max(len(full.token_ids), 1),
             rouge=rouge_l(answer, [wanted]),

@@ -1,8 +1,9 @@
 """`stillroom bench reuse`: time to first token against request rate, as RAGCache's Figures 13 to 15.
 
-Arms, each in a process of its own (`reuse_worker.py`): our engine without reuse, with what prefix caching gives, and
-with three tiers; and vLLM and llama.cpp on the same prompts at the same moments. One arm runs at a time, the others are
-stopped, and at every rate they take turns forward and backward. An arm that is overloaded is not asked for more.
+Arms, each in a process of its own (`reuse_worker.py`): our engine without reuse, with what prefix caching gives, with
+three tiers, and if asked for with reuse anywhere; and vLLM and llama.cpp on the same prompts at the same moments. One
+arm runs at a time, the others are stopped, and at every rate they take turns forward and backward. An arm that is
+overloaded is not asked for more.
 """
 
 import contextlib
@@ -16,8 +17,8 @@ from typing import Any
 
 from stillroom.bench.environment import Environment, record_environment
 from stillroom.bench.report import BenchResult
-from stillroom.bench.reuse_engine import ARMS
-from stillroom.bench.reuse_figures import UNLOADED, Cell, Figures
+from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS
+from stillroom.bench.reuse_figures import OFF, UNLOADED, Cell, Figures
 from stillroom.bench.reuse_traffic import (
     CURVES,
     MAX_SEQS,
@@ -69,8 +70,14 @@ class ReuseOptions:
     max_tokens: int = 1
     repeat: int = 2
     seed: int = 0
+    arms: Sequence[str] = DEFAULT_ARMS
+    """Of our engine."""
 
     def __post_init__(self) -> None:
+        if unknown := set(self.arms) - set(ARMS):
+            raise UsageError(f"unknown arms {', '.join(sorted(unknown))}; known are {', '.join(ARMS)}")
+        if OFF not in self.arms:
+            raise UsageError(f"rates are multiples of what `{OFF}` serves; add --arm {OFF}")
         if unknown := set(self.curves) - set(CURVES):
             raise UsageError(f"unknown curves {', '.join(sorted(unknown))}; known are {', '.join(CURVES)}")
         if not self.rates or min(self.rates) <= 0:
@@ -145,7 +152,7 @@ def _result(run: _Run, dataset: Path | None, model: Path | None) -> BenchResult:
         run.environment,
         parameters,
         run.figures.samples(),
-        ARMS[0],
+        OFF,
         notes=[*_NOTES, *run.notes],
         tables=tables,
     )
@@ -193,7 +200,7 @@ def _started(run: _Run, peers: Mapping[str, str], budget: Budget, work_dir: Path
             "scratch": scratch,
         }
         try:
-            for name, python in {**dict.fromkeys(ARMS, sys.executable), **peers}.items():
+            for name, python in {**dict.fromkeys(run.options.arms, sys.executable), **peers}.items():
                 run.say(f"loading {name}")
                 command = [python, str(_WORKER), name, str(run.folder)]
                 command += [str(run.environment.num_threads), json.dumps(settings)]
@@ -240,7 +247,7 @@ def _measure(run: _Run, workers: list[WorkerProcess], traffic: Traffic) -> None:
                     run.say(f"{cell.group}/{cell.arm}, run {repetition + 1}")
                     answer = _ask(run, workers, worker, own, dues)
                     if answer is not None:
-                        figures.add(cell, own, answer["seconds"], answer["cached"])
+                        figures.add(cell, own, answer)
 
 
 def _warm(run: _Run, workers: list[WorkerProcess], prompts: Sequence[Prompt]) -> None:

@@ -5,6 +5,7 @@ Every reset makes a fresh engine with empty tiers on the same weights and the sa
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ from stillroom.models.loader import fingerprint_of, load_decoder
 from stillroom.rag.generator import build_engine
 from stillroom.rag.kv_cache import KVCache, kv_shape
 
-ARMS = ("off", "lru", "pgdsf", "tiers")
+DEFAULT_ARMS = ("off", "lru", "pgdsf", "tiers")
 """Nothing is kept; on the device only, the least recently used leaves (what prefix caching gives); device, host and
 disk, under RAGCache's policy and under ours, which is the default."""
+RATIOS = {"anywhere 15%": 0.15, "anywhere 30%": 0.3}
+"""As `tiers`, and documents are reused wherever they stand, with this share of their tokens computed again."""
+ARMS = (*DEFAULT_ARMS, *RATIOS)
 
 
 def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
@@ -34,7 +38,10 @@ def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
     if arm == "lru":
         return ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0)
     policy: EvictionPolicy = "pgdsf" if arm == "pgdsf" else ReuseConfig().policy
-    return ReuseConfig(policy=policy, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    exact = ReuseConfig(policy=policy, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    if arm in RATIOS:
+        return replace(exact, mode="anywhere", recompute_ratio=RATIOS[arm], audit_share=0.0)
+    return exact
 
 
 class OurRuntime:
@@ -71,7 +78,7 @@ class OurRuntime:
             reuse=reuse_config(self._arm, settings["host"] * per_token, settings["disk"] * per_token),
             fingerprint=self._fingerprint,
             profile=self._profile,
-            kv_folder=self._kv_folder if self._arm in ("pgdsf", "tiers") else None,
+            kv_folder=None if self._arm in ("off", "lru") else self._kv_folder,
         )
         if self._cache.tree is not None:
             self._profile = self._cache.tree.profile

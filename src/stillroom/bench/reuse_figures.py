@@ -49,7 +49,8 @@ class Cell:
 @dataclass(slots=True)
 class _Seen:
     seconds: list[float] = field(default_factory=list)
-    num_runs: int = 0
+    wall_seconds: float = 0.0
+    """From the first request due to the last one answered, all runs together."""
     num_tokens: int = 0
     num_cached: list[int] = field(default_factory=lambda: [0] * len(_TIERS))
 
@@ -66,12 +67,14 @@ class Figures:
     _memory: list[dict[str, Any]] = field(default_factory=list)
     _service: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def add(
-        self, cell: Cell, prompts: Sequence[Prompt], seconds: Sequence[float], cached: Sequence[Sequence[int]]
-    ) -> None:
-        seen = self._seen.setdefault(cell, _Seen())
-        seen.num_runs += 1
-        seen.seconds += seconds
+    def add(self, cell: Cell, prompts: Sequence[Prompt], answer: Mapping[str, Any]) -> None:
+        """
+        Args:
+            answer: what `reuse_worker.drive` returned.
+        """
+        seen, cached = self._seen.setdefault(cell, _Seen()), answer["cached"]
+        seen.wall_seconds += answer["wall_seconds"]
+        seen.seconds += answer["seconds"]
         seen.num_tokens += sum(len(part) for prompt in prompts for part in prompt)
         seen.num_cached = [before + sum(row[at] for row in cached) for at, before in enumerate(seen.num_cached)]
         if cell.arm == OFF and cell.rate == UNLOADED:  # the first run's: all runs have the same rates
@@ -130,6 +133,7 @@ class Figures:
         seen, service = self._seen[cell], self.service_rate(cell.curve, cell.k)
         summary = summarise(seen.seconds)
         row: dict[str, Any] = {"load": cell.group, "requests/s": cell.rate * service or "", "arm": cell.arm}
+        row["answered/s"] = len(seen.seconds) / seen.wall_seconds
         row |= {name: format_value(METRIC, getattr(summary, name)) for name in ("mean", "p50", "p95")}
         row |= {f"mean x {arm}": self._ratio(cell, arm) for arm in _REFERENCES if self._has(arm)}
         shares = zip(_TIERS, seen.num_cached, strict=True)

@@ -55,7 +55,8 @@ def drive(
         dues: seconds from now, ascending; None sends each when the one before is answered.
 
     Returns:
-        `seconds` from due to first token and `cached` tokens by tier, of each request.
+        `seconds` from due to first token and `cached` tokens by tier, of each request; `wall_seconds` until all were
+        answered.
     """
     sent: list[float] = []
     seconds, cached = [0.0] * len(prompts), [[0, 0, 0] for _ in prompts]
@@ -70,9 +71,10 @@ def drive(
                 seconds[number], cached[number] = clock() - began - sent[number], kept
         elif dues and not runtime.tend():
             sleep(max(0.0, dues[len(sent)] - (clock() - began)))
+    wall_seconds = clock() - began
     while runtime.tend():  # nobody waits; what comes next does not pay for it
         pass
-    return {"seconds": seconds, "cached": cached}
+    return {"seconds": seconds, "cached": cached, "wall_seconds": wall_seconds}
 
 
 class Vllm:

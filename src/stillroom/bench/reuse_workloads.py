@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stillroom.bench.retrieved_traces import QUESTION_TOKENS, count_tokens, read_retrieved
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -21,11 +22,8 @@ from stillroom.errors import UsageError
 from stillroom.kvcache.pieces import Piece
 
 SYSTEM_TOKENS = 64
-QUESTION_TOKENS = 32
 TRACE_BLOCK_TOKENS = 512
 """Tokens of one hash id of the Mooncake trace."""
-TOKENS_PER_WORD = 1.3
-"""English, for texts that come without a tokenizer."""
 
 _ROOT = NodeKey(hashlib.sha256(b"bench policies").digest())
 
@@ -144,13 +142,13 @@ def made_workload(
     return Workload(f"{popularity.name}, k={top_k}", tuple(asks))
 
 
-def document_ask(documents: Iterable[tuple[str, int]]) -> Ask:
+def document_ask(documents: Iterable[tuple[str, int]], question_tokens: int = QUESTION_TOKENS) -> Ask:
     """A request for a system prompt, documents (name, tokens) and a question."""
     named = [("system", SYSTEM_TOKENS), *documents]
     kinds = [SegmentKind.SYSTEM] + [SegmentKind.CHUNK] * (len(named) - 1)
     pieces = _chain(named, kinds)
     segments = [Segment(piece.kind, _tokens(piece.num_tokens), piece.chunk_id) for piece in pieces]
-    question = Segment(SegmentKind.QUESTION, _tokens(QUESTION_TOKENS))
+    question = Segment(SegmentKind.QUESTION, _tokens(question_tokens))
     return Ask(SegmentedPrompt((*segments, question)), pieces, SYSTEM_TOKENS)
 
 
@@ -180,19 +178,15 @@ def _trace_ask(blocks: Sequence[str]) -> Ask:
 
 
 def retrieved_workload(path: Path, top_k: int, num_asks: int) -> Workload:
-    """What a real RAG run retrieved (`retrieved_docs`), the first `top_k` passages of each request.
+    """What a real RAG run retrieved, the first `top_k` passages of each request.
 
     Raises:
         UsageError: the file is no such trace.
     """
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["retrieved_docs"][:num_asks]
-        asks = [
-            document_ask([(text, max(1, round(TOKENS_PER_WORD * len(text.split())))) for text in row[:top_k]])
-            for row in rows
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is no trace with `retrieved_docs`: {error}") from None
+    asks = [
+        document_ask([(text, count_tokens(text)) for text in one.documents[:top_k]])
+        for one in read_retrieved(path)[:num_asks]
+    ]
     return Workload(f"{path.stem}, k={top_k}", tuple(asks))
 
 

@@ -23,6 +23,7 @@ from stillroom.cli.bench_report import (
     show_run,
 )
 from stillroom.cli.bench_reuse import REUSE_HELP, reuse
+from stillroom.cli.bench_savings import SAVINGS_HELP, savings
 from stillroom.cli.console import note
 from stillroom.cli.options import ConfigOption, JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
@@ -275,3 +276,4 @@ def runtime(  # noqa: PLR0913  one parameter per flag
 app.command("reuse", help=REUSE_HELP)(reuse)
 app.command("quality", help=QUALITY_HELP)(quality)
 app.command("anywhere", help=ANYWHERE_HELP)(anywhere)
+app.command("savings", help=SAVINGS_HELP)(savings)

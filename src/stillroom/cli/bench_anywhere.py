@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 QUALITY_HELP = help_text(
     "Measure what reuse anywhere costs in answers: exact match and agreement with a full prefill.",
-    "Questions come from a JSON-lines file: `chunks` (texts), `question`, and if known `answer` and `kind`. The KV of "
-    "each chunk is computed behind a chunk of another question, then reused where the question has it, with a share "
-    "of its tokens computed again. Compared are all token selectors, a prefix cache, and one that reorders documents. "
-    "How to read it: docs/chunk-reuse.md.",
+    "Questions come from a JSON-lines file (`chunks`, which are texts, `question`, and if known `answer` and `kind`), "
+    "from a JSON list (`ctxs` with `title` and `text`, `question`, `answers`), or from a data set in BEIR layout. The "
+    "KV of each chunk is computed behind a chunk of another question, then reused where the question has it, with a "
+    "share of its tokens computed again. Compared are all token selectors, a prefix cache, and one that reorders "
+    "documents. How to read it: docs/chunk-reuse.md.",
     examples=(
         "stillroom bench quality --questions eval.jsonl",
+        "stillroom bench quality --questions data/xquad --limit 200 --model ./model --words 60",
         "stillroom bench quality --questions eval.jsonl --selector question --selector context --alpha 1 --focus 2",
         "stillroom bench quality --questions eval.jsonl --model ./model --ratio 0.15 --ratio 0.3 --output quality.json",
     ),
@@ -51,12 +53,19 @@ RatiosOption = Annotated[
 
 def quality(  # noqa: PLR0913  one parameter per flag
     questions: Annotated[
-        Path, typer.Option("--questions", metavar="FILE", exists=True, dir_okay=False, help="A JSON-lines file.")
+        Path, typer.Option("--questions", metavar="PATH", exists=True, help="A file of questions, or a data set.")
     ],
     model: Annotated[
         str, typer.Option("--model", metavar="NAME", help="`bundled`, a checkpoint's folder or a hub name.")
     ] = "bundled",
     limit: Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="Questions at most.")] = None,
+    num_chunks: Annotated[
+        int | None, typer.Option("--chunks", min=1, metavar="N", help="Documents of a question, at most.")
+    ] = None,
+    max_words: Annotated[
+        int | None, typer.Option("--words", min=1, metavar="N", help="Of a document; longer ones are cut.")
+    ] = None,
+    seed: SeedOption = 0,
     ratios: RatiosOption = None,
     selectors: Annotated[
         list[str] | None,
@@ -99,6 +108,9 @@ def quality(  # noqa: PLR0913  one parameter per flag
         focus_window=focus,
         has_unturned=unturned,
         context="shuffled" if shuffled else "foreign",
+        num_chunks=num_chunks,
+        max_words=max_words,
+        seed=seed,
         max_tokens=max_tokens,
     )
     deliver(run_quality(scope, on_progress=on_progress), Delivery(as_json, output, html, compare))

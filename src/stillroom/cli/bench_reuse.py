@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 REUSE_HELP = help_text(
     "Measure what kept KV saves: time to first token against request rate, as in RAGCache's Figures 13 to 15.",
     "Requests come at random moments, some documents far more often than others. Compared are: no reuse, the least "
-    "recently used on the device only (prefix caching), and three tiers; vLLM with its prefix cache and llama.cpp with "
-    "its prompt cache get the same prompts at the same moments. How to read it: docs/reuse-bench.md.",
+    "recently used on the device only (prefix caching), three tiers, and if asked for reuse anywhere; vLLM with its "
+    "prefix cache and llama.cpp with its prompt cache get the same prompts at the same moments. How to read it: "
+    "docs/reuse-bench.md.",
     examples=(
         "stillroom bench reuse",
         "stillroom bench reuse --dataset data/nq --curve mmlu --curve nq --k 1 --k 2 --peer vllm=vllm/bin/python",
+        "stillroom bench reuse --k 5 --arm off --arm lru --arm 'anywhere 15%'",
     ),
 )
 
@@ -79,6 +81,15 @@ def reuse(  # noqa: PLR0913  one parameter per flag
         ),
     ] = "drawn",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Tokens of an answer.")] = 1,
+    arms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arm",
+            metavar="NAME",
+            help="off (always needed), lru, pgdsf, tiers, 'anywhere 15%' or 'anywhere 30%'; can be repeated. "
+            "Without it, the first four.",
+        ),
+    ] = None,
     peers: PeersOption = None,
     repeat: Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs, each with fresh caches.")] = 2,
     seed: SeedOption = 0,
@@ -103,6 +114,7 @@ def reuse(  # noqa: PLR0913  one parameter per flag
         max_tokens=max_tokens,
         repeat=repeat,
         seed=seed,
+        arms=arms or default.arms,
     )
     result = run_reuse(
         work_dir or cache_root() / "bench",
