@@ -1,8 +1,9 @@
 """`stillroom explain` over a diary written as the pipeline writes it."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from stillroom.rag.answer import Answer, ReuseReport, SegmentReport, Source, Timing, trace_of
+from stillroom.rag.answer import Answer, ReuseReport, SegmentReport, Source, Timing, VariantReport, trace_of
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.cli.harness import Run
 
@@ -66,6 +67,26 @@ def test_an_earlier_one_by_its_id_as_json(run: Run) -> None:
     assert (found["request_id"], found["question"]) == ("req-1", "about first?")
     assert found["reuse"]["segments"][1]["reason"] == "order differs"
     assert "secret" not in str(found), "the text of documents is not copied"
+
+
+def test_the_copy_that_a_document_was_placed_from(run: Run) -> None:
+    Path("kb").mkdir()
+    before = answer("req-1", "first")
+    other = replace(before.sources[0], chunk_id="0000000000000001", document="docs/other.md", start_line=7, end_line=7)
+    variant = VariantReport((other.chunk_id, None, CHUNK, "00000000000000aa"), 40, 0.25, 0.6, 0.45, False, 0.012)
+    placed = SegmentReport("chunk", CHUNK, 15, "host", "placed", 3, variant)
+    after = answer("req-2", "second")
+    after = replace(after, reuse=replace(after.reuse, recompute_ratio=0.2, segments=(placed,)))
+    remember(replace(before, sources=(other,)), after)
+
+    lines = run("explain", "--kb", "kb").out.splitlines()
+
+    assert lines[5].startswith("      15  host      placed                1. docs/keys.md:3-4")
+    assert lines[5].endswith("(3 tokens computed again)")
+    assert lines[6].strip() == (
+        "computed at position 40 behind docs/other.md:7, a document since removed, docs/keys.md:3-4, 00000000000000aa, "
+        "overlap 0.25, impact 0.60, fix 45%, not in focus, saves 12 ms"
+    )
 
 
 def test_what_is_not_remembered_is_said(run: Run) -> None:

@@ -34,6 +34,7 @@ def explain(
     log = TraceLog(kb / TRACE_FILE, keep=0)
     try:
         found = log.get(request_id)
+        earlier = log.sources_of(_behind(found[2])) if found is not None else {}
     except (sqlite3.Error, ValueError) as error:
         raise CorruptKnowledgeBaseError(
             f"{kb / TRACE_FILE} cannot be read ({error}); remove it, it holds nothing but explanations"
@@ -47,10 +48,20 @@ def explain(
     if as_json:
         print_json({"request_id": name, "at": at, **trace})
         return
-    _show(name, at, trace)
+    _show(name, at, trace, earlier)
 
 
-def _show(name: str, at: float, trace: dict[str, Any]) -> None:
+def _behind(trace: dict[str, Any]) -> set[str]:
+    """Chunks that stood before the copies that were placed."""
+    variants = [segment["variant"] for segment in trace["reuse"]["segments"] if segment.get("variant")]
+    return {chunk_id for variant in variants for chunk_id in variant["behind"] if chunk_id is not None}
+
+
+def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[str, Any]]) -> None:
+    """
+    Args:
+        earlier: sources of earlier questions, by chunk.
+    """
     when = datetime.datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     timing, reuse = trace["timing"], trace["reuse"]
     line(f"{name}  {when}  {trace['model']}")
@@ -67,7 +78,7 @@ def _show(name: str, at: float, trace: dict[str, Any]) -> None:
         repaired = f"  ({count(again, 'token')} computed again)" if again else ""
         line(f"  {segment['num_tokens']:>6,}  {segment['source']:<8}  {segment['reason']:<20}  {what}{repaired}")
         if variant := segment.get("variant"):
-            line(f"{'':>40}{_describe_variant(variant, by_chunk)}")
+            line(f"{'':>40}{_describe_variant(variant, earlier | by_chunk)}")
     line()
     if reuse["num_cached_tokens"] and reuse["segments"]:
         loads = f", {duration(reuse['load_seconds'])} of loading deducted" if reuse["load_seconds"] else ""
@@ -83,10 +94,9 @@ def _show(name: str, at: float, trace: dict[str, Any]) -> None:
 def _describe_variant(variant: dict[str, Any], by_chunk: dict[str, dict[str, Any]]) -> str:
     """Where the copy came from, and what it was expected to take (Cache-Craft 3.1, 3.2)."""
     behind = [
-        f"{by_chunk[name]['position']}." if name in by_chunk else "a document no longer kept" if name is None else name
-        for name in variant["behind"]
+        _name(by_chunk[one]) if one in by_chunk else one or "a document since removed" for one in variant["behind"]
     ]
-    parts = [f"computed at {variant['first_position']:,} behind {', '.join(behind) or 'no document'}"]
+    parts = [f"computed at position {variant['first_position']:,} behind {', '.join(behind) or 'no document'}"]
     parts.append(f"overlap {variant['overlap']:.2f}")
     parts += [] if variant["impact"] is None else [f"impact {variant['impact']:.2f}"]
     parts.append(f"fix {variant['overhead']:.0%}")
@@ -95,8 +105,12 @@ def _describe_variant(variant: dict[str, Any], by_chunk: dict[str, dict[str, Any
     return ", ".join(parts)
 
 
+def _name(source: dict[str, Any]) -> str:
+    return place(source["document"], source["start_line"], source["end_line"])
+
+
 def _describe(source: dict[str, Any]) -> str:
     """The document, and why it was chosen."""
-    where = place(source["document"], source["start_line"], source["end_line"])
+    where = _name(source)
     scores = ", ".join(f"{name} {score:.4f}" for name, score in source["scores"].items())
     return f"{source['position']}. {where}  score {source['score']:.4f}" + (f" ({scores})" if scores else "")

@@ -9,7 +9,7 @@ import json
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,20 @@ class TraceLog:
         with self._lock, self._open() as connection:
             row = connection.execute(f"SELECT * FROM traces {where} ORDER BY at DESC LIMIT 1", values).fetchone()
         return None if row is None else (row[0], row[1], json.loads(row[2]))
+
+    def sources_of(self, chunk_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """What was said of these chunks when one was last among a question's sources; those that never were are not in
+        it. Raises sqlite3.Error or ValueError: the file is damaged."""
+        found = {}
+        with self._lock, self._open() as connection:
+            for chunk_id in chunk_ids:
+                query = "SELECT trace FROM traces WHERE instr(trace, ?) ORDER BY at DESC"
+                rows = (json.loads(row) for (row,) in connection.execute(query, (chunk_id,)))
+                sources = (source for trace in rows for source in trace["sources"])
+                source = next((one for one in sources if one["chunk_id"] == chunk_id), None)
+                if source is not None:
+                    found[chunk_id] = source
+        return found
 
     def close(self) -> None:
         with self._lock:
