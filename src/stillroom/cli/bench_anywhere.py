@@ -14,6 +14,7 @@ from stillroom.cli.bench_report import (
     SeedOption,
     WorkDirOption,
     deliver,
+    named_pythons,
 )
 from stillroom.cli.console import note
 from stillroom.cli.options import JsonOption, QuietOption, help_text
@@ -41,8 +42,13 @@ QUALITY_HELP = help_text(
 ANYWHERE_HELP = help_text(
     "Measure time to first token when documents are reused in another order than before.",
     "A Llama of 135 million random weights; documents come from device, host and disk, at several recompute ratios. "
-    "--lasting asks many shuffled questions, to see whether the gain lasts. How to read it: docs/chunk-reuse.md.",
-    examples=("stillroom bench anywhere", "stillroom bench anywhere --lasting 1000 --output anywhere.json"),
+    "--lasting asks many shuffled questions, to see whether the gain lasts. KVBoost can be measured too. How to read "
+    "it: docs/chunk-reuse.md.",
+    examples=(
+        "stillroom bench anywhere",
+        "stillroom bench anywhere --lasting 1000 --output anywhere.json",
+        "stillroom bench anywhere --chunk-tokens 192 --peer kvboost=kvboost/bin/python",
+    ),
 )
 
 RatiosOption = Annotated[
@@ -124,6 +130,10 @@ def anywhere(  # noqa: PLR0913  one parameter per flag
     documents: Annotated[
         int, typer.Option("--documents", min=2, metavar="N", help="Documents that these are over.")
     ] = 300,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option("--peer", metavar="NAME=PYTHON", help="kvboost, and the Python that has it."),
+    ] = None,
     repeat: RepeatOption = 10,
     seed: SeedOption = 0,
     work_dir: WorkDirOption = None,
@@ -146,5 +156,6 @@ def anywhere(  # noqa: PLR0913  one parameter per flag
     )
     folder = work_dir or cache_root() / "bench"
     folder.mkdir(parents=True, exist_ok=True)
-    result = run_anywhere(scope, folder, on_progress=(lambda _: None) if quiet else note)
+    on_progress = (lambda _: None) if quiet else note
+    result = run_anywhere(scope, folder, peers=named_pythons(peers), on_progress=on_progress)
     deliver(result, Delivery(as_json, output, html, compare))
