@@ -1,0 +1,103 @@
+"""What is noted of a prompt's chunks, against sums over a whole attention matrix."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from stillroom.core.batch import Masses, Weighing
+from stillroom.core.ids import ChunkId
+from stillroom.core.kv import NodeKey
+from stillroom.core.prompt import SegmentKind
+from stillroom.kvcache.pieces import Piece
+from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.weighing import Weigher, weighs_every
+
+
+def pieces_of(lengths: list[int]) -> list[Piece]:
+    """A system prompt, chunks, and one piece of a question."""
+    found, start = [], 0
+    for index, length in enumerate(lengths):
+        is_chunk = 0 < index < len(lengths) - 1
+        kind = SegmentKind.CHUNK if is_chunk else SegmentKind.SYSTEM if index == 0 else SegmentKind.QUESTION
+        key = NodeKey(bytes([index]) * 32)
+        found.append(Piece(key, key, key, start, length, index, kind, ChunkId(index) if is_chunk else None))
+        start += length
+    return found
+
+
+def attention_of(num_tokens: int) -> NDArray[np.float32]:
+    """Causal weights [tokens, tokens]."""
+    logits = np.where(np.tri(num_tokens, dtype=bool), np.random.default_rng(7).normal(size=(num_tokens,) * 2), -np.inf)
+    weights = np.exp(logits)
+    shares: NDArray[np.float64] = weights / weights.sum(1, keepdims=True)
+    return shares.astype(np.float32)
+
+
+def measure(weights: NDArray[np.float32], positions: NDArray[np.int64], wish: Weighing) -> Masses:
+    """What a runner would answer."""
+    rows = weights[positions[wish.rows]][:, : len(wish.groups)]
+    own = rows[np.arange(len(rows)), positions[wish.rows]]
+    paid = np.stack([rows[:, wish.groups == group].sum(1) for group in range(wish.num_groups)], axis=1)
+    paid[np.arange(len(rows)), wish.groups[positions[wish.rows]]] -= own
+    return Masses(paid, own, rows.sum(0))
+
+
+def weigh(weigher: Weigher, weights: NDArray[np.float32], steps: list[NDArray[np.int64]]) -> int:
+    """Compute the tokens of these steps; returns how many were looked at."""
+    count = 0
+    for positions in steps:
+        wish = weigher.weighing(positions)
+        if wish is not None:
+            count += len(wish.rows)
+            weigher.take(positions, measure(weights, positions, wish))
+    return count
+
+
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=6), st.integers(1, 10))
+def test_with_every_token_measured_the_sums_are_those_of_the_matrix(lengths: list[int], budget: int) -> None:
+    pieces, total = pieces_of(lengths), sum(lengths)
+    weights, weigher = attention_of(total), Weigher(pieces, total, every=1)
+    order = np.arange(total)
+    weigh(weigher, weights, [order[start : start + budget] for start in range(0, total, budget)])
+    assert weigher.mass_of(0) is None and weigher.mass_of(len(pieces) - 1) is None
+    for index, piece in enumerate(pieces[1:-1], start=1):
+        mass, own = weigher.mass_of(index), weights[piece.start : piece.end]
+        assert mass is not None and mass.prefix == tuple(one.content for one in pieces[1:index])
+        inter = [own[:, one.start : one.end].sum() for one in pieces[1:index]]
+        np.testing.assert_allclose(mass.inter, inter, rtol=1e-4, atol=1e-6)
+        assert mass.intra == pytest.approx(
+            float(np.tril(own[:, piece.start : piece.end], -1).sum()), rel=1e-4, abs=1e-6
+        )
+        assert mass.token_inter is not None and mass.received is not None
+        paid = own[:, pieces[1].start : piece.start].sum(1)
+        np.testing.assert_allclose(mass.token_inter, paid, rtol=1e-4, atol=1e-6)
+
+
+def test_a_sample_is_scaled_up_and_leaves_no_chunk_out() -> None:
+    lengths = [4, 40, 3, 33, 5]
+    pieces, total = pieces_of(lengths), sum(lengths)
+    weigher = Weigher(pieces, total, every=16)
+    weights = np.zeros((total, total), np.float32)
+    for one in pieces:  # a fixed part of each token's attention goes to each earlier piece
+        weights[one.start :, one.start : one.end] = 0.1 / one.num_tokens
+    assert weigh(weigher, weights, [np.arange(total)]) == 2 + 1 + 2
+    for index, length in ((1, 40), (2, 3), (3, 33)):
+        mass = weigher.mass_of(index)
+        assert mass is not None and mass.num_tokens == length and mass.token_inter is None
+        np.testing.assert_allclose(mass.inter, [0.1 * length] * (index - 1), rtol=1e-5)
+
+
+def test_what_is_kept_already_is_not_measured() -> None:
+    pieces = pieces_of([2, 5, 5, 2])
+    weigher = Weigher(pieces, 14, every=1)
+    weigher.leave_out(1)
+    wish = weigher.weighing(np.arange(14))
+    assert wish is not None and wish.rows.tolist() == [7, 8, 9, 10, 11]
+    assert weigher.weighing(np.arange(7)) is None and weigher.mass_of(1) is None
+
+
+def test_who_ranks_tokens_needs_all_of_them() -> None:
+    assert weighs_every(AnywhereOptions(0.1, "context")) == weighs_every(AnywhereOptions(0.1, "received")) == 1
+    assert weighs_every(AnywhereOptions(0.1, "question")) == 16
