@@ -5,10 +5,12 @@ changes between modes, every request whose report names no placed document answe
 """
 
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,7 @@ def new_house(
     ratio: float = 0.3,
     selector: TokenSelector = "question",
     blocks: int = 60,
+    **changes: Any,
 ) -> House:
     return House(
         decoder,
@@ -68,6 +71,7 @@ def new_house(
         load="always",  # with a ratio of 1 nothing is worth placing
         recompute_ratio=ratio,
         token_selector=selector,
+        **changes,
     )
 
 
@@ -194,6 +198,23 @@ def test_a_warm_start_places_from_disk(decoder: Decoder, tmp_path: Path) -> None
     second = new_house(decoder, tmp_path)
     _, reuse = second.run(question("c", 5, 1))
     assert [(segment.reason, segment.source) for segment in reuse.segments[1:3]] == [(Reason.ANYWHERE, Tier.DISK)] * 2
+
+
+def test_what_will_be_placed_is_read_ahead(decoder: Decoder, tmp_path: Path) -> None:
+    first = new_house(decoder, tmp_path, ratio=0.2)
+    first.run(question("a", 1, 2))
+    first.cache.close()
+    answers = []
+    for folder in ("with", "without"):
+        shutil.copytree(tmp_path, tmp_path.parent / folder)
+        prefetch_bytes = 2**20 if folder == "with" else 0
+        house = new_house(decoder, tmp_path.parent / folder, ratio=0.2, prefetch_bytes=prefetch_bytes)
+        answers.append(house.run(question("b", 2, 1)))
+        assert house.cache.tiers is not None
+        read_ahead = house.cache.tiers.stats.read_ahead
+        assert read_ahead.used_bytes <= 26 * house.bytes_per_token and read_ahead.wasted_bytes == 0
+        house.cache.close()
+    assert answers[0] == answers[1] and answers[0][1].has_placed
 
 
 def test_a_damaged_copy_is_computed(decoder: Decoder, oracle: Oracle, tmp_path: Path) -> None:

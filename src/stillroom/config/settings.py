@@ -177,6 +177,8 @@ class ReuseConfig:
     """Host memory for KV that had to leave the device (`runtime.kv_bytes`); taken as it fills. 0: none."""
     disk_bytes: int = 4 * 1024**3
     """Disk for KV, in the folder `kv` of the knowledge base; it survives restarts. 0: none."""
+    prefetch_bytes: int = 256 * 1024**2
+    """Host memory into which KV is read from disk while the question that will use it waits. 0: none."""
     policy: EvictionPolicy = "prefix_heat"
     """Who leaves a full tier: by our own rule, by RAGCache's `pgdsf`, or by one of its baselines. Measured beside each
     other in docs/policies-bench.md."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_table import BlockTable
@@ -47,3 +48,5 @@ class Lease:
     """[prompt tokens, pieces] attention of each computed token to each piece."""
     is_expected: bool = False
     """Whether the tree was told that its pieces will be used."""
+    read_ahead: list[NodeKey] = field(default_factory=list)
+    """Nodes that are read from disk for it while it waits."""

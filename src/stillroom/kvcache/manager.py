@@ -20,8 +20,9 @@ from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece, PrefixKeys
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.placement import AnywhereOptions, Placement
 from stillroom.kvcache.placing import account_repair, keep_to_be_placed, place, plan_for, token_inter, weigh
 from stillroom.kvcache.reuse_plan import plan_reuse
 from stillroom.kvcache.reuse_report import Found, count, nothing_reused, segments_of
@@ -74,15 +75,23 @@ class KVCacheManager:
         return num_blocks_for(segment_lengths, self.pool.block_size) <= self.pool.num_blocks
 
     def expect(self, lease: Lease) -> None:
-        """The sequence waits: what it will use is worth keeping."""
-        if self.reuse and not lease.is_expected:
-            lease.is_expected = True
-            self.reuse.tree.expect(piece.key for piece in lease.pieces)
+        """The sequence waits: what it will use is worth keeping, and what is on disk is read ahead."""
+        if self.reuse is None or lease.is_expected:
+            return
+        tree = self.reuse.tree
+        lease.is_expected = True
+        tree.expect(piece.key for piece in lease.pieces)
+        if tree.num_nodes(Tier.DISK):
+            matched = tree.match(lease.pieces)
+            self._read_ahead(lease, *self._plan(self.reuse, lease, matched, lease.prompt.num_tokens))
 
     def unexpect(self, lease: Lease) -> None:
         if self.reuse and lease.is_expected:
             lease.is_expected = False
             self.reuse.tree.unexpect(piece.key for piece in lease.pieces)
+        if self.reuse and lease.read_ahead:
+            self.reuse.tree.stop_reading_ahead(lease.read_ahead)
+            lease.read_ahead = []
 
     def try_admit(self, lease: Lease, segment_lengths: Sequence[int]) -> int | None:
         """KV for all of a sequence's tokens: kept KV as far as it reaches, fresh blocks for the rest.
@@ -246,20 +255,18 @@ class KVCacheManager:
     def _try_admit_along_tree(self, reuse: Reuse, lease: Lease, segment_lengths: Sequence[int]) -> int | None:
         tree, num_tokens = reuse.tree, sum(segment_lengths)
         matched = tree.match(lease.pieces)
-        bytes_per_token = tree.options.bytes_per_token
-        plan = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=reuse.always_loads)
-        path = matched[: plan.num_nodes]
+        path, placements = self._plan(reuse, lease, matched, num_tokens)
         tiers = [node.tier for node in matched]
-        placements = plan_for(reuse.tree, lease, len(path), reuse.anywhere, always_loads=reuse.always_loads)
         size = self.pool.block_size
         fresh = [node.num_tokens for node in path if node.block_ids is None]
-        fresh += _runs_after(plan.num_cached, segment_lengths)
+        fresh += _runs_after(sum(node.num_tokens for node in path), segment_lengths)
         tree.acquire(path)
         sources = [placement.node for placement in placements]
         tree.acquire(sources)  # so that they do not make room for their own copies
         if sources and not tree.has_room(num_blocks_for(fresh, size)):
             tree.release(sources)
             sources, placements = [], []
+        self._read_ahead(lease, path, placements)  # one is copied while the next one is read
         if not tree.make_room(num_blocks_for(fresh, size)):
             tree.release(reversed(path))
             return None
@@ -277,10 +284,24 @@ class KVCacheManager:
         tree.release(sources)
         if lease.reuse is None or lease.reuse.has_placed:  # what was placed the last time is what is repaired
             origins = {placement.piece_index: placement.tier for placement in placed}
-            self._account(tree, lease, Found(matched, tiers, plan.num_nodes, num_tokens, origins))
+            self._account(tree, lease, Found(matched, tiers, len(path), num_tokens, origins))
         if lease.repair is not None and not lease.repair.needs_look:
             account_repair(tree, lease)
         return num_cached
+
+    def _plan(
+        self, reuse: Reuse, lease: Lease, matched: Sequence[Node], num_tokens: int
+    ) -> tuple[Sequence[Node], Sequence[Placement]]:
+        """What to use of the path that a lease's prompt begins with, and what to place behind it."""
+        tree, always_loads = reuse.tree, reuse.always_loads
+        plan = plan_reuse(matched, num_tokens, tree.profile, tree.options.bytes_per_token, always_loads=always_loads)
+        path = matched[: plan.num_nodes]
+        return path, plan_for(tree, lease, len(path), reuse.anywhere, always_loads=always_loads)
+
+    def _read_ahead(self, lease: Lease, path: Sequence[Node], placements: Sequence[Placement]) -> None:
+        assert self.reuse is not None
+        nodes = [*path, *(placement.node for placement in placements)]
+        lease.read_ahead += self.reuse.tree.read_ahead(node for node in nodes if node.key not in lease.read_ahead)
 
     def _account(self, tree: KnowledgeTree, lease: Lease, found: Found) -> None:
         """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""
