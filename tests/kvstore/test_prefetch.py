@@ -110,6 +110,7 @@ def test_a_record_is_kept_until_the_last_one_has_released_it(prefetcher: Prefetc
     gate.is_open.set()
     for _ in range(2):
         prefetcher.request(key(1), SIZE)
+    prefetcher._entries[key(1)].future.result(PATIENCE)
     prefetcher.release(key(1))
     assert prefetcher.num_bytes == SIZE
     prefetcher.release(key(1))

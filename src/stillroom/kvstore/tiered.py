@@ -116,6 +116,9 @@ class TieredStore:
         room = self.host.allocate(key, num_tokens)
         if room is not None:
             self.device.gather(block_ids, num_tokens, out=room)
+            if self.device.is_lost:
+                self.host.drop(key)
+                room = None
         return self._count(Tier.DEVICE, Tier.HOST, None if room is None else room.nbytes, start)
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
@@ -162,6 +165,7 @@ class TieredStore:
                 kv_2LTGD = self._stage(record.num_tokens)
                 if kv_2LTGD is not None:
                     self.device.gather(block_ids, record.num_tokens, out=kv_2LTGD)
+                    kv_2LTGD = None if self.device.is_lost else kv_2LTGD
             self._cancel(record.key)
             if kv_2LTGD is None or not self.disk.write(record, _bytes(kv_2LTGD)):
                 self.disk.remove(record.key)
@@ -180,6 +184,7 @@ class TieredStore:
     def close(self) -> None:
         """Forget the host's copies, and let another process write to the disk's folder."""
         self.host.clear()
+        self.device.close()
         if self._prefetcher is not None:
             self._prefetcher.close()
         if self.disk is not None:
@@ -198,6 +203,8 @@ class TieredStore:
         kv_2LTGD = self._stage(num_tokens) if self.disk is not None else None
         if self.disk is None or kv_2LTGD is None or not self.disk.read(key, _bytes(kv_2LTGD)):
             return None
+        if self.device.preloads_layers:  # it will be read later
+            self._staging = torch.empty(0, dtype=torch.uint8)
         return kv_2LTGD
 
     def _stage(self, num_tokens: int) -> torch.Tensor | None:

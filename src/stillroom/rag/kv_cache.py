@@ -135,6 +135,8 @@ def build_cache(  # noqa: PLR0913  the parts, once
     if config.mode == "off" or profile is None:
         return KVCache(KVCacheManager(pool), device)
     disk = DiskStore(folder, fingerprint) if folder is not None and config.disk_bytes else None
+    if config.preload == "layers":
+        device.preload_layers()
     host = HostStore(device.shape, device.k_LSGD.device)
     tiers = TieredStore(device, host, disk, clock, inv_freq_LP, config.prefetch_bytes)
     options = TreeOptions(

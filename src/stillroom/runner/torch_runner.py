@@ -58,6 +58,7 @@ class TorchRunner:
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
         attention, masses = _Shares(), _Shares()
         if self.decoding is not None and self.decoding.takes(batch):
+            self.store.settle()  # a graph asks for no layers
             logits_BV = self.decoding.logits(batch)
         else:
             packed = self._pack(batch)
