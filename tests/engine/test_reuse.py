@@ -164,9 +164,9 @@ class Oracle:
         return self._known[prompt][: request.sampling.max_tokens]
 
 
-def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int) -> House:
+def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int, **changes: Any) -> House:
     randomness = random.Random(seed)
-    house, oracle = House(decoder, folder), Oracle(decoder)
+    house, oracle = House(decoder, folder, **changes), Oracle(decoder)
     alive: dict[RequestId, Request] = {}
     number = 0
     while number < num_requests or house.engine.has_work:
@@ -232,8 +232,9 @@ def check_soak(house: House) -> None:
     assert house.tree.num_bytes(Tier.HOST) == house.tree.num_bytes(Tier.DISK) == 0
 
 
-def test_a_soak_changes_no_token(decoder: Decoder, tmp_path: Path) -> None:
-    check_soak(soak(decoder, tmp_path, 300, seed=1))
+@pytest.mark.parametrize("preload", ["off", "layers"])
+def test_a_soak_changes_no_token(decoder: Decoder, tmp_path: Path, preload: str) -> None:
+    check_soak(soak(decoder, tmp_path, 300, seed=1, preload=preload))
 
 
 @pytest.mark.slow

@@ -261,10 +261,10 @@ class KVCacheManager:
         fresh = [node.num_tokens for node in path if node.block_ids is None]
         fresh += _runs_after(sum(node.num_tokens for node in path), segment_lengths)
         tree.acquire(path)
-        sources = [placement.node for placement in placements]
-        tree.acquire(sources)  # so that they do not make room for their own copies
+        sources = [one for placement in placements for one in _path_to(placement.node)]
+        tree.acquire(sources)  # so that they do not make room for their own copies, nor count as such
         if sources and not tree.has_room(num_blocks_for(fresh, size)):
-            tree.release(sources)
+            tree.release(reversed(sources))
             sources, placements = [], []
         self._read_ahead(lease, path, placements)  # one is copied while the next one is read
         if not tree.make_room(num_blocks_for(fresh, size)):
@@ -281,7 +281,7 @@ class KVCacheManager:
         has_room = self._try_allocate(lease.table, _runs_after(num_cached, segment_lengths))
         assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
         placed = place(tree, lease, placements, reuse.anywhere)
-        tree.release(sources)
+        tree.release(reversed(sources))
         if lease.reuse is None or lease.reuse.has_placed:  # what was placed the last time is what is repaired
             origins = {placement.piece_index: placement.tier for placement in placed}
             self._account(tree, lease, Found(matched, tiers, len(path), num_tokens, origins))
@@ -367,3 +367,8 @@ def _runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
         if end > position:
             runs.append(min(length, end - position))
     return runs
+
+
+def _path_to(node: Node) -> list[Node]:
+    """The node and those above it, which cannot leave before it does; from the top."""
+    return [*(_path_to(node.parent) if node.parent is not None else ()), node]
