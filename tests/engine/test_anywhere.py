@@ -59,13 +59,14 @@ def new_house(
     ratio: float = 0.3,
     selector: TokenSelector = "question",
     blocks: int = 60,
+    host_tokens: int = 400,
     **changes: Any,
 ) -> House:
     return House(
         decoder,
         folder,
         blocks=blocks,
-        host_tokens=400,
+        host_tokens=host_tokens,
         disk_tokens=600,
         mode="anywhere",
         load="always",  # with a ratio of 1 nothing is worth placing
@@ -166,6 +167,20 @@ def test_a_chunk_computed_behind_placed_ones_is_kept_for_placing_only(decoder: D
     one = question("g", 9, 5)
     tokens, reuse = house.run(one)
     assert tokens == oracle.answer(one) and reuse.num_cached_tokens == 5
+
+
+def test_what_is_kept_of_a_running_request_is_no_room_for_others(decoder: Decoder) -> None:
+    house = new_house(decoder, ratio=0.0)
+    house.run(question("a", 1))
+    house.run(question("b", 2, 1))
+    one = question("c", 1, 2, 5)
+    house.submit(one)
+    while not house.tokens[one.request_id]:
+        house.step()
+    (kept,) = [node for node in house.tree if node.chunk_id == 5]
+    assert kept.num_users == 1 and kept.block_ids is not None
+    house.finish()
+    assert kept.num_users == 0
 
 
 def test_inserts_are_bounded_by_the_number_of_documents(decoder: Decoder) -> None:
@@ -389,8 +404,8 @@ def test_a_soak_through_all_modes(
 def test_loading_ahead_changes_nothing(decoder: Decoder, tmp_path: Path) -> None:
     """The same traffic through two engines: placements, loads, evictions, preemptions and aborts, in tiny tiers."""
     houses = [
-        new_house(decoder, tmp_path / name, blocks=30, ratio=0.2, prefetch_bytes=prefetch_bytes, preload=preload)
-        for name, prefetch_bytes, preload in (("at once", 0, "off"), ("ahead", 2**14, "layers"))
+        new_house(decoder, tmp_path / name, blocks=30, host_tokens=40, prefetch_bytes=num_bytes, preload=preload)
+        for name, num_bytes, preload in (("at once", 0, "off"), ("ahead", 2**14, "layers"))
     ]
     randomness, num_requests = random.Random(4), 100
     alive: set[RequestId] = set()

@@ -28,7 +28,8 @@ class Lease:
     pieces: tuple[Piece, ...] = ()
     """Of the prompt; none where nothing is reused."""
     nodes: list[Node] = field(default_factory=list)
-    """Used by this sequence: neither they nor those above them are evicted."""
+    """Used by this sequence: neither they nor those above them are evicted. Behind the pieces that are its path come
+    those that it has computed to be placed."""
     num_committed: int = 0
     num_keepable: int = 2**31
     """Pieces from here on are not handed to the tree: a document of theirs was removed meanwhile."""

@@ -82,5 +82,8 @@ def keep_to_be_placed(tree: KnowledgeTree, lease: Lease) -> None:
             continue
         if index not in is_placed and not tree.variants(piece.content):
             own = lease.table.blocks_of(piece.start, piece.num_tokens)
-            tree.insert_alone(piece, own, tuple(before), lease.cost_per_token).token_inter = token_inter(lease, index)
+            node = tree.insert_alone(piece, own, tuple(before), lease.cost_per_token)
+            node.token_inter = token_inter(lease, index)
+            tree.acquire([node])  # its blocks are not free for others while the lease has them
+            lease.nodes.append(node)
         before.append(piece.content)
