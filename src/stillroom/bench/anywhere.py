@@ -93,7 +93,7 @@ def run_anywhere(
     return BenchResult("stillroom bench anywhere", record_environment(), parameters, samples, FULL, tables=tables)
 
 
-class _House:
+class House:
     """An engine, its cache, and a number for each request."""
 
     def __init__(self, engine: Engine, cache: KVCache) -> None:
@@ -110,14 +110,22 @@ class _House:
 
     def ask(self, segments: Sequence[Segment]) -> tuple[float, PromptReuse]:
         """Seconds to the first token, and what was reused."""
+        start = time.perf_counter()
+        self.submit(segments)
+        return self.finish(start)
+
+    def submit(self, segments: Sequence[Segment]) -> None:
+        """Ask for one token."""
         self._num_requests += 1
         request = Request(
             request_id=RequestId(str(self._num_requests)),
             prompt=SegmentedPrompt(tuple(segments)),
             sampling=SamplingParams(max_tokens=1),
         )
-        start = time.perf_counter()
         self.engine.submit(request)
+
+    def finish(self, start: float) -> tuple[float, PromptReuse]:
+        """Seconds since `start` to the token of the only request that is left, and what was reused."""
         events = []
         while self.engine.has_work:
             events += self.engine.step()
@@ -127,45 +135,50 @@ class _House:
         return seconds, reuse
 
 
-def _build(decoder: Decoder, scope: Scope, reuse: ReuseConfig, folder: Path | None, num_tokens: int) -> _House:
+def build_house(
+    decoder: Decoder, scope: Scope, reuse: ReuseConfig, folder: Path | None, num_tokens: int, max_num_seqs: int = 32
+) -> House:
+    """An engine that keeps KV of so many tokens on the device."""
     runtime = RuntimeConfig(
-        kv_bytes=num_tokens * kv_shape(decoder).bytes_per_token, max_num_batched_tokens=scope.prompt_tokens
+        kv_bytes=num_tokens * kv_shape(decoder).bytes_per_token,
+        max_num_batched_tokens=scope.prompt_tokens,
+        max_num_seqs=max_num_seqs,
     )
     engine, cache = build_engine(decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32), kv_folder=folder)
-    return _House(engine, cache)
+    return House(engine, cache)
 
 
 @contextmanager
-def _houses(decoder: Decoder, scope: Scope, work_dir: Path) -> Iterator[dict[str, _House]]:
+def _houses(decoder: Decoder, scope: Scope, work_dir: Path) -> Iterator[dict[str, House]]:
     """One for each tier that chunks come from, each with the chunks there, and one that keeps nothing."""
     room = 4 * (scope.prompt_tokens + 16 * (scope.num_chunks + 2))
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
         anywhere = ReuseConfig(mode="anywhere", audit_share=0.0, load="always")
         houses = {
-            FULL: _build(decoder, scope, ReuseConfig(mode="off"), None, room),
-            Tier.DEVICE.label: _build(decoder, scope, anywhere, None, room),
-            Tier.HOST.label: _build(decoder, scope, anywhere, None, room),
-            Tier.DISK.label: _build(decoder, scope, replace(anywhere, host_bytes=0), Path(scratch), room),
+            FULL: build_house(decoder, scope, ReuseConfig(mode="off"), None, room),
+            Tier.DEVICE.label: build_house(decoder, scope, anywhere, None, room),
+            Tier.HOST.label: build_house(decoder, scope, anywhere, None, room),
+            Tier.DISK.label: build_house(decoder, scope, replace(anywhere, host_bytes=0), Path(scratch), room),
         }
         for house in houses.values():
             house.allow(None)
             for number in range(scope.num_chunks):  # each behind another one, and none at its later place alone
-                house.ask([_system(scope), _chunk(scope, scope.num_chunks), _chunk(scope, number), _question(scope, 0)])
+                house.ask([system(scope), chunk(scope, scope.num_chunks), chunk(scope, number), question(scope, 0)])
         yield houses
         for house in houses.values():
             house.cache.close()
 
 
 def _ask(
-    house: _House, scope: Scope, options: AnywhereOptions | None, tier: Tier | None = None
+    house: House, scope: Scope, options: AnywhereOptions | None, tier: Tier | None = None
 ) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
         order = np.random.default_rng([scope.seed, repetition + 100]).permutation(scope.num_chunks).tolist()
         house.allow(options)
         if tier not in (None, Tier.DEVICE):
             house.leave_device()
-        chunks = [_chunk(scope, number) for number in order]
-        seconds, reuse = house.ask([_system(scope), *chunks, _question(scope, 1000 + repetition)])
+        chunks = [chunk(scope, number) for number in order]
+        seconds, reuse = house.ask([system(scope), *chunks, question(scope, 1000 + repetition)])
         sources = {segment.source for segment in reuse.segments[1:-1]}
         assert sources == {tier}, f"chunks came from {sources}, not from {tier}"
         return {"ttft_seconds": seconds, "recomputed_tokens": reuse.num_recomputed_tokens}
@@ -179,14 +192,14 @@ def _lasting(decoder: Decoder, scope: Scope, work_dir: Path) -> list[dict[str, A
     total = scope.num_documents * scope.chunk_tokens * per_token
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
         reuse = ReuseConfig(mode="anywhere", audit_share=0.0, host_bytes=total, disk_bytes=total)
-        house = _build(decoder, scope, reuse, Path(scratch), 4 * scope.prompt_tokens + 600)
-        off = _build(decoder, scope, ReuseConfig(mode="off"), None, 2 * scope.prompt_tokens)
+        house = build_house(decoder, scope, reuse, Path(scratch), 4 * scope.prompt_tokens + 600)
+        off = build_house(decoder, scope, ReuseConfig(mode="off"), None, 2 * scope.prompt_tokens)
         rng = np.random.default_rng(scope.seed)
         rows, full = [], []
         found: list[tuple[float, PromptReuse]] = []
         for number in range(scope.num_lasting):
             chosen = rng.choice(scope.num_documents, scope.num_chunks, replace=False).tolist()
-            prompt = [_system(scope), *(_chunk(scope, one) for one in chosen), _question(scope, number)]
+            prompt = [system(scope), *(chunk(scope, one) for one in chosen), question(scope, number)]
             found.append(house.ask(prompt))
             while house.engine.tend():  # as between requests
                 pass
@@ -209,15 +222,18 @@ def _lasting(decoder: Decoder, scope: Scope, work_dir: Path) -> list[dict[str, A
     return rows
 
 
-def _system(scope: Scope) -> Segment:
+def system(scope: Scope) -> Segment:
+    """The first segment of every prompt."""
     return Segment(SegmentKind.SYSTEM, _tokens(scope, 0, 0, _SYSTEM_TOKENS))
 
 
-def _chunk(scope: Scope, number: int) -> Segment:
+def chunk(scope: Scope, number: int) -> Segment:
+    """Of random tokens, always the same ones for a number."""
     return Segment(SegmentKind.CHUNK, _tokens(scope, 1, number, scope.chunk_tokens), ChunkId(number))
 
 
-def _question(scope: Scope, number: int) -> Segment:
+def question(scope: Scope, number: int) -> Segment:
+    """The last segment, of random tokens."""
     return Segment(SegmentKind.QUESTION, _tokens(scope, 2, number, scope.question_tokens))
 
 
