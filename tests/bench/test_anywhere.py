@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom.bench.anywhere import FULL, Scope, run_anywhere
+from stillroom.bench.anywhere import FULL, run_anywhere
+from stillroom.bench.anywhere_house import Scope
 from stillroom.bench.anywhere_replies import Answers, Reply
 from stillroom.bench.runtime import Shape
 from stillroom.errors import UsageError

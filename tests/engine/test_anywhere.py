@@ -6,12 +6,13 @@ changes between modes, every request whose report names no placed document answe
 
 import math
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -62,17 +63,20 @@ def new_house(
     ratio: float = 0.3,
     selector: TokenSelector = "question",
     blocks: int = 60,
+    host_tokens: int = 400,
+    **changes: Any,
 ) -> House:
     return House(
         decoder,
         folder,
         blocks=blocks,
-        host_tokens=400,
+        host_tokens=host_tokens,
         disk_tokens=600,
         mode="anywhere",
         load="always",  # with a ratio of 1 nothing is worth placing
         recompute_ratio=ratio,
         token_selector=selector,
+        **changes,
     )
 
 
@@ -169,6 +173,20 @@ def test_a_chunk_computed_behind_placed_ones_is_kept_for_placing_only(decoder: D
     assert tokens == oracle.answer(one) and reuse.num_cached_tokens == 5
 
 
+def test_what_is_kept_of_a_running_request_is_no_room_for_others(decoder: Decoder) -> None:
+    house = new_house(decoder, ratio=0.0)
+    house.run(question("a", 1))
+    house.run(question("b", 2, 1))
+    one = question("c", 1, 2, 5)
+    house.submit(one)
+    while not house.tokens[one.request_id]:
+        house.step()
+    (kept,) = [node for node in house.tree if node.chunk_id == 5]
+    assert kept.num_users == 1 and kept.block_ids is not None
+    house.finish()
+    assert kept.num_users == 0
+
+
 def test_inserts_are_bounded_by_the_number_of_documents(decoder: Decoder) -> None:
     """However they are shuffled: whoever was placed leaves nothing behind."""
     house = new_house(decoder, ratio=0.1, blocks=200)
@@ -201,6 +219,23 @@ def test_a_warm_start_places_from_disk(decoder: Decoder, tmp_path: Path) -> None
     assert [(segment.reason, segment.source) for segment in reuse.segments[1:3]] == [(Reason.ANYWHERE, Tier.DISK)] * 2
 
 
+def test_what_will_be_placed_is_read_ahead(decoder: Decoder, tmp_path: Path) -> None:
+    first = new_house(decoder, tmp_path, ratio=0.2)
+    first.run(question("a", 1, 2))
+    first.cache.close()
+    answers = []
+    for folder in ("with", "without"):
+        shutil.copytree(tmp_path, tmp_path.parent / folder)
+        prefetch_bytes = 2**20 if folder == "with" else 0
+        house = new_house(decoder, tmp_path.parent / folder, ratio=0.2, prefetch_bytes=prefetch_bytes)
+        answers.append(house.run(question("b", 2, 1)))
+        assert house.cache.tiers is not None
+        read_ahead = house.cache.tiers.stats.read_ahead
+        assert read_ahead.used_bytes <= 26 * house.bytes_per_token and read_ahead.wasted_bytes == 0
+        house.cache.close()
+    assert answers[0] == answers[1] and answers[0][1].has_placed
+
+
 def test_a_damaged_copy_is_computed(decoder: Decoder, oracle: Oracle, tmp_path: Path) -> None:
     first = new_house(decoder, tmp_path)
     first.run(question("a", 1, 2))
@@ -214,6 +249,14 @@ def test_a_damaged_copy_is_computed(decoder: Decoder, oracle: Oracle, tmp_path: 
     tokens, reuse = second.run(one)
     assert tokens == oracle.answer(one)
     assert reuse.num_cached_tokens == 0 and not list(tmp_path.rglob("*.kv"))
+
+
+def test_what_stands_above_a_placed_copy_makes_no_room_for_it(decoder: Decoder) -> None:
+    """The pool has blocks for the copies or for their sources' path, and nothing else can leave."""
+    house = new_house(decoder, ratio=0.0, blocks=10)
+    house.run(question("a", 1, 2, 3))
+    tokens, reuse = house.run(question("b", 3, 4, max_tokens=2))
+    assert len(tokens) == 2 and not reuse.has_placed
 
 
 def test_an_edited_document_takes_its_own_copies_along(decoder: Decoder) -> None:
@@ -446,3 +489,60 @@ def test_a_soak_through_all_modes(
     house.tree.clear()
     house.engine.check_integrity()
     assert house.cache.manager.pool.num_used == 0, "a block leaked"
+
+
+def test_loading_ahead_changes_nothing(decoder: Decoder, tmp_path: Path) -> None:
+    """The same traffic through two engines: placements, loads, evictions, preemptions and aborts, in tiny tiers."""
+    houses = [
+        new_house(decoder, tmp_path / name, blocks=30, host_tokens=40, prefetch_bytes=num_bytes, preload=preload)
+        for name, num_bytes, preload in (("at once", 0, "off"), ("ahead", 2**14, "layers"))
+    ]
+    randomness, num_requests = random.Random(4), 100
+    alive: set[RequestId] = set()
+    number = 0
+    while number < num_requests or alive:
+        if number < num_requests and len(alive) < 6 and randomness.random() < 0.6:
+            number += 1
+            documents = [min(int(randomness.expovariate(0.35)), 9) for _ in range(randomness.randint(1, 4))]
+            one = question(f"r{number}", *documents, max_tokens=randomness.randint(1, 8))
+            alive.add(one.request_id)
+            for house in houses:
+                house.submit(one)
+        elif alive and randomness.random() < 0.03:
+            victim = randomness.choice(sorted(alive))
+            alive.remove(victim)
+            assert all(house.engine.cancel(victim) is not None for house in houses)
+        elif alive and randomness.random() < 0.02:
+            victim = randomness.choice(sorted(alive))
+            assert len({house.engine.scheduler.restart(victim) for house in houses}) == 1
+        for house in houses:
+            house.step()
+        at_once, ahead = houses
+        assert at_once.tokens == ahead.tokens and at_once.reuse == ahead.reuse
+        alive -= set(ahead.last)
+    assert all(ahead.tree.stats.placed[tier] for tier in Tier) and ahead.tree.stats.loads, ahead.tree.stats
+    assert ahead.cache.tiers is not None and ahead.cache.tiers._prefetcher is not None
+    assert ahead.cache.tiers.stats.read_ahead.used_bytes > 0 and ahead.cache.tiers._prefetcher.num_bytes == 0
+    for house in houses:
+        house.cache.close()
+
+
+def test_a_copy_that_fails_while_others_compute_is_computed_again(
+    decoder: Decoder, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = new_house(decoder, ratio=0.0, preload="layers")
+    house.run(question("a", 1, 2))
+
+    def fails(*_: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr("stillroom.ops.cpu_kernels.turn_into_alone", fails)
+    one = question("b", 2, 1)
+    house.submit(one)
+    house.step()
+    monkeypatch.undo()
+    house.finish()
+    assert len(house.tokens[one.request_id]) == 6
+    house.cache.manager.allow_anywhere(None)
+    one = question("c", 1, 2)
+    assert house.run(one)[0] == oracle.answer(one)

@@ -71,7 +71,7 @@ class House:
     ) -> None:
         """Args: changes: to the reuse configuration."""
         spec = decoder.spec
-        per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+        self.bytes_per_token = per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
         config = RuntimeConfig(
             block_size=BLOCK,
             kv_bytes=blocks * BLOCK * per_token,
@@ -164,9 +164,9 @@ class Oracle:
         return self._known[prompt][: request.sampling.max_tokens]
 
 
-def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int) -> House:
+def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int, **changes: Any) -> House:
     randomness = random.Random(seed)
-    house, oracle = House(decoder, folder), Oracle(decoder)
+    house, oracle = House(decoder, folder, **changes), Oracle(decoder)
     alive: dict[RequestId, Request] = {}
     number = 0
     while number < num_requests or house.engine.has_work:
@@ -184,7 +184,7 @@ def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int) -> House:
             victim = randomness.choice(sorted(alive))
             assert house.engine.cancel(victim) is not None
             del alive[victim]
-        elif randomness.random() < 0.02:
+        elif randomness.random() < 0.05:
             damage(folder, randomness)
         elif randomness.random() < 0.005:
             house.cache.device.lose()
@@ -225,14 +225,16 @@ def check_soak(house: House) -> None:
     assert stats.offloads and stats.stores and stats.failed_loads[Tier.DISK]
     figures = house.cache.figures()
     assert figures is not None and sum(figures.verify_failures.values()) > 0
+    assert figures.read_ahead_bytes["used"] > 0, "nothing was read ahead"
     house.tree.clear()
     house.engine.check_integrity()
     assert house.cache.manager.pool.num_used == 0, "a block leaked"
     assert house.tree.num_bytes(Tier.HOST) == house.tree.num_bytes(Tier.DISK) == 0
 
 
-def test_a_soak_changes_no_token(decoder: Decoder, tmp_path: Path) -> None:
-    check_soak(soak(decoder, tmp_path, 300, seed=1))
+@pytest.mark.parametrize("preload", ["off", "layers"])
+def test_a_soak_changes_no_token(decoder: Decoder, tmp_path: Path, preload: str) -> None:
+    check_soak(soak(decoder, tmp_path, 300, seed=1, preload=preload))
 
 
 @pytest.mark.slow
@@ -251,6 +253,42 @@ def test_a_warm_start_answers_from_disk(decoder: Decoder, tmp_path: Path) -> Non
     assert again == tokens
     assert [segment.source for segment in reuse.segments] == [Tier.DISK] * 3 + [None]
     assert reuse.num_cached_tokens == 5 + 8 + 13
+
+
+def test_what_a_waiting_request_needs_is_read_ahead(decoder: Decoder, tmp_path: Path) -> None:
+    first = House(decoder, tmp_path)
+    tokens, _ = first.run(question("a", 1, 2))
+    first.cache.close()
+
+    second = House(decoder, tmp_path)
+    second.submit(question("b", 1, 2))
+    assert second.cache.tiers is not None and second.cache.tiers._prefetcher is not None
+    for entry in second.cache.tiers._prefetcher._entries.values():
+        assert entry.future.result(30.0) is not None
+    for path in tmp_path.rglob("*.kv"):
+        path.unlink()
+    second.finish()
+
+    assert second.tokens[RequestId("b")] == tokens
+    assert second.reuse[RequestId("b")].num_cached_tokens == 5 + 8 + 13
+    figures = second.cache.figures()
+    assert figures is not None and figures.read_ahead_bytes == {"used": 26 * second.bytes_per_token, "wasted": 0}
+    assert second.cache.tiers._prefetcher.num_bytes == 0
+
+
+def test_what_was_read_ahead_for_a_request_that_left_is_wasted(decoder: Decoder, tmp_path: Path) -> None:
+    first = House(decoder, tmp_path)
+    first.run(question("a", 1))
+    first.cache.close()
+
+    second = House(decoder, tmp_path)
+    second.submit(question("b", 1))
+    assert second.cache.tiers is not None and second.cache.tiers._prefetcher is not None
+    for entry in second.cache.tiers._prefetcher._entries.values():
+        entry.future.result(30.0)
+    assert second.engine.cancel(RequestId("b")) is not None
+    assert second.cache.tiers._prefetcher.num_bytes == 0
+    assert second.cache.tiers.stats.read_ahead.wasted_bytes == 13 * second.bytes_per_token
 
 
 def test_what_an_idle_moment_stored_survives_a_kill(decoder: Decoder, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ it proves what comparing answers proves, for thousands of steps a second.
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,9 +30,20 @@ class PrefixMemory:
     """Records on disk that will not verify."""
     is_disk_full: bool = False
     log: list[tuple[str, Tier]] = field(default_factory=list)
+    expected: Counter[NodeKey] = field(default_factory=Counter)
+    """How many wait for each node on disk."""
 
     def _slots(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[int]:
         return [block * self.block_size + i for block in block_ids for i in range(self.block_size)][:num_tokens]
+
+    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+        assert len(self.lower[Tier.DISK][key]) == num_tokens
+        self.expected[key] += 1
+        return True
+
+    def unexpect(self, key: NodeKey) -> None:
+        assert self.expected[key] > 0
+        self.expected[key] -= 1
 
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         assert key not in self.lower[Tier.HOST], "swapped out twice"

@@ -136,6 +136,7 @@ class Plant:
         self.scheduler.check_integrity()
         assert self.kv.pool.num_free == self.num_blocks, "a block leaked"
         assert not any(self.memory.lower.values())
+        assert not any(self.memory.expected.values()), "something is read ahead for nobody"
 
 
 ACTIONS = (

@@ -116,6 +116,7 @@ FIGURES = CacheFigures(
     moved_seconds={("host", "device"): 0.5},
     verify_failures={"checksum": 1},
     write_failures=2,
+    read_ahead_bytes={"used": 30, "wasted": 31},
 )
 
 

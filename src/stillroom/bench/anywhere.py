@@ -6,58 +6,40 @@ see whether the gain lasts. A peer gets the same weights and prompts. How to rea
 """
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stillroom.bench.anywhere_house import (
+    House,
+    Scope,
+    build_house,
+    chunk,
+    keep_elsewhere,
+    question,
+    shuffled_prompt,
+    system,
+)
 from stillroom.bench.anywhere_peer import Peer
-from stillroom.bench.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, Answers, Ask, Reply, agreement
+from stillroom.bench.anywhere_replies import Answers, Ask, Reply, agreement
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
 from stillroom.bench.report import BenchResult
 from stillroom.bench.runtime import Shape, write_checkpoint
-from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig
-from stillroom.core.clock import SystemClock
-from stillroom.core.ids import ChunkId, RequestId
+from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
-from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.core.request import Request, SamplingParams
-from stillroom.engine.engine import Engine
-from stillroom.engine.events import TokenEvent
+from stillroom.core.prompt import Segment
 from stillroom.errors import UsageError
 from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom.rag.generator import build_engine
-from stillroom.rag.kv_cache import KVCache, kv_shape
+from stillroom.rag.kv_cache import kv_shape
 
 FULL = "full prefill"
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """Sizes."""
-
-    num_chunks: int = 5
-    chunk_tokens: int = 200
-    question_tokens: int = 32
-    ratios: tuple[float, ...] = (0.0, 0.15, 0.3)
-    num_lasting: int = 0
-    """Shuffled questions of the second part; 0 leaves it out."""
-    num_documents: int = 300
-    """Chunks that these are over."""
-    dtype: Dtype = "bfloat16"
-    repeat: int = 10
-    seed: int = 0
-
-    @property
-    def prompt_tokens(self) -> int:
-        return SYSTEM_TOKENS + self.num_chunks * self.chunk_tokens + self.question_tokens
 
 
 def run_anywhere(
@@ -101,7 +83,7 @@ def run_anywhere(
                 notes.append(f"{peer.name}: left out, {error}")
                 continue
             stack.callback(peer.close)
-            _keep_elsewhere(scope, peer.ask)
+            keep_elsewhere(scope, peer.ask)
             full_name = f"{peer.name}, {FULL}"
             arms += [Arm(full_name, _run_peer(peer.ask_in_full, scope, answers, full_name))]
             arms += [Arm(peer.name, _run_peer(peer.ask, scope, answers, peer.name))]
@@ -134,83 +116,28 @@ def run_anywhere(
     return BenchResult("stillroom bench anywhere", environment, parameters, samples, FULL, notes=notes, tables=tables)
 
 
-class _House:
-    """An engine, its cache, and a number for each request."""
-
-    def __init__(self, engine: Engine, cache: KVCache) -> None:
-        self.engine, self.cache = engine, cache
-        self._num_requests = 0
-
-    def allow(self, options: AnywhereOptions | None) -> None:
-        self.cache.manager.allow_anywhere(options)
-
-    def leave_device(self) -> None:
-        """Everything that is kept goes one tier down."""
-        if self.cache.tree is not None:
-            self.cache.tree.make_room(self.cache.manager.pool.num_blocks)
-
-    def ask(self, segments: Sequence[Segment]) -> Reply:
-        self._num_requests += 1
-        request = Request(
-            request_id=RequestId(str(self._num_requests)),
-            prompt=SegmentedPrompt(tuple(segments)),
-            sampling=SamplingParams(max_tokens=ANSWER_TOKENS),
-        )
-        start, seconds = time.perf_counter(), 0.0
-        self.engine.submit(request)
-        events: list[TokenEvent] = []
-        while self.engine.has_work:
-            events += self.engine.step()
-            seconds = seconds or (time.perf_counter() - start if events else 0.0)
-        reuse = events[0].reuse
-        assert reuse is not None
-        token_ids = tuple(event.token_id for event in events if event.token_id is not None)
-        sources = frozenset(segment.source for segment in reuse.segments[1:-1])
-        return Reply(seconds, token_ids, reuse.num_cached_tokens, reuse.num_recomputed_tokens, sources)
-
-
-def _build(decoder: Decoder, scope: Scope, reuse: ReuseConfig, folder: Path | None, num_tokens: int) -> _House:
-    runtime = RuntimeConfig(
-        kv_bytes=num_tokens * kv_shape(decoder).bytes_per_token, max_num_batched_tokens=scope.prompt_tokens
-    )
-    engine, cache = build_engine(decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32), kv_folder=folder)
-    return _House(engine, cache)
-
-
 @contextmanager
-def _houses(decoder: Decoder, scope: Scope, work_dir: Path) -> Iterator[dict[str, _House]]:
+def _houses(decoder: Decoder, scope: Scope, work_dir: Path) -> Iterator[dict[str, House]]:
     """One for each tier that chunks come from, each with the chunks there, and one that keeps nothing."""
     room = 4 * (scope.prompt_tokens + 16 * (scope.num_chunks + 2))
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
         anywhere = ReuseConfig(mode="anywhere", audit_share=0.0, load="always")
         houses = {
-            FULL: _build(decoder, scope, ReuseConfig(mode="off"), None, room),
-            Tier.DEVICE.label: _build(decoder, scope, anywhere, None, room),
-            Tier.HOST.label: _build(decoder, scope, anywhere, None, room),
-            Tier.DISK.label: _build(decoder, scope, replace(anywhere, host_bytes=0), Path(scratch), room),
+            FULL: build_house(decoder, scope, ReuseConfig(mode="off"), None, room),
+            Tier.DEVICE.label: build_house(decoder, scope, anywhere, None, room),
+            Tier.HOST.label: build_house(decoder, scope, anywhere, None, room),
+            Tier.DISK.label: build_house(decoder, scope, replace(anywhere, host_bytes=0), Path(scratch), room),
         }
         for house in houses.values():
             house.allow(None)
-            _keep_elsewhere(scope, house.ask)
+            keep_elsewhere(scope, house.ask)
         yield houses
         for house in houses.values():
             house.cache.close()
 
 
-def _keep_elsewhere(scope: Scope, ask: Ask) -> None:
-    """Each chunk behind another one, and none at its later place alone."""
-    for number in range(scope.num_chunks):
-        ask([_system(scope), _chunk(scope, scope.num_chunks), _chunk(scope, number), _question(scope, 0)])
-
-
-def _prompt(scope: Scope, repetition: int) -> list[Segment]:
-    """All chunks in an order of its own, the same for every arm."""
-    order = np.random.default_rng([scope.seed, repetition + 100]).permutation(scope.num_chunks).tolist()
-    return [_system(scope), *(_chunk(scope, number) for number in order), _question(scope, 1000 + repetition)]
-
-
 def _run(
-    house: _House,
+    house: House,
     scope: Scope,
     answers: Answers,
     name: str,
@@ -221,7 +148,7 @@ def _run(
         house.allow(options)
         if tier not in (None, Tier.DEVICE):
             house.leave_device()
-        reply = house.ask(_prompt(scope, repetition))
+        reply = house.ask(shuffled_prompt(scope, repetition))
         assert reply.sources == {tier}, f"chunks came from {reply.sources}, not from {tier}"
         answers.add(name, repetition, reply)
         return {"ttft_seconds": reply.seconds, "recomputed_tokens": reply.num_recomputed}
@@ -231,7 +158,7 @@ def _run(
 
 def _run_peer(ask: Ask, scope: Scope, answers: Answers, name: str) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
-        reply = ask(_prompt(scope, repetition))
+        reply = ask(shuffled_prompt(scope, repetition))
         answers.add(name, repetition, reply)
         return {"ttft_seconds": reply.seconds, "kept_tokens": reply.num_cached}
 
@@ -254,8 +181,8 @@ def _lasting(decoder: Decoder, scope: Scope, work_dir: Path) -> list[dict[str, A
     total = _lasting_bytes(decoder, scope)
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
         reuse = ReuseConfig(mode="anywhere", audit_share=0.0, host_bytes=total, disk_bytes=total)
-        house = _build(decoder, scope, reuse, Path(scratch), 4 * scope.prompt_tokens + 600)
-        off = _build(decoder, scope, ReuseConfig(mode="off"), None, 2 * scope.prompt_tokens)
+        house = build_house(decoder, scope, reuse, Path(scratch), 4 * scope.prompt_tokens + 600)
+        off = build_house(decoder, scope, ReuseConfig(mode="off"), None, 2 * scope.prompt_tokens)
 
         def ask_and_tend(segments: Sequence[Segment]) -> Reply:
             reply = house.ask(segments)
@@ -276,7 +203,7 @@ def _shuffled(scope: Scope, ask: Ask, ask_in_full: Ask, kept: str = "tokens not 
     pairs: list[tuple[Reply, Reply]] = []
     for number in range(scope.num_lasting):
         chosen = rng.choice(scope.num_documents, scope.num_chunks, replace=False).tolist()
-        prompt = [_system(scope), *(_chunk(scope, one) for one in chosen), _question(scope, number)]
+        prompt = [system(scope), *(chunk(scope, one) for one in chosen), question(scope, number)]
         found.append(ask(prompt))
         if number % 10 == 0:
             pairs.append((ask_in_full(prompt), found[-1]))
@@ -296,20 +223,3 @@ def _shuffled(scope: Scope, ask: Ask, ask_in_full: Ask, kept: str = "tokens not 
             )
             found, pairs = [], []
     return rows
-
-
-def _system(scope: Scope) -> Segment:
-    return Segment(SegmentKind.SYSTEM, _tokens(scope, 0, 0, SYSTEM_TOKENS))
-
-
-def _chunk(scope: Scope, number: int) -> Segment:
-    return Segment(SegmentKind.CHUNK, _tokens(scope, 1, number, scope.chunk_tokens), ChunkId(number))
-
-
-def _question(scope: Scope, number: int) -> Segment:
-    return Segment(SegmentKind.QUESTION, _tokens(scope, 2, number, scope.question_tokens))
-
-
-def _tokens(scope: Scope, kind: int, number: int, count: int) -> tuple[int, ...]:
-    drawn = np.random.default_rng([scope.seed, kind, number + 1000]).integers(0, 250, count)
-    return tuple(drawn.tolist())

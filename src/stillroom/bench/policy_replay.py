@@ -41,6 +41,12 @@ from which loading a document may take longer than computing it."""
 class NoMover:
     """A `KVMover` that has no bytes to move and always succeeds."""
 
+    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+        return False
+
+    def unexpect(self, key: NodeKey) -> None:
+        pass
+
     def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
         return True
 

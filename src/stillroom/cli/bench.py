@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from stillroom.cli import room
-from stillroom.cli.bench_anywhere import ANYWHERE_HELP, QUALITY_HELP, anywhere, quality
+from stillroom.cli.bench_anywhere import (
+    ANYWHERE_HELP,
+    PRELOADING_HELP,
+    QUALITY_HELP,
+    anywhere,
+    preloading,
+    quality,
+)
 from stillroom.cli.bench_report import (
     CompareOption,
     DatasetsOption,
@@ -277,3 +284,4 @@ app.command("reuse", help=REUSE_HELP)(reuse)
 app.command("quality", help=QUALITY_HELP)(quality)
 app.command("anywhere", help=ANYWHERE_HELP)(anywhere)
 app.command("savings", help=SAVINGS_HELP)(savings)
+app.command("preloading", help=PRELOADING_HELP)(preloading)

@@ -1,4 +1,4 @@
-"""`stillroom bench quality` and `stillroom bench anywhere`: their flags."""
+"""`stillroom bench quality`, `stillroom bench anywhere` and `stillroom bench preloading`: their flags."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -48,6 +48,16 @@ ANYWHERE_HELP = help_text(
         "stillroom bench anywhere",
         "stillroom bench anywhere --lasting 1000 --output anywhere.json",
         "stillroom bench anywhere --chunk-tokens 192 --peer kvboost=kvboost/bin/python",
+    ),
+)
+
+PRELOADING_HELP = help_text(
+    "Measure what loading kept documents adds to the time to first token, and what loading while others compute saves.",
+    "The model and prompts of `bench anywhere`; documents on device, host, and disk (files in the system's memory, and "
+    "not); with nobody before, and behind another question. How to read it: docs/chunk-reuse.md.",
+    examples=(
+        "stillroom bench preloading",
+        "stillroom bench preloading --ratio 0 --repeat 20 --output preloading.json",
     ),
 )
 
@@ -143,7 +153,8 @@ def anywhere(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.bench.anywhere import Scope, run_anywhere
+    from stillroom.bench.anywhere import run_anywhere
+    from stillroom.bench.anywhere_house import Scope
 
     scope = Scope(
         num_chunks=num_chunks,
@@ -158,4 +169,29 @@ def anywhere(  # noqa: PLR0913  one parameter per flag
     folder.mkdir(parents=True, exist_ok=True)
     on_progress = (lambda _: None) if quiet else note
     result = run_anywhere(scope, folder, peers=named_pythons(peers), on_progress=on_progress)
+    deliver(result, Delivery(as_json, output, html, compare))
+
+
+def preloading(  # noqa: PLR0913  one parameter per flag
+    ratio: Annotated[
+        float, typer.Option("--ratio", min=0.0, max=1.0, metavar="SHARE", help="Of tokens computed again.")
+    ] = 0.15,
+    num_chunks: Annotated[int, typer.Option("--chunks", min=2, metavar="N", help="Documents in a prompt.")] = 5,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=1, metavar="N", help="Tokens of each.")] = 200,
+    repeat: RepeatOption = 10,
+    seed: SeedOption = 0,
+    work_dir: WorkDirOption = None,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    compare: CompareOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    from stillroom.bench.anywhere_house import Scope
+    from stillroom.bench.preloading import run_preloading
+
+    scope = Scope(num_chunks=num_chunks, chunk_tokens=chunk_tokens, ratios=(ratio,), repeat=repeat, seed=seed)
+    folder = work_dir or cache_root() / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    result = run_preloading(scope, folder, on_progress=(lambda _: None) if quiet else note)
     deliver(result, Delivery(as_json, output, html, compare))

@@ -62,6 +62,7 @@ _RANGES = {
     "runtime.num_threads": Range(0),
     "reuse.host_bytes": Range(0),
     "reuse.disk_bytes": Range(0),
+    "reuse.prefetch_bytes": Range(0),
     "reuse.window_s": Range(0, is_low_open=True),
     "trace.keep": Range(0),
     "engine.connect_timeout_s": Range(0, is_low_open=True),

@@ -23,6 +23,7 @@ TokenSelector = Literal["question", "question_mean", "context", "received", "dev
 RecomputeBudget = Literal["ratio", "cfo"]
 EvictionPolicy = Literal["prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm", "reusability"]
 LoadChoice = Literal["measured", "always"]
+Preload = Literal["off", "layers"]
 Weights = Literal["checkpoint", "int8"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -188,6 +189,11 @@ class ReuseConfig:
     """Host memory for KV that had to leave the device (`runtime.kv_bytes`); taken as it fills. 0: none."""
     disk_bytes: int = 4 * 1024**3
     """Disk for KV, in the folder `kv` of the knowledge base; it survives restarts. 0: none."""
+    prefetch_bytes: int = 256 * 1024**2
+    """Host memory into which KV is read from disk while the question that will use it waits. 0: none."""
+    preload: Preload = "off"
+    """`layers`: on a CPU, kept KV is copied to its place layer by layer, by another thread, while earlier layers
+    compute. `off`: all of it before they do (docs/chunk-reuse.md)."""
     policy: EvictionPolicy = "prefix_heat"
     """Who leaves a full tier: by our own rule, by RAGCache's `pgdsf`, or by one of its baselines. Measured beside each
     other in docs/policies-bench.md."""

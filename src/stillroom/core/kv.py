@@ -74,6 +74,15 @@ class KVMover(Protocol):
     the target, and after a failed `load` not in the source either.
     """
 
+    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+        """A waiting sequence will need this node, which is on disk only: it may be read ahead, until `unexpect` is
+        called as often. False if that will not be done, and then there is nothing to take back."""
+        ...
+
+    def unexpect(self, key: NodeKey) -> None:
+        """The sequence has it, or waits no more."""
+        ...
+
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         """Copy the first `num_tokens` slots of these device blocks to the host."""
         ...

@@ -80,6 +80,15 @@ class KnowledgeTree(TieredNodes):
     def unexpect(self, keys: Iterable[NodeKey]) -> None:
         self._change_expected(keys, -1)
 
+    def read_ahead(self, nodes: Iterable[Node]) -> list[NodeKey]:
+        """A sequence that waits will load or place these: have those read that are on disk only; returns which are, to
+        be given back to `stop_reading_ahead`."""
+        return [node.key for node in nodes if node.tier is Tier.DISK and self.mover.expect(node.key, node.num_tokens)]
+
+    def stop_reading_ahead(self, keys: Iterable[NodeKey]) -> None:
+        for key in keys:
+            self.mover.unexpect(key)
+
     # Growing
 
     def insert(self, piece: Piece, block_ids: Sequence[BlockId], cost_per_token: float) -> Node:

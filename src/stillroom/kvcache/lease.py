@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_table import BlockTable
@@ -25,7 +26,8 @@ class Lease:
     pieces: tuple[Piece, ...] = ()
     """Of the prompt; none where nothing is reused."""
     nodes: list[Node] = field(default_factory=list)
-    """Used by this sequence: neither they nor those above them are evicted."""
+    """Used by this sequence: neither they nor those above them are evicted. Behind the pieces that are its path come
+    those that it has computed to be placed."""
     num_committed: int = 0
     num_keepable: int = 2**31
     """Pieces from here on are not handed to the tree: a document of theirs was removed meanwhile."""
@@ -43,3 +45,5 @@ class Lease:
     """If it is measured how its chunks attend to each other."""
     is_expected: bool = False
     """Whether the tree was told that its pieces will be used."""
+    read_ahead: list[NodeKey] = field(default_factory=list)
+    """Nodes that are read from disk for it while it waits."""

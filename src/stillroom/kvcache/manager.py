@@ -20,8 +20,9 @@ from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece, PrefixKeys
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.placement import AnywhereOptions, Placement
 from stillroom.kvcache.placing import account_repair, describe, keep_to_be_placed, place, plan_for
 from stillroom.kvcache.reuse_plan import plan_reuse
 from stillroom.kvcache.reuse_report import Found, Placed, count, nothing_reused, segments_of
@@ -75,15 +76,23 @@ class KVCacheManager:
         return num_blocks_for(segment_lengths, self.pool.block_size) <= self.pool.num_blocks
 
     def expect(self, lease: Lease) -> None:
-        """The sequence waits: what it will use is worth keeping."""
-        if self.reuse and not lease.is_expected:
-            lease.is_expected = True
-            self.reuse.tree.expect(piece.key for piece in lease.pieces)
+        """The sequence waits: what it will use is worth keeping, and what is on disk is read ahead."""
+        if self.reuse is None or lease.is_expected:
+            return
+        tree = self.reuse.tree
+        lease.is_expected = True
+        tree.expect(piece.key for piece in lease.pieces)
+        if tree.num_nodes(Tier.DISK):
+            matched = tree.match(lease.pieces)
+            self._read_ahead(lease, *self._plan(self.reuse, lease, matched, lease.prompt.num_tokens))
 
     def unexpect(self, lease: Lease) -> None:
         if self.reuse and lease.is_expected:
             lease.is_expected = False
             self.reuse.tree.unexpect(piece.key for piece in lease.pieces)
+        if self.reuse and lease.read_ahead:
+            self.reuse.tree.stop_reading_ahead(lease.read_ahead)
+            lease.read_ahead = []
 
     def try_admit(self, lease: Lease, segment_lengths: Sequence[int]) -> int | None:
         """KV for all of a sequence's tokens: kept KV as far as it reaches, fresh blocks for the rest.
@@ -251,20 +260,18 @@ class KVCacheManager:
     def _try_admit_along_tree(self, reuse: Reuse, lease: Lease, segment_lengths: Sequence[int]) -> int | None:
         tree, num_tokens = reuse.tree, sum(segment_lengths)
         matched = tree.match(lease.pieces)
-        bytes_per_token = tree.options.bytes_per_token
-        plan = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=reuse.always_loads)
-        path = matched[: plan.num_nodes]
+        path, placements = self._plan(reuse, lease, matched, num_tokens)
         tiers = [node.tier for node in matched]
-        placements = plan_for(reuse.tree, lease, len(path), reuse.anywhere, always_loads=reuse.always_loads)
         size = self.pool.block_size
         fresh = [node.num_tokens for node in path if node.block_ids is None]
-        fresh += _runs_after(plan.num_cached, segment_lengths)
+        fresh += _runs_after(sum(node.num_tokens for node in path), segment_lengths)
         tree.acquire(path)
-        sources = [placement.node for placement in placements]
-        tree.acquire(sources)  # so that they do not make room for their own copies
+        sources = [one for placement in placements for one in _path_to(placement.node)]
+        tree.acquire(sources)  # so that they do not make room for their own copies, nor count as such
         if sources and not tree.has_room(num_blocks_for(fresh, size)):
-            tree.release(sources)
+            tree.release(reversed(sources))
             sources, placements = [], []
+        self._read_ahead(lease, path, placements)  # one is copied while the next one is read
         if not tree.make_room(num_blocks_for(fresh, size)):
             tree.release(reversed(path))
             return None
@@ -279,7 +286,7 @@ class KVCacheManager:
         has_room = self._try_allocate(lease.table, _runs_after(num_cached, segment_lengths))
         assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
         placed = place(tree, lease, placements, reuse.anywhere)
-        tree.release(sources)
+        tree.release(reversed(sources))
         if lease.reuse is None or lease.reuse.has_placed:  # what was placed the last time is what is repaired
             origins = {}
             for placement in placed:
@@ -287,10 +294,24 @@ class KVCacheManager:
                 variant = describe(tree, placement, reuse.anywhere)
                 share = reuse.anywhere.share(placement.reusability)
                 origins[placement.piece_index] = Placed(placement.tier, variant, share)
-            self._account(tree, lease, Found(matched, tiers, plan.num_nodes, num_tokens, origins))
+            self._account(tree, lease, Found(matched, tiers, len(path), num_tokens, origins))
         if lease.repair is not None and lease.repair.is_planned:
             account_repair(tree, lease)
         return num_cached
+
+    def _plan(
+        self, reuse: Reuse, lease: Lease, matched: Sequence[Node], num_tokens: int
+    ) -> tuple[Sequence[Node], Sequence[Placement]]:
+        """What to use of the path that a lease's prompt begins with, and what to place behind it."""
+        tree, always_loads = reuse.tree, reuse.always_loads
+        plan = plan_reuse(matched, num_tokens, tree.profile, tree.options.bytes_per_token, always_loads=always_loads)
+        path = matched[: plan.num_nodes]
+        return path, plan_for(tree, lease, len(path), reuse.anywhere, always_loads=always_loads)
+
+    def _read_ahead(self, lease: Lease, path: Sequence[Node], placements: Sequence[Placement]) -> None:
+        assert self.reuse is not None
+        nodes = [*path, *(placement.node for placement in placements)]
+        lease.read_ahead += self.reuse.tree.read_ahead(node for node in nodes if node.key not in lease.read_ahead)
 
     def _account(self, tree: KnowledgeTree, lease: Lease, found: Found) -> None:
         """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""
@@ -355,3 +376,8 @@ def _runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
         if end > position:
             runs.append(min(length, end - position))
     return runs
+
+
+def _path_to(node: Node) -> list[Node]:
+    """The node and those above it, which cannot leave before it does; from the top."""
+    return [*(_path_to(node.parent) if node.parent is not None else ()), node]

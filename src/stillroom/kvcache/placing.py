@@ -84,4 +84,6 @@ def keep_to_be_placed(tree: KnowledgeTree, lease: Lease) -> None:
             own = lease.table.blocks_of(piece.start, piece.num_tokens)
             node = tree.insert_alone(piece, own, tuple(before), lease.cost_per_token)
             node.mass = None if lease.weigher is None else lease.weigher.mass_of(index)
+            tree.acquire([node])  # its blocks are not free for others while the lease has them
+            lease.nodes.append(node)
         before.append(piece.content)

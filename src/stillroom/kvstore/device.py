@@ -3,9 +3,13 @@
 Slot `block_id * block_size + offset` belongs to the block of that id; who may write it is `kvcache`'s decision. Slots
 that were never written hold garbage, and nobody may attend to them. After the last block come the slots of one more,
 which no pool knows of: rows that only pad a step write there.
+
+With `preload_layers` what comes from elsewhere is copied by another thread, and everything here waits for it as far as
+it needs it; see `layer_copies`.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +18,12 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import BlockCopy
 from stillroom.core.ids import BlockId
+from stillroom.errors import DeviceLostError
+from stillroom.kvstore.layer_copies import LayerCopies
 from stillroom.ops import cpu_kernels
 from stillroom.ops.rope import rotate
+
+logger = logging.getLogger(__name__)
 
 # L layers, S slots, T tokens of one node, G key/value heads, D head dimension, B bytes of one token in one layer
 
@@ -51,15 +59,45 @@ class DeviceStore:
         self.is_lost = False
         """Whether what was written here is gone; see `lose`."""
         self._is_on_host = device.type == "cpu"
+        self._copies: LayerCopies | None = None
+
+    def preload_layers(self) -> None:
+        """From now on, copy in another thread what is scattered and placed, layer by layer, where kernels do it."""
+        if self._is_on_host and self._has_kernels:
+            self._copies = LayerCopies(self.shape.num_layers)
+
+    @property
+    def preloads_layers(self) -> bool:
+        """Whether what is scattered and placed is read after the return, and must stay as it is."""
+        return self._copies is not None
+
+    def settle(self) -> None:
+        """Wait until everything is there that was scattered or placed. If that fails, all that is here is lost."""
+        if self._copies is None:
+            return
+        try:
+            self._copies.settle()
+        except Exception:
+            self._fail()
+
+    def close(self) -> None:
+        """End the other thread."""
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
 
     def lose(self) -> None:
         """As if the device had failed (a drill for RAGCache 6): nothing here can be read, and the next step notices."""
+        if self._copies is not None:
+            self._copies.drop()
         self.k_LSGD.fill_(float("nan"))
         self.v_LSGD.fill_(float("nan"))
         self.is_lost = True
 
     def reset(self) -> None:
         """Ready for use again, empty."""
+        if self._copies is not None:
+            self._copies.drop()
         self.is_lost = False
 
     @property
@@ -67,11 +105,22 @@ class DeviceStore:
         return 2 * self.k_LSGD.nbytes
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each [S, G, D]; writes go through to the store."""
+        """K and V of one layer, each [S, G, D]; writes go through to the store.
+
+        Raises:
+            DeviceLostError: what should be in it could not be copied there.
+        """
+        if self._copies is not None:
+            try:
+                self._copies.wait(index)
+            except Exception as error:
+                self._fail()
+                raise DeviceLostError("KV could not be copied to the device") from error
         return self.k_LSGD[index], self.v_LSGD[index]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks in all layers; every source is read before any target is written."""
+        self.settle()
         source, target = (
             torch.tensor(ids, device=self.k_LSGD.device)
             for ids in ([copy.source for copy in copies], [copy.target for copy in copies])
@@ -89,6 +138,7 @@ class DeviceStore:
         Returns:
             `out`, when all of it is there.
         """
+        self.settle()
         runs = _runs(block_ids, num_tokens, self.block_size)
         if out is not None and self._is_on_host:
             kv_2LTGD = out
@@ -110,17 +160,24 @@ class DeviceStore:
         """Copy a node's KV into the first slots of these blocks; other slots keep what they have.
 
         Args:
-            kv_2LTGD: contiguous, on this device or on the host, which may be overwritten after the return.
+            kv_2LTGD: contiguous, on this device or on the host, which may be overwritten after the return, unless
+                layers are preloaded.
         """
         assert kv_2LTGD.is_contiguous() and kv_2LTGD.dtype == self.shape.dtype, kv_2LTGD.dtype
         runs = _runs(block_ids, kv_2LTGD.shape[2], self.block_size)
+        if self._is_on_host:
+            pairs = [(_bytes(kv), _bytes(into)) for kv, into in zip(kv_2LTGD, (self.k_LSGD, self.v_LSGD), strict=True)]
+
+            def copy(layers: slice) -> None:
+                for kv_LTB, kv_LSB in pairs:
+                    for run in runs:
+                        kv_LSB[layers, run.slots] = kv_LTB[layers, run.tokens]
+
+            self._carry_out(copy)
+            return
         kv_2LTGD = kv_2LTGD.to(self.k_LSGD.device)
         for kv_LTGD, kv_LSGD in zip(kv_2LTGD, (self.k_LSGD, self.v_LSGD), strict=True):
-            if self._is_on_host:
-                kv_LTB, kv_LSB = _bytes(kv_LTGD), _bytes(kv_LSGD)
-                for run in runs:
-                    kv_LSB[:, run.slots] = kv_LTB[:, run.tokens]
-            elif len(runs) == 1:
+            if len(runs) == 1:
                 kv_LSGD[:, runs[0].slots] = kv_LTGD
             else:
                 kv_LSGD.index_copy_(1, self._slots(runs), kv_LTGD)
@@ -135,11 +192,11 @@ class DeviceStore:
         """Copy a node's KV into the first slots of these blocks, its keys turned on the way.
 
         Args:
-            source: this store, where the node is in `source_block_ids`; or its KV, [2, L, T, G, D].
+            source: this store, where the node is in `source_block_ids`; or its KV, as for `scatter`.
             turns: of `ops.rope.turns`, for its T tokens.
         """
         num_tokens = turns[0].shape[1]
-        if not self._is_on_host or self.shape.dtype not in (torch.float32, torch.bfloat16):
+        if not self._is_on_host or not self._has_kernels:
             kv_2LTGD = self.gather(source_block_ids, num_tokens) if isinstance(source, DeviceStore) else source
             kv_2LTGD = kv_2LTGD.to(self.k_LSGD.device)
             cos_LT1P, sin_LT1P = (values[:, :, None] for values in turns)
@@ -151,14 +208,33 @@ class DeviceStore:
             source_slots = _slot_array(source_block_ids, num_tokens, self.block_size)
         else:
             sources, source_slots = (source[0], source[1]), np.arange(num_tokens)
+        k_from, v_from, k_to, v_to = (cpu_kernels.array(kv) for kv in (*sources, self.k_LSGD, self.v_LSGD))
+        slots = _slot_array(block_ids, num_tokens, self.block_size)
+        cos_LTP, sin_LTP = turns[0].numpy(), turns[1].numpy()
+        turn_into = cpu_kernels.turn_into if self._copies is None else cpu_kernels.turn_into_alone
+
+        def copy(layers: slice) -> None:
+            own = layers if len(cos_LTP) > 1 else slice(None)
+            into = (k_to[layers], v_to[layers])
+            turn_into((k_from[layers], v_from[layers]), source_slots, into, slots, (cos_LTP[own], sin_LTP[own]))
+
         cpu_kernels.use_threads()
-        cpu_kernels.turn_into(
-            (cpu_kernels.array(sources[0]), cpu_kernels.array(sources[1])),
-            source_slots,
-            (cpu_kernels.array(self.k_LSGD), cpu_kernels.array(self.v_LSGD)),
-            _slot_array(block_ids, num_tokens, self.block_size),
-            (turns[0].numpy(), turns[1].numpy()),
-        )
+        self._carry_out(copy)
+
+    @property
+    def _has_kernels(self) -> bool:
+        return self.shape.dtype in (torch.float32, torch.bfloat16)
+
+    def _carry_out(self, copy: Callable[[slice], None]) -> None:
+        """Now, or layer by layer in another thread."""
+        if self._copies is None:
+            copy(slice(None))
+        else:
+            self._copies.add(copy)
+
+    def _fail(self) -> None:
+        logger.warning("copying KV to the device failed; all that is there counts as lost", exc_info=True)
+        self.is_lost = True
 
     def _slots(self, runs: list["_Run"]) -> torch.Tensor:
         slots = [slot for run in runs for slot in range(run.slots.start, run.slots.stop)]

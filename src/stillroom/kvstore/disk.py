@@ -22,6 +22,7 @@ from stillroom.kvstore.files import (
     key_of,
     path_of,
     read_header,
+    read_payload,
     record_paths,
     remove_file,
     temporary_paths,
@@ -34,8 +35,6 @@ from stillroom.kvstore.record import (
     Defect,
     Header,
     encode,
-    inspect,
-    is_intact,
 )
 
 logger = logging.getLogger(__name__)
@@ -131,14 +130,10 @@ class DiskStore:
         A record that does not verify is counted and removed; one that is gone is only a miss.
         """
         try:
-            descriptor = os.open(path_of(self.folder, key), os.O_RDONLY | os.O_CLOEXEC)
+            defect = read_payload(path_of(self.folder, key), self.fingerprint, into)
         except OSError:
             self._forget(key)
             return False
-        try:
-            defect = _read_file(descriptor, key, self.fingerprint, into)
-        finally:
-            os.close(descriptor)
         if defect is None:
             return True
         self._reject(key, defect)
@@ -248,28 +243,3 @@ def _write_file(path: Path, parts: tuple[Buffer, ...]) -> None:
                 rest = rest[os.write(descriptor, rest) :]
     finally:
         os.close(descriptor)
-
-
-def _read_file(descriptor: int, key: NodeKey, fingerprint: bytes, into: memoryview) -> Defect | None:
-    """Fill the buffer with the payload; None if all of it verifies."""
-    try:
-        data = os.read(descriptor, HEADER_SIZE)
-        header = inspect(data, os.fstat(descriptor).st_size, key, fingerprint)
-        if isinstance(header, Defect):
-            return header
-        trailer = bytearray(TRAILER_SIZE)
-        if header.payload_size != len(into) or not all(_fill(descriptor, part) for part in (into, memoryview(trailer))):
-            return Defect.SIZE
-    except OSError:
-        return Defect.UNREADABLE
-    return None if is_intact(data, into, trailer) else Defect.CHECKSUM
-
-
-def _fill(descriptor: int, buffer: memoryview) -> bool:
-    """False if the file ends before the buffer is full."""
-    while buffer:
-        num_read = os.readv(descriptor, [buffer])
-        if num_read == 0:
-            return False
-        buffer = buffer[num_read:]
-    return True

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
-from stillroom.kvstore.record import HEADER_SIZE, Defect, Header, inspect
+from stillroom.kvstore.record import HEADER_SIZE, TRAILER_SIZE, Defect, Header, inspect, is_intact
 
 KV_FOLDER = "kv"
 """The root's name in a knowledge base's folder."""
@@ -76,6 +76,28 @@ def read_header(path: Path, fingerprint: bytes) -> Header | Defect | None:
         os.close(descriptor)
 
 
+def read_payload(path: Path, fingerprint: bytes, into: memoryview) -> Defect | None:
+    """Fill a buffer of exactly its size with a record's payload; None if all of it verifies.
+
+    Raises:
+        OSError: there is no such file, or it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.read(descriptor, HEADER_SIZE)
+        header = inspect(data, os.fstat(descriptor).st_size, key_of(path), fingerprint)
+        if isinstance(header, Defect):
+            return header
+        trailer = bytearray(TRAILER_SIZE)
+        if header.payload_size != len(into) or not all(_fill(descriptor, part) for part in (into, memoryview(trailer))):
+            return Defect.SIZE
+    except OSError:
+        return Defect.UNREADABLE
+    finally:
+        os.close(descriptor)
+    return None if is_intact(data, into, trailer) else Defect.CHECKSUM
+
+
 def fingerprints(root: Path) -> list[bytes]:
     """The models that have a folder here."""
     return [bytes.fromhex(name) for name in sorted(_names(root)) if _FINGERPRINT.fullmatch(name)]
@@ -129,6 +151,16 @@ def remove_file(path: Path) -> bool:
         os.unlink(path)
     except OSError:
         return False
+    return True
+
+
+def _fill(descriptor: int, buffer: memoryview) -> bool:
+    """False if the file ends before the buffer is full."""
+    while buffer:
+        num_read = os.readv(descriptor, [buffer])
+        if num_read == 0:
+            return False
+        buffer = buffer[num_read:]
     return True
 
 

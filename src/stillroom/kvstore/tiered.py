@@ -6,6 +6,7 @@ into slots. A move that fails leaves nothing behind, as `KVMover` promises. Desi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -16,6 +17,7 @@ from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore
+from stillroom.kvstore.prefetch import Prefetcher, ReadAhead, read_record
 from stillroom.kvstore.record import Defect
 from stillroom.ops.rope import turns
 
@@ -44,6 +46,7 @@ class TransferStats:
     """Records that did not verify, by reason."""
     num_write_failures: int
     """Records that the disk did not take."""
+    read_ahead: ReadAhead = ReadAhead()
 
 
 DIRECTIONS = (
@@ -66,11 +69,13 @@ class TieredStore:
         disk: DiskStore | None,
         clock: Clock,
         inv_freq_LP: torch.Tensor | None = None,
+        prefetch_bytes: int = 0,
     ) -> None:
         """
         Args:
             disk: None to keep nothing on disk: every store then fails.
             inv_freq_LP: of the decoder; None if nothing is ever placed at another position.
+            prefetch_bytes: host memory for what is read ahead; 0: nothing is.
         """
         self.device = device
         self.host = host
@@ -79,6 +84,10 @@ class TieredStore:
         self._inv_freq_LP = inv_freq_LP
         self._flows = dict.fromkeys(DIRECTIONS, Flow())
         self._staging = torch.empty(0, dtype=torch.uint8)
+        self._prefetcher: Prefetcher | None = None
+        if disk is not None and prefetch_bytes:
+            read = partial(read_record, disk.folder, disk.fingerprint, host.is_pinned)
+            self._prefetcher = Prefetcher(read, prefetch_bytes)
 
     @property
     def stats(self) -> TransferStats:
@@ -87,7 +96,19 @@ class TieredStore:
             flows=MappingProxyType(dict(self._flows)),
             verify_failures=dict(self.disk.verify_failures) if self.disk else {},
             num_write_failures=self.disk.num_write_failures if self.disk else 0,
+            read_ahead=self._prefetcher.stats if self._prefetcher else ReadAhead(),
         )
+
+    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+        """Read a node from disk ahead of its load or placement; False if nothing is done about it."""
+        if self._prefetcher is None:
+            return False
+        return self._prefetcher.request(key, self.device.shape.bytes_per_token * num_tokens)
+
+    def unexpect(self, key: NodeKey) -> None:
+        """Who expected it does not need it any more."""
+        if self._prefetcher is not None:
+            self._prefetcher.release(key)
 
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         """Copy the first `num_tokens` slots of these device blocks to the host."""
@@ -95,6 +116,9 @@ class TieredStore:
         room = self.host.allocate(key, num_tokens)
         if room is not None:
             self.device.gather(block_ids, num_tokens, out=room)
+            if self.device.is_lost:
+                self.host.drop(key)
+                room = None
         return self._count(Tier.DEVICE, Tier.HOST, None if room is None else room.nbytes, start)
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
@@ -141,6 +165,8 @@ class TieredStore:
                 kv_2LTGD = self._stage(record.num_tokens)
                 if kv_2LTGD is not None:
                     self.device.gather(block_ids, record.num_tokens, out=kv_2LTGD)
+                    kv_2LTGD = None if self.device.is_lost else kv_2LTGD
+            self._cancel(record.key)
             if kv_2LTGD is None or not self.disk.write(record, _bytes(kv_2LTGD)):
                 self.disk.remove(record.key)
                 kv_2LTGD = None
@@ -152,11 +178,15 @@ class TieredStore:
         if tier is Tier.HOST:
             self.host.drop(key)
         elif self.disk is not None:
+            self._cancel(key)
             self.disk.remove(key)
 
     def close(self) -> None:
         """Forget the host's copies, and let another process write to the disk's folder."""
         self.host.clear()
+        self.device.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         if self.disk is not None:
             self.disk.close()
 
@@ -166,10 +196,15 @@ class TieredStore:
         return kv_2LTGD
 
     def _from_disk(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
-        """Verified KV in the staging buffer, until the next use of it."""
+        """Verified KV, until the staging buffer is used again; not to be written to."""
+        read = self._prefetcher.get(key) if self._prefetcher is not None else None
+        if read is not None:
+            return self._as_node(read, num_tokens)
         kv_2LTGD = self._stage(num_tokens) if self.disk is not None else None
         if self.disk is None or kv_2LTGD is None or not self.disk.read(key, _bytes(kv_2LTGD)):
             return None
+        if self.device.preloads_layers:  # it will be read later
+            self._staging = torch.empty(0, dtype=torch.uint8)
         return kv_2LTGD
 
     def _stage(self, num_tokens: int) -> torch.Tensor | None:
@@ -181,7 +216,15 @@ class TieredStore:
                 self._staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.host.is_pinned)
             except (MemoryError, RuntimeError):
                 return None
-        return self._staging[:num_bytes].view(shape.dtype).view(shape.of_node(num_tokens))
+        return self._as_node(self._staging[:num_bytes], num_tokens)
+
+    def _as_node(self, payload: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Flat bytes as [2, L, T, G, D]."""
+        return payload.view(self.device.shape.dtype).view(self.device.shape.of_node(num_tokens))
+
+    def _cancel(self, key: NodeKey) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.cancel(key)
 
     def _count(self, source: Tier, target: Tier, num_bytes: int | None, start: float) -> bool:
         """Book a move of so many bytes that began at `start`, failed if None; returns whether it succeeded."""

@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_bits, as_float, kernel, parallel_kernel
+from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_bits, as_float, inlined, kernel, parallel_kernel
 from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled, product
 
 # T tokens, H query heads, G key/value heads, D head dimension, S slots
@@ -174,6 +174,29 @@ def gather_wide(cache: Any, slots: Any, out_KGD: Floats) -> None:
                 out[head, i] = _read(found[head, i])
 
 
+@inlined
+def _turn_row(  # noqa: PLR0913  inlined: there is no call
+    sources: Any, source_slots: Any, targets: Any, target_slots: Any, turn: Any, layer: Any, row: Any
+) -> None:
+    k_from, v_from = sources
+    k_to, v_to = targets
+    cos_LTP, sin_LTP = turn
+    num_heads, head_dim, half = k_from.shape[2], k_from.shape[3], cos_LTP.shape[2]
+    own = layer if cos_LTP.shape[0] > 1 else 0
+    cos, sin = cos_LTP[own, row], sin_LTP[own, row]
+    for head in range(num_heads):
+        x, out = k_from[layer, source_slots[row], head], k_to[layer, target_slots[row], head]
+        for i in range(half):
+            a, b = _read(x[i]), _read(x[i + half])
+            _write(out, i, a * cos[i] - b * sin[i])
+            _write(out, i + half, b * cos[i] + a * sin[i])
+        for i in range(2 * half, head_dim):
+            out[i] = x[i]
+        v, copied = v_from[layer, source_slots[row], head], v_to[layer, target_slots[row], head]
+        for i in range(head_dim):
+            copied[i] = v[i]
+
+
 @parallel_kernel
 def turn_into(
     sources: tuple[Bits, Bits], source_slots: Any, targets: tuple[Bits, Bits], target_slots: Any, turn: Any
@@ -182,26 +205,19 @@ def turn_into(
 
     cos and sin in `turn` are [L, T, P], or [1, T, P] where all layers turn alike.
     """
-    k_from, v_from = sources
-    k_to, v_to = targets
-    cos_LTP, sin_LTP = turn
-    num_layers, num_heads, head_dim = k_from.shape[0], k_from.shape[2], k_from.shape[3]
-    num_rows, half = len(source_slots), cos_LTP.shape[2]
-    for task in numba.prange(num_layers * num_rows):
-        layer, row = task // num_rows, task % num_rows
-        own = layer if cos_LTP.shape[0] > 1 else 0
-        cos, sin = cos_LTP[own, row], sin_LTP[own, row]
-        for head in range(num_heads):
-            x, out = k_from[layer, source_slots[row], head], k_to[layer, target_slots[row], head]
-            for i in range(half):
-                a, b = _read(x[i]), _read(x[i + half])
-                _write(out, i, a * cos[i] - b * sin[i])
-                _write(out, i + half, b * cos[i] + a * sin[i])
-            for i in range(2 * half, head_dim):
-                out[i] = x[i]
-            v, copied = v_from[layer, source_slots[row], head], v_to[layer, target_slots[row], head]
-            for i in range(head_dim):
-                copied[i] = v[i]
+    num_rows = len(source_slots)
+    for task in numba.prange(sources[0].shape[0] * num_rows):
+        _turn_row(sources, source_slots, targets, target_slots, turn, task // num_rows, task % num_rows)
+
+
+@kernel
+def turn_into_alone(
+    sources: tuple[Bits, Bits], source_slots: Any, targets: tuple[Bits, Bits], target_slots: Any, turn: Any
+) -> None:
+    """The same on one thread, while others run kernels: not all of numba's thread pools serve two at a time."""
+    for layer in range(sources[0].shape[0]):
+        for row in range(len(source_slots)):
+            _turn_row(sources, source_slots, targets, target_slots, turn, layer, row)
 
 
 @parallel_kernel
@@ -363,7 +379,8 @@ def compile_all() -> None:
             rotate_and_store(np.ones((1, 3, head_dim), dtype), turn, slots, (kv, kv.copy()), np.empty_like(q))
         gather_wide(kv, slots, np.empty_like(q))
         layers = (kv[None], kv[None].copy())
-        turn_into(layers, slots, layers, slots, (turn[0][None], turn[1][None]))
+        for place in (turn_into, turn_into_alone):
+            place(layers, slots, layers, slots, (turn[0][None], turn[1][None]))
         attend_rows(q, (kv, kv.copy()), contexts, splits, limits, np.empty_like(q))
         matrices = (matrix(3 * head_dim), matrix(head_dim), matrix(2 * head_dim), matrix(head_dim))
         cache = (kv, kv.copy())

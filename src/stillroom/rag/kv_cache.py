@@ -75,6 +75,7 @@ class KVCache:
             moves={(a.label, b.label): flow.num_copies for (a, b), flow in moves.flows.items()},
             verify_failures={str(defect): count for defect, count in moves.verify_failures.items()},
             write_failures=moves.num_write_failures,
+            read_ahead_bytes={"used": moves.read_ahead.used_bytes, "wasted": moves.read_ahead.wasted_bytes},
             audit=None if self.audit is None else self._audit_figures(self.audit.figures),
         )
 
@@ -138,7 +139,10 @@ def build_cache(  # noqa: PLR0913  the parts, once
     if config.mode == "off" or profile is None:
         return KVCache(KVCacheManager(pool), device)
     disk = DiskStore(folder, fingerprint) if folder is not None and config.disk_bytes else None
-    tiers = TieredStore(device, HostStore(device.shape, device.k_LSGD.device), disk, clock, inv_freq_LP)
+    if config.preload == "layers":
+        device.preload_layers()
+    host = HostStore(device.shape, device.k_LSGD.device)
+    tiers = TieredStore(device, host, disk, clock, inv_freq_LP, config.prefetch_bytes)
     options = TreeOptions(
         host_bytes=config.host_bytes,
         disk_bytes=config.disk_bytes if disk else 0,

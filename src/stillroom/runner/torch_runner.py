@@ -66,6 +66,7 @@ class TorchRunner:
         attention: dict[RequestId, NDArray[np.float32]] = {}
         masses: dict[RequestId, Masses] = {}
         if self.decoding is not None and self.decoding.takes(batch):
+            self.store.settle()  # a graph asks for no layers
             logits_BV = self.decoding.logits(batch)
         else:
             packed = self._pack(batch.sequences)

@@ -111,6 +111,12 @@ SPECS = (
     MetricSpec("stillroom_kv_cache_moves_total", "counter", "Copies made between tiers.", ("source", "target")),
     MetricSpec("stillroom_kv_cache_moved_bytes_total", "counter", "Bytes of those copies.", ("source", "target")),
     MetricSpec("stillroom_kv_cache_move_seconds_total", "counter", "Time they took.", ("source", "target")),
+    MetricSpec(
+        "stillroom_kv_cache_read_ahead_bytes_total",
+        "counter",
+        "Read from disk for questions that waited: used or wasted.",
+        ("outcome",),
+    ),
     MetricSpec("stillroom_kv_blocks", "gauge", "KV blocks, by state: free or used.", ("state",)),
     MetricSpec("stillroom_active_requests", "gauge", "Questions now, by state: waiting or running.", ("state",)),
     MetricSpec("stillroom_documents", "gauge", "Documents in the knowledge base."),
@@ -158,6 +164,8 @@ class CacheFigures:
     moved_seconds: Mapping[tuple[str, str], float]
     verify_failures: Mapping[str, int]
     write_failures: int
+    read_ahead_bytes: Mapping[str, int]
+    """`used`, `wasted`."""
     audit: AuditMetrics | None = None
     """None where nothing is audited."""
 
@@ -278,6 +286,7 @@ class _CacheCollector(Collector):
             ("moves_total", figures.moves),
             ("moved_bytes_total", figures.moved_bytes),
             ("move_seconds_total", figures.moved_seconds),
+            ("read_ahead_bytes_total", figures.read_ahead_bytes),
         ):
             yield _family(_BY_NAME[f"stillroom_kv_cache_{name}"], values)
         audit = figures.audit

@@ -1,0 +1,237 @@
+"""Records read ahead: what is given is what was asked for, verified, and never of a record that is gone."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.files import path_of
+from stillroom.kvstore.host import HostStore
+from stillroom.kvstore.prefetch import Prefetcher, ReadAhead, read_record
+from stillroom.kvstore.tiered import TieredStore
+from tests.fakes import ManualClock
+from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record
+from tests.kvstore.test_tiered import assert_same, blocks, new_device
+
+SIZE = 100
+PATIENCE = 30.0
+"""Seconds that a test waits for the other thread before it fails."""
+
+
+@dataclass
+class Gate:
+    """A reader whose reads can be held back."""
+
+    is_open: threading.Event = field(default_factory=threading.Event)
+    has_begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    read: list[NodeKey] = field(default_factory=list)
+    broken: set[NodeKey] = field(default_factory=set)
+
+    def __call__(self, key: NodeKey, num_bytes: int) -> torch.Tensor | None:
+        self.read.append(key)
+        self.has_begun.release()
+        assert self.is_open.wait(PATIENCE)
+        return None if key in self.broken else torch.full((num_bytes,), key[0], dtype=torch.uint8)
+
+    def await_begin(self) -> None:
+        assert self.has_begun.acquire(timeout=PATIENCE)
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def prefetcher(gate: Gate) -> Iterator[Prefetcher]:
+    one = Prefetcher(gate, 3 * SIZE)
+    yield one
+    gate.is_open.set()
+    one.close()
+
+
+def test_what_was_requested_is_there(prefetcher: Prefetcher, gate: Gate) -> None:
+    gate.is_open.set()
+    assert prefetcher.request(key(1), SIZE) and prefetcher.request(key(2), SIZE)
+    gate.await_begin()
+    gate.await_begin()
+    kv = prefetcher.get(key(2))
+    assert kv is not None and kv.tolist() == [key(2)[0]] * SIZE
+    assert prefetcher.get(key(3)) is None
+    assert prefetcher.get(key(2)) is kv, "others may need it too"
+    prefetcher.release(key(1))
+    prefetcher.release(key(2))
+    assert prefetcher.num_bytes == 0
+    assert prefetcher.stats == ReadAhead(used_bytes=SIZE, wasted_bytes=SIZE)
+
+
+def test_who_comes_while_it_is_read_waits(prefetcher: Prefetcher, gate: Gate) -> None:
+    prefetcher.request(key(1), SIZE)
+    gate.await_begin()
+    threading.Timer(0.0, gate.is_open.set).start()
+    assert prefetcher.get(key(1)) is not None
+
+
+def test_who_comes_before_it_is_read_reads_it_himself(prefetcher: Prefetcher, gate: Gate) -> None:
+    prefetcher.request(key(1), SIZE)
+    gate.await_begin()
+    prefetcher.request(key(2), SIZE)
+    assert prefetcher.get(key(2)) is None
+    assert prefetcher.request(key(2), SIZE), "the next one who waits"
+    gate.is_open.set()
+    gate.await_begin()
+    assert prefetcher.get(key(2)) is not None and gate.read == [key(1), key(2)]
+
+
+def test_bytes_are_bounded_also_by_reads_that_nobody_wants_any_more(prefetcher: Prefetcher, gate: Gate) -> None:
+    assert prefetcher.request(key(1), SIZE)
+    gate.await_begin()
+    assert prefetcher.request(key(2), 2 * SIZE)
+    assert not prefetcher.request(key(3), 1), "full"
+    assert prefetcher.request(key(2), 2 * SIZE), "it is on its way"
+    prefetcher.cancel(key(2))
+    assert prefetcher.num_bytes == SIZE, "it had not begun"
+    prefetcher.cancel(key(1))
+    assert prefetcher.num_bytes == SIZE, "it is still being read"
+    assert not prefetcher.request(key(4), 3 * SIZE)
+    under_way = prefetcher._abandoned[0].future
+    gate.is_open.set()
+    under_way.result(PATIENCE)
+    assert prefetcher.num_bytes == 0 and prefetcher.request(key(4), 3 * SIZE)
+
+
+def test_a_record_is_kept_until_the_last_one_has_released_it(prefetcher: Prefetcher, gate: Gate) -> None:
+    gate.is_open.set()
+    for _ in range(2):
+        prefetcher.request(key(1), SIZE)
+    prefetcher._entries[key(1)].future.result(PATIENCE)
+    prefetcher.release(key(1))
+    assert prefetcher.num_bytes == SIZE
+    prefetcher.release(key(1))
+    assert prefetcher.num_bytes == 0
+    prefetcher.release(key(1))  # it was cancelled meanwhile
+
+
+def test_a_cancelled_record_is_never_given(prefetcher: Prefetcher, gate: Gate) -> None:
+    prefetcher.request(key(1), SIZE)
+    gate.await_begin()
+    prefetcher.cancel(key(1))
+    gate.is_open.set()
+    assert prefetcher.get(key(1)) is None
+    assert prefetcher.stats == ReadAhead(wasted_bytes=SIZE)
+
+
+def test_a_failed_read_is_a_miss(prefetcher: Prefetcher, gate: Gate) -> None:
+    gate.broken.add(key(1))
+    gate.is_open.set()
+    prefetcher.request(key(1), SIZE)
+    assert prefetcher.get(key(1)) is None
+
+
+def test_closing_ends_the_thread(prefetcher: Prefetcher, gate: Gate) -> None:
+    prefetcher.request(key(1), SIZE)
+    prefetcher.request(key(2), SIZE)
+    gate.await_begin()
+    (thread,) = prefetcher._executor._threads
+    gate.is_open.set()
+    prefetcher.close()
+    assert not thread.is_alive() and prefetcher.num_bytes == 0 and gate.read == [key(1)]
+
+
+def test_only_what_verifies_is_read(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, MODEL)
+    assert disk.write(record(1), payload(1))
+    read = partial(read_record, disk.folder, MODEL, False)
+    found = read(key(1), 1000)
+    assert found is not None and found.numpy().tobytes() == payload(1)
+    assert read(key(1), 999) is None and read(key(2), 1000) is None
+    assert read_record(disk.folder, OTHER_MODEL, False, key(1), 1000) is None
+    path = path_of(disk.folder, key(1))
+    content = bytearray(path.read_bytes())
+    content[500] ^= 1
+    path.write_bytes(content)
+    assert read(key(1), 1000) is None
+    assert path.exists() and not disk.verify_failures, "who needs it will find out, and count it"
+
+
+# As part of the tiers
+
+
+def new_tiers(tmp_path: Path, prefetch_bytes: int = 2**20) -> TieredStore:
+    device = new_device()
+    host = HostStore(device.shape, torch.device("cpu"))
+    disk = DiskStore(tmp_path, MODEL)
+    return TieredStore(device, host, disk, ManualClock(), torch.ones(3, 2), prefetch_bytes)
+
+
+def stored(n: int, tiers: TieredStore, *block_ids: int) -> None:
+    one = NodeRecord(key(n), key(n), 0, 4 * len(block_ids), None, 0.1, 1.0)
+    assert tiers.store(one, Tier.DEVICE, blocks(*block_ids))
+
+
+def await_read(tiers: TieredStore, n: int) -> None:
+    assert tiers._prefetcher is not None
+    assert tiers._prefetcher._entries[key(n)].future.result(PATIENCE) is not None
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_tiers_take_what_was_read_ahead(tmp_path: Path, is_placed: bool) -> None:
+    slow, fast = new_tiers(tmp_path / "slow", 0), new_tiers(tmp_path / "fast")
+    for tiers in (slow, fast):
+        stored(1, tiers, 2, 3)
+    assert not slow.expect(key(1), 8) and fast.expect(key(1), 8)
+    await_read(fast, 1)
+    assert fast.disk is not None
+    path_of(fast.disk.folder, key(1)).unlink()
+    for tiers in (slow, fast):
+        if is_placed:
+            assert tiers.place(NodeCopy(key(1), Tier.DISK, (), 0, 8), blocks(7, 9), 5)
+        else:
+            assert tiers.load(key(1), Tier.DISK, blocks(7, 9), 8)
+    assert_same(slow.device, fast.device)
+    fast.unexpect(key(1))
+    assert fast.stats.read_ahead.used_bytes == 8 * fast.device.shape.bytes_per_token
+    for tiers in (slow, fast):
+        tiers.close()
+
+
+def test_what_was_dropped_since_is_not_used(tmp_path: Path) -> None:
+    tiers = new_tiers(tmp_path)
+    stored(1, tiers, 2, 3)
+    assert tiers.expect(key(1), 8)
+    await_read(tiers, 1)
+    tiers.drop(key(1), Tier.DISK)
+    assert not tiers.load(key(1), Tier.DISK, blocks(7, 9), 8)
+    assert_same(tiers.device, new_device())
+
+
+def test_what_was_written_again_since_is_read_again(tmp_path: Path) -> None:
+    tiers = new_tiers(tmp_path)
+    stored(1, tiers, 2, 3)
+    assert tiers.expect(key(1), 8)
+    await_read(tiers, 1)
+    stored(1, tiers, 4, 5)
+    assert tiers.load(key(1), Tier.DISK, blocks(7, 9), 8)
+    device = tiers.device
+    assert torch.equal(device.gather(blocks(7, 9), 8), device.gather(blocks(4, 5), 8))
+    assert tiers.stats.read_ahead.used_bytes == 0
+
+
+def test_a_record_damaged_before_it_is_read_ahead_fails_once(tmp_path: Path) -> None:
+    tiers = new_tiers(tmp_path)
+    stored(1, tiers, 2, 3)
+    assert tiers.disk is not None
+    path = path_of(tiers.disk.folder, key(1))
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    assert tiers.expect(key(1), 8)
+    assert not tiers.load(key(1), Tier.DISK, blocks(7, 9), 8)
+    assert_same(tiers.device, new_device())
+    assert sum(tiers.stats.verify_failures.values()) == 1 and not path.exists()
