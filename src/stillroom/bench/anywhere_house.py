@@ -18,6 +18,7 @@ from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
+from stillroom.kvcache.cost_model import CostProfile
 from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from stillroom.rag.generator import build_engine
@@ -89,16 +90,25 @@ class House:
         return Reply(seconds, token_ids, reuse.num_cached_tokens, reuse.num_recomputed_tokens, sources)
 
 
-def build_house(
-    decoder: Decoder, scope: Scope, reuse: ReuseConfig, folder: Path | None, num_tokens: int, max_num_seqs: int = 32
+def build_house(  # noqa: PLR0913  plain values, given once
+    decoder: Decoder,
+    scope: Scope,
+    reuse: ReuseConfig,
+    folder: Path | None,
+    num_tokens: int,
+    *,
+    max_num_seqs: int = 32,
+    profile: CostProfile | None = None,
 ) -> House:
-    """An engine that keeps KV of so many tokens on the device."""
+    """An engine that keeps KV of so many tokens on the device; without a profile it measures one."""
     runtime = RuntimeConfig(
         kv_bytes=num_tokens * kv_shape(decoder).bytes_per_token,
         max_num_batched_tokens=scope.prompt_tokens,
         max_num_seqs=max_num_seqs,
     )
-    engine, cache = build_engine(decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32), kv_folder=folder)
+    engine, cache = build_engine(
+        decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32), profile=profile, kv_folder=folder
+    )
     return House(engine, cache)
 
 

@@ -24,6 +24,7 @@ from stillroom.bench.report import BenchResult
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
+from stillroom.kvcache.cost_model import linear_profile
 from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.kvcache.preloading import preload_depth, timeline
 from stillroom.kvstore.files import record_paths
@@ -33,6 +34,8 @@ from stillroom.rag.kv_cache import kv_shape
 
 FROM_DEVICE = "from device"
 _METRIC = "ttft_seconds"
+_ANY_PROFILE = linear_profile(1e-3, 1e-4, 1e-7)
+"""Whatever is kept is loaded, so nothing depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,9 @@ def _houses(decoder: Decoder, scope: Scope, work_dir: Path) -> Iterator[Mapping[
             for tier in {place.tier for place in PLACES if way in place.ways}:
                 own = replace(reuse, host_bytes=0) if tier is Tier.DISK else reuse
                 folder = Path(scratch) / way.label if tier is Tier.DISK else None
-                house = houses[way, tier] = build_house(decoder, scope, own, folder, room, max_num_seqs=1)
+                house = houses[way, tier] = build_house(
+                    decoder, scope, own, folder, room, max_num_seqs=1, profile=_ANY_PROFILE
+                )
                 stack.callback(house.cache.close)
                 house.allow(None)
                 keep_elsewhere(scope, house.ask)
