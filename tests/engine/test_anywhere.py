@@ -147,6 +147,19 @@ def test_without_recompute_nobody_looks(decoder: Decoder) -> None:
     assert house.num_computed - before == 3
 
 
+def test_a_copy_kept_alone_is_named_by_its_position_too(decoder: Decoder) -> None:
+    """A reader of these records, who knew an earlier one of the name, would turn its keys from where that one stood."""
+    names = {}
+    for documents in ((2, 5), (2, 1, 5)):
+        house = new_house(decoder)
+        house.run(question("a", 1, 2))
+        house.run(question("b", *documents))
+        (node,) = [node for node in house.tree if node.chunk_id == 5]
+        assert node.parent is None
+        names[node.first_position] = node.key
+    assert sorted(names) == [18, 26] and len(set(names.values())) == 2
+
+
 def test_what_was_placed_is_never_taken_for_exact(decoder: Decoder, oracle: Oracle) -> None:
     house = new_house(decoder, ratio=0.0)
     house.run(question("a", 1, 2))

@@ -113,9 +113,10 @@ class KnowledgeTree(TieredNodes):
     ) -> Node:
         """A chunk was computed behind others whose KV was not exact: a node that hangs from none, and can be placed.
 
-        One for each content, whatever stands before it; the tree takes a reference of its own to the blocks.
+        One for each content and position: who reads another process's records turns keys by where they say that they
+        stood. The tree takes a reference of its own to the blocks.
         """
-        key = NodeKey(hashlib.sha256(_ALONE + piece.content).digest())
+        key = NodeKey(hashlib.sha256(_ALONE + piece.content + piece.start.to_bytes(8, "little")).digest())
         if key in self._nodes:
             return self._nodes[key]
         node = self._attach(key, key, piece.content, piece.start, piece.num_tokens, piece.chunk_id, before)
