@@ -100,4 +100,4 @@ def test_what_is_kept_already_is_not_measured() -> None:
 
 def test_who_ranks_tokens_needs_all_of_them() -> None:
     assert weighs_every(AnywhereOptions(0.1, "context")) == weighs_every(AnywhereOptions(0.1, "received")) == 1
-    assert weighs_every(AnywhereOptions(0.1, "question")) == 16
+    assert weighs_every(AnywhereOptions(0.1, "question")) == 32

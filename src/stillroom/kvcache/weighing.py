@@ -15,7 +15,7 @@ from stillroom.kvcache.chunk_scores import ContextMass
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.placement import AnywhereOptions
 
-SAMPLE_EVERY = 16
+SAMPLE_EVERY = 32
 """Tokens of a piece that one of them stands for."""
 
 
