@@ -21,6 +21,7 @@ DocumentOrder = Literal["prefix", "rank"]
 ReuseMode = Literal["exact", "anywhere", "off"]
 TokenSelector = Literal["question", "question_mean", "context", "received", "deviation", "first", "random"]
 RecomputeBudget = Literal["ratio", "cfo"]
+SchedulingPolicy = Literal["first_come", "cache_first", "shortest_first"]
 EvictionPolicy = Literal["prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm", "reusability"]
 LoadChoice = Literal["measured", "always"]
 Preload = Literal["off", "layers"]
@@ -148,6 +149,12 @@ class RuntimeConfig:
     can be fewer than there are cores; `OMP_NUM_THREADS` is respected."""
     max_num_seqs: int = 32
     """Requests that run at the same time; others wait."""
+    scheduling: SchedulingPolicy = "first_come"
+    """Who waits no longer: `first_come`; `cache_first`, who finds most of his prompt kept, for what is left to compute
+    (RAGCache 5.2); or `shortest_first`, who has least to compute. Requests of a higher priority (a lower number), and
+    tenants that were served less, go before that."""
+    starvation_window: int = 32
+    """Later requests that may be admitted before one that waits."""
     max_num_batched_tokens: int = 512
     """Token budget of one step. Larger: faster prefill, longer gaps between the tokens of running requests."""
     request_timeout_s: float = 600.0

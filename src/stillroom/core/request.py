@@ -122,6 +122,8 @@ class Request:
     """Generation ends after one of these; it is not part of the answer."""
     cache_salt: str = ""
     """KV is shared only among requests of the same salt: one per tenant."""
+    priority: int = 0
+    """Of two that wait, the one with the lower number is admitted first."""
     may_place: bool = True
     """Whether KV of other places may be used for it, where that is configured at all."""
     constraint: TokenConstraint | None = None

@@ -75,6 +75,30 @@ class KVCacheManager:
         """Whether segments of these lengths would fit into an otherwise empty pool."""
         return num_blocks_for(segment_lengths, self.pool.block_size) <= self.pool.num_blocks
 
+    def num_reusable(self, lease: Lease, num_tokens: int) -> int:
+        """Of a waiting sequence's tokens, how many need not be computed by what is kept now.
+
+        Args:
+            num_tokens: of its prompt and what it has generated.
+        """
+        if self.reuse is None:
+            return 0
+        path, placements = self._plan(self.reuse, lease, self.reuse.tree.match(lease.pieces), num_tokens)
+        num_cached = float(sum(node.num_tokens for node in path))
+        for one in placements:
+            assert self.reuse.anywhere is not None
+            num_cached += (1.0 - self.reuse.anywhere.share(one.reusability)) * one.node.num_tokens
+        return min(int(num_cached), num_tokens - 1)
+
+    def watch_changes(self) -> None:
+        """From now on, remember which nodes come and go."""
+        if self.reuse is not None:
+            self.reuse.tree.watch_changes()
+
+    def take_changes(self) -> set[bytes]:
+        """Keys and contents of those since the last call."""
+        return set() if self.reuse is None else self.reuse.tree.take_changes()
+
     def expect(self, lease: Lease) -> None:
         """The sequence waits: what it will use is worth keeping, and what is on disk is read ahead."""
         if self.reuse is None or lease.is_expected:

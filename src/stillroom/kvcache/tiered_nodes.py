@@ -74,6 +74,7 @@ class TieredNodes:
         self.stats = CacheStats()
         self._now = now
         self._nodes: dict[NodeKey, Node] = {}
+        self._changed: set[bytes] | None = None
         self._capacity = {Tier.HOST: options.host_bytes, Tier.DISK: options.disk_bytes}
         self._used = dict.fromkeys(Tier, 0)
         self._num_copies = dict.fromkeys(Tier, 0)
@@ -105,6 +106,19 @@ class TieredNodes:
     def num_nodes(self, tier: Tier) -> int:
         """With a copy in a tier."""
         return self._num_copies[tier]
+
+    def watch_changes(self) -> None:
+        """From now on, remember what comes and goes, for `take_changes`."""
+        self._changed = set()
+
+    def take_changes(self) -> set[bytes]:
+        """Keys and contents of the nodes that have come or gone since the last call."""
+        changed, self._changed = self._changed or set(), None if self._changed is None else set()
+        return changed
+
+    def _note_change(self, node: Node) -> None:
+        if self._changed is not None:
+            self._changed |= {node.key, node.content}
 
     # Users
 
@@ -189,6 +203,7 @@ class TieredNodes:
             cost_here=self._cost_here(first_position, num_tokens),
         )
         self._nodes[key] = node
+        self._note_change(node)
         if parent is not None:
             parent.children[key] = node
         self._by_content.setdefault(content, {})[key] = node
@@ -207,6 +222,7 @@ class TieredNodes:
             if node.is_lower[tier]:
                 self._remove_copy(node, tier)
         del self._nodes[node.key]
+        self._note_change(node)
         if node.parent is not None:
             del node.parent.children[node.key]
         same = self._by_content[node.content]

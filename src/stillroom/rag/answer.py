@@ -24,6 +24,8 @@ class AskOptions:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    priority: int = 0
+    """Of two questions that wait for the engine, the one with the lower number goes first."""
     min_tokens: int = 0
     """The model cannot end its answer before this many tokens; stop strings can."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)

@@ -22,6 +22,8 @@ class Sample:
     request_id: RequestId
     sampling: SamplingParams
     listener: Listener
+    priority: int = 0
+    """As of `Request`; an engine elsewhere does not know it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from stillroom.rag.placement_check import check_placement
 from stillroom.rag.prompt import PromptBuilder, format_for
 from stillroom.rag.threads import tune_threads
 from stillroom.runner.torch_runner import TorchRunner
+from stillroom.scheduler.policy import POLICIES
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from stillroom.telemetry.metrics import CacheFigures
 
@@ -105,6 +106,7 @@ class Generator:
                 request_id=sample.request_id,
                 prompt=prompt,
                 sampling=sample.sampling,
+                priority=sample.priority,
                 stop_token_ids=self.model.stop_token_ids,
                 constraint=constraint,
             )
@@ -230,7 +232,8 @@ def build_engine(  # noqa: PLR0913  the parts, once
             max_disagreement=reuse.max_disagreement,
             randomness=random.Random(0),
         )
-    engine = Engine(Scheduler(cache.manager, limits), runner, clock, config.request_timeout_s, audit)
+    scheduler = Scheduler(cache.manager, limits, POLICIES[config.scheduling], config.starvation_window)
+    engine = Engine(scheduler, runner, clock, config.request_timeout_s, audit)
     return engine, replace(cache, audit=audit)
 
 

@@ -33,6 +33,7 @@ class _Sample:
     sampling: SamplingParams
     collector: AnswerCollector
     cancel: Callable[[], None]
+    priority: int
 
 
 class Pipeline:
@@ -158,7 +159,7 @@ class Pipeline:
         collector = AnswerCollector(
             started, self._backend.tokenizer, stops, lambda answer: self._record(question, answer)
         )
-        return _Sample(draft, sampling, collector, lambda: self._backend.cancel(started.request_id))
+        return _Sample(draft, sampling, collector, lambda: self._backend.cancel(started.request_id), options.priority)
 
     def _sampling(self, options: AskOptions, num_prompt_tokens: int | None) -> SamplingParams:
         """The question's own settings over the configured ones. A default max_tokens is cut to what the model has
@@ -200,7 +201,7 @@ class Pipeline:
 
         samples[0].draft.start(
             [
-                Sample(sample.collector.started.request_id, sample.sampling, watched(sample, listener))
+                Sample(sample.collector.started.request_id, sample.sampling, watched(sample, listener), sample.priority)
                 for sample, listener in zip(samples, listeners, strict=True)
             ]
         )

@@ -1,12 +1,37 @@
-"""In which order waiting requests are admitted: a policy is a sort key, smallest first."""
+"""In which order waiting requests are admitted: a policy is a sort key over what is known of one, smallest first."""
 
 from collections.abc import Callable
-
-from stillroom.scheduler.sequence import Sequence
-
-Policy = Callable[[Sequence], float]
+from typing import NamedTuple
 
 
-def first_come(sequence: Sequence) -> float:
-    """The order of arrival. Who was preempted came before all who still wait, and so goes first."""
-    return float(sequence.arrival)
+class Outlook(NamedTuple):
+    """A waiting request, as things stand."""
+
+    arrival: int
+    """Its number, in the order in which requests came."""
+    num_cached: int
+    """Of its tokens: need not be computed, by what is kept now."""
+    num_to_compute: int
+    """The others; at least 1."""
+
+
+Policy = Callable[[Outlook], float]
+
+
+def first_come(outlook: Outlook) -> float:
+    """The order of arrival."""
+    return float(outlook.arrival)
+
+
+def shortest_first(outlook: Outlook) -> float:
+    """The least to compute first."""
+    return float(outlook.num_to_compute)
+
+
+def cache_first(outlook: Outlook) -> float:
+    """Cached length / computation length, the largest first (RAGCache 5.2): who finds most of his prompt is served
+    while it is there, and who has much to compute does not drive it out."""
+    return -outlook.num_cached / outlook.num_to_compute
+
+
+POLICIES: dict[str, Policy] = {policy.__name__: policy for policy in (cache_first, first_come, shortest_first)}

@@ -1,21 +1,61 @@
-"""The waiting requests, in a policy's order: an indexed heap, so that any of them can leave or be re-keyed in O(log
-n)."""
+"""The waiting requests, and who is next: those that have run already, then by priority, then tenants in turn, then by
+the policy; and nobody is overtaken without end.
 
-from collections.abc import Iterator
+Invariant: of the requests that came after a waiting one, at most `window` are admitted before it, whatever else holds.
+Decisions follow from the order of calls alone. O(log n) for each request, and for each that a change of what is kept
+concerns.
+"""
+
+import math
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from stillroom.core.ids import RequestId
 from stillroom.core.indexed_heap import IndexedHeap
-from stillroom.scheduler.policy import Policy
-from stillroom.scheduler.sequence import Sequence
+from stillroom.scheduler.policy import Outlook, Policy, first_come
+from stillroom.scheduler.sequence import Sequence, Status
+
+_RESUMED = -math.inf
+"""Priority of who was preempted: somebody reads its answer already."""
+
+
+_NOBODY = "\0"
+
+
+@dataclass(slots=True)
+class _Level:
+    """Requests of one priority."""
+
+    orders: dict[str, IndexedHeap[RequestId]] = field(default_factory=dict)
+    """By tenant, the policy's order."""
+    turns: IndexedHeap[str] = field(default_factory=IndexedHeap)
+    """Tenants that wait, who was served least first."""
 
 
 class WaitingQueue:
     """Sequences that wait for a seat and blocks."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, outlook: Callable[[Sequence], Outlook], window: int) -> None:
+        """
+        Args:
+            outlook: of a sequence, by what is kept now.
+            window: how many later requests may be admitted before one that waits; 0 admits in order of arrival.
+        """
         self._policy = policy
+        self._outlook = outlook
+        self._window = window
         self._sequences: dict[RequestId, Sequence] = {}
-        self._order: IndexedHeap[RequestId] = IndexedHeap()
+        self._arrivals: IndexedHeap[RequestId] = IndexedHeap()
+        self._levels: dict[float, _Level] = {}
+        self._served: dict[str, float] = {}  # by tenant, tokens computed for it; equal when it begins to wait
+        self._overtaking: list[int] = []  # arrivals that were admitted and are later than the oldest that waits, sorted
+        self._interested: dict[bytes, set[RequestId]] = {}
+
+    @property
+    def depends_on_cache(self) -> bool:
+        """Whether the order follows what is kept, so that changes of that must be told."""
+        return self._policy is not first_come
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -25,16 +65,100 @@ class WaitingQueue:
         return iter(self._sequences.values())
 
     def push(self, sequence: Sequence) -> None:
-        self._sequences[sequence.request_id] = sequence
-        self._order.push(sequence.request_id, self._policy(sequence))
+        request_id, tenant = sequence.request_id, _tenant(sequence)
+        if tenant not in self._served:
+            self._served[tenant] = 0.0
+        if not any(tenant in level.orders for level in self._levels.values()):
+            self._served[tenant] = max(self._served[tenant], self._least_served())
+        self._sequences[request_id] = sequence
+        self._arrivals.push(request_id, sequence.arrival)
+        level = self._levels.setdefault(_priority(sequence), _Level())
+        if tenant not in level.orders:
+            level.orders[tenant] = IndexedHeap()
+            level.turns.push(tenant, self._served[tenant])
+        level.orders[tenant].push(request_id, self._key(sequence))
+        for name in self._names(sequence):
+            self._interested.setdefault(name, set()).add(request_id)
 
     def first(self) -> Sequence | None:
         """Who is next, or None."""
-        return self._sequences[self._order.peek()[0]] if self._sequences else None
+        if not self._sequences:
+            return None
+        oldest = self._sequences[self._arrivals.peek()[0]]
+        if len(self._overtaking) - bisect_right(self._overtaking, oldest.arrival) >= self._window:
+            return oldest
+        level = self._levels[min(self._levels)]
+        return self._sequences[level.orders[level.turns.peek()[0]].peek()[0]]
+
+    def admit(self, sequence: Sequence) -> None:
+        """It runs from now on."""
+        self.remove(sequence.request_id)
+        tenant = _tenant(sequence)
+        self._served[tenant] += self._outlook(sequence).num_to_compute
+        for level in self._levels.values():
+            if tenant in level.turns:
+                level.turns.update(tenant, self._served[tenant])
+        if self._sequences:
+            oldest = int(self._arrivals.peek()[1])
+            insort(self._overtaking, sequence.arrival)
+            del self._overtaking[: bisect_right(self._overtaking, oldest)]
+        else:
+            self._overtaking.clear()
+            self._served.clear()
 
     def remove(self, request_id: RequestId) -> Sequence | None:
         """Take one out, wherever it stands; None if it is not here."""
         sequence = self._sequences.pop(request_id, None)
-        if sequence is not None:
-            self._order.remove(request_id)
+        if sequence is None:
+            return None
+        self._arrivals.remove(request_id)
+        priority, tenant = _priority(sequence), _tenant(sequence)
+        level = self._levels[priority]
+        level.orders[tenant].remove(request_id)
+        if not level.orders[tenant]:
+            del level.orders[tenant]
+            level.turns.remove(tenant)
+        if not level.orders:
+            del self._levels[priority]
+        for name in self._names(sequence):
+            self._interested[name].discard(request_id)
+            if not self._interested[name]:
+                del self._interested[name]
         return sequence
+
+    def reorder(self, changed: Iterable[bytes]) -> None:
+        """Nodes of these keys or contents have come or gone."""
+        concerned: dict[RequestId, None] = {}
+        for name in changed:
+            concerned |= dict.fromkeys(self._interested.get(name, ()))
+        for request_id in concerned:
+            sequence = self._sequences[request_id]
+            order = self._levels[_priority(sequence)].orders[_tenant(sequence)]
+            order.update(request_id, self._key(sequence))
+
+    def _key(self, sequence: Sequence) -> float:
+        """Of who was preempted the arrival, so that the oldest goes on first."""
+        if not self.depends_on_cache or sequence.status is Status.PREEMPTED:
+            return float(sequence.arrival)
+        return self._policy(self._outlook(sequence))
+
+    def _names(self, sequence: Sequence) -> Iterator[bytes]:
+        """What its place in the order depends on."""
+        if self.depends_on_cache:
+            for piece in sequence.lease.pieces:
+                yield piece.key
+                yield piece.content
+
+    def _least_served(self) -> float:
+        """Of the tenants that wait: what one counts as served at least that begins to, so that nobody saves turns while
+        he has nothing to ask."""
+        return min((level.turns.peek()[1] for level in self._levels.values()), default=0.0)
+
+
+def _priority(sequence: Sequence) -> float:
+    return _RESUMED if sequence.status is Status.PREEMPTED else sequence.request.priority
+
+
+def _tenant(sequence: Sequence) -> str:
+    """Who has run already is not made to wait for another tenant's turn."""
+    return _NOBODY if sequence.status is Status.PREEMPTED else sequence.request.cache_salt

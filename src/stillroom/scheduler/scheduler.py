@@ -1,6 +1,6 @@
 """Decides what runs in the next step: decodes first, then pieces of prompts, under a token budget. Computes nothing.
 
-Who is admitted next is a policy's sort key, by default first come, first served. A sequence gets the blocks of its
+Who is admitted next is the queue's decision, by a policy's sort key. A sequence gets the blocks of its
 whole prompt when it is admitted and one more whenever it outgrows them; when none is free, the youngest running
 sequence is preempted: it waits at the front of the queue and its tokens run again later. The oldest is never preempted,
 so somebody always finishes.
@@ -22,7 +22,7 @@ from stillroom.core.request import FinishReason, Request
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.kvcache.manager import KVCacheManager
-from stillroom.scheduler.policy import Policy, first_come
+from stillroom.scheduler.policy import Outlook, Policy, first_come
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
 from stillroom.scheduler.take import take
@@ -57,11 +57,19 @@ class SequenceUpdate:
 class Scheduler:
     """Owns the waiting queue and the running set. Not thread-safe: the engine's loop is its only caller."""
 
-    def __init__(self, kv: KVCacheManager, limits: SchedulerLimits, policy: Policy = first_come) -> None:
+    def __init__(
+        self, kv: KVCacheManager, limits: SchedulerLimits, policy: Policy = first_come, window: int = 32
+    ) -> None:
+        """
+        Args:
+            window: how many later requests may be admitted before one that waits.
+        """
         assert limits.max_num_batched_tokens >= limits.max_num_seqs > 0
         self.kv = kv
         self.limits = limits
-        self._waiting = WaitingQueue(policy)
+        self._waiting = WaitingQueue(policy, self._outlook, window)
+        if self._waiting.depends_on_cache:
+            kv.watch_changes()
         self._running: dict[RequestId, Sequence] = {}  # in order of admission
         self._num_arrivals = 0
 
@@ -316,6 +324,7 @@ class Scheduler:
 
     def _try_admit(self) -> Sequence | None:
         """The first waiting sequence, if there is a seat and blocks for all of its tokens."""
+        self._waiting.reorder(self.kv.take_changes())
         sequence = self._waiting.first()
         if sequence is None or self._num_seats_taken + 1 + len(sequence.followers) > self.limits.max_num_seqs:
             return None
@@ -323,10 +332,14 @@ class Scheduler:
         if num_cached is None:
             return None
         sequence.num_computed = num_cached
-        self._waiting.remove(sequence.request_id)
+        self._waiting.admit(sequence)
         sequence.status = Status.RUNNING
         self._running[sequence.request_id] = sequence
         return sequence
+
+    def _outlook(self, sequence: Sequence) -> Outlook:
+        num_cached = sequence.num_computed or self.kv.num_reusable(sequence.lease, sequence.num_tokens)
+        return Outlook(sequence.arrival, num_cached, max(sequence.num_tokens - num_cached, 1))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self.kv.release(sequence.lease)

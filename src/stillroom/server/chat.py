@@ -61,6 +61,7 @@ def generation_options(body: GenerationRequest) -> AskOptions:
         frequency_penalty=body.frequency_penalty,
         seed=body.seed,
         min_tokens=body.min_tokens or 0,
+        priority=body.priority,
         logit_bias=body.logit_bias or {},
         stop=body.stop or (),
     )

@@ -84,6 +84,8 @@ class GenerationRequest(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    """Not OpenAI's, but usual: of requests that wait, those with the lower number go first."""
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: StopStrings | None = None
     """A text or a list of texts."""
