@@ -22,6 +22,7 @@ from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.pieces import PrefixKeys
 from stillroom.kvcache.tiered_nodes import TreeOptions
+from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.fakes import ManualClock
 from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner, answer_of
@@ -40,6 +41,7 @@ class Plant:
     host_bytes: int = 60
     disk_bytes: int = 90
     policy: str = "pgdsf"
+    scheduling: str = "first_come"
     waiting: dict[RequestId, Request] = field(default_factory=dict)
     answers: dict[RequestId, list[int]] = field(default_factory=dict)
     ended: dict[RequestId, FinishReason] = field(default_factory=dict)
@@ -57,9 +59,8 @@ class Plant:
             pool, self.memory, linear_profile(1e-3, 1e-3, 1e-6, LINKS), options, self.clock.monotonic
         )
         self.kv = KVCacheManager(pool, Reuse(self.tree, PrefixKeys(b"m", 2 * SIZE)))
-        self.scheduler = Scheduler(
-            self.kv, SchedulerLimits(max_num_seqs=5, max_num_batched_tokens=17, max_model_len=80)
-        )
+        limits = SchedulerLimits(max_num_seqs=5, max_num_batched_tokens=17, max_model_len=80)
+        self.scheduler = Scheduler(self.kv, limits, SCHEDULING[self.scheduling], window=3)
         self.num_requests = 0
 
     def request(self) -> Request:
@@ -181,9 +182,12 @@ def act(plant: Plant, action: str) -> None:
     st.integers(0, 2**16),
     st.integers(20, 40),
     st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(sorted(SCHEDULING)),
 )
-def test_whatever_happens_every_token_is_right(actions: list[str], seed: int, num_blocks: int, policy: str) -> None:
-    plant = Plant(seed, num_blocks=num_blocks, policy=policy)
+def test_whatever_happens_every_token_is_right(
+    actions: list[str], seed: int, num_blocks: int, policy: str, scheduling: str
+) -> None:
+    plant = Plant(seed, num_blocks=num_blocks, policy=policy, scheduling=scheduling)
     for action in actions:
         act(plant, action)
     plant.finish()
@@ -191,7 +195,8 @@ def test_whatever_happens_every_token_is_right(actions: list[str], seed: int, nu
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_thousand_requests_through_tiers_that_are_all_too_small(policy: str) -> None:
-    plant = Plant(1, policy=policy)
+    scheduling = sorted(SCHEDULING)[len(policy) % len(SCHEDULING)]
+    plant = Plant(1, policy=policy, scheduling=scheduling)
     while plant.num_requests < 1_000:
         act(plant, plant.randomness.choice(ACTIONS[:11]))
         if plant.randomness.random() < 0.002:
@@ -202,3 +207,39 @@ def test_a_thousand_requests_through_tiers_that_are_all_too_small(policy: str) -
         assert all(counter[tier] for tier in Tier), counter
     assert stats.loads[Tier.HOST] and stats.loads[Tier.DISK] and stats.failed_loads[Tier.DISK]
     assert stats.offloads and stats.stores
+
+
+def test_who_finds_his_documents_goes_before_who_does_not() -> None:
+    """As RAGCache's Figure 10: and when they are gone, he goes back to his place."""
+    plant = Plant(0, num_blocks=40, scheduling="cache_first")
+
+    def ask(document: int) -> Request:
+        segments = [Segment(SegmentKind.SYSTEM, (40, 41, 42)), Segment(SegmentKind.CHUNK, (50 + document,) * 6, ChunkId(document))]
+        plant.num_requests += 1
+        request = Request(
+            request_id=RequestId(f"q{plant.num_requests}"),
+            prompt=SegmentedPrompt((*segments, Segment(SegmentKind.QUESTION, (30, 31)))),
+            sampling=SamplingParams(max_tokens=1),
+        )
+        plant.runner.expect(request.request_id, request.prompt.token_ids)
+        plant.waiting[request.request_id], plant.answers[request.request_id] = request, []
+        plant.scheduler.add(request)
+        return request
+
+    def admitted() -> list[str]:
+        batch = plant.scheduler.schedule()
+        assert batch is not None
+        for update in plant.scheduler.update(batch, plant.runner.execute(batch)):
+            plant.waiting.pop(update.request_id)
+        plant.scheduler.check_integrity()
+        return [entry.request_id for entry in batch.sequences]
+
+    ask(1)
+    admitted()
+    plant.scheduler.limits = replace(plant.scheduler.limits, max_num_seqs=1)
+    ask(2)
+    ask(1)
+    assert admitted() == ["q3"]
+    ask(1)
+    plant.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(1)})
+    assert admitted() == ["q2"] and admitted() == ["q4"]

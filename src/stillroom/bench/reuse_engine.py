@@ -28,7 +28,9 @@ DEFAULT_ARMS = ("off", "lru", "pgdsf", "tiers")
 disk, under RAGCache's policy and under ours, which is the default."""
 RATIOS = {"anywhere 15%": 0.15, "anywhere 30%": 0.3}
 """As `tiers`, and documents are reused wherever they stand, with this share of their tokens computed again."""
-ARMS = (*DEFAULT_ARMS, *RATIOS)
+CACHE_FIRST = "cache first"
+"""As `tiers`, with RAGCache's order of admission (5.2)."""
+ARMS = (*DEFAULT_ARMS, CACHE_FIRST, *RATIOS)
 
 
 def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
@@ -73,6 +75,7 @@ class OurRuntime:
                 max_num_seqs=settings["max_seqs"],
                 max_num_batched_tokens=settings["step_tokens"],
                 request_timeout_s=0.0,
+                scheduling="cache_first" if self._arm == CACHE_FIRST else "first_come",
             ),
             SystemClock(),
             reuse=reuse_config(self._arm, settings["host"] * per_token, settings["disk"] * per_token),

@@ -1,5 +1,5 @@
 """`stillroom bench structures`: the heap, the token cache and the sketch beside the obvious alternative for the same
-job, and the books of kept KV.
+job, the books of kept KV, and what deciding a step takes.
 
 Every arm of a group gets the same seeded sequence of operations, written before the clock starts, and the alternatives
 do the whole job (the heap of `heapq` really has to re-key and remove, the cache really has a token budget).
@@ -19,6 +19,7 @@ from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
 from stillroom.bench.prefix_sharing import TREE_NODES, prefix_sharing_arms
 from stillroom.bench.report import BenchResult
+from stillroom.bench.scheduling import NUM_WAITING, scheduling_arms
 from stillroom.core.count_min import CountMinSketch, SketchShape
 from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.token_cache import TokenCache, gdsf, lru, tamm
@@ -255,6 +256,7 @@ def run_structures(
         *_cache_arms(seed, count, budget=500_000, notes=notes),
         *_sketch_arms(seed, count),
         *prefix_sharing_arms(seed, min(TREE_NODES, count)),
+        *scheduling_arms(seed, min(NUM_WAITING, count)),
     ]
     samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
     parameters = {"repeat": repeat, "seed": seed, "operations": count}

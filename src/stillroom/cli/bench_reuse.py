@@ -86,7 +86,7 @@ def reuse(  # noqa: PLR0913  one parameter per flag
         typer.Option(
             "--arm",
             metavar="NAME",
-            help="off (always needed), lru, pgdsf, tiers, 'anywhere 15%' or 'anywhere 30%'; can be repeated. "
+            help="off (always needed), lru, pgdsf, tiers, 'cache first', 'anywhere 15%' or 'anywhere 30%'; can be repeated. "
             "Without it, the first four.",
         ),
     ] = None,

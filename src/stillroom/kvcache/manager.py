@@ -91,7 +91,7 @@ class KVCacheManager:
         return min(int(num_cached), num_tokens - 1)
 
     def watch_changes(self) -> None:
-        """From now on, remember which nodes come and go."""
+        """From now on, remember what is kept and what is not any more."""
         if self.reuse is not None:
             self.reuse.tree.watch_changes()
 

@@ -108,17 +108,13 @@ class TieredNodes:
         return self._num_copies[tier]
 
     def watch_changes(self) -> None:
-        """From now on, remember what comes and goes, for `take_changes`."""
+        """From now on, remember which copies come and go, for `take_changes`."""
         self._changed = set()
 
     def take_changes(self) -> set[bytes]:
-        """Keys and contents of the nodes that have come or gone since the last call."""
+        """Keys and contents of the nodes whose copies have come or gone since the last call."""
         changed, self._changed = self._changed or set(), None if self._changed is None else set()
         return changed
-
-    def _note_change(self, node: Node) -> None:
-        if self._changed is not None:
-            self._changed |= {node.key, node.content}
 
     # Users
 
@@ -203,7 +199,6 @@ class TieredNodes:
             cost_here=self._cost_here(first_position, num_tokens),
         )
         self._nodes[key] = node
-        self._note_change(node)
         if parent is not None:
             parent.children[key] = node
         self._by_content.setdefault(content, {})[key] = node
@@ -222,7 +217,6 @@ class TieredNodes:
             if node.is_lower[tier]:
                 self._remove_copy(node, tier)
         del self._nodes[node.key]
-        self._note_change(node)
         if node.parent is not None:
             del node.parent.children[node.key]
         same = self._by_content[node.content]
@@ -337,6 +331,8 @@ class TieredNodes:
 
     def _book(self, node: Node, tier: Tier, by: int) -> None:
         """One copy more or less in a tier."""
+        if self._changed is not None:
+            self._changed |= {node.key, node.content}
         self._num_copies[tier] += by
         self._used[tier] += by * self._size(node)
         if node.parent is not None:

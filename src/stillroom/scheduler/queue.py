@@ -127,7 +127,7 @@ class WaitingQueue:
         return sequence
 
     def reorder(self, changed: Iterable[bytes]) -> None:
-        """Nodes of these keys or contents have come or gone."""
+        """Copies of nodes of these keys or contents have come or gone."""
         concerned: dict[RequestId, None] = {}
         for name in changed:
             concerned |= dict.fromkeys(self._interested.get(name, ()))
@@ -135,6 +135,22 @@ class WaitingQueue:
             sequence = self._sequences[request_id]
             order = self._levels[_priority(sequence)].orders[_tenant(sequence)]
             order.update(request_id, self._key(sequence))
+
+    def check_integrity(self) -> None:
+        """Everybody stands once, where he belongs by what is kept now. After `reorder`."""
+        standing = [
+            (priority, tenant, request_id)
+            for priority, level in self._levels.items()
+            for tenant, order in level.orders.items()
+            for request_id in order
+        ]
+        assert len(standing) == len(self._sequences) == len(self._arrivals)
+        for priority, tenant, request_id in standing:
+            sequence = self._sequences[request_id]
+            assert (priority, tenant) == (_priority(sequence), _tenant(sequence))
+            assert self._levels[priority].orders[tenant].key_of(request_id) == self._key(sequence), request_id
+        for level in self._levels.values():
+            assert set(level.turns) == set(level.orders) and all(level.orders.values())
 
     def _key(self, sequence: Sequence) -> float:
         """Of who was preempted the arrival, so that the oldest goes on first."""

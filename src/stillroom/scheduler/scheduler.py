@@ -195,6 +195,8 @@ class Scheduler:
         """Blocks are held by running sequences and the knowledge tree only and as often as they are counted, each
         sequence has the slots it needs, and nobody will write where others read."""
         pool = self.kv.pool
+        self._waiting.reorder(self.kv.take_changes())
+        self._waiting.check_integrity()
         self.kv.check_integrity(sequence.lease for sequence in self._running.values())
         leaders = chain(self._waiting, self._running.values())
         idle = [*self._waiting, *(follower for leader in leaders for follower in leader.followers)]
