@@ -186,6 +186,6 @@ def _overheads(samples: Samples, moments: tuple[Moment, ...], num_layers: int) -
             layers = [[seconds / num_layers] * num_layers for seconds in (loading, computing)]
             ideal = timeline(layers[0], layers[1], depth, is_eager=True).finished[-1] - computing
             row = {"moment": moment, "chunks": place.label}
-            row |= {way.label: f"{median(place, way) - computing:.4f}" for way in place.ways}
+            row |= {way.label: f"{median(place, way) - computing:.4f}" if way in place.ways else "" for way in WAYS}
             rows.append(row | {"Eq. 16 depth": depth, "with ideal overlap": f"{ideal:.4f}"})
     return rows
