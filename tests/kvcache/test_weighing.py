@@ -40,7 +40,7 @@ def measure(weights: NDArray[np.float32], positions: NDArray[np.int64], wish: We
     rows = weights[positions[wish.rows]][:, : len(wish.groups)]
     own = rows[np.arange(len(rows)), positions[wish.rows]]
     paid = np.stack([rows[:, wish.groups == group].sum(1) for group in range(wish.num_groups)], axis=1)
-    paid[np.arange(len(rows)), wish.groups[positions[wish.rows]]] -= own
+    paid[np.arange(len(rows)), wish.groups[positions[wish.rows]]] -= own  # who is measured is in a chunk
     return Masses(paid, own, rows.sum(0))
 
 

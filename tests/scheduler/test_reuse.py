@@ -214,7 +214,10 @@ def test_who_finds_his_documents_goes_before_who_does_not() -> None:
     plant = Plant(0, num_blocks=40, scheduling="cache_first")
 
     def ask(document: int) -> Request:
-        segments = [Segment(SegmentKind.SYSTEM, (40, 41, 42)), Segment(SegmentKind.CHUNK, (50 + document,) * 6, ChunkId(document))]
+        segments = [
+            Segment(SegmentKind.SYSTEM, (40, 41, 42)),
+            Segment(SegmentKind.CHUNK, (50 + document,) * 6, ChunkId(document)),
+        ]
         plant.num_requests += 1
         request = Request(
             request_id=RequestId(f"q{plant.num_requests}"),

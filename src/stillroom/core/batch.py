@@ -36,9 +36,9 @@ class Weighing:
     """A wish to know where the attention of some tokens of a sequence falls."""
 
     groups: NDArray[np.int64]
-    """Shape [k]: the piece of the prompt that each slot of the context belongs to, or -1."""
+    """Shape [k]: the chunk of the prompt that each slot of the context belongs to, in order from 0, or -1."""
     num_groups: int
-    """Pieces of the whole prompt."""
+    """Chunks of the whole prompt."""
     rows: NDArray[np.int64]
     """Which of the scheduled tokens, ascending; at least one."""
 
@@ -48,7 +48,7 @@ class Masses:
     """Where it falls; means over heads and layers."""
 
     paid: NDArray[np.float32]
-    """[rows, num_groups] what each token pays to each piece, itself left out."""
+    """[rows, num_groups] what each token pays to each chunk, itself left out."""
     own: NDArray[np.float32]
     """[rows] what each pays to itself."""
     received: NDArray[np.float32]

@@ -68,7 +68,7 @@ class KVCacheManager:
         pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
         lease = Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces, may_place=may_place)
         if pieces and self.reuse and self.reuse.weighs_every:
-            lease.weigher = Weigher(pieces, prompt.num_tokens, self.reuse.weighs_every)
+            lease.weigher = Weigher.of(pieces, prompt.num_tokens, self.reuse.weighs_every)
         return lease
 
     def can_ever_hold(self, segment_lengths: Sequence[int]) -> bool:

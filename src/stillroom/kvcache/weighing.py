@@ -25,7 +25,7 @@ def weighs_every(options: AnywhereOptions) -> int:
 
 
 class Weigher:
-    """Of one prompt."""
+    """Of one prompt, which has chunks."""
 
     def __init__(self, pieces: Sequence[Piece], num_tokens: int, every: int) -> None:
         """
@@ -33,18 +33,28 @@ class Weigher:
             num_tokens: of the prompt, which may have a tail that is in no piece.
             every: tokens that one stands for.
         """
-        assert pieces
         self._pieces = pieces
         self._is_sample = every > 1
+        chunks = [index for index, piece in enumerate(pieces) if piece.kind is SegmentKind.CHUNK]
+        assert chunks
+        self._columns = {index: column for column, index in enumerate(chunks)}
         self._groups = np.full(num_tokens, -1, dtype=np.int64)
         self._is_watched = np.zeros(num_tokens, dtype=bool)
-        for index, piece in enumerate(pieces):
-            self._groups[piece.start : piece.end] = index
-            if piece.kind is SegmentKind.CHUNK:
-                self._is_watched[piece.start + min(every, piece.num_tokens) // 2 : piece.end : every] = True
-        self._paid = np.zeros((num_tokens, len(pieces)), np.float32)
-        self._own = np.full(num_tokens, np.nan, np.float32)  # not a number: not measured
+        for index, column in self._columns.items():
+            piece = pieces[index]
+            self._groups[piece.start : piece.end] = column
+            self._is_watched[piece.start + min(every, piece.num_tokens) // 2 : piece.end : every] = True
+        self._rows = np.cumsum(self._is_watched) - 1  # of watched positions
+        num_rows = int(self._rows[-1]) + 1
+        self._paid = np.zeros((num_rows, len(chunks)), np.float32)
+        self._own = np.full(num_rows, np.nan, np.float32)  # not a number: not measured
         self._received = np.zeros(num_tokens, np.float32)
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], num_tokens: int, every: int) -> "Weigher | None":
+        """None for a prompt without chunks."""
+        has_chunks = any(piece.kind is SegmentKind.CHUNK for piece in pieces)
+        return cls(pieces, num_tokens, every) if has_chunks else None
 
     def leave_out(self, index: int) -> None:
         """A piece whose KV is kept already."""
@@ -55,30 +65,33 @@ class Weigher:
         rows = np.flatnonzero(self._is_watched[positions])
         if not len(rows):
             return None
-        return Weighing(self._groups[: int(positions[-1]) + 1], len(self._pieces), rows)
+        return Weighing(self._groups[: int(positions[-1]) + 1], len(self._columns), rows)
 
     def take(self, positions: NDArray[np.int64], masses: Masses) -> None:
         """What came of it."""
-        watched = positions[self._is_watched[positions]]
-        self._paid[watched], self._own[watched] = masses.paid, masses.own
+        rows = self._rows[positions[self._is_watched[positions]]]
+        self._paid[rows], self._own[rows] = masses.paid, masses.own
         self._received[: len(masses.received)] += masses.received
 
     def mass_of(self, index: int) -> ContextMass | None:
         """Of a piece, if it is a chunk and was computed, as far as is known now."""
-        piece = self._pieces[index]
-        measured = np.flatnonzero(~np.isnan(self._own[piece.start : piece.end])) + piece.start
-        if not len(measured):
+        if index not in self._columns:
             return None
-        before = [i for i in range(index) if self._pieces[i].kind is SegmentKind.CHUNK]
-        stands_for = piece.num_tokens / len(measured)
-        paid = self._paid[measured]
-        is_whole = not self._is_sample and len(measured) == piece.num_tokens
+        piece, column = self._pieces[index], self._columns[index]
+        rows = np.unique(self._rows[piece.start : piece.end][self._is_watched[piece.start : piece.end]])
+        rows = rows[~np.isnan(self._own[rows])]
+        if not len(rows):
+            return None
+        before = [self._pieces[one] for one, at in self._columns.items() if at < column]
+        stands_for = piece.num_tokens / len(rows)
+        paid = self._paid[rows]
+        is_whole = not self._is_sample and len(rows) == piece.num_tokens
         return ContextMass(
             num_tokens=piece.num_tokens,
-            prefix=tuple(self._pieces[i].content for i in before),
-            prefix_lengths=tuple(self._pieces[i].num_tokens for i in before),
-            inter=paid[:, before].sum(axis=0) * np.float32(stands_for),
-            intra=float(paid[:, index].sum()) * stands_for,
-            token_inter=paid[:, before].sum(axis=1) if is_whole else None,
+            prefix=tuple(one.content for one in before),
+            prefix_lengths=tuple(one.num_tokens for one in before),
+            inter=paid[:, :column].sum(axis=0) * np.float32(stands_for),
+            intra=float(paid[:, column].sum()) * stands_for,
+            token_inter=paid[:, :column].sum(axis=1) if is_whole else None,
             received=self._received[piece.start : piece.end].copy() if is_whole else None,
         )
