@@ -1,7 +1,7 @@
 """What deciding a step takes while many requests wait, by order of admission; for `stillroom bench structures`.
 
-The product's scheduler and knowledge tree with made documents, without a model: every sample is the same token. RAGCache
-(7.4, Table 4) reports less than a millisecond for a decision.
+The product's scheduler and knowledge tree with made documents, without a model: every sample is the same token.
+RAGCache (7.4, Table 4) reports less than a millisecond for a decision.
 """
 
 import time

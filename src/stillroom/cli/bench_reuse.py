@@ -86,8 +86,8 @@ def reuse(  # noqa: PLR0913  one parameter per flag
         typer.Option(
             "--arm",
             metavar="NAME",
-            help="off (always needed), lru, pgdsf, tiers, 'cache first', 'anywhere 15%' or 'anywhere 30%'; can be repeated. "
-            "Without it, the first four.",
+            help="off (always needed), lru, pgdsf, tiers, 'cache first', 'anywhere 15%' or 'anywhere 30%'; can be "
+            "repeated. Without it, the first four.",
         ),
     ] = None,
     peers: PeersOption = None,
