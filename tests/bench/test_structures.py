@@ -37,7 +37,7 @@ def test_the_report_has_every_group_and_its_ratios() -> None:
         "sketch",
         "prefix sharing",
         "knowledge tree",
-        "scheduling, 1,000 waiting",
+        "scheduling, 75 waiting",
     }
     ratio = result.ratio("sketch/Counter", "operation_seconds")
     assert ratio is not None and ratio.value > 0

@@ -86,7 +86,7 @@ def test_a_watch_sees_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         shares.append(torch.from_numpy(watch.shares()[0]))
         monkeypatch.setattr(decoder, "_prefill_path", None)
     torch.testing.assert_close(*shares, rtol=1e-3, atol=1e-4)
-    assert shares[0].sum() == pytest.approx(2, abs=1e-4)
+    assert shares[0].sum() == pytest.approx(2 * decoder.spec.num_layers, abs=1e-4)
 
 
 @pytest.mark.parametrize(

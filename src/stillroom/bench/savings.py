@@ -216,8 +216,8 @@ def _serve(manager: KVCacheManager, ask: Ask) -> tuple[PromptReuse, int]:
     num_looking = 0
     if lease.repair is not None and lease.repair.needs_look:
         num_looking = len(lease.repair.looks_from(ask.num_tokens, ask.num_tokens))
-        unlike = np.zeros((2, len(lease.repair.context) + num_looking), np.float32)  # whatever is seen, as many follow
-        manager.see(lease, unlike)
+        seen_L2K = np.zeros((1, 2, len(lease.repair.context) + num_looking), np.float32)  # whatever, as many follow
+        manager.see(lease, seen_L2K)
     manager.commit(lease, ask.num_tokens)
     if lease.repair is not None:
         manager.end_repair(lease)

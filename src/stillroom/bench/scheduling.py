@@ -24,12 +24,12 @@ from stillroom.scheduler.policy import POLICIES, Policy
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 
 NUM_WAITING = 1000
-_NUM_STEPS = 300
+NUM_STEPS = 100
 _NUM_DOCUMENTS = 500
 _BLOCK_SIZE = 16
 
 
-def scheduling_arms(seed: int, num_waiting: int = NUM_WAITING, num_steps: int = _NUM_STEPS) -> list[Arm]:
+def scheduling_arms(seed: int, num_waiting: int = NUM_WAITING, num_steps: int = NUM_STEPS) -> list[Arm]:
     """One for each order of admission; `decision_seconds` is the median of a run's steps."""
     return [
         Arm(f"scheduling, {num_waiting:,} waiting/{name}", _run(policy, seed, num_waiting, num_steps))

@@ -19,7 +19,7 @@ from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
 from stillroom.bench.prefix_sharing import TREE_NODES, prefix_sharing_arms
 from stillroom.bench.report import BenchResult
-from stillroom.bench.scheduling import NUM_WAITING, scheduling_arms
+from stillroom.bench.scheduling import NUM_STEPS, NUM_WAITING, scheduling_arms
 from stillroom.core.count_min import CountMinSketch, SketchShape
 from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.token_cache import TokenCache, gdsf, lru, tamm
@@ -256,7 +256,7 @@ def run_structures(
         *_cache_arms(seed, count, budget=500_000, notes=notes),
         *_sketch_arms(seed, count),
         *prefix_sharing_arms(seed, min(TREE_NODES, count)),
-        *scheduling_arms(seed, min(NUM_WAITING, count)),
+        *scheduling_arms(seed, min(NUM_WAITING, count // 20), min(NUM_STEPS, count // 100)),
     ]
     samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
     parameters = {"repeat": repeat, "seed": seed, "operations": count}
