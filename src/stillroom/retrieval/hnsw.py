@@ -4,7 +4,7 @@ Removed vectors stay in the graph as signposts and are never returned; when more
 built again. Same vectors in the same order, same settings and seed: same graph.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import faiss as _faiss
@@ -72,6 +72,12 @@ class HnswIndex:
         scores, positions = self._graph.search(query.reshape(1, -1), k, params=parameters)
         num_found = k if positions[0, -1] >= 0 else int((positions[0] >= 0).sum())
         return sorted_arrays(self._ids[positions[0, :num_found]], scores[0, :num_found])
+
+    def search_staged(
+        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+    ) -> Iterator[Ranking]:
+        """See `VectorIndex`. All in one stage."""
+        yield self.search(query, k, effort)
 
     # Tuning (see `tuning.TunableIndex`)
 

@@ -1,0 +1,113 @@
+"""Searches in stages: the last list is the plain search's, each one before is the best of what was looked at."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from stillroom.config.settings import IndexConfig
+from stillroom.retrieval.flat import FlatIndex
+from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.staged import stages
+from stillroom.retrieval.vector_index import VectorIndex
+
+Vectors = NDArray[np.float32]
+D = 16
+IVF = IndexConfig(kind="ivf_pq", nbits=4, nprobe=6, refine=3, seed=3)
+"""Trains on 39 * 16 = 624 vectors."""
+MAKERS: dict[str, Callable[[], VectorIndex]] = {
+    "flat": lambda: FlatIndex(D),
+    "ivf_pq": lambda: IvfPqIndex(D, IVF),
+    "ivf_pq without refining": lambda: IvfPqIndex(D, dataclasses.replace(IVF, refine=0)),
+}
+KINDS = list(MAKERS)
+SIZES = st.sampled_from([0, 1, 2, 7, 60, 700, 1000])
+
+
+def clustered(count: int, seed: int, share_twins: float = 0.0) -> Vectors:
+    """Vectors [count, D] of length 1 around 12 centres; some are each other's twins, so that scores are equal."""
+    rng = np.random.default_rng(seed)
+    vectors = np.random.default_rng(99).standard_normal((12, D))[rng.integers(12, size=count)]
+    vectors = vectors + 0.5 * rng.standard_normal((count, D))
+    unit: Vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    twins = rng.random(count) < share_twins
+    unit[twins] = unit[rng.integers(max(1, count // 20), size=int(twins.sum()))]
+    return unit
+
+
+def built(kind: str, vectors: Vectors, seed: int = 0) -> VectorIndex:
+    """With chunk ids in no order, and every tenth removed again."""
+    index = MAKERS[kind]()
+    ids = np.random.default_rng(seed).permutation(10 * len(vectors) + 1)[: len(vectors)].astype(np.int64)
+    index.add(ids, vectors)
+    index.remove(ids[::10].tolist())
+    return index
+
+
+@given(count=st.integers(0, 200), num_stages=st.integers(1, 30))
+def test_stages_cover_everything_once(count: int, num_stages: int) -> None:
+    runs = stages(count, num_stages)
+    assert [at for run in runs for at in run] == list(range(count))
+    assert len(runs) == max(1, min(count, num_stages))
+    assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(
+    size=SIZES, seed=st.integers(0, 50), k=st.integers(1, 40), num_stages=st.integers(1, 9), effort=st.integers(0, 30)
+)
+def test_the_last_list_is_the_plain_searchs(
+    kind: str, size: int, seed: int, k: int, num_stages: int, effort: int
+) -> None:
+    index = built(kind, clustered(size, seed, share_twins=0.3), seed)
+    query = clustered(1, seed + 1)[0]
+    lists = list(index.search_staged(query, k, num_stages, effort or None))
+    assert lists[-1] == index.search(query, k, effort or None)
+    assert 1 <= len(lists) <= num_stages
+    for found in lists:
+        assert found == sorted(found, key=lambda pair: (-pair[1], pair[0])) and len(found) <= k
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_that_is_left_early_changes_nothing(kind: str) -> None:
+    index, query = built(kind, clustered(900, 1)), clustered(1, 2)[0]
+    before = index.search(query, 10)
+    left = index.search_staged(query, 10, 5)
+    next(left)
+    other = list(index.search_staged(query, 10, 5))
+    assert other[-1] == before == list(left)[-1] == index.search(query, 10)
+
+
+def test_a_stage_of_a_flat_index_knows_the_best_of_the_rows_it_has_seen() -> None:
+    vectors, query = clustered(50, 3), clustered(1, 4)[0]
+    index = FlatIndex(D)
+    index.add(np.arange(50, dtype=np.int64), vectors)
+    lists = list(index.search_staged(query, 5, 4))
+    for found, num_seen in zip(lists, (12, 25, 37, 50), strict=True):
+        nearest = np.argsort(-(vectors[:num_seen] @ query), kind="stable")[:5]
+        assert [chunk_id for chunk_id, _ in found] == nearest.tolist()
+
+
+@pytest.mark.parametrize("refine", [0, 3])
+def test_a_stage_of_ivf_is_a_search_of_its_nearest_lists(refine: int) -> None:
+    index = IvfPqIndex(D, dataclasses.replace(IVF, refine=refine))
+    index.add(np.arange(1500, dtype=np.int64), clustered(1500, 5, share_twins=0.1))
+    query = clustered(1, 6)[0]
+    lists = list(index.search_staged(query, 10, 4, effort=8))
+    assert lists == [index.search(query, 10, effort=nprobe) for nprobe in (2, 4, 6, 8)]
+
+
+def test_equal_codes_come_in_the_order_of_chunk_id() -> None:
+    vectors = clustered(700, 7)
+    index = IvfPqIndex(D, dataclasses.replace(IVF, refine=0))
+    index.add(np.random.default_rng(0).permutation(700).astype(np.int64), vectors)
+    index.add(np.arange(1000, 1040, dtype=np.int64)[::-1].copy(), np.repeat(vectors[:1], 40, axis=0))
+    everything = index.search(vectors[0], len(index), index.nlist)
+    assert len({score for _, score in everything[:30]}) < 20, "there are twins among the first"
+    for k in range(1, 60):
+        assert index.search(vectors[0], k, index.nlist) == everything[:k]
