@@ -1,7 +1,9 @@
 """Searches in stages: the last list is the plain search's, each one before is the best of what was looked at."""
 
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stillroom.config.settings import IndexConfig
+from stillroom.config.settings import FusionName, IndexConfig, IndexKind, SearchConfig, SearchMode, StillroomConfig
+from stillroom.core.document import SearchResult
+from stillroom.errors import UsageError
 from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.ivf_pq import IvfPqIndex
 from stillroom.retrieval.staged import stages
 from stillroom.retrieval.vector_index import VectorIndex
+from tests.retrieval.conftest import OpenKb
 
+WORDS = ("vault", "key", "rotate", "bread", "bake", "oven", "cat", "sleep", "hunt", "night", "ledger", "audit")
 Vectors = NDArray[np.float32]
 D = 16
 IVF = IndexConfig(kind="ivf_pq", nbits=4, nprobe=6, refine=3, seed=3)
@@ -111,3 +117,77 @@ def test_equal_codes_come_in_the_order_of_chunk_id() -> None:
     assert len({score for _, score in everything[:30]}) < 20, "there are twins among the first"
     for k in range(1, 60):
         assert index.search(vectors[0], k, index.nlist) == everything[:k]
+
+
+# Whole searches
+
+
+def notes(folder: Path, count: int) -> None:
+    """A folder of short documents about a few things."""
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        (folder / f"{number}.txt").write_text(" ".join(rng.choice(WORDS, size=6)) + f" {number}", encoding="utf-8")
+
+
+def found(result: SearchResult) -> list[tuple[int, float, dict[str, float]]]:
+    return [(int(scored.chunk.chunk_id), scored.score, dict(scored.scores)) for scored in result.results]
+
+
+@pytest.mark.parametrize("fusion", ["smoothed", "convex", "rrf", "minmax"])
+@pytest.mark.parametrize("kind", ["flat", "hnsw", "ivf_pq"])
+def test_every_kind_of_search_ends_with_the_plain_one(
+    open_kb: OpenKb, docs: Path, kind: IndexKind, fusion: FusionName
+) -> None:
+    notes(docs, 60)
+    index = IndexConfig(kind=kind, nbits=1, nprobe=2, refine=2, m=4, ef_search=8)  # IVF trains on 78 vectors
+    kb = open_kb(StillroomConfig(index=index, search=SearchConfig(fusion=fusion, num_candidates=7)))
+    kb.add([docs])
+    modes: tuple[SearchMode, ...] = ("hybrid", "dense", "sparse")
+    for mode in modes:
+        for query in ("who audits the ledger?", "cats", "the", "zebra 17"):
+            for top_k, num_stages in ((1, 1), (5, 2), (3, 6), (40, 4)):
+                results = list(kb.search_staged(query, mode=mode, top_k=top_k, num_stages=num_stages))
+                assert found(results[-1]) == found(kb.search(query, mode=mode, top_k=top_k))
+                assert len(results) <= num_stages
+                costs = [result.embed_seconds + result.search_seconds for result in results]
+                assert costs == sorted(costs)
+
+
+def test_words_answer_before_the_question_is_embedded(open_kb: OpenKb, docs: Path) -> None:
+    notes(docs, 30)
+    kb = open_kb()
+    kb.add([docs])
+    query = "a question that nobody has asked: rotate the key"
+    first, second, *_ = kb.search_staged(query, num_stages=3)
+    assert found(first) == found(kb.search(query, mode="sparse")) and first.embed_seconds == 0.0
+    assert second.embed_seconds > 0.0 and set(second.results[0].scores) == {"dense", "sparse"}
+    no_words = list(kb.search_staged("the", num_stages=3))
+    assert len(no_words) == 3 and all("dense" in result.results[0].scores for result in no_words)
+
+
+def test_errors_come_with_the_first_result(open_kb: OpenKb) -> None:
+    with pytest.raises(UsageError):
+        next(open_kb().search_staged(" "))
+    assert [result.results for result in open_kb().search_staged("nothing was added")] == [()]
+
+
+def test_between_stages_others_search_and_write(open_kb: OpenKb, docs: Path) -> None:
+    """A change in between makes the rest one plain search of what there is now."""
+    notes(docs, 30)
+    kb = open_kb()
+    kb.add([docs])
+    results: Iterator[SearchResult] = kb.search_staged("bread", mode="dense", num_stages=5)
+    next(results)
+
+    def write() -> None:
+        (docs / "new.txt").write_text("bread", encoding="utf-8")
+        kb.add([docs])
+        kb.search("bread", mode="dense")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    writer.join(60)
+    assert not writer.is_alive(), "a paused search holds nobody up"
+    rest = list(results)
+    assert len(rest) == 1 and found(rest[0]) == found(kb.search("bread", mode="dense"))
+    assert rest[0].results[0].chunk.text == "bread"

@@ -6,7 +6,7 @@ gives. So a model may begin to read the likely documents while the search goes o
 """
 
 NUM_STAGES = 4
-"""Where nothing else is asked for; RAGCache's figure 11 has as many."""
+"""Lists of a search where nothing else is asked for, as in RAGCache's figure 11."""
 
 
 def stages(count: int, num_stages: int) -> list[range]:
