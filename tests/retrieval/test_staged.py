@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -15,6 +15,7 @@ from stillroom.config.settings import FusionName, IndexConfig, IndexKind, Search
 from stillroom.core.document import SearchResult
 from stillroom.errors import UsageError
 from stillroom.retrieval.flat import FlatIndex
+from stillroom.retrieval.hnsw import HnswIndex
 from stillroom.retrieval.ivf_pq import IvfPqIndex
 from stillroom.retrieval.staged import stages
 from stillroom.retrieval.vector_index import VectorIndex
@@ -117,6 +118,51 @@ def test_equal_codes_come_in_the_order_of_chunk_id() -> None:
     assert len({score for _, score in everything[:30]}) < 20, "there are twins among the first"
     for k in range(1, 60):
         assert index.search(vectors[0], k, index.nlist) == everything[:k]
+
+
+def exact_vectors(count: int, seed: int) -> Vectors:
+    """Vectors [count, 8] of whole numbers, so small that no product of two is rounded, whatever the order of its sum;
+    so large that hardly two are equal."""
+    return np.random.default_rng(seed).integers(-1000, 1001, size=(count, 8)).astype(np.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.sampled_from([1, 2, 10, 60, 400]),
+    seed=st.integers(0, 500),
+    k=st.integers(1, 30),
+    num_stages=st.integers(1, 9),
+    effort=st.integers(1, 60),
+    share_removed=st.sampled_from([0.0, 0.0, 0.1, 0.19]),
+)
+def test_the_walk_of_hnsw_ends_where_faiss_does(
+    size: int, seed: int, k: int, num_stages: int, effort: int, share_removed: float
+) -> None:
+    vectors, query = exact_vectors(size, seed), exact_vectors(1, seed + 1000)[0]
+    assume(len(np.unique(vectors @ query)) == size)  # of equal scores faiss keeps any
+    index = HnswIndex(8, IndexConfig(kind="hnsw", m=4, ef_construction=16, seed=seed))
+    index.add(10 * np.arange(size, dtype=np.int64), vectors)
+    index.remove(range(0, 10 * int(size * share_removed), 10))
+    lists = list(index.search_staged(query, k, num_stages, effort))
+    assert lists[-1] == index.search(query, k, effort)
+    assert 1 <= len(lists) <= num_stages
+    best = [found[0][1] for found in lists if found]
+    assert best == sorted(best), "it only gets better"
+
+
+def test_a_walk_that_is_left_early_changes_nothing_and_a_changed_graph_is_walked_anew() -> None:
+    vectors = clustered(300, 8)
+    index = HnswIndex(D, IndexConfig(kind="hnsw", m=8, ef_construction=40))
+    index.add(np.arange(200, dtype=np.int64), vectors[:200])
+    query = clustered(1, 9)[0]
+    query.flags.writeable = False  # as the embedder gives it
+    next(index.search_staged(query, 10, 4))
+    index.add(np.arange(200, 300, dtype=np.int64), vectors[200:])
+    index.remove([chunk_id for chunk_id, _ in index.search(query, 3)])
+    assert list(index.search_staged(query, 10, 4))[-1] == index.search(query, 10)
+    restored = HnswIndex(D, IndexConfig(kind="hnsw", m=8, ef_construction=40))
+    restored.restore(index.to_arrays())
+    assert list(restored.search_staged(query, 10, 4))[-1] == index.search(query, 10)
 
 
 # Whole searches

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
-from stillroom.retrieval.ranking import Ranking, sorted_arrays
+from stillroom.retrieval.graph_walk import GraphWalk, WalkableGraph
+from stillroom.retrieval.ranking import Ranking, ranked_arrays, sorted_arrays
+from stillroom.retrieval.staged import stages
 
 _MAX_DEAD_SHARE = 0.2
 
@@ -40,6 +42,8 @@ class HnswIndex:
         """Position of each living chunk."""
         self._dead: NDArray[np.int64] | None = None
         """Positions of the dead, sorted; None where not computed."""
+        self._walkable: WalkableGraph | None = None
+        """Likewise."""
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -47,7 +51,7 @@ class HnswIndex:
     def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         # the level draw is a function of the position, also after a reload
         self._graph.hnsw.rng = faiss.RandomGenerator(self._config.seed + len(self._ids))
-        self._dead = None
+        self._dead = self._walkable = None
         self._positions.update(zip(ids.tolist(), range(len(self._ids), len(self._ids) + len(ids)), strict=True))
         self._ids = np.concatenate([self._ids, ids])
         self._graph.add(np.ascontiguousarray(vectors, dtype=np.float32))
@@ -55,7 +59,7 @@ class HnswIndex:
     def remove(self, ids: Sequence[int]) -> None:
         for chunk_id in ids:
             self._positions.pop(int(chunk_id), None)
-        self._dead = None
+        self._dead = self._walkable = None
         if self._num_dead > _MAX_DEAD_SHARE * len(self._ids):
             self._rebuild()
 
@@ -76,8 +80,20 @@ class HnswIndex:
     def search_staged(
         self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
     ) -> Iterator[Ranking]:
-        """See `VectorIndex`. All in one stage."""
-        yield self.search(query, k, effort)
+        """See `VectorIndex`. A stage is a part of the walk through the graph (see `graph_walk`, also for when the last
+        list may differ from that of `search`): it takes about as many steps as there are candidates."""
+        k = min(k, len(self))
+        if k == 0 or num_stages <= 1:
+            yield self.search(query, k, effort)
+            return
+        ef_search = max(effort or self._config.ef_search, k)
+        walk = GraphWalk(self._walkable_graph(), query, k, ef_search)
+        for stage in stages(ef_search, num_stages):
+            is_done = walk.go_on(len(stage) if stage.stop < ef_search else len(self._ids))
+            rows, scores = walk.best()
+            yield ranked_arrays(self._ids[rows], scores)
+            if is_done:
+                return
 
     # Tuning (see `tuning.TunableIndex`)
 
@@ -117,7 +133,8 @@ class HnswIndex:
         graph = faiss.deserialize_index(arrays["hnsw"])
         if graph.d != self._dimension or graph.ntotal != len(arrays["ids"]):
             raise ValueError("the HNSW index does not fit the knowledge base")
-        self._graph, self._ids, self._dead = graph, arrays["ids"], None
+        self._graph, self._ids = graph, arrays["ids"]
+        self._dead = self._walkable = None
         dead = set(arrays["dead"].tolist())
         self._positions = {int(chunk_id): at for at, chunk_id in enumerate(self._ids.tolist()) if at not in dead}
 
@@ -129,6 +146,11 @@ class HnswIndex:
         if self._dead is None:
             self._dead = np.setdiff1d(np.arange(len(self._ids), dtype=np.int64), self._alive_positions())
         return self._dead
+
+    def _walkable_graph(self) -> WalkableGraph:
+        if self._walkable is None:
+            self._walkable = WalkableGraph(self._graph, self._dead_positions())
+        return self._walkable
 
     def _alive_positions(self) -> NDArray[np.int64]:
         return np.sort(np.fromiter(self._positions.values(), dtype=np.int64, count=len(self._positions)))
