@@ -87,13 +87,19 @@ class HnswIndex:
             yield self.search(query, k, effort)
             return
         ef_search = max(effort or self._config.ef_search, k)
-        walk = GraphWalk(self._walkable_graph(), query, k, ef_search)
+        walk = GraphWalk(self.walkable_graph(), query, k, ef_search)
         for stage in stages(ef_search, num_stages):
             is_done = walk.go_on(len(stage) if stage.stop < ef_search else len(self._ids))
             rows, scores = walk.best()
             yield ranked_arrays(self._ids[rows], scores)
             if is_done:
                 return
+
+    def walkable_graph(self) -> WalkableGraph:
+        """What a `GraphWalk` needs; its rows are positions. Good until the index changes."""
+        if self._walkable is None:
+            self._walkable = WalkableGraph(self._graph, self._dead_positions())
+        return self._walkable
 
     # Tuning (see `tuning.TunableIndex`)
 
@@ -146,11 +152,6 @@ class HnswIndex:
         if self._dead is None:
             self._dead = np.setdiff1d(np.arange(len(self._ids), dtype=np.int64), self._alive_positions())
         return self._dead
-
-    def _walkable_graph(self) -> WalkableGraph:
-        if self._walkable is None:
-            self._walkable = WalkableGraph(self._graph, self._dead_positions())
-        return self._walkable
 
     def _alive_positions(self) -> NDArray[np.int64]:
         return np.sort(np.fromiter(self._positions.values(), dtype=np.int64, count=len(self._positions)))
