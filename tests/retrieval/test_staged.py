@@ -156,8 +156,10 @@ def test_a_walk_that_is_left_early_changes_nothing_and_a_changed_graph_is_walked
     index.add(np.arange(200, dtype=np.int64), vectors[:200])
     query = clustered(1, 9)[0]
     query.flags.writeable = False  # as the embedder gives it
-    next(index.search_staged(query, 10, 4))
+    left = index.search_staged(query, 10, 4)
+    next(left)
     index.add(np.arange(200, 300, dtype=np.int64), vectors[200:])
+    assert list(left) == [index.search(query, 10)]
     index.remove([chunk_id for chunk_id, _ in index.search(query, 3)])
     assert list(index.search_staged(query, 10, 4))[-1] == index.search(query, 10)
     restored = HnswIndex(D, IndexConfig(kind="hnsw", m=8, ef_construction=40))

@@ -5,16 +5,18 @@ built again. Same vectors in the same order, same settings and seed: same graph.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
-from stillroom.retrieval.graph_walk import GraphWalk, WalkableGraph
 from stillroom.retrieval.ranking import Ranking, ranked_arrays, sorted_arrays
 from stillroom.retrieval.staged import stages
+
+if TYPE_CHECKING:  # it imports the compiler, which a plain search can do without
+    from stillroom.retrieval.graph_walk import WalkableGraph
 
 _MAX_DEAD_SHARE = 0.2
 
@@ -86,17 +88,25 @@ class HnswIndex:
         if k == 0 or num_stages <= 1:
             yield self.search(query, k, effort)
             return
+        from stillroom.retrieval.graph_walk import GraphWalk
+
         ef_search = max(effort or self._config.ef_search, k)
-        walk = GraphWalk(self.walkable_graph(), query, k, ef_search)
+        graph = self.walkable_graph()
+        walk = GraphWalk(graph, query, k, ef_search)
         for stage in stages(ef_search, num_stages):
+            if self._walkable is not graph:  # the index has changed after all, and the memory may be gone
+                yield self.search(query, k, effort)
+                return
             is_done = walk.go_on(len(stage) if stage.stop < ef_search else len(self._ids))
             rows, scores = walk.best()
             yield ranked_arrays(self._ids[rows], scores)
             if is_done:
                 return
 
-    def walkable_graph(self) -> WalkableGraph:
+    def walkable_graph(self) -> "WalkableGraph":
         """What a `GraphWalk` needs; its rows are positions. Good until the index changes."""
+        from stillroom.retrieval.graph_walk import WalkableGraph
+
         if self._walkable is None:
             self._walkable = WalkableGraph(self._graph, self._dead_positions())
         return self._walkable
