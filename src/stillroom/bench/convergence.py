@@ -38,7 +38,7 @@ FIRST = (1, 3, 5)
 _DEPTH = 50
 """Results asked for: `search.num_candidates` by default."""
 _TOP_K = 5
-_NUM_QUESTIONS = 1000
+_NUM_QUESTIONS = 500
 _NUM_TIMED = 300
 _KINDS = {
     "flat": IndexConfig(),
