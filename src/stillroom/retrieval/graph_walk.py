@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.ops.cpu_graph_walk import HIDDEN, enter, rows_of, walk
+from stillroom.retrieval.vector_index import one_thread
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
@@ -45,7 +46,8 @@ class WalkableGraph:
         """Of these rows, computed as faiss does in a search."""
         found = np.empty(len(rows), dtype=np.float32)
         pointer = faiss.swig_ptr
-        self._storage.compute_distance_subset(1, pointer(query), len(rows), pointer(found), pointer(rows))
+        with one_thread():
+            self._storage.compute_distance_subset(1, pointer(query), len(rows), pointer(found), pointer(rows))
         return found
 
 
