@@ -22,12 +22,13 @@ class World:
         self.searches: list[str] = []
         self.fails = False
 
-    def search(self, query: str, mode: SearchMode, top_k: int) -> SearchResult:
+    def search(self, query: str, mode: SearchMode, top_k: int, num_stages: int) -> Iterator[SearchResult]:
         if self.fails:
             raise RuntimeError("disk on fire")
         self.searches.append(query)
         chunk = Chunk(ChunkId(1), DocumentId("d"), 0, f"{query} {mode} {top_k} at {self.generation}", num_tokens=10)
-        return SearchResult((ScoredChunk(chunk, 1.0),), 0.5, 0.5)
+        yield from [SearchResult(())] * (num_stages - 1)
+        yield SearchResult((ScoredChunk(chunk, 1.0),), 0.5, 0.5)
 
     def embed(self, text: str) -> NDArray[np.float32]:
         return np.array(VECTORS.get(text, (0.0, -1.0)), dtype=np.float32)
@@ -65,6 +66,18 @@ def test_a_repeated_question_is_not_searched_again(world: World, caches: list[Qu
     assert (cache.stats.num_hits, cache.stats.num_misses) == (1, 1)
 
 
+def test_of_a_search_in_stages_the_last_result_is_kept(world: World, caches: list[QueryCache]) -> None:
+    cache = make(world, caches)
+    next(cache.search_staged("big cat", "hybrid", 5, 3))
+    first = list(cache.search_staged("big cat", "hybrid", 5, 3))
+    assert [len(result.results) for result in first] == [0, 0, 1]
+    assert world.searches == ["big cat"] * 2, "one that was left early keeps nothing"
+    assert [result.results for result in cache.search_staged("big cat", "hybrid", 5, 3)] == [first[-1].results]
+    assert cache.search("big cat", "hybrid", 5).results == first[-1].results and len(world.searches) == 2
+    off = make(world, caches, max_tokens=0)
+    assert len(list(off.search_staged("big cat", "hybrid", 5, 3))) == 3
+
+
 def test_mode_and_depth_are_part_of_the_question(world: World, caches: list[QueryCache]) -> None:
     cache = make(world, caches)
     assert text(cache.search("big cat", "hybrid", 5)) != text(cache.search("big cat", "dense", 5))
@@ -82,10 +95,9 @@ def test_a_change_during_the_search_is_not_missed(world: World, caches: list[Que
     cache = make(world, caches)
     inner = world.search
 
-    def search_while_adding(query: str, mode: SearchMode, top_k: int) -> SearchResult:
-        result = inner(query, mode, top_k)
+    def search_while_adding(query: str, mode: SearchMode, top_k: int, num_stages: int) -> Iterator[SearchResult]:
+        yield from inner(query, mode, top_k, num_stages)
         world.generation += 1
-        return result
 
     cache._search = search_while_adding
     cache.search("big cat", "hybrid", 5)

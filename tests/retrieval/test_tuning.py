@@ -3,7 +3,7 @@ promise to queries nobody measured with."""
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ class FakeIndex:
         self.now_s += effort * 1e-3
         self.num_searches += 1
         return [(ChunkId(at if at < effort else 100 + at), 1.0) for at in range(k)]
+
+    def search_staged(
+        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+    ) -> Iterator[Ranking]:
+        yield self.search(query, k, effort)
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         return np.tile(np.arange(k, dtype=np.int64), (len(queries), 1))

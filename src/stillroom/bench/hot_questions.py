@@ -153,7 +153,9 @@ def _runner(  # noqa: PLR0913  what one arm is made of
     def run(repetition: int) -> Metrics:
         stream = asked(questions, traffic, 1000 * seed + repetition + 100)  # warm-up repetitions are negative
         cache = QueryCache(
-            search=lambda query, mode, top_k: kb.search(query, mode=mode, top_k=top_k),
+            search=lambda query, mode, top_k, num_stages: kb.search_staged(
+                query, mode=mode, top_k=top_k, num_stages=num_stages
+            ),
             generation=lambda: kb.generation,
             embed=lambda query: kb.embed_question(query),
             config=cache_config,

@@ -61,9 +61,10 @@ def measure_bm25(
 def measure_whole_search(real: RealData, size: int, seed: int, folder: Path) -> list[Arm]:
     """Arms that search a corpus of made documents as `KnowledgeBase` does, with query vectors computed before; and one
     that embeds queries."""
-    corpus = _corpus(real, size, seed, folder / "corpus.sqlite3")
+    chunks, vectors = list(_chunks(real, size, seed)), clustered_vectors(real.documents, size, seed)
+    corpus = corpus_of(chunks, vectors, folder / "corpus.sqlite3")
     texts, vectors = choose_queries(real, _NUM_QUERIES, seed)
-    prepared = _Prepared(dict(zip(texts, vectors, strict=True)))
+    prepared = PreparedEmbedder(dict(zip(texts, vectors, strict=True)))
     arms = []
     for name, config in _INDEXES.items():
         place = folder / config.kind
@@ -76,7 +77,7 @@ def measure_whole_search(real: RealData, size: int, seed: int, folder: Path) -> 
     return [*arms, _text_arm("embed one query", lambda text: embedder.embed_queries([text]), texts[:_NUM_EMBEDDED])]
 
 
-class _Prepared(Embedder):
+class PreparedEmbedder(Embedder):
     """Knows the vectors of some queries."""
 
     def __init__(self, vectors: dict[str, Vectors]) -> None:
@@ -114,9 +115,9 @@ def _chunks(real: RealData, size: int, seed: int) -> Iterator[Chunk]:
         yield Chunk(chunk_id_of(document_id, 0, text), document_id, 0, text)
 
 
-def _corpus(real: RealData, size: int, seed: int, path: Path) -> Corpus:
+def corpus_of(chunks: Sequence[Chunk], vectors: Vectors, path: Path) -> Corpus:
+    """A corpus in a new file: each chunk is a document, with its vector [len(chunks), d]."""
     corpus = Corpus(path)
-    vectors = clustered_vectors(real.documents, size, seed)
     documents = [
         StoredDocument(
             document_id=chunk.document_id,
@@ -129,8 +130,8 @@ def _corpus(real: RealData, size: int, seed: int, path: Path) -> Corpus:
             chunks=(chunk,),
             vectors=vectors[number : number + 1],
         )
-        for number, chunk in enumerate(_chunks(real, size, seed))
+        for number, chunk in enumerate(chunks)
     ]
-    for start in range(0, size, _BATCH):
+    for start in range(0, len(chunks), _BATCH):
         corpus.commit(documents[start : start + _BATCH])
     return corpus

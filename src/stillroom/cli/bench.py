@@ -15,6 +15,7 @@ from stillroom.cli.bench_anywhere import (
     preloading,
     quality,
 )
+from stillroom.cli.bench_convergence import CONVERGENCE_HELP, convergence
 from stillroom.cli.bench_report import (
     CompareOption,
     DatasetsOption,
@@ -280,6 +281,7 @@ def runtime(  # noqa: PLR0913  one parameter per flag
     deliver(result, Delivery(as_json, output, html, compare))
 
 
+app.command("convergence", help=CONVERGENCE_HELP)(convergence)
 app.command("reuse", help=REUSE_HELP)(reuse)
 app.command("quality", help=QUALITY_HELP)(quality)
 app.command("anywhere", help=ANYWHERE_HELP)(anywhere)

@@ -7,7 +7,7 @@ the hot questions, and those are searched again in the background as soon as the
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -56,19 +56,23 @@ class CacheStats:
     """Hot questions searched again in the background."""
 
 
+StagedSearch = Callable[[str, SearchMode, int, int], Iterator[SearchResult]]
+"""(question, mode, top_k, num_stages) -> at most so many results, of which the last is the answer."""
+
+
 class QueryCache:
     """Wraps a search. The wrapped functions must be thread-safe."""
 
     def __init__(
         self,
-        search: Callable[[str, SearchMode, int], SearchResult],
+        search: StagedSearch,
         generation: Callable[[], int],
         embed: Callable[[str], NDArray[np.float32]],
         config: QueryCacheConfig,
     ) -> None:
         """
         Args:
-            search: (question, mode, top_k) -> result.
+            search: in stages; in one where nobody sees the provisional results.
             generation: of the corpus; changes with every change of a document.
             embed: question -> vector [d] of length 1.
         """
@@ -91,16 +95,25 @@ class QueryCache:
 
     def search(self, query: str, mode: SearchMode, top_k: int) -> SearchResult:
         """The wrapped search's result, from the cache where that is allowed. Raises what the wrapped search raises."""
+        return list(self.search_staged(query, mode, top_k, 1))[-1]
+
+    def search_staged(self, query: str, mode: SearchMode, top_k: int, num_stages: int) -> Iterator[SearchResult]:
+        """The wrapped search's results; only the last one where it is in the cache. It is kept if the search is not
+        left before its end."""
         if self._config.max_tokens == 0:
-            return self._search(query, mode, top_k)
+            yield from self._search(query, mode, top_k, num_stages)
+            return
         question = _Question(" ".join(query.split()), mode, top_k)
         generation = self._generation()
         self._note(question, generation)
         vector = self._embed(query) if self._needs_vector(mode) else None
         found = self._find(question, generation, vector)
         if found is not None:
-            return SearchResult(found.results)  # it cost nothing this time
-        return self._search_and_keep(question, query, generation, vector)
+            yield SearchResult(found.results)  # it cost nothing this time
+            return
+        for result in self._search(query, mode, top_k, num_stages):
+            yield result
+        self._keep(question, result, generation, vector)
 
     def close(self) -> None:
         """Wait for a refresh that is under way. Idempotent."""
@@ -141,15 +154,13 @@ class QueryCache:
         """Searching by words alone embeds nothing, and so finds nothing similar."""
         return self._config.similarity < 1.0 and mode != "sparse"
 
-    def _search_and_keep(
-        self, question: _Question, query: str, generation: int, vector: NDArray[np.float32] | None
-    ) -> SearchResult:
-        """The generation was read before the search, so a change in between can only end the entry too early."""
-        result = self._search(query, question.mode, question.top_k)
+    def _keep(
+        self, question: _Question, result: SearchResult, generation: int, vector: NDArray[np.float32] | None
+    ) -> None:
+        """`generation` was read before the search, so a change in between can only end the entry too early."""
         num_tokens = 1 + sum(scored.chunk.num_tokens for scored in result.results)
         with self._lock:
             self._entries.put(question, _Entry(result, generation, vector), num_tokens)
-        return result
 
     # Hot questions
 
@@ -196,7 +207,8 @@ class QueryCache:
                 continue
             try:
                 vector = self._embed(question.text) if self._needs_vector(question.mode) else None
-                self._search_and_keep(question, question.text, generation, vector)
+                *_, result = self._search(question.text, question.mode, question.top_k, 1)
+                self._keep(question, result, generation, vector)
                 self._num_refreshed += 1
             except Exception:  # nobody waits for this; whoever asks will see the error
                 logger.exception("could not refresh a hot question")

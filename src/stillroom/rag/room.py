@@ -5,7 +5,7 @@ Opening is cheap: the embedder loads with the first search or add, the model wit
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -24,6 +24,7 @@ from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.digest import IndexDigest
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
@@ -47,7 +48,9 @@ class Stillroom:
         self.metrics = metrics
         self._kb = kb
         self._search = QueryCache(
-            search=lambda query, mode, top_k: kb.search(query, mode=mode, top_k=top_k),
+            search=lambda query, mode, top_k, num_stages: kb.search_staged(
+                query, mode=mode, top_k=top_k, num_stages=num_stages
+            ),
             generation=lambda: kb.generation,
             embed=lambda query: kb.embed_question(query),
             config=config.query_cache,
@@ -134,6 +137,29 @@ class Stillroom:
         """
         defaults = self.config.search
         return self._search.search(query, mode or defaults.mode, defaults.top_k if top_k is None else top_k)
+
+    def search_staged(
+        self,
+        query: str,
+        *,
+        mode: SearchMode | None = None,
+        top_k: int | None = None,
+        num_stages: int = NUM_STAGES,
+    ) -> Iterator[SearchResult]:
+        """`search` in stages: provisional results as soon as there are any, and in the end what `search` gives.
+
+        Whoever iterates may stop at any stage. What is in the query cache comes at once.
+
+        Args:
+            num_stages: at most so many results; 1 gives the last only.
+
+        Example:
+            >>> for result in room.search_staged("How do I rotate keys?"):  # doctest: +SKIP
+            ...     print([scored.chunk.title for scored in result.results])
+        """
+        defaults = self.config.search
+        top_k = defaults.top_k if top_k is None else top_k
+        return self._search.search_staged(query, mode or defaults.mode, top_k, num_stages)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings [len(texts), dimension] by the knowledge base's embedder, each of length 1."""

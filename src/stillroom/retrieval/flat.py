@@ -1,6 +1,6 @@
 """Exact dense search: every vector is compared. Right up to 100,000 chunks, and the oracle of approximate indexes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import faiss as _faiss
@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
-from stillroom.retrieval.ranking import Ranking, top_k
+from stillroom.retrieval.ranking import Ranking, ranked, top_k
+from stillroom.retrieval.staged import stages
 from stillroom.retrieval.vector_index import one_thread
 
 faiss: Any = _faiss  # its type information lacks what is made at import
@@ -32,13 +33,16 @@ class FlatIndex:
             self._index.remove_ids(np.asarray(ids, dtype=np.int64))
 
     def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
-        def fetch(n: int) -> Ranking:
-            with one_thread():
-                scores, ids = self._index.search(query.reshape(1, -1), n)
-            found = zip(ids[0].tolist(), scores[0].tolist(), strict=True)
-            return [(ChunkId(chunk_id), score) for chunk_id, score in found if chunk_id >= 0]
+        return self._best(query, k, range(len(self)))
 
-        return top_k(fetch, k, len(self))
+    def search_staged(
+        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+    ) -> Iterator[Ranking]:
+        """See `VectorIndex`. A stage compares a run of the vectors."""
+        found: Ranking = []
+        for rows in stages(len(self), num_stages):
+            found = ranked([*found, *self._best(query, k, rows)])[:k]
+            yield found
 
     def ids(self) -> NDArray[np.int64]:
         """Chunk ids [n] in the order of the vectors."""
@@ -69,3 +73,17 @@ class FlatIndex:
         if index.d != self._dimension:
             raise ValueError(f"the index has {index.d} dimensions, the embedder {self._dimension}")
         self._index = index
+
+    def _best(self, query: NDArray[np.float32], k: int, rows: range) -> Ranking:
+        """The k best among the vectors in these rows."""
+        selector = faiss.IDSelectorRange(rows.start, rows.stop)  # faiss keeps a pointer only: the name keeps it alive
+        parameters = faiss.SearchParameters(sel=selector)
+        id_at = self._index.id_map.at
+
+        def fetch(n: int) -> Ranking:
+            with one_thread():
+                scores, found = self._index.index.search(query.reshape(1, -1), n, params=parameters)
+            pairs = zip(found[0].tolist(), scores[0].tolist(), strict=True)
+            return [(ChunkId(id_at(row)), score) for row, score in pairs if row >= 0]
+
+        return top_k(fetch, k, len(rows))

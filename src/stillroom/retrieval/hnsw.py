@@ -4,15 +4,19 @@ Removed vectors stay in the graph as signposts and are never returned; when more
 built again. Same vectors in the same order, same settings and seed: same graph.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
-from stillroom.retrieval.ranking import Ranking, sorted_arrays
+from stillroom.retrieval.ranking import Ranking, ranked_arrays, sorted_arrays
+from stillroom.retrieval.staged import stages
+
+if TYPE_CHECKING:  # it imports the compiler, which a plain search can do without
+    from stillroom.retrieval.graph_walk import WalkableGraph
 
 _MAX_DEAD_SHARE = 0.2
 
@@ -40,6 +44,8 @@ class HnswIndex:
         """Position of each living chunk."""
         self._dead: NDArray[np.int64] | None = None
         """Positions of the dead, sorted; None where not computed."""
+        self._walkable: WalkableGraph | None = None
+        """Likewise."""
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -47,7 +53,7 @@ class HnswIndex:
     def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         # the level draw is a function of the position, also after a reload
         self._graph.hnsw.rng = faiss.RandomGenerator(self._config.seed + len(self._ids))
-        self._dead = None
+        self._dead = self._walkable = None
         self._positions.update(zip(ids.tolist(), range(len(self._ids), len(self._ids) + len(ids)), strict=True))
         self._ids = np.concatenate([self._ids, ids])
         self._graph.add(np.ascontiguousarray(vectors, dtype=np.float32))
@@ -55,7 +61,7 @@ class HnswIndex:
     def remove(self, ids: Sequence[int]) -> None:
         for chunk_id in ids:
             self._positions.pop(int(chunk_id), None)
-        self._dead = None
+        self._dead = self._walkable = None
         if self._num_dead > _MAX_DEAD_SHARE * len(self._ids):
             self._rebuild()
 
@@ -72,6 +78,38 @@ class HnswIndex:
         scores, positions = self._graph.search(query.reshape(1, -1), k, params=parameters)
         num_found = k if positions[0, -1] >= 0 else int((positions[0] >= 0).sum())
         return sorted_arrays(self._ids[positions[0, :num_found]], scores[0, :num_found])
+
+    def search_staged(
+        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+    ) -> Iterator[Ranking]:
+        """See `VectorIndex`. A stage is a part of the walk through the graph (see `graph_walk`, also for when the last
+        list may differ from that of `search`): it takes about as many steps as there are candidates."""
+        k = min(k, len(self))
+        if k == 0 or num_stages <= 1:
+            yield self.search(query, k, effort)
+            return
+        from stillroom.retrieval.graph_walk import GraphWalk
+
+        ef_search = max(effort or self._config.ef_search, k)
+        graph = self.walkable_graph()
+        walk = GraphWalk(graph, query, k, ef_search)
+        for stage in stages(ef_search, num_stages):
+            if self._walkable is not graph:  # the index has changed after all, and the memory may be gone
+                yield self.search(query, k, effort)
+                return
+            is_done = walk.go_on(len(stage) if stage.stop < ef_search else len(self._ids))
+            rows, scores = walk.best()
+            yield ranked_arrays(self._ids[rows], scores)
+            if is_done:
+                return
+
+    def walkable_graph(self) -> "WalkableGraph":
+        """What a `GraphWalk` needs; its rows are positions. Good until the index changes."""
+        from stillroom.retrieval.graph_walk import WalkableGraph
+
+        if self._walkable is None:
+            self._walkable = WalkableGraph(self._graph, self._dead_positions())
+        return self._walkable
 
     # Tuning (see `tuning.TunableIndex`)
 
@@ -111,7 +149,8 @@ class HnswIndex:
         graph = faiss.deserialize_index(arrays["hnsw"])
         if graph.d != self._dimension or graph.ntotal != len(arrays["ids"]):
             raise ValueError("the HNSW index does not fit the knowledge base")
-        self._graph, self._ids, self._dead = graph, arrays["ids"], None
+        self._graph, self._ids = graph, arrays["ids"]
+        self._dead = self._walkable = None
         dead = set(arrays["dead"].tolist())
         self._positions = {int(chunk_id): at for at, chunk_id in enumerate(self._ids.tolist()) if at not in dead}
 

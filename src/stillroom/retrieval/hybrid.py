@@ -1,7 +1,8 @@
 """One search: embed the question, ask both indexes, fuse, fetch the text. Searching by words alone embeds nothing."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,10 @@ from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.fusion import NUM_SMOOTHED, convex, minmax, rrf, smoothed
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
+from stillroom.retrieval.staged import NUM_STAGES
+
+_Sides = Mapping[str, Mapping[ChunkId, float]]
+"""Scores by side: `dense`, `sparse`."""
 
 _MODES = ("hybrid", "dense", "sparse")
 
@@ -33,6 +38,24 @@ class Candidates:
     num_query_tokens: int
     embeddings: Callable[[Sequence[ChunkId]], NDArray[np.float32]]
     """Of candidates [n, d], in the order asked for."""
+
+
+class _Question:
+    """A question, embedded when its vector is first needed."""
+
+    def __init__(self, text: str, embedder: Embedder, clock: Clock) -> None:
+        self.text = text
+        self.embed_seconds = 0.0
+        self._embedder = embedder
+        self._clock = clock
+
+    @cached_property
+    def vector(self) -> NDArray[np.float32]:
+        """[d], of length 1."""
+        began = self._clock.monotonic()
+        vector = self._embedder.embed_query(self.text)
+        self.embed_seconds = self._clock.monotonic() - began
+        return vector
 
 
 class HybridSearch:
@@ -53,31 +76,35 @@ class HybridSearch:
         Raises:
             UsageError: the query is blank, the mode unknown or top_k less than 1.
         """
+        return next(self.search_staged(query, mode, top_k, 1))
+
+    def search_staged(
+        self, query: str, mode: SearchMode | None = None, top_k: int | None = None, num_stages: int = NUM_STAGES
+    ) -> Iterator[SearchResult]:
+        """`search` in stages (see `staged`): what the words find comes before the question is embedded, then each stage
+        of the dense side is fused with it. Each result says what the search has cost so far. Raises as `search`, with
+        the first list.
+
+        Args:
+            num_stages: at most so many lists; 1 gives the last only.
+        """
         mode = mode or self._config.mode
         top_k = self._config.top_k if top_k is None else top_k
         _check(query, mode, top_k)
         if self._corpus.num_chunks == 0:
-            return SearchResult(())
-        num_candidates = max(self._config.num_candidates, top_k)
-        began = self._clock.monotonic()
-        vector = None if mode == "sparse" else self._embedder.embed_query(query)
-        embedded = self._clock.monotonic()
-        dense = self._indexes.search_dense(vector, num_candidates) if vector is not None else []
-        sparse = self._indexes.search_sparse(query, num_candidates) if mode != "dense" else []
-        sides = {"dense": dict(dense), "sparse": dict(sparse)}
-        if vector is None:
-            fused = sparse
-        elif mode == "dense":
-            fused = dense
-        elif self._config.fusion in {"smoothed", "convex"}:
-            sides["dense"], sides["sparse"] = self._indexes.complete(vector, query, dense, sparse)
-            fused = convex(sides["dense"], sides["sparse"])
-            if self._config.fusion == "smoothed":
-                fused = self._smooth(fused)
-        else:
-            fused = self._fuse(query, dense, sparse)
-        results = self._fetch(fused, sides, top_k)
-        return SearchResult(results, embedded - began, self._clock.monotonic() - embedded)
+            yield SearchResult(())
+            return
+        question = _Question(query, self._embedder, self._clock)
+        lists = self._lists(question, mode, max(self._config.num_candidates, top_k), num_stages)
+        seconds = 0.0
+        while True:
+            began = self._clock.monotonic()
+            found = next(lists, None)
+            if found is None:
+                return
+            results = self._fetch(*found, top_k)
+            seconds += self._clock.monotonic() - began
+            yield SearchResult(results, question.embed_seconds, seconds - question.embed_seconds)
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
         """Everything a fusion rule could want to know; for measuring rules beside each other."""
@@ -88,6 +115,31 @@ class HybridSearch:
         num_query_tokens = self._embedder.count_tokens(query)
         return Candidates(dense, sparse, cosines, bm25, num_query_tokens, lambda ids: self._corpus.embeddings(ids)[1])
 
+    def _lists(
+        self, question: _Question, mode: SearchMode, num_candidates: int, num_stages: int
+    ) -> Iterator[tuple[Ranking, _Sides]]:
+        """The ranking after each stage, with the scores of both sides."""
+        sparse = self._indexes.search_sparse(question.text, num_candidates) if mode != "dense" else []
+        if mode == "sparse" or (sparse and num_stages > 1):
+            yield sparse, {"sparse": dict(sparse)}
+            num_stages -= 1
+        if mode != "sparse":
+            for dense in self._indexes.search_dense_staged(question.vector, num_candidates, num_stages):
+                yield (dense, {"dense": dict(dense)}) if mode == "dense" else self._fused(question, dense, sparse)
+
+    def _fused(self, question: _Question, dense: Ranking, sparse: Ranking) -> tuple[Ranking, _Sides]:
+        if self._config.fusion in {"smoothed", "convex"}:
+            cosines, bm25 = self._indexes.complete(question.vector, question.text, dense, sparse)
+            fused = convex(cosines, bm25)
+            return self._smooth(fused) if self._config.fusion == "smoothed" else fused, {
+                "dense": cosines,
+                "sparse": bm25,
+            }
+        sides = {"dense": dict(dense), "sparse": dict(sparse)}
+        if self._config.fusion == "minmax":
+            return minmax(dense, sparse, self._embedder.count_tokens(question.text)), sides
+        return rrf((dense, sparse), self._config.rank_constant), sides
+
     def _smooth(self, fused: Ranking) -> Ranking:
         head, tail = fused[:NUM_SMOOTHED], fused[NUM_SMOOTHED:]
         kept, vectors = self._corpus.embeddings([chunk_id for chunk_id, _ in head])
@@ -96,14 +148,7 @@ class HybridSearch:
             head = [pair for pair in head if pair[0] in alive]
         return smoothed([*head, *tail], vectors)
 
-    def _fuse(self, query: str, dense: Ranking, sparse: Ranking) -> Ranking:
-        if self._config.fusion == "minmax":
-            return minmax(dense, sparse, self._embedder.count_tokens(query))
-        return rrf((dense, sparse), self._config.rank_constant)
-
-    def _fetch(
-        self, fused: Ranking, sides: Mapping[str, Mapping[ChunkId, float]], top_k: int
-    ) -> tuple[ScoredChunk, ...]:
+    def _fetch(self, fused: Ranking, sides: _Sides, top_k: int) -> tuple[ScoredChunk, ...]:
         """The first chunks that still exist: another process may have removed some since the indexes were read."""
         results: list[ScoredChunk] = []
         for start in range(0, len(fused), top_k):

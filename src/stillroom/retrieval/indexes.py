@@ -57,8 +57,23 @@ class Indexes:
             ConfigError: the recall or the time that the configuration asks for cannot be had.
         """
         with self._lock:
+            return self._search_dense(query, k)
+
+    def search_dense_staged(self, query: NDArray[np.float32], k: int, num_stages: int) -> Iterator[Ranking]:
+        """`search_dense` in stages (see `staged`). Between two of them nobody waits for this search; where the index
+        has changed there, the rest is one plain search. Raises as `search_dense`, with the first list."""
+        with self._lock:
             dense = self._current_dense()
-            return dense.search(query, k, self._tuner.effort(dense))
+            generation = self._dense_generation
+            lists = dense.search_staged(query, k, num_stages, self._tuner.effort(dense))
+        is_same = True
+        while is_same:
+            with self._lock:
+                is_same = self._dense_generation == generation
+                found = next(lists, None) if is_same else self._search_dense(query, k)
+            if found is None:
+                return
+            yield found
 
     def search_sparse(self, text: str, k: int) -> Ranking:
         """The k best chunks by BM25."""
@@ -111,6 +126,10 @@ class Indexes:
             self._write_sparse(sparse)
 
     # Dense
+
+    def _search_dense(self, query: NDArray[np.float32], k: int) -> Ranking:
+        dense = self._current_dense()
+        return dense.search(query, k, self._tuner.effort(dense))
 
     def _current_dense(self) -> VectorIndex:
         """The dense index, brought up to date in memory."""

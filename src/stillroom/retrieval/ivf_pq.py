@@ -6,7 +6,7 @@ again whenever the corpus has quadrupled. When that happens depends on the addit
 how they were batched; same order, same settings and seed: same lists and codes, with any number of threads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import faiss as _faiss
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
 from stillroom.retrieval.flat import FlatIndex
-from stillroom.retrieval.ranking import Ranking, ranked_arrays
+from stillroom.retrieval.ranking import Ranking, first_arrays, ranked_arrays, with_ties
+from stillroom.retrieval.staged import stages
 from stillroom.retrieval.vector_index import one_thread
 
 _POINTS_PER_CENTROID = 39
@@ -89,20 +90,26 @@ class IvfPqIndex:
 
     def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
         """See `VectorIndex`. `effort` is `nprobe`; None takes the configured one."""
+        return next(self.search_staged(query, k, 1, effort))
+
+    def search_staged(
+        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+    ) -> Iterator[Ranking]:
+        """See `VectorIndex`. A stage looks at some of the probed lists, the nearest first, and scores the best so far
+        again with their full vectors."""
         if self._lists is None:
-            return self._exact.search(query, k)
-        refine = self._config.refine
-        num_fetched = min(max(k, k * refine), len(self))
-        if num_fetched == 0:
-            return []
-        parameters = faiss.SearchParametersIVF(nprobe=min(effort or self._config.nprobe, self.nlist))
+            yield from self._exact.search_staged(query, k, num_stages)
+            return
+        num_fetched = max(k, k * self._config.refine)
+        nprobe = min(effort or self._config.nprobe, self.nlist)
         with one_thread():
-            scores, ids = self._lists.search(query.reshape(1, -1), num_fetched, params=parameters)
-        kept = ids[0] >= 0
-        ids, scores = ids[0][kept], scores[0][kept]
-        if refine:
-            scores = self._exact.vectors(ids) @ query
-        return ranked_arrays(ids, scores)[:k]
+            nearness, lists = self._lists.quantizer.search(query.reshape(1, -1), nprobe)
+        ids, scores = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+        for stage in stages(nprobe, num_stages):
+            part = slice(stage.start, stage.stop)
+            more_ids, more_scores = self._best(query, num_fetched, lists[:, part], nearness[:, part])
+            ids, scores = first_arrays(np.append(ids, more_ids), np.append(scores, more_scores), num_fetched)
+            yield self._ranking(query, k, ids, scores)
 
     # Tuning (see `tuning.TunableIndex`)
 
@@ -169,6 +176,32 @@ class IvfPqIndex:
             self._exact.add(ids, vectors)
         if self._lists is not None:
             self._lists.add_with_ids(vectors, ids)
+
+    def _best(
+        self, query: NDArray[np.float32], num: int, lists: NDArray[np.int64], nearness: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Ids and approximate scores of the best `num`, and those that equal the last of them, in lists [1, l] whose
+        centres are as near as `nearness` [1, l]."""
+        lists, nearness = np.ascontiguousarray(lists), np.ascontiguousarray(nearness)
+        parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1])
+        pointer = faiss.swig_ptr
+
+        def fetch(n: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+            ids, scores = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.float32)
+            chosen, result = (pointer(lists), pointer(nearness)), (pointer(scores), pointer(ids))
+            with one_thread():
+                self._lists.search_preassigned_c(1, pointer(query), n, *chosen, *result, False, parameters)
+            return ids[ids >= 0], scores[ids >= 0]
+
+        return with_ties(fetch, num)
+
+    def _ranking(
+        self, query: NDArray[np.float32], k: int, ids: NDArray[np.int64], scores: NDArray[np.float32]
+    ) -> Ranking:
+        """The k best of what the lists gave."""
+        if self._config.refine:
+            scores = self._exact.vectors(ids) @ query
+        return ranked_arrays(ids, scores)[:k]
 
     def _train(self) -> None:
         """Fresh quantizers from all vectors, and all vectors into their lists."""

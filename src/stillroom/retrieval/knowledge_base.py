@@ -39,6 +39,7 @@ from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport
 from stillroom.retrieval.manifest import Manifest, load_manifest, new_manifest
+from stillroom.retrieval.staged import NUM_STAGES
 
 _MANIFEST = "manifest.json"
 _CORPUS = "corpus.sqlite3"
@@ -160,11 +161,27 @@ class KnowledgeBase:
         Raises:
             UsageError: the query is blank, the mode unknown or top_k less than 1.
         """
+        return next(self.search_staged(query, mode=mode, top_k=top_k, num_stages=1))
+
+    def search_staged(
+        self,
+        query: str,
+        *,
+        mode: SearchMode | None = None,
+        top_k: int | None = None,
+        num_stages: int = NUM_STAGES,
+    ) -> Iterator[SearchResult]:
+        """`search` in stages: provisional results first, and in the end exactly what `search` gives, as long as the
+        documents do not change. Whoever iterates may stop at any stage. Raises as `search`, with the first result.
+
+        Args:
+            num_stages: at most so many results; 1 gives the last only.
+        """
         if not self._are_indexes_checked:
             self._repair_indexes()
         if (mode or self._config.search.mode) != "sparse":
             self._checked_embedder()
-        return self._search.search(query, mode, top_k)
+        yield from self._search.search_staged(query, mode, top_k, num_stages)
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
         """What dense and sparse search each find, with the scores of both for every candidate, not fused."""

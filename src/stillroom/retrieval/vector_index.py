@@ -52,6 +52,19 @@ class VectorIndex(Protocol):
         """
         ...
 
+    def search_staged(
+        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+    ) -> Iterator[Ranking]:
+        """The same search in stages: the k best of what has been looked at after each. The last is what `search` gives
+        (of `hnsw` with two exceptions, see `graph_walk`).
+
+        Whoever iterates may stop at any stage. Until then the index must not change.
+
+        Args:
+            num_stages: at most so many lists; fewer where there is less to look at, at least one.
+        """
+        ...
+
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Everything, to be stored."""
         ...
