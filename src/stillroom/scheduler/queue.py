@@ -120,7 +120,7 @@ class WaitingQueue:
             level.turns.remove(tenant)
         if not level.orders:
             del self._levels[priority]
-        for name in self._names(sequence):
+        for name in set(self._names(sequence)):  # a document may come twice
             self._interested[name].discard(request_id)
             if not self._interested[name]:
                 del self._interested[name]
