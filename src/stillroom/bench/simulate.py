@@ -158,21 +158,22 @@ def _compared(case: Case, load: str, papers: Papers, say: Say) -> Tables:
     for name, system in arms.items():
         say(f"{load}, {name}")
         found[name] = case.run(system, rates)
-    rows: list[dict[str, Any]] = []
-    for at, rate in enumerate(RATES):
-        row: dict[str, Any] = {"load": load, "rate": f"{rate:g}x", "requests/s": rates[at]}
-        row |= {f"{name} s": outcomes[at].mean for name, outcomes in found.items()}
-        row |= {f"vllm / {name}": found["vllm"][at].mean / found[name][at].mean for name in ("ragcache", "ours")}
-        row |= {f"sglang / {name}": found["sglang"][at].mean / found[name][at].mean for name in ("ragcache", "ours")}
-        rows.append(
-            row | {f"{name} hits": f"{found[name][at].hit_rate:.0%}" for name in ("sglang", "ragcache", "ours")}
-        )
     sustained = {
         name: sustained_rate(
             [(rate, one.mean) for rate, one in zip(rates, ones, strict=True)], _OVERLOAD * ones[0].mean
         )
         for name, ones in found.items()
     }
+    rows: list[dict[str, Any]] = []
+    for at, rate in enumerate(RATES):
+        row: dict[str, Any] = {"load": load, "rate": f"{rate:g}x", "requests/s": rates[at]}
+        row |= {f"{name} s": outcomes[at].mean for name, outcomes in found.items()}
+        for other in papers:
+            is_overloaded = rates[at] > sustained[other]
+            ratios = {name: found[other][at].mean / found[name][at].mean for name in ("ragcache", "ours")}
+            row |= {f"{other} / {name}": "overload" if is_overloaded else one for name, one in ratios.items()}
+        hits = {name: outcomes[at].hit_rate for name, outcomes in found.items() if name != "vllm"}
+        rows.append(row | {f"{name} hits": f"{share:.0%}" for name, share in hits.items()})
     summary = []
     for other, (paper, more) in papers.items():
         within = [at for at, rate in enumerate(rates) if rate <= max(sustained[other], rates[0])]
