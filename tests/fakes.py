@@ -6,22 +6,10 @@ from typing import Any
 
 import torch
 
+from stillroom.core.clock import VirtualClock
 
-class ManualClock:
-    """Time that stands still until it is told to move."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def unix(self) -> float:
-        return self.now
-
+ManualClock = VirtualClock
+"""Time that stands still until it is told to move."""
 
 BASE: dict[str, Any] = {
     "vocab_size": 301,

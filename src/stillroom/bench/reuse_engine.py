@@ -4,20 +4,16 @@ Every reset makes a fresh engine with empty tiers on the same weights and the sa
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stillroom.bench.stepped_engine import SteppedEngine
 from stillroom.config.settings import EvictionPolicy, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
-from stillroom.core.ids import RequestId
-from stillroom.core.kv import Tier
-from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.core.request import Request, SamplingParams
-from stillroom.engine.engine import Engine
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.models.loader import fingerprint_of, load_decoder
 from stillroom.rag.generator import build_engine
@@ -46,24 +42,34 @@ def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
     return exact
 
 
-class OurRuntime:
+class OurRuntime(SteppedEngine):
     """`reuse_worker.Runtime` around an `Engine`."""
 
-    def __init__(self, arm: str, folder: Path, settings: Mapping[str, Any], num_threads: int) -> None:
+    def __init__(
+        self,
+        arm: str,
+        folder: Path,
+        settings: Mapping[str, Any],
+        num_threads: int,
+        profile: CostProfile | None = None,
+    ) -> None:
+        """
+        Args:
+            profile: what computing and loading cost; None measures a few points.
+        """
         torch.set_num_threads(num_threads)
+        super().__init__(settings["max_tokens"])
         self._arm, self._settings = arm, settings
         self._decoder = load_decoder(folder, device="cpu", dtype="bfloat16")
         self._fingerprint = fingerprint_of(folder, self._decoder)
         self._kv_folder = Path(settings["scratch"]) / arm
-        self._profile: CostProfile | None = None
-        self._engine: Engine | None = None
+        self._profile = profile
         self._cache: KVCache | None = None
         self.reset()
 
     def reset(self) -> None:
         """A fresh engine; what the one before it kept is gone."""
-        if self._cache is not None and self._cache.tiers is not None:
-            self._cache.tiers.close()
+        self.close()
         self._engine = self._cache = None
         shutil.rmtree(self._kv_folder, ignore_errors=True)
         self._kv_folder.mkdir(parents=True)
@@ -86,29 +92,7 @@ class OurRuntime:
         if self._cache.tree is not None:
             self._profile = self._cache.tree.profile
 
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
-
-    @property
-    def has_work(self) -> bool:
-        return self.engine.has_work
-
-    def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
-        kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(prompt) - 2), SegmentKind.QUESTION]
-        segments = tuple(Segment(kind, tuple(tokens)) for kind, tokens in zip(kinds, prompt, strict=True))
-        sampling = SamplingParams(max_tokens=self._settings["max_tokens"])
-        request = Request(request_id=RequestId(str(number)), prompt=SegmentedPrompt(segments), sampling=sampling)
-        self.engine.submit(request)
-
-    def step(self) -> list[tuple[int, list[int]]]:
-        """The first token of a request is the one that says what was reused."""
-        return [
-            (int(event.request_id), [event.reuse.num_tokens_from(tier) for tier in Tier])
-            for event in self.engine.step()
-            if event.reuse is not None
-        ]
-
-    def tend(self) -> bool:
-        return self.engine.tend()
+    def close(self) -> None:
+        """Let go of what is kept."""
+        if self._cache is not None and self._cache.tiers is not None:
+            self._cache.tiers.close()

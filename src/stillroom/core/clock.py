@@ -24,3 +24,20 @@ class SystemClock:
 
     def unix(self) -> float:
         return time.time()
+
+
+class VirtualClock:
+    """Time that stands still until somebody takes some: for simulations and tests."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def unix(self) -> float:
+        return self.now

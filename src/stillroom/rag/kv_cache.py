@@ -143,24 +143,41 @@ def build_cache(  # noqa: PLR0913  the parts, once
         device.preload_layers()
     host = HostStore(device.shape, device.k_LSGD.device)
     tiers = TieredStore(device, host, disk, clock, inv_freq_LP, config.prefetch_bytes)
-    options = TreeOptions(
-        host_bytes=config.host_bytes,
-        disk_bytes=config.disk_bytes if disk else 0,
+    options = tree_options(
+        config,
+        device.shape.bytes_per_token,
+        has_disk=disk is not None,
         is_disk_read_only=disk is not None and not disk.is_writer,
-        bytes_per_token=device.shape.bytes_per_token,
-        policy=POLICIES[config.policy],
-        window_seconds=config.window_s,
-        looks_ahead=config.looks_ahead,
-        admits_by_frequency=config.admits_by_frequency,
     )
     tree = KnowledgeTree(pool, tiers, profile, options, clock.monotonic)
     if disk is not None:
         for key in tree.restore(record for record, _ in disk.records()):
             disk.remove(key)
-    keys = PrefixKeys(fingerprint, config.tail_blocks * pool.block_size)
+    return KVCache(KVCacheManager(pool, reuse_of(tree, config, fingerprint)), device, tiers)
+
+
+def tree_options(
+    config: ReuseConfig, bytes_per_token: int, *, has_disk: bool = True, is_disk_read_only: bool = False
+) -> TreeOptions:
+    """As configured."""
+    return TreeOptions(
+        host_bytes=config.host_bytes,
+        disk_bytes=config.disk_bytes if has_disk else 0,
+        is_disk_read_only=is_disk_read_only,
+        bytes_per_token=bytes_per_token,
+        policy=POLICIES[config.policy],
+        window_seconds=config.window_s,
+        looks_ahead=config.looks_ahead,
+        admits_by_frequency=config.admits_by_frequency,
+    )
+
+
+def reuse_of(tree: KnowledgeTree, config: ReuseConfig, fingerprint: bytes) -> Reuse:
+    """What the manager is told of a tree, as configured."""
+    keys = PrefixKeys(fingerprint, config.tail_blocks * tree.pool.block_size)
     anywhere = anywhere_options(config) if config.mode == "anywhere" else None
     weighs = 0 if anywhere is None else weighs_every(anywhere)
-    return KVCache(KVCacheManager(pool, Reuse(tree, keys, config.load == "always", anywhere, weighs)), device, tiers)
+    return Reuse(tree, keys, config.load == "always", anywhere, weighs)
 
 
 def anywhere_options(config: ReuseConfig) -> AnywhereOptions:

@@ -1,0 +1,381 @@
+"""`stillroom bench simulate`: RAGCache's Figures 13 to 18 and Tables 2 and 4, and Cache-Craft's Figure 22, as ratios
+between arms, with the paper's number beside ours.
+
+The product's engine, scheduler, tree and policies run on modelled machines (`machines.py`) under a clock of their own,
+so all but the scheduling time repeats to the last digit. How to read it: docs/simulate-bench.md
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from stillroom.bench.environment import record_environment
+from stillroom.bench.harness import Samples
+from stillroom.bench.machines import Machine, load_machine
+from stillroom.bench.report import BenchResult
+from stillroom.bench.reuse_figures import sustained_rate
+from stillroom.bench.reuse_traffic import Companions, Pool, Traffic, arrivals
+from stillroom.bench.simulated_runtime import Outcome, Plant, SimulatedRuntime, System
+from stillroom.config.settings import EvictionPolicy, ReuseConfig
+from stillroom.errors import UsageError
+
+GIB = 2**30
+RATES = (0.2, 0.5, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.2, 4.0)
+"""Times what an engine that keeps nothing serves one request after the other."""
+MODERATE = 0.67
+"""RAGCache's 0.8 requests per second (7.3): it sustains slightly less than 2.5, up to 2.1 times what vLLM does:
+0.8 / (2.5 / 2.1)."""
+_OVERLOAD = 5.0
+_MEAN_DOCUMENT, _SPREAD, _SYSTEM, _QUESTION = 3718, 0.8, 64, 32
+_NOTES = (
+    "Simulated: the product's engine, scheduler, tree and policies on a modelled machine; no model runs.",
+    "Rates are multiples of what an engine that keeps nothing serves one request after the other.",
+    "Not simulated: Figure 19 and Table 3, speculative pipelining, which Stillroom does not have.",
+)
+
+VLLM = System(reuse=ReuseConfig(mode="off"))
+"""RAGCache's baseline: its version keeps nothing between requests."""
+SGLANG = System(reuse=ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0))
+"""On the device only, the least recently used leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """What is simulated, and how long."""
+
+    experiments: Sequence[str] = ()
+    """Names of `EXPERIMENTS`; none: all of them."""
+    num_requests: int = 500
+    """At each rate."""
+    num_warm: int = 1000
+    """Requests before the first that counts."""
+    num_documents: int = 1500
+    companions: Companions = "fixed"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.experiments) - set(EXPERIMENTS):
+            raise UsageError(f"unknown experiments {', '.join(sorted(unknown))}; known are {', '.join(EXPERIMENTS)}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on its machine under one kind of traffic."""
+
+    machine: Machine
+    plant: Plant
+    traffic: Traffic
+    options: SimulateOptions
+
+    def service_rate(self) -> float:
+        """Requests per second of an engine that keeps nothing, one after the other."""
+        outcome = SimulatedRuntime(self.plant, VLLM).ask(self.traffic.prompts(60, 1))
+        return len(outcome.seconds) / outcome.wall_seconds
+
+    def run(self, system: System, rates: Sequence[float]) -> list[Outcome]:
+        """One arm: warmed up, then at each rate, in requests per second, with what it kept so far."""
+        options, runtime = self.options, SimulatedRuntime(self.plant, system)
+        if system.reuse.mode != "off":
+            runtime.ask(self.traffic.prompts(options.num_warm, 0))
+        found = []
+        for number, rate in enumerate(rates):
+            dues = arrivals(options.num_requests, rate, [options.seed, 6, number])
+            found.append(runtime.ask(self.traffic.prompts(options.num_requests, 2 + number), dues))
+        return found
+
+    def ragcache(self, host_bytes: int | None = None, **changes: Any) -> System:
+        """Device and host under PGDSF, those who find most of their prompt first."""
+        return System(reuse=self._two_tiers("pgdsf", host_bytes), **{"scheduling": "cache_first", **changes})
+
+    def ours(self, host_bytes: int | None = None) -> System:
+        """The same tiers and order under the default policy."""
+        return System(reuse=self._two_tiers(ReuseConfig().policy, host_bytes), scheduling="cache_first")
+
+    def with_policy(self, policy: EvictionPolicy, host_bytes: int) -> System:
+        return System(reuse=self._two_tiers(policy, host_bytes), scheduling="cache_first")
+
+    def _two_tiers(self, policy: EvictionPolicy, host_bytes: int | None) -> ReuseConfig:
+        room = int(self.machine["machine.host_bytes"]) if host_bytes is None else host_bytes
+        return ReuseConfig(policy=policy, host_bytes=room, disk_bytes=0)
+
+
+def ragcache_case(name: str, curve: str, k: int, options: SimulateOptions, max_seqs: int = 4) -> Case:
+    """Answers have one token on MMLU and 6 on Natural Questions, their mean (7, Workloads)."""
+    machine, max_tokens = load_machine(name), 1 if curve == "mmlu" else 6
+    length = int(machine["model.max_tokens"])
+    longest = (length - _SYSTEM - _QUESTION - max_tokens) // k
+    pool = wikipedia_pool(options.num_documents, longest, options.seed)
+    traffic = Traffic(pool, curve, k, options.companions, options.seed)
+    return Case(machine, plant_of(machine, max_seqs=max_seqs, max_tokens=max_tokens), traffic, options)
+
+
+def plant_of(machine: Machine, *, max_seqs: int, max_tokens: int) -> Plant:
+    return Plant(
+        costs=machine.costs(),
+        bytes_per_token=machine.bytes_per_token,
+        num_layers=int(machine["model.layers"]),
+        device_bytes=int(machine["machine.device_bytes"]),
+        max_model_len=int(machine["model.max_tokens"]),
+        max_seqs=max_seqs,
+        step_tokens=int(machine["model.max_tokens"]),
+        max_tokens=max_tokens,
+    )
+
+
+def wikipedia_pool(size: int, longest: int, seed: int) -> Pool:
+    """Documents of random tokens. RAGCache 3.1 gives the mean length, 3,718 tokens, and a picture of the distribution:
+    here it is log-normal, and what is longer than `longest` is cut, as prompts of two must fit into LLaMA2's 4,096."""
+    rng = np.random.default_rng([seed, 1])
+    median = np.log(_MEAN_DOCUMENT) - _SPREAD**2 / 2
+    lengths = np.clip(rng.lognormal(median, _SPREAD, size), 64, longest).astype(int)
+
+    def text(length: int) -> tuple[int, ...]:
+        return tuple(rng.integers(1, 256, size=length).tolist())
+
+    documents = tuple(text(length) for length in lengths.tolist())
+    return Pool(text(_SYSTEM), documents, tuple((text(_QUESTION),) for _ in documents))
+
+
+Tables = dict[str, list[dict[str, Any]]]
+Say = Callable[[str], None]
+
+
+Papers = Mapping[str, tuple[str, str]]
+"""By baseline, how many times RAGCache's its time to first token is, and how many times its rate RAGCache sustains."""
+_FIGURE_13: Papers = {"vllm": ("1.2 to 4", "1.3 to 2.1"), "sglang": ("1.1 to 3.5", "1.2 to 1.8")}
+_FIGURE_15: Papers = {"vllm": ("1.7 to 3.1", ""), "sglang": ("1.2 to 2.5", "")}
+_FIGURE_16: Papers = {"vllm": ("1.4 to 2.1 at low rates", ""), "sglang": ("1.2 to 2.6", "")}
+
+
+def _compared(case: Case, load: str, papers: Papers, say: Say) -> Tables:
+    """The four systems at all rates (Figures 13 to 16)."""
+    service = case.service_rate()
+    rates = [rate * service for rate in RATES]
+    arms = {"vllm": VLLM, "sglang": SGLANG, "ragcache": case.ragcache(), "ours": case.ours()}
+    found = {}
+    for name, system in arms.items():
+        say(f"{load}, {name}")
+        found[name] = case.run(system, rates)
+    sustained = {
+        name: sustained_rate(
+            [(rate, one.mean) for rate, one in zip(rates, ones, strict=True)], _OVERLOAD * ones[0].mean
+        )
+        for name, ones in found.items()
+    }
+    rows: list[dict[str, Any]] = []
+    for at, rate in enumerate(RATES):
+        row: dict[str, Any] = {"load": load, "rate": f"{rate:g}x", "requests/s": rates[at]}
+        row |= {f"{name} s": outcomes[at].mean for name, outcomes in found.items()}
+        for other in papers:
+            is_overloaded = rates[at] > sustained[other]
+            for name in ("ragcache", "ours"):
+                ratio = found[other][at].mean / found[name][at].mean
+                row[f"{other} / {name}"] = "overload" if is_overloaded else ratio
+        hits = {name: outcomes[at].hit_rate for name, outcomes in found.items() if name != "vllm"}
+        rows.append(row | {f"{name} hits": f"{share:.0%}" for name, share in hits.items()})
+    summary = []
+    for other, (paper, more) in papers.items():
+        within = [at for at, rate in enumerate(rates) if rate <= max(sustained[other], rates[0])]
+        for name in ("ragcache", "ours"):
+            ratios = [found[other][at].mean / found[name][at].mean for at in within]
+            at_least = "" if sustained[name] < rates[-1] else "at least "
+            summary.append(
+                {
+                    "load": load,
+                    "ratio": f"{other} / {name}",
+                    "time to first token": f"{min(ratios):.2f} to {max(ratios):.2f}",
+                    "paper": paper,
+                    "sustained": f"{at_least}{sustained[name] / sustained[other]:.2f}",
+                    "paper sustained": more,
+                }
+            )
+    return {"Ratios where the slower one is not overloaded": summary, "Mean time to first token": rows}
+
+
+def _joined(tables: Sequence[Tables], prefix: str) -> Tables:
+    names = dict.fromkeys(name for one in tables for name in one)
+    return {f"{prefix}: {name[0].lower()}{name[1:]}": [row for one in tables for row in one[name]] for name in names}
+
+
+def overall(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Figures 13 and 14."""
+    return _joined(
+        [
+            _compared(ragcache_case(name, curve, 2, options), f"{name}, {curve}", _FIGURE_13, say)
+            for curve in ("mmlu", "nq")
+            for name in ("mistral-7b-a10g", "llama2-7b-a10g")
+        ],
+        "Figures 13 and 14",
+    )
+
+
+def top_k(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Figure 15."""
+    cases = [(k, ragcache_case("mistral-7b-a10g", "mmlu", k, options)) for k in (1, 3, 5)]
+    return _joined([_compared(case, f"k={k}", _FIGURE_15, say) for k, case in cases], "Figure 15")
+
+
+def large_models(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Figure 16; most requests at a time as the paper has them."""
+    seats = {"mixtral-8x7b-2xh800": 8, "llama2-70b-2xh800": 4}
+    return _joined(
+        [
+            _compared(ragcache_case(name, "mmlu", 2, options, max_seqs), name, _FIGURE_16, say)
+            for name, max_seqs in seats.items()
+        ],
+        "Figure 16",
+    )
+
+
+TABLE_2 = {
+    "mmlu": {8: (1.38, 1.68, 1.78, 1.81), 16: (1.32, 1.55, 1.61, 1.63), 32: (1.23, 1.45, 1.50, 1.49)}
+    | {64: (1.06, 1.27, 1.28, 1.29), 128: (0.83, 0.98, 1.01, 1.03)},
+    "nq": {8: (2.85, 3.35, 3.41, 3.36), 16: (2.50, 2.89, 2.92, 2.98), 32: (2.00, 2.09, 2.25, 2.20)}
+    | {64: (1.32, 1.47, 1.56, 1.55), 128: (0.78, 0.92, 0.95, 0.95)},
+}
+"""Mean seconds to the first token of PGDSF, GDSF, LRU and LFU by GiB of host memory (RAGCache Table 2)."""
+_BASELINES: tuple[EvictionPolicy, ...] = ("gdsf", "lru", "lfu")
+
+
+def policies(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Figure 17 and Table 2."""
+    hits, times = [], []
+    for curve, sizes in TABLE_2.items():
+        case = ragcache_case("mistral-7b-a10g", curve, 2, options)
+        rate = MODERATE * case.service_rate()
+        for size, paper in sizes.items():
+            say(f"policies, {curve}, {size} GiB")
+            names: tuple[EvictionPolicy, ...] = ("pgdsf", *_BASELINES, ReuseConfig().policy)
+            found = {name: case.run(case.with_policy(name, size * GIB), [rate])[0] for name in names}
+            head = {"curve": curve, "host": f"{size} GiB"}
+            hits.append(head | {name: f"{one.hit_rate:.1%}" for name, one in found.items()})
+            row: dict[str, Any] = head | {"pgdsf s": found["pgdsf"].mean, "paper s": paper[0]}
+            for name, seconds in zip(_BASELINES, paper[1:], strict=True):
+                row[f"{name} / pgdsf"] = found[name].mean / found["pgdsf"].mean
+                row[f"paper {name} / pgdsf"] = seconds / paper[0]
+            times.append(row | {"ours / pgdsf": found[ReuseConfig().policy].mean / found["pgdsf"].mean})
+    return {"Figure 17: documents found": hits, "Table 2: mean time to first token": times}
+
+
+def reordering(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Figure 18: 1.1 times what it sustains in its order of arrival."""
+    rows = []
+    for curve in ("mmlu", "nq"):
+        case = ragcache_case("mistral-7b-a10g", curve, 2, options)
+        service = case.service_rate()
+        for size in (16, 32, 64, 128):
+            say(f"reordering, {curve}, {size} GiB")
+            rates = [rate * service for rate in RATES]
+            arrived = case.ragcache(size * GIB, scheduling="first_come")
+            points = [(rate, one.mean) for rate, one in zip(rates, case.run(arrived, rates), strict=True)]
+            rate = 1.1 * sustained_rate(points, _OVERLOAD * points[0][1])
+            first, second = (case.run(system, [rate])[0] for system in (arrived, case.ragcache(size * GIB)))
+            row: dict[str, Any] = {"curve": curve, "host": f"{size} GiB", "requests/s": rate}
+            row |= {"first come s": first.mean, "cache first s": second.mean, "ratio": first.mean / second.mean}
+            hits = {"first come hits": f"{first.hit_rate:.1%}", "cache first hits": f"{second.hit_rate:.1%}"}
+            rows.append(row | {"paper (all sizes)": "1.2 to 2.1"} | hits)
+    return {"Figure 18: order of arrival / cache first": rows}
+
+
+TABLE_4 = {0.5: 0.880, 1.0: 0.872, 1.5: 0.902, 2.0: 0.906}
+"""Milliseconds by requests per second."""
+
+
+def scheduling(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Table 4, in real seconds on the machine that simulates."""
+    case = ragcache_case("mistral-7b-a10g", "mmlu", 2, options)
+    rows = []
+    for rate, paper in TABLE_4.items():
+        say(f"scheduling, {rate:g} requests per second")
+        seconds = case.run(case.ragcache(), [rate])[0].scheduling_seconds
+        row = {"requests/s": rate, "mean ms": 1e3 * float(np.mean(seconds)), "p50 ms": 1e3 * float(np.median(seconds))}
+        rows.append(row | {"p95 ms": 1e3 * float(np.quantile(seconds, 0.95)), "paper ms": paper})
+    return {"Table 4: deciding a step and what follows from its result": rows}
+
+
+_CHUNKS, _ANSWER = 5, 24
+FIGURE_22 = {
+    "llama3-8b-a100": {"anywhere 0%": ("1.9", "3.3"), "anywhere 30%": ("1.6", "2.1")},
+    "llama3-70b-4xa100": {"anywhere 0%": ("2.0", "3.3"), "anywhere 30%": ("1.6", "2.0")},
+}
+"""How many times the throughput and the speed of response of prefix caching, under heavy load (Cache-Craft 5.3.1)."""
+_HEAVY = 0.95
+"""Of what prefix caching manages at most."""
+
+
+def cache_craft(options: SimulateOptions, say: Say) -> Tables:
+    """Cache-Craft Figure 22 under heavy load: five chunks, prompts of about 3,300 tokens, answers of 24, with which
+    prefill takes about 55 % of a request on four A100 (2.2). An engine that keeps exact prefixes on the device, and
+    ours that places chunks and keeps them on device and host."""
+    rows = []
+    for name, papers in FIGURE_22.items():
+        machine = load_machine(name)
+        traffic = Traffic(chunk_pool(options.num_documents, options.seed), "nq", _CHUNKS, "drawn", options.seed)
+        plant = plant_of(machine, max_seqs=32, max_tokens=_ANSWER)
+        case = Case(machine, plant, traffic, options)
+        exact = ReuseConfig(host_bytes=int(machine["machine.host_bytes"]), disk_bytes=0)
+        arms = {"prefix cache": SGLANG}
+        for arm, ratio in (("anywhere 0%", 0.0), ("anywhere 30%", 0.3)):
+            arms[arm] = System(reuse=replace(exact, mode="anywhere", recompute_ratio=ratio, audit_share=0.0))
+        all_at_once = {arm: case.run(system, [1e9])[0] for arm, system in arms.items()}
+        say(f"{name}, all at once")
+        most = {arm: options.num_requests / one.wall_seconds for arm, one in all_at_once.items()}
+        rate = _HEAVY * most["prefix cache"]
+        found = {arm: case.run(system, [rate])[0] for arm, system in arms.items()}
+        say(f"{name}, {rate:.2f} requests per second")
+        slow = float(np.mean(found["prefix cache"].response_seconds))
+        for arm, outcome in found.items():
+            row: dict[str, Any] = {"machine": name, "arm": arm}
+            row |= {"kept tokens": f"{outcome.num_kept_tokens / outcome.num_tokens:.0%}"}
+            row |= {"requests/s at most": most[arm], "x": most[arm] / most["prefix cache"]}
+            row |= {"paper": papers.get(arm, ("", ""))[0], "response s": float(np.mean(outcome.response_seconds))}
+            row |= {"times faster": slow / float(np.mean(outcome.response_seconds))}
+            rows.append(row | {"paper response": papers.get(arm, ("", ""))[1]})
+    return {"Cache-Craft Figure 22, heavy load": rows}
+
+
+def chunk_pool(size: int, seed: int) -> Pool:
+    """Chunks of log-normal length of which five and the rest have about 3,300 tokens, Sys-X's median (5.1.2)."""
+    rng = np.random.default_rng([seed, 1])
+    mean = (3300 - _SYSTEM - _QUESTION) / _CHUNKS
+    lengths = np.clip(rng.lognormal(np.log(mean) - 0.18, 0.6, size), 64, 1500).astype(int)
+
+    def text(length: int) -> tuple[int, ...]:
+        return tuple(rng.integers(1, 256, size=length).tolist())
+
+    chunks = tuple(text(length) for length in lengths.tolist())
+    return Pool(text(_SYSTEM), chunks, tuple((text(_QUESTION),) for _ in chunks))
+
+
+EXPERIMENTS: dict[str, Callable[[SimulateOptions, Say], Tables]] = {
+    "overall": overall,
+    "top-k": top_k,
+    "large-models": large_models,
+    "policies": policies,
+    "reordering": reordering,
+    "scheduling": scheduling,
+    "cache-craft": cache_craft,
+}
+
+
+def run_simulate(options: SimulateOptions | None = None, on_progress: Say = lambda _: None) -> BenchResult:
+    """Simulate everything that was asked for.
+
+    Raises:
+        UsageError: an option is impossible.
+    """
+    options = options or SimulateOptions()
+    tables: Tables = {}
+    for name in options.experiments or EXPERIMENTS:
+        tables |= EXPERIMENTS[name](options, on_progress)
+    parameters = asdict(options) | {"experiments": list(options.experiments or EXPERIMENTS)}
+    return BenchResult(
+        "stillroom bench simulate",
+        record_environment(),
+        parameters,
+        Samples(),
+        notes=list(_NOTES),
+        tables=tables,
+    )

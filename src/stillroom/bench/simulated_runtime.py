@@ -1,0 +1,174 @@
+"""The product's engine, scheduler, knowledge tree and policies on a modelled machine with a clock of its own, for
+`stillroom bench simulate`: a `reuse_worker.Runtime` whose seconds are those of the cost profile.
+
+What is not modelled is a tier's and a step's own code: deciding takes no time here. It is measured beside, in real
+seconds.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stillroom.bench.reuse_traffic import Prompt
+from stillroom.bench.reuse_worker import drive
+from stillroom.bench.stepped_engine import SteppedEngine, first_tokens
+from stillroom.config.settings import ReuseConfig, SchedulingPolicy
+from stillroom.core.batch import Batch, StepResult
+from stillroom.core.clock import VirtualClock
+from stillroom.core.prompt import SegmentKind
+from stillroom.engine.engine import Engine
+from stillroom.kvcache.block_pool import BlockPool
+from stillroom.kvcache.cost_model import CostProfile
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.manager import KVCacheManager, Reuse
+from stillroom.kvstore.modelled import ModelledMover
+from stillroom.rag.kv_cache import reuse_of, tree_options
+from stillroom.runner.modelled_runner import ModelledRunner
+from stillroom.scheduler.policy import POLICIES as SCHEDULING
+from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plant:
+    """What a decoder and its machine are to the rest."""
+
+    costs: CostProfile
+    bytes_per_token: int
+    num_layers: int
+    device_bytes: int
+    """For KV."""
+    max_model_len: int
+    max_seqs: int = 4
+    """Requests that run at the same time (RAGCache 7.1)."""
+    step_tokens: int = 4096
+    """Token budget of a step. RAGCache's vLLM computes a prompt in one step, at most its context in all."""
+    max_tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """What is kept, and who is served first."""
+
+    reuse: ReuseConfig
+    scheduling: SchedulingPolicy = "first_come"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of some requests, in their order."""
+
+    seconds: list[float]
+    """From the moment a request is due to its first token."""
+    response_seconds: list[float]
+    """To its last one."""
+    wall_seconds: float
+    """From the first due to the last answered."""
+    num_documents: int = 0
+    num_hit_documents: int = 0
+    """Whose KV was kept, by RAGCache 7.3's counting: as far as the prefix reaches."""
+    num_kept_tokens: int = 0
+    num_tokens: int = 0
+    scheduling_seconds: list[float] = field(default_factory=list)
+    """Real ones, of each step: deciding it, and what follows from its result."""
+
+    @property
+    def mean(self) -> float:
+        """Mean time to the first token."""
+        return float(np.mean(self.seconds))
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hit_documents / max(1, self.num_documents)
+
+
+class SimulatedRuntime(SteppedEngine):
+    """One arm. What it keeps stays from one `ask` to the next."""
+
+    def __init__(self, plant: Plant, system: System, seed: int = 0) -> None:
+        super().__init__(plant.max_tokens)
+        self._plant, self._system, self._seed = plant, system, seed
+        self.clock = VirtualClock()
+        self.reset()
+
+    def reset(self) -> None:
+        """A fresh engine; what the one before it kept is gone."""
+        plant = self._plant
+        pool = BlockPool(plant.device_bytes // (plant.bytes_per_token * BLOCK_SIZE), BLOCK_SIZE)
+        limits = SchedulerLimits(
+            max_num_seqs=plant.max_seqs,
+            max_num_batched_tokens=plant.step_tokens,
+            max_model_len=plant.max_model_len,
+        )
+        manager = KVCacheManager(pool, _reuse(plant, self._system.reuse, pool, self.clock))
+        self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._system.scheduling])
+        runner = ModelledRunner(plant.costs, self.clock, num_layers=plant.num_layers, seed=self._seed)
+        self._engine = Engine(self._scheduler, runner, self.clock)
+        self._ended: dict[int, float] = {}
+        self._found = [0, 0]  # documents asked for, and kept
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        """Keeps what `ask` tells of it, too."""
+        events = self.engine.step()
+        for event in events:
+            if event.finish_reason is not None:
+                self._ended[int(event.request_id)] = event.at
+            if event.reuse is not None:
+                documents = [one for one in event.reuse.segments if one.kind is SegmentKind.CHUNK]
+                self._found[0] += len(documents)
+                self._found[1] += sum(one.source is not None for one in documents)
+        return first_tokens(events)
+
+    def ask(self, prompts: Sequence[Prompt], dues: Sequence[float] | None = None) -> Outcome:
+        """Send prompts when they are due, in seconds from now; None: each when the one before is answered."""
+        self._ended.clear()
+        self._found = [0, 0]
+        self._scheduler.seconds = []
+        began = self.clock.monotonic()
+        told = drive(self, prompts, dues, self.clock.monotonic, self._sleep)
+        ended = [self._ended[number] - began for number in range(len(prompts))]
+        starts = dues or [0.0, *ended[:-1]]
+        return Outcome(
+            seconds=told["seconds"],
+            response_seconds=[end - start for end, start in zip(ended, starts, strict=True)],
+            wall_seconds=told["wall_seconds"],
+            num_documents=self._found[0],
+            num_hit_documents=self._found[1],
+            num_kept_tokens=sum(map(sum, told["cached"])),
+            num_tokens=sum(len(part) for prompt in prompts for part in prompt),
+            scheduling_seconds=self._scheduler.seconds,
+        )
+
+    def _sleep(self, seconds: float) -> None:
+        """And a nanosecond, or rounding might leave a moment that never comes."""
+        self.clock.advance(seconds + 1e-9)
+
+
+class _TimedScheduler(Scheduler):
+    """Notes how long its decisions take, in real seconds."""
+
+    seconds: list[float]
+
+    def schedule(self) -> Batch | None:
+        started = time.perf_counter()
+        batch = super().schedule()
+        self.seconds.append(time.perf_counter() - started)
+        return batch
+
+    def update(self, batch: Batch, result: StepResult) -> list[SequenceUpdate]:
+        started = time.perf_counter()
+        updates = super().update(batch, result)
+        self.seconds[-1] += time.perf_counter() - started
+        return updates
+
+
+def _reuse(plant: Plant, config: ReuseConfig, pool: BlockPool, clock: VirtualClock) -> Reuse | None:
+    """As `rag.kv_cache.build_cache` reads the settings, without stores."""
+    if config.mode == "off":
+        return None
+    mover = ModelledMover(clock, plant.costs.load_seconds, plant.bytes_per_token)
+    options = tree_options(config, plant.bytes_per_token)
+    return reuse_of(KnowledgeTree(pool, mover, plant.costs, options, clock.monotonic), config, b"")

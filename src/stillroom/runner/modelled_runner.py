@@ -1,0 +1,117 @@
+"""Answers each step from what it would cost, on a clock of its own: the engine, the scheduler and the knowledge tree of
+the product at any scale, without weights or tensors.
+
+What a sequence adds to a step is T(cached, new) less the smallest step there is, T(0, 1), so that sequences of one step
+share that and nothing else. Tokens with gaps between them (repairs) cost what as many without gaps do that see as many
+others together. Tokens, looks and probes are answered with numbers drawn from a seed and the request's name, so the
+same requests give the same steps; log probabilities and constraints are not modelled, and copies of blocks on the
+device cost nothing.
+"""
+
+import zlib
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.core.batch import Batch, Masses, SampleSpec, ScheduledSequence, StepResult, Weighing
+from stillroom.core.clock import VirtualClock
+
+PROBE_LAYERS = 2
+"""Layers that a probe runs, as `TorchRunner`'s does."""
+
+
+class StepCosts(Protocol):
+    """What computing costs; a `CostProfile`."""
+
+    def prefill_seconds(self, num_cached: int, num_new: int) -> float:
+        """T(cached, new): a step of so many new tokens behind so many that have their KV."""
+        ...
+
+
+class ModelledRunner:
+    """A `Runner` that takes time and computes nothing."""
+
+    def __init__(
+        self, costs: StepCosts, clock: VirtualClock, *, num_layers: int = 32, vocab_size: int = 32_000, seed: int = 0
+    ) -> None:
+        """
+        Args:
+            num_layers: of the modelled decoder; at least 2.
+            vocab_size: sampled tokens are below it.
+        """
+        assert num_layers >= PROBE_LAYERS and vocab_size > 0
+        self._costs = costs
+        self._clock = clock
+        self._num_layers = num_layers
+        self._vocab_size = vocab_size
+        self._seed = seed
+
+    def execute(self, batch: Batch) -> StepResult:
+        """See `Runner.execute`; the clock is later by what the step takes."""
+        self._clock.advance(self.step_seconds(batch))
+        entries = batch.sequences
+        return StepResult(
+            {spec.request_id: self._token(spec) for entry in entries for spec in entry.samples},
+            attention={entry.request_id: self._attention(entry) for entry in entries if entry.is_look},
+            deviations={entry.request_id: self._deviations(entry) for entry in entries if entry.is_probe},
+            masses={
+                entry.request_id: even_masses(entry, entry.weighing) for entry in entries if entry.weighing is not None
+            },
+        )
+
+    def recover(self) -> None:
+        """See `Runner.recover`."""
+
+    def step_seconds(self, batch: Batch) -> float:
+        """What a step takes. Probes run before it, each alone and through the first layers only."""
+        probes = sum(self._seconds(entry) for entry in batch.sequences if entry.is_probe)
+        whole = [self._seconds(entry) for entry in batch.sequences if not entry.is_probe]
+        smallest = self._costs.prefill_seconds(0, 1)
+        step = smallest + sum(max(seconds - smallest, 0.0) for seconds in whole) if whole else 0.0
+        return step + probes * PROBE_LAYERS / self._num_layers
+
+    def _seconds(self, entry: ScheduledSequence) -> float:
+        """Of a step that has only this in it."""
+        count = entry.num_scheduled_tokens
+        before = len(entry.slots) - count
+        if entry.positions is not None and not entry.is_look:
+            before = max(0, round(float(entry.positions.mean()) - (count - 1) / 2))
+        return self._costs.prefill_seconds(before, count)
+
+    def _token(self, spec: SampleSpec) -> int:
+        assert spec.constraint is None, "constraints are not modelled"
+        token_id = self._number(f"{spec.request_id}/{len(spec.token_ids)}") % self._vocab_size
+        while token_id in spec.forbidden:
+            token_id = (token_id + 1) % self._vocab_size
+        return token_id
+
+    def _attention(self, entry: ScheduledSequence) -> NDArray[np.float32]:
+        """Shape [layers, 2, k]: shares that sum to 1, with no preference for any slot."""
+        shape = (self._num_layers, 2, len(entry.slots))
+        drawn_L2K = self._generator(entry).random(shape, np.float32) + np.float32(1e-6)
+        shares_L2K: NDArray[np.float32] = drawn_L2K / drawn_L2K.sum(axis=2, keepdims=True)
+        return shares_L2K
+
+    def _deviations(self, entry: ScheduledSequence) -> NDArray[np.float32]:
+        return self._generator(entry).random(entry.num_scheduled_tokens, np.float32)
+
+    def _generator(self, entry: ScheduledSequence) -> np.random.Generator:
+        return np.random.default_rng(self._number(f"{entry.request_id}@{entry.first_position}"))
+
+    def _number(self, name: str) -> int:
+        """The same for the same seed and name, in every process."""
+        return zlib.crc32(f"{self._seed}/{name}".encode())
+
+
+def even_masses(entry: ScheduledSequence, weighing: Weighing) -> Masses:
+    """What is paid where every token attends to all before it and to itself alike."""
+    places = entry.first_position + weighing.rows if entry.positions is None else entry.positions[weighing.rows]
+    shares = (1.0 / (places + 1)).astype(np.float32)
+    paid = np.zeros((len(places), weighing.num_groups), np.float32)
+    received = np.zeros(len(weighing.groups), np.float32)
+    for row, (place, share) in enumerate(zip(places.tolist(), shares.tolist(), strict=True)):
+        groups = weighing.groups[:place]
+        paid[row] = share * np.bincount(groups[groups >= 0], minlength=weighing.num_groups)
+        received[: place + 1] += share
+    return Masses(paid, shares, received)

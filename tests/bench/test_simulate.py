@@ -1,0 +1,102 @@
+"""The simulated runtime against sums by hand, and every experiment at a tiny size."""
+
+from pathlib import Path
+
+import pytest
+
+from stillroom.bench import simulate
+from stillroom.bench.report import to_markdown
+from stillroom.bench.reuse_traffic import Traffic
+from stillroom.bench.runtime import Shape
+from stillroom.bench.simulate import EXPERIMENTS, SGLANG, VLLM, SimulateOptions, ragcache_case, run_simulate
+from stillroom.bench.simulate_validation import run_validation
+from stillroom.bench.simulated_runtime import Plant, SimulatedRuntime, System
+from stillroom.config.settings import ReuseConfig
+from stillroom.core.kv import Tier
+from stillroom.errors import UsageError
+from stillroom.kvcache.cost_model import Link, linear_profile
+
+TINY = SimulateOptions(num_requests=5, num_warm=4, num_documents=40)
+COSTS = linear_profile(1.0, 0.01, 0.0, {Tier.HOST: Link(0.0, 100.0)})
+PLANT = Plant(costs=COSTS, bytes_per_token=1, num_layers=2, device_bytes=320, max_model_len=300)
+PROMPT = ((1,) * 16, (2,) * 64, (3,) * 32, (4,) * 8)
+
+
+def test_times_by_hand() -> None:
+    alone = SimulatedRuntime(PLANT, VLLM).ask([PROMPT, PROMPT])
+    kept = SimulatedRuntime(PLANT, SGLANG).ask([PROMPT, PROMPT], [0.0, 10.0])
+
+    assert alone.seconds == alone.response_seconds == pytest.approx([1 + 1.2] * 2)
+    assert alone.wall_seconds == pytest.approx(4.4)
+    assert kept.seconds == pytest.approx([1 + 1.2, 1 + 0.08])
+    assert (kept.hit_rate, kept.num_kept_tokens, kept.num_tokens) == (0.5, 112, 240)
+
+
+def test_who_waits_waits_for_the_step() -> None:
+    """The second comes in the first one's step."""
+    outcome = SimulatedRuntime(PLANT, VLLM).ask([PROMPT, PROMPT], [0.0, 1.0])
+
+    assert outcome.seconds == pytest.approx([2.2, 1.2 + 2.2])
+
+
+def test_host_is_worth_its_link() -> None:
+    """Another prompt drives the first one out; it comes back as long as loading is faster than computing."""
+    other = ((1,) * 16, *(((5,) * 96,) * 2), (6,) * 8)
+    tiers = System(reuse=ReuseConfig(policy="lru", host_bytes=1000, disk_bytes=0))
+    fast, slow = (
+        SimulatedRuntime(
+            Plant(
+                costs=linear_profile(1.0, 0.01, 0.0, {Tier.HOST: Link(0.0, rate)}),
+                bytes_per_token=1,
+                num_layers=2,
+                device_bytes=256,
+                max_model_len=300,
+            ),
+            tiers,
+        )
+        for rate in (1e6, 10.0)
+    )
+
+    assert [runtime.ask([PROMPT, other, PROMPT]).num_kept_tokens for runtime in (fast, slow)] == [16 + 112, 16 + 16]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "RATES", (0.5, 2.0))
+    monkeypatch.setattr(simulate, "TABLE_2", {"mmlu": {8: simulate.TABLE_2["mmlu"][8]}})
+    options = SimulateOptions(
+        experiments=[name], num_requests=TINY.num_requests, num_warm=TINY.num_warm, num_documents=TINY.num_documents
+    )
+    said: list[str] = []
+
+    result = run_simulate(options, said.append)
+
+    assert said and result.tables and all(result.tables.values())
+    assert to_markdown(result).count("## ") == len(result.tables)
+    if name != "scheduling":
+        assert run_simulate(options).tables == result.tables
+
+
+def test_prompts_fit_the_model_whatever_k_is() -> None:
+    for k in (1, 2, 5):
+        case = ragcache_case("llama2-7b-a10g", "nq", k, TINY)
+        assert isinstance(case.traffic, Traffic)
+        longest = max(sum(map(len, prompt)) for prompt in case.traffic.prompts(20, 0))
+        assert longest + case.plant.max_tokens <= case.plant.max_model_len
+
+
+def test_unknown_experiment() -> None:
+    with pytest.raises(UsageError, match="known are overall"):
+        SimulateOptions(experiments=["figure 13"])
+
+
+def test_validation_of_a_tiny_model(tmp_path: Path) -> None:
+    shape = Shape(97, 32, 48, 2, 4, 2, 8)
+
+    result = run_validation(tmp_path, shape=shape, num_warm=2, num_requests=2, repeat=1)
+
+    rows = result.tables["mean time to first token"]
+    assert [row["arm"] for row in rows] == ["off"] * 3 + ["tiers"] * 3
+    assert all(row["measured s"] > 0 and row["simulated s"] > 0 for row in rows)
+    assert rows[0]["kept tokens"] == rows[0]["kept simulated"] == 0
+    assert rows[3]["kept tokens"] == rows[3]["kept simulated"]

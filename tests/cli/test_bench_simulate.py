@@ -1,0 +1,73 @@
+"""`stillroom bench simulate`: what it calls, and what it prints."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stillroom.bench import simulate, simulate_validation
+from stillroom.bench.environment import record_environment
+from stillroom.bench.harness import Samples
+from stillroom.bench.report import BenchResult
+from stillroom.bench.simulate import SimulateOptions
+from tests.cli.harness import Run
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
+
+    def result() -> BenchResult:
+        tables = {"Figure 13": [{"arm": "ours", "s": 0.5}]}
+        return BenchResult("stillroom bench simulate", record_environment(["x"]), {}, Samples(), tables=tables)
+
+    def run(options: SimulateOptions, on_progress: Callable[[str], None]) -> BenchResult:
+        seen.append(options)
+        on_progress("overall")
+        return result()
+
+    def validate(work_dir: Path, *, seed: int, on_progress: Callable[[str], None]) -> BenchResult:
+        seen.append((work_dir, seed))
+        return result()
+
+    monkeypatch.setattr(simulate, "run_simulate", run)
+    monkeypatch.setattr(simulate_validation, "run_validation", validate)
+    return seen
+
+
+def test_defaults(run: Run, calls: list[Any]) -> None:
+    result = run("bench", "simulate", "--output", "r.json")
+
+    assert "| ours | 0.5 |" in result.out and "overall" in result.err
+    assert calls == [SimulateOptions()] and Path("r.json").exists()
+
+
+def test_every_flag(run: Run, calls: list[Any]) -> None:
+    flags = (
+        "--experiment policies --experiment top-k --requests 5 --warmup 6 --documents 70 --companions drawn --seed 2"
+    )
+    result = run("bench", "simulate", *flags.split(), "--json", "--quiet")
+
+    assert result.err == "" and result.json["tables"]["Figure 13"] == [{"arm": "ours", "s": 0.5}]
+    expected = SimulateOptions(
+        experiments=["policies", "top-k"],
+        num_requests=5,
+        num_warm=6,
+        num_documents=70,
+        companions="drawn",
+        seed=2,
+    )
+    assert calls == [expected]
+
+
+def test_validation(run: Run, calls: list[Any]) -> None:
+    run("bench", "simulate", "--validate", "--work-dir", "w", "--seed", "4", "--quiet")
+
+    assert calls == [(Path("w"), 4)]
+
+
+def test_unknown_experiment_is_a_wrong_call(run: Run, calls: list[Any]) -> None:
+    result = run("bench", "simulate", "--experiment", "x")
+
+    assert result.code == 2 and "known are overall" in result.err and not calls
