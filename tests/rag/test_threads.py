@@ -1,8 +1,19 @@
 """The number of threads is that of the least time."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.core.clock import SystemClock
+from stillroom.models.loader import load_decoder
+from stillroom.rag import calibration, threads
+from stillroom.rag.calibration import Bench, step_seconds
+from stillroom.rag.generator import build_engine
+from stillroom.rag.kv_cache import kv_shape
 from stillroom.rag.threads import candidates, choose
+from tests.fakes import random_checkpoint
 
 
 def test_all_of_them_and_halves() -> None:
@@ -23,3 +34,29 @@ def test_the_fastest_on_average_and_all_unless_another_is_clearly_so(
     times: dict[int, list[float]], chosen: int
 ) -> None:
     assert choose(list(times), times.__getitem__) == chosen
+
+
+def test_no_more_is_measured_with_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels write wherever they are told to: with one block, 64 tokens ended behind the memory for KV."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    random_checkpoint(tmp_path, "Llama", num_hidden_layers=2)
+    decoder = load_decoder(tmp_path, device="cpu", dtype="float32")
+    per_token = kv_shape(decoder).bytes_per_token
+    lengths: list[int] = []
+
+    def measured(bench: Bench, num_cached: int, num_new: int) -> float:
+        lengths.append(num_cached + num_new)
+        return step_seconds(bench, num_cached, num_new)
+
+    monkeypatch.setattr(calibration, "step_seconds", measured)
+    monkeypatch.setattr(threads, "step_seconds", measured)
+    try:
+        torch.set_num_threads(2)
+        for block_size in (4, 16):
+            config = RuntimeConfig(block_size=block_size, kv_bytes=block_size * per_token, num_threads=0)
+            build_engine(decoder, config, SystemClock(), reuse=ReuseConfig(), fingerprint=bytes(32), tunes_threads=True)
+            assert max(lengths) == block_size
+            lengths.clear()
+    finally:
+        torch.set_num_threads(before)

@@ -49,6 +49,11 @@ class Bench:
     """Token budget of one step."""
     clock: Clock
 
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the device has room for."""
+        return self.num_blocks * self.device.block_size
+
 
 def calibrate(
     bench: Bench, folder: Path, *, repeat: int = 5, on_progress: Callable[[int, int], None] = lambda done, total: None
@@ -89,7 +94,7 @@ def quick_profile(bench: Bench, folder: Path | None, *, budget_seconds: float = 
     limit = min(bench.num_blocks * bench.device.block_size, bench.max_model_len) - 1
     started = bench.clock.monotonic()
     seconds: dict[int, float] = {}
-    for new in (1, 16, 64, 256):
+    for new in (1, min(16, bench.num_slots), 64, 256):
         if len(seconds) < 2 or (new <= limit and bench.clock.monotonic() - started < budget_seconds):
             seconds[new] = _best(bench, 0, new)
     lengths = list(seconds)
@@ -112,6 +117,7 @@ def _best(bench: Bench, num_cached: int, num_new: int) -> float:
 def step_seconds(bench: Bench, num_cached: int, num_new: int) -> float:
     """Seconds for `num_new` tokens after `num_cached` ones, in steps as the engine makes them, first token included."""
     end = num_cached + num_new
+    assert end <= bench.num_slots, "kernels write wherever they are told to"
     tokens = np.arange(num_new, dtype=np.int64) % 32
     slots = np.arange(end, dtype=np.int64)
     started = bench.clock.monotonic()

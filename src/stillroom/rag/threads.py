@@ -54,4 +54,5 @@ def choose(counts: list[int], measure: Callable[[int], list[float]]) -> int:
 def _seconds(bench: Bench, count: int) -> list[float]:
     """A token's step and a short prompt's, the best of three each."""
     torch.set_num_threads(count)
-    return [min(step_seconds(bench, 0, new) for _ in range(3)) for new in (1, 64)]
+    lengths = (1, min(64, bench.num_slots))
+    return [min(step_seconds(bench, 0, new) for _ in range(3)) for new in lengths]
