@@ -212,7 +212,7 @@ def test_kept_code_is_that_of_the_same_sources() -> None:
         if one.stats.cache_path is None:
             pytest.skip("there is no folder to keep code in")
         names = {name for name, *_ in one._cache._cache_file._source_stamp}
-        assert names == {"cpu_compiler.py", "cpu_kernels.py", "cpu_products.py"}
+        assert names == {"cpu_compiler.py", "cpu_graph_walk.py", "cpu_kernels.py", "cpu_products.py"}
 
 
 IN_A_PROCESS_OF_ITS_OWN = """
