@@ -182,7 +182,7 @@ class Twin:
 
     def admit(self, one: Sequence) -> None:
         self.remove(one)
-        self.served[tenant_of(one)] += self.world.outlook(one).num_to_compute
+        self.served[tenant_of(one)] += one.num_to_compute
         for other in self.waiting:
             self.overtaken[other.request_id] += other.arrival < one.arrival
         if not self.waiting:

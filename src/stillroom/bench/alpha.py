@@ -37,7 +37,7 @@ def find_alpha(
     selector = scope.selectors[0]
     names = {alpha: alpha_name(selector, alpha) for alpha in scope.alphas}
     arms = [QualityArm(name, AnywhereOptions(1.0, selector, alpha)) for alpha, name in names.items()]
-    outcomes = ask_all(scope, scope.load(), arms, on_progress=on_progress)
+    outcomes = ask_all(scope, scope.load(), arms, has_exact=False, on_progress=on_progress)
     has_answers = fmean(one.is_right for one in outcomes[FULL]) > 0  # false for not a number
     cells = tuple(
         AlphaCell(

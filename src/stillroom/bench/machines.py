@@ -67,16 +67,23 @@ class Machine:
         kept = self.bytes_per_token * (num_cached + num_new) / memory
         return self["machine.step_seconds"] + max(matrices, weights) + max(scores, kept)
 
+    def _balanced_tokens(self) -> float:
+        """New tokens whose arithmetic in the matrices takes as long as reading the weights: T bends there."""
+        intensity = self["machine.flops_per_second"] / self["machine.memory_bytes_per_second"]
+        return intensity * _WIDTH * self["model.parameters"] / (2 * self["model.parameters_per_token"])
+
     def costs(self) -> CostProfile:
         """The same on a grid fine enough for straight lines between its points, and the links."""
+        bend = self._balanced_tokens()
+        counts = tuple(sorted({*_NEW, math.floor(bend), math.ceil(bend)} - {0}))
         cached = (0, *_NEW[4:])
-        seconds = tuple(tuple(self.step_seconds(before, new) for new in _NEW) for before in cached)
+        seconds = tuple(tuple(self.step_seconds(before, new) for new in counts) for before in cached)
         links = {
             tier: Link(*(self[f"links.{tier.label}.{key}"] for key in _LINK))
             for tier in (Tier.HOST, Tier.DISK)
             if f"links.{tier.label}.bytes_per_second" in self.numbers
         }
-        return CostProfile(cached, _NEW, seconds, links)
+        return CostProfile(cached, counts, seconds, links)
 
 
 def machine_names() -> list[str]:

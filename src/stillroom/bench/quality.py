@@ -168,11 +168,16 @@ def ask_all(
     questions: Sequence[ChunkQuestion],
     arms: Sequence[QualityArm],
     *,
+    has_exact: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, list[Outcome]]:
-    """Outcomes of every arm, question by question, those of a full prefill first."""
+    """Outcomes of every arm, question by question, those of a full prefill first.
+
+    Args:
+        has_exact: also of a prefix cache and a set cache.
+    """
     bench = _Bench(load_model(scope.model, device="cpu", dtype=scope.dtype), scope)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *(arm.name for arm in arms), PREFIX, SET)}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *(arm.name for arm in arms))}
     for number, question in enumerate(questions):
         foreign = questions[number - 1].chunks if len(questions) > 1 else question.chunks[::-1]
         full = bench.ask_without_reuse(question)
@@ -180,9 +185,9 @@ def ask_all(
         bench.keep_elsewhere(question, foreign)
         for arm in arms:
             outcomes[arm.name].append(bench.judge(question, full, bench.ask_anywhere(question, arm.options)))
-        # what these keep would serve the others
-        outcomes[PREFIX].append(bench.judge(question, full, bench.ask_again(question, question.chunks)))
-        outcomes[SET].append(bench.judge(question, full, bench.ask_again(question, _shuffled(question.chunks))))
+        if has_exact:  # last: what these keep would serve the others
+            for name, chunks in ((PREFIX, question.chunks), (SET, _shuffled(question.chunks))):
+                outcomes.setdefault(name, []).append(bench.judge(question, full, bench.ask_again(question, chunks)))
         bench.clear()
         on_progress(number + 1, len(questions))
     return outcomes

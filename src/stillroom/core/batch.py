@@ -31,6 +31,10 @@ class SampleSpec:
     """Asked once for the tokens that may be picked, after the step's arithmetic has been started."""
 
 
+PROBE_LAYERS = 2
+"""Layers that a probe runs; it reports on the last of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weighing:
     """A wish to know where the attention of some tokens of a sequence falls."""

@@ -7,7 +7,7 @@ Leaving a stream early cancels its request.
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId, format_chunk_id
@@ -154,15 +154,8 @@ def _reuse_report(usage: Usage, reuse: PromptReuse | None) -> ReuseReport:
 
 
 def _variant_report(variant: Variant) -> VariantReport:
-    return VariantReport(
-        behind=tuple(None if chunk_id is None else format_chunk_id(chunk_id) for chunk_id in variant.behind),
-        first_position=variant.first_position,
-        overlap=variant.overlap,
-        impact=variant.impact,
-        overhead=variant.overhead,
-        is_focused=variant.is_focused,
-        saved_seconds=variant.saved_seconds,
-    )
+    behind = tuple(None if chunk_id is None else format_chunk_id(chunk_id) for chunk_id in variant.behind)
+    return VariantReport(**asdict(variant) | {"behind": behind})
 
 
 class _Stream:

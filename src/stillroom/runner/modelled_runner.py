@@ -14,11 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.core.batch import Batch, Masses, SampleSpec, ScheduledSequence, StepResult, Weighing
+from stillroom.core.batch import PROBE_LAYERS, Batch, Masses, SampleSpec, ScheduledSequence, StepResult, Weighing
 from stillroom.core.clock import VirtualClock
-
-PROBE_LAYERS = 2
-"""Layers that a probe runs, as `TorchRunner`'s does."""
 
 
 class StepCosts(Protocol):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stillroom.core.batch import Batch, Masses, SampleSpec, ScheduledSequence, StepResult
+from stillroom.core.batch import PROBE_LAYERS, Batch, Masses, SampleSpec, ScheduledSequence, StepResult
 from stillroom.core.ids import RequestId
 from stillroom.errors import DeviceLostError
 from stillroom.kvstore.device import DeviceStore
@@ -88,7 +88,7 @@ class TorchRunner:
     def _probe(self, sequence: ScheduledSequence) -> NDArray[np.float32]:
         """Squared distance of each token's values in the second layer, before and after that layer has run over it."""
         if self._shallow is None:
-            self._shallow = self.decoder.first_layers(2)
+            self._shallow = self.decoder.first_layers(PROBE_LAYERS)
         slots_T = to_device(_own_slots(sequence), self.decoder.device)
         _, v_SGD = self.store.layer(self._shallow.spec.num_layers - 1)
         before_TGD = v_SGD[slots_T]

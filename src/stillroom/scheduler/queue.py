@@ -94,7 +94,7 @@ class WaitingQueue:
         """It runs from now on."""
         self.remove(sequence.request_id)
         tenant = _tenant(sequence)
-        self._served[tenant] += self._outlook(sequence).num_to_compute
+        self._served[tenant] += sequence.num_to_compute
         for level in self._levels.values():
             if tenant in level.turns:
                 level.turns.update(tenant, self._served[tenant])

@@ -340,7 +340,7 @@ class Scheduler:
         return sequence
 
     def _outlook(self, sequence: Sequence) -> Outlook:
-        num_cached = sequence.num_computed or self.kv.num_reusable(sequence.lease, sequence.num_tokens)
+        num_cached = self.kv.num_reusable(sequence.lease, sequence.num_tokens)
         return Outlook(sequence.arrival, num_cached, max(sequence.num_tokens - num_cached, 1))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
