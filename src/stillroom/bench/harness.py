@@ -11,7 +11,7 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,25 +66,37 @@ def run_arms(
     """
     assert repeat > 0 and len({arm.name for arm in arms}) == len(arms)
     samples = Samples()
-    for repetition in range(-warmup, repeat):
-        forward = repetition % 2 == 0
-        for arm in arms if forward else reversed(arms):
-            if on_run is not None:
-                on_run(arm.name, repetition)
-            metrics = _measure(arm, repetition, only_own)
-            if repetition >= 0:
-                samples.add(arm.name, metrics)
+    with _old_objects_left_alone():
+        for repetition in range(-warmup, repeat):
+            forward = repetition % 2 == 0
+            for arm in arms if forward else reversed(arms):
+                if on_run is not None:
+                    on_run(arm.name, repetition)
+                metrics = _measure(arm, repetition, only_own)
+                if repetition >= 0:
+                    samples.add(arm.name, metrics)
     return samples
+
+
+@contextlib.contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """The collections between runs look at what the runs made, and not at every module that is loaded."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _measure(arm: Arm, repetition: int, only_own: bool) -> Metrics:
     gc.collect()  # one arm does not pay for another's garbage
+    if only_own:
+        return arm.run(repetition)
     reset_peak_rss()
     before = peak_rss_bytes()
     start = time.perf_counter()
     metrics = arm.run(repetition)
-    if only_own:
-        return metrics
     wall = time.perf_counter() - start
     peak = peak_rss_bytes()
     return {"wall_seconds": wall, "peak_rss_bytes": peak, "peak_rss_delta_bytes": max(0, peak - before), **metrics}

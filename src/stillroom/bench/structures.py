@@ -173,7 +173,10 @@ def _seed(seed: int, repetition: int) -> int:
 
 def _heap_arms(group: str, seed: int, count: int, num_updates: int) -> list[Arm]:
     def arm(make: Callable[[], Any]) -> Callable[[int], Metrics]:
-        return lambda repetition: drive_heap(make(), heap_operations(_seed(seed, repetition), count, 1000, num_updates))
+        num_waiting = min(1000, count // 2)
+        return lambda repetition: drive_heap(
+            make(), heap_operations(_seed(seed, repetition), count, num_waiting, num_updates)
+        )
 
     return [Arm(f"{group}/{OURS}", arm(IndexedHeap)), Arm(f"{group}/heapq, lazy deletion", arm(LazyHeap))]
 

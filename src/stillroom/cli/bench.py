@@ -165,7 +165,7 @@ def structures(  # noqa: PLR0913  one parameter per flag
     repeat: RepeatOption = 10,
     seed: SeedOption = 0,
     operations: Annotated[
-        int, typer.Option("--operations", min=1000, metavar="N", help="Operations per run of an arm.")
+        int, typer.Option("--operations", min=100, metavar="N", help="Operations per run of an arm.")
     ] = 20_000,
     output: OutputOption = None,
     html: HtmlOption = None,

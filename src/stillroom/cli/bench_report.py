@@ -32,9 +32,27 @@ OutputOption = Annotated[
 HtmlOption = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page with tables and plots.")
 ]
+
+
+def _comparable(old: Path | None) -> Path | None:
+    """Before hours are spent on measuring."""
+    if old is not None:
+        from stillroom.bench.report import load_samples
+
+        load_samples(old)
+    return old
+
+
 CompareOption = Annotated[
     Path | None,
-    typer.Option("--compare", metavar="OLD.json", exists=True, dir_okay=False, help="Say what changed since then."),
+    typer.Option(
+        "--compare",
+        metavar="OLD.json",
+        exists=True,
+        dir_okay=False,
+        callback=_comparable,
+        help="Say what changed since then.",
+    ),
 ]
 PeersOption = Annotated[
     list[str] | None,
