@@ -3,7 +3,19 @@
 from dataclasses import replace
 from pathlib import Path
 
-from stillroom.rag.answer import Answer, ReuseReport, SegmentReport, Source, Timing, VariantReport, trace_of
+import pytest
+
+from stillroom.rag.answer import (
+    Answer,
+    ReuseReport,
+    SegmentReport,
+    Source,
+    SpeculationOutcome,
+    SpeculationReport,
+    Timing,
+    VariantReport,
+    trace_of,
+)
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.cli.harness import Run
 
@@ -122,3 +134,33 @@ def test_a_diary_that_cannot_be_written_stops_nobody(run: Run) -> None:
     log.add("req-1", 0.0, {})
     log.add("req-2", 0.0, {})
     log.close()
+
+
+@pytest.mark.parametrize(
+    ("report", "told"),
+    [
+        (
+            SpeculationReport(SpeculationOutcome.RIGHT, 4, 2, 0.004, 0.012),
+            "the model began 4 ms before the search had ended (2 prompts begun early); "
+            "it pays for searches of 12 ms or more",
+        ),
+        (
+            SpeculationReport(SpeculationOutcome.WRONG, 4, 1),
+            "1 prompt begun early, for nothing: the search ended with other documents",
+        ),
+        (SpeculationReport(SpeculationOutcome.NONE, 4), "no prompt begun early"),
+        (SpeculationReport(SpeculationOutcome.PLAIN), "not tried for this question"),
+    ],
+)
+def test_what_became_of_beginning_early(run: Run, report: SpeculationReport, told: str) -> None:
+    Path("kb").mkdir()
+    remember(replace(answer("req-1", "first"), speculation=report))
+    lines = run("explain", "--kb", "kb").out.splitlines()
+    assert f"Overlap: {told}" in lines
+    assert run("explain", "--kb", "kb", "--json").json["speculation"]["outcome"] == report.outcome
+
+
+def test_where_nothing_can_be_begun_early_nothing_is_said(run: Run) -> None:
+    Path("kb").mkdir()
+    remember(answer("req-1", "first"))
+    assert "Overlap" not in run("explain", "--kb", "kb").out

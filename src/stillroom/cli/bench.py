@@ -33,6 +33,7 @@ from stillroom.cli.bench_report import (
 from stillroom.cli.bench_reuse import REUSE_HELP, reuse
 from stillroom.cli.bench_savings import SAVINGS_HELP, savings
 from stillroom.cli.bench_simulate import SIMULATE_HELP, simulate
+from stillroom.cli.bench_speculation import SPECULATION_HELP, speculation
 from stillroom.cli.console import note
 from stillroom.cli.options import ConfigOption, JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
@@ -283,6 +284,7 @@ def runtime(  # noqa: PLR0913  one parameter per flag
 
 
 app.command("convergence", help=CONVERGENCE_HELP)(convergence)
+app.command("speculation", help=SPECULATION_HELP)(speculation)
 app.command("reuse", help=REUSE_HELP)(reuse)
 app.command("simulate", help=SIMULATE_HELP)(simulate)
 app.command("quality", help=QUALITY_HELP)(quality)

@@ -85,10 +85,32 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
         line(f"Saved: about {duration(max(reuse['saved_seconds'], 0.0))} by the cost profile{loads}")
     if ratio := reuse.get("recompute_ratio"):
         line(f"Repaired: {ratio:.0%} of the tokens of documents that were reused at another place, computed again")
+    if overlap := _describe_overlap(trace.get("speculation"), timing):
+        line(f"Overlap: {overlap}")
     line(
         f"Timing: retrieval {duration(timing['retrieval_seconds'])}, first token {duration(timing['ttft_seconds'])}, "
         f"total {duration(timing['total_seconds'])} for {count(trace['num_generated_tokens'], 'token')}"
     )
+
+
+def _describe_overlap(speculation: dict[str, Any] | None, timing: dict[str, Any]) -> str:
+    """What beginning to read before the search had ended gained or cost; nothing where it is off (RAGCache 5.3)."""
+    if speculation is None or speculation["outcome"] == "off":
+        return ""
+    threshold = speculation["break_even_seconds"]
+    pays = "" if threshold is None else f"; it pays for searches of {duration(threshold)} or more"
+    begun = f"{count(speculation['num_started'], 'prompt')} begun early"
+    match speculation["outcome"]:
+        case "right":
+            ahead = min(speculation["ahead_seconds"], timing["retrieval_seconds"])
+            told = f"the model began {duration(ahead)} before the search had ended ({begun})"
+        case "wrong":
+            told = f"{begun}, for nothing: the search ended with other documents"
+        case "none":
+            told = "no prompt begun early"
+        case _:
+            told = "not tried for this question"
+    return told + pays
 
 
 def _describe_variant(variant: dict[str, Any], by_chunk: dict[str, dict[str, Any]]) -> str:

@@ -24,6 +24,7 @@ RecomputeBudget = Literal["ratio", "cfo"]
 SchedulingPolicy = Literal["first_come", "cache_first", "shortest_first"]
 EvictionPolicy = Literal["prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm", "reusability"]
 LoadChoice = Literal["measured", "always"]
+Speculation = Literal["auto", "on", "off"]
 Preload = Literal["off", "layers"]
 Weights = Literal["checkpoint", "int8"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -322,6 +323,18 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Beginning to read the likely documents while the search goes on (docs/pipelining.md)."""
+
+    mode: Speculation = "auto"
+    """`auto`: where it is measured to pay. `on`: always. No token depends on it."""
+    num_stages: int = 4
+    """Lists that a search gives, the last one included."""
+    max_prefill_batch: int = 1
+    """It is begun only while fewer prompts than this wait or are read. A GPU has room for more than one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StillroomConfig:
     """All settings, by section. A section is a table of the same name in `stillroom.toml`."""
 
@@ -330,6 +343,7 @@ class StillroomConfig:
     index: IndexConfig = field(default_factory=IndexConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     query_cache: QueryCacheConfig = field(default_factory=QueryCacheConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)

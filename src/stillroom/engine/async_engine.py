@@ -47,6 +47,10 @@ class AsyncEngine:
     def num_running(self) -> int:
         return self._engine.scheduler.num_running
 
+    @property
+    def num_prefilling(self) -> int:
+        return self._engine.scheduler.num_prefilling
+
     def submit(self, request: Request, listener: Listener, *samples: tuple[Request, Listener]) -> None:
         """Start a request, with further samples of the same prompt; the events of each go to its listener.
 

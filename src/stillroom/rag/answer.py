@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from stillroom.config.settings import SearchMode
@@ -133,6 +134,35 @@ class ReuseReport:
     """In order; empty from an engine elsewhere."""
 
 
+class SpeculationOutcome(StrEnum):
+    """What became of beginning to read before the search had ended (docs/pipelining.md)."""
+
+    OFF = "off"
+    """It is switched off, or the engine is elsewhere."""
+    PLAIN = "plain"
+    """The search ran in one go: it is too fast to gain by it, or to measure that."""
+    NONE = "none"
+    """Nothing was begun: the engine was busy, no stage promising, or the first list the last."""
+    WRONG = "wrong"
+    """What was begun was not what the search ended with."""
+    RIGHT = "right"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationReport:
+    """How far search and prefill overlapped."""
+
+    outcome: SpeculationOutcome
+    num_stages: int = 1
+    """Lists that the search gave."""
+    num_started: int = 0
+    """Prompts begun with provisional lists."""
+    ahead_seconds: float = 0.0
+    """How long the model had worked on the right prompt when the search ended: gained by the overlap."""
+    break_even_seconds: float | None = None
+    """Searches of at least this time gain by it, as far as has been measured; null where nothing is known."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenScore:
     """A token and its log probability as the model gave it: before penalties, temperature and cuts."""
@@ -165,6 +195,7 @@ class Answer:
     """As the engine counted them."""
     logprobs: tuple[TokenScore, ...] | None = None
     """One per token of `token_ids`, if asked for."""
+    speculation: SpeculationReport = SpeculationReport(SpeculationOutcome.OFF)
 
 
 def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
@@ -181,4 +212,5 @@ def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
         "sources": sources,
         "timing": asdict(answer.timing),
         "reuse": asdict(answer.reuse),
+        "speculation": asdict(answer.speculation),
     }

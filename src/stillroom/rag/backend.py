@@ -47,6 +47,13 @@ class Load:
     num_blocks: int = 0
     """KV blocks in all; 0 where they are not ours."""
     num_free_blocks: int = 0
+    num_prefilling: int = 0
+    """Of those that run: still without a first token."""
+
+    @property
+    def num_pending(self) -> int:
+        """Whose prompt is still to be read."""
+        return self.num_waiting + self.num_prefilling
 
 
 class Backend(Protocol):
@@ -69,6 +76,11 @@ class Backend(Protocol):
 
     @property
     def load(self) -> Load: ...
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether a prompt may be submitted and cancelled again; an engine elsewhere may be paid for by the token."""
+        ...
 
     def draft(
         self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None

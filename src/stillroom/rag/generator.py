@@ -63,7 +63,13 @@ class Generator:
     @property
     def load(self) -> Load:
         engine = self.engine
-        return Load(engine.num_waiting, engine.num_running, engine.num_blocks, engine.num_free_blocks)
+        return Load(
+            engine.num_waiting, engine.num_running, engine.num_blocks, engine.num_free_blocks, engine.num_prefilling
+        )
+
+    @property
+    def may_speculate(self) -> bool:
+        return True
 
     def draft(
         self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None

@@ -14,9 +14,10 @@ from stillroom.core.ids import RequestId, format_chunk_id
 from stillroom.core.request import FinishReason, SamplingParams, seed_of_sample
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EmptyKnowledgeBaseError, UsageError
-from stillroom.rag.answer import Answer, AskOptions, Source, trace_of
-from stillroom.rag.backend import Backend, Draft, Sample
+from stillroom.rag.answer import Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
+from stillroom.rag.backend import Backend, Draft
 from stillroom.rag.query_cache import QueryCache
+from stillroom.rag.speculation import Attempt, Speculator, Wanted
 from stillroom.rag.stream import AnswerCollector, AnswerStream, AsyncAnswerStream, Started
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
@@ -26,14 +27,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
-    """One answer that is about to be generated."""
+class _Prepared:
+    """A prompt whose answers are about to be generated, or are already, unheard."""
 
-    draft: Draft
-    sampling: SamplingParams
-    collector: AnswerCollector
-    cancel: Callable[[], None]
-    priority: int
+    attempt: Attempt
+    collectors: tuple[AnswerCollector, ...]
+    """One per answer."""
 
 
 class Pipeline:
@@ -44,6 +43,7 @@ class Pipeline:
         kb: KnowledgeBase,
         search: QueryCache,
         backend: Backend,
+        speculator: Speculator,
         config: StillroomConfig,
         metrics: Metrics,
         traces: TraceLog,
@@ -52,6 +52,7 @@ class Pipeline:
         self._kb = kb
         self._search = search
         self._backend = backend
+        self._speculator = speculator
         self._config = config
         self._metrics = metrics
         self._traces = traces
@@ -64,17 +65,23 @@ class Pipeline:
             UsageError: the question is empty, an option is out of range, or the prompt does not fit the model.
             EmptyKnowledgeBaseError: there is nothing to search.
         """
-        samples = self._prepare(question, options, num_samples)
-        queues: list[queue.SimpleQueue[TokenEvent]] = [queue.SimpleQueue() for _ in samples]
-        self._submit(samples, [events.put for events in queues])
+        prepared = self._prepare(question, options, num_samples)
+        queues: list[queue.SimpleQueue[TokenEvent]] = [queue.SimpleQueue() for _ in prepared.collectors]
+        self._submit(prepared, [events.put for events in queues])
         return [
-            AnswerStream(sample.collector, events, sample.cancel)
-            for sample, events in zip(samples, queues, strict=True)
+            AnswerStream(collector, events, self._cancel_of(collector))
+            for collector, events in zip(prepared.collectors, queues, strict=True)
         ]
 
     async def astreams(self, question: str, options: AskOptions, num_samples: int = 1) -> list[AsyncAnswerStream]:
         """The same for an event loop: the search runs in a thread. Raises as `streams`."""
-        return self._astreams(await asyncio.to_thread(self._prepare, question, options, num_samples))
+        preparing = asyncio.ensure_future(asyncio.to_thread(self._prepare, question, options, num_samples))
+        try:
+            prepared = await asyncio.shield(preparing)
+        except asyncio.CancelledError:
+            preparing.add_done_callback(self._forget)  # the thread cannot be stopped, what it began can
+            raise
+        return self._astreams(prepared)
 
     async def acontinue(self, prompt: str | Sequence[int], options: AskOptions) -> AsyncAnswerStream:
         """Continue a prompt as it is, without any search.
@@ -84,11 +91,13 @@ class Pipeline:
         """
         arrival = self._clock.monotonic()
         draft = self._backend.draft_raw(prompt)
-        return self._astreams(self._samples("", draft, options, arrival, arrival, [], 1))[0]
+        attempt = Attempt(draft, self._wanted(draft, options, 1))
+        report = SpeculationReport(SpeculationOutcome.OFF)
+        return self._astreams(self._prepared("", attempt, options, arrival, arrival, [], report))[0]
 
-    def _astreams(self, samples: list["_Sample"]) -> list[AsyncAnswerStream]:
+    def _astreams(self, prepared: _Prepared) -> list[AsyncAnswerStream]:
         loop = asyncio.get_running_loop()
-        queues: list[asyncio.Queue[TokenEvent]] = [asyncio.Queue() for _ in samples]
+        queues: list[asyncio.Queue[TokenEvent]] = [asyncio.Queue() for _ in prepared.collectors]
 
         def deliver_to(events: asyncio.Queue[TokenEvent]) -> Listener:
             def deliver(event: TokenEvent) -> None:
@@ -96,29 +105,45 @@ class Pipeline:
 
             return deliver
 
-        self._submit(samples, [deliver_to(events) for events in queues])
+        self._submit(prepared, [deliver_to(events) for events in queues])
         return [
-            AsyncAnswerStream(sample.collector, events, sample.cancel)
-            for sample, events in zip(samples, queues, strict=True)
+            AsyncAnswerStream(collector, events, self._cancel_of(collector))
+            for collector, events in zip(prepared.collectors, queues, strict=True)
         ]
 
-    def _prepare(self, question: str, options: AskOptions, num_samples: int) -> list["_Sample"]:
+    def _cancel_of(self, collector: AnswerCollector) -> Callable[[], None]:
+        return lambda: self._backend.cancel(collector.started.request_id)
+
+    def _forget(self, preparing: "asyncio.Future[_Prepared]") -> None:
+        if not preparing.cancelled() and preparing.exception() is None:
+            preparing.result().attempt.cancel(self._backend)
+
+    def _prepare(self, question: str, options: AskOptions, num_samples: int) -> _Prepared:
         if num_samples < 1:
             raise UsageError(f"n={num_samples}; it must be at least 1")
         arrival = self._clock.monotonic()
         if not question.strip():
             raise UsageError("the question is empty")
+        _stops(options)  # refused before anything is begun
         if self._kb.num_chunks == 0:
             raise EmptyKnowledgeBaseError(
                 "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR"
             )
         defaults = self._config.search
         top_k = defaults.top_k if options.top_k is None else options.top_k
-        found = self._search.search(question, options.mode or defaults.mode, top_k).results
-        retrieved_at = self._clock.monotonic()
-        chunks = [scored.chunk for scored in found]
-        draft = self._backend.draft(chunks, question, self._room_for_prompt(options), options.json_schema)
-        return self._samples(question, draft, options, arrival, retrieved_at, found, num_samples)
+        mode = options.mode or defaults.mode
+
+        def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
+            chunks = [scored.chunk for scored in found]
+            draft = self._backend.draft(chunks, question, self._room_for_prompt(options), options.json_schema)
+            return Attempt(draft, self._wanted(draft, options, num_samples))
+
+        found = self._speculator.find(
+            lambda num_stages: self._search.search_staged(question, mode, top_k, num_stages), mode, attempt_with
+        )
+        return self._prepared(
+            question, found.attempt, options, arrival, found.ended_at, found.result.results, found.report
+        )
 
     def _room_for_prompt(self, options: AskOptions) -> int | None:
         limit = self._backend.max_model_len
@@ -126,40 +151,48 @@ class Pipeline:
             return None
         return limit - (options.max_tokens or min(self._config.generation.max_tokens, limit // 4))
 
-    def _samples(  # noqa: PLR0913  all that is known of a question
+    def _wanted(self, draft: Draft, options: AskOptions, num_samples: int) -> list[Wanted]:
+        """The answers to a prompt: each has its own name and seed, and only the first computes the prompt."""
+        first = RequestId(f"req-{uuid.uuid4().hex[:16]}")
+        sampling = self._sampling(options, draft.num_tokens)
+        others = [
+            Wanted(
+                RequestId(f"{first}-{index}"),
+                replace(sampling, seed=seed_of_sample(sampling.seed, index)),
+                options.priority,
+            )
+            for index in range(1, num_samples)
+        ]
+        return [Wanted(first, sampling, options.priority), *others]
+
+    def _prepared(  # noqa: PLR0913  all that is known of a question
         self,
         question: str,
-        draft: Draft,
+        attempt: Attempt,
         options: AskOptions,
         arrival: float,
         retrieved_at: float,
         found: Sequence[ScoredChunk],
-        num_samples: int,
-    ) -> list["_Sample"]:
+        report: SpeculationReport,
+    ) -> _Prepared:
+        stops = _stops(options)
         by_id = {scored.chunk.chunk_id: scored for scored in found}
-        started = Started(
-            request_id=RequestId(f"req-{uuid.uuid4().hex[:16]}"),
-            arrival=arrival,
-            retrieval_seconds=retrieved_at - arrival,
-            sources=_sources([by_id[chunk_id] for chunk_id in draft.chunk_ids]),
-            num_prompt_tokens=draft.num_tokens,
-        )
-        return [self._sample(question, started, draft, options, index) for index in range(num_samples)]
+        sources = _sources([by_id[chunk_id] for chunk_id in attempt.draft.chunk_ids])
 
-    def _sample(self, question: str, started: Started, draft: Draft, options: AskOptions, index: int) -> "_Sample":
-        """The `index`-th answer to a question: its own name and seed, and only the first computes the prompt."""
-        sampling = self._sampling(options, draft.num_tokens)
-        if index > 0:
-            request_id = RequestId(f"{started.request_id}-{index}")
-            sampling = replace(sampling, seed=seed_of_sample(sampling.seed, index))
-            started = replace(started, request_id=request_id)
-        stops = (options.stop,) if isinstance(options.stop, str) else options.stop
-        if not all(stops):
-            raise UsageError("stop holds an empty text, which is everywhere; leave it out")
-        collector = AnswerCollector(
-            started, self._backend.tokenizer, stops, lambda answer: self._record(question, answer)
-        )
-        return _Sample(draft, sampling, collector, lambda: self._backend.cancel(started.request_id), options.priority)
+        def collector(wanted: Wanted) -> AnswerCollector:
+            started = Started(
+                request_id=wanted.request_id,
+                arrival=arrival,
+                retrieval_seconds=retrieved_at - arrival,
+                sources=sources,
+                num_prompt_tokens=attempt.draft.num_tokens,
+                speculation=report,
+            )
+            return AnswerCollector(
+                started, self._backend.tokenizer, stops, lambda answer: self._record(question, answer)
+            )
+
+        return _Prepared(attempt, tuple(collector(wanted) for wanted in attempt.wanted))
 
     def _sampling(self, options: AskOptions, num_prompt_tokens: int | None) -> SamplingParams:
         """The question's own settings over the configured ones. A default max_tokens is cut to what the model has
@@ -188,22 +221,20 @@ class Pipeline:
             seed=chosen(options.seed, defaults.seed),
         )
 
-    def _submit(self, samples: list["_Sample"], listeners: Sequence[Listener]) -> None:
-        def watched(sample: _Sample, listener: Listener) -> Listener:
+    def _submit(self, prepared: _Prepared, listeners: Sequence[Listener]) -> None:
+        def watched(collector: AnswerCollector, listener: Listener) -> Listener:
             def listen(event: TokenEvent) -> None:
                 self._publish_load()
                 # an answer that ended at a stop string was counted then
-                if event.finish_reason is FinishReason.ABORTED and sample.collector.answer is None:
+                if event.finish_reason is FinishReason.ABORTED and collector.answer is None:
                     self._metrics.count_aborted()
                 listener(event)
 
             return listen
 
-        samples[0].draft.start(
-            [
-                Sample(sample.collector.started.request_id, sample.sampling, watched(sample, listener), sample.priority)
-                for sample, listener in zip(samples, listeners, strict=True)
-            ]
+        prepared.attempt.deliver(
+            [watched(collector, listener) for collector, listener in zip(prepared.collectors, listeners, strict=True)],
+            self._clock.monotonic(),
         )
 
     def _record(self, question: str, answer: Answer) -> None:
@@ -223,6 +254,13 @@ class Pipeline:
         load = self._backend.load
         self._metrics.set_kv_blocks(load.num_free_blocks, load.num_blocks - load.num_free_blocks)
         self._metrics.set_requests(load.num_waiting, load.num_running)
+
+
+def _stops(options: AskOptions) -> Sequence[str]:
+    stops = (options.stop,) if isinstance(options.stop, str) else options.stop
+    if not all(stops):
+        raise UsageError("stop holds an empty text, which is everywhere; leave it out")
+    return stops
 
 
 def _sources(found: Sequence[ScoredChunk]) -> tuple[Source, ...]:

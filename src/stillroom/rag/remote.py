@@ -41,6 +41,10 @@ class RemoteGenerator:
     def load(self) -> Load:
         return Load(self._engine.num_waiting, self._engine.num_running)
 
+    @property
+    def may_speculate(self) -> bool:
+        return False
+
     def draft(
         self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None
     ) -> Draft:

@@ -58,6 +58,7 @@ class Stillroom:
         self._clock = clock
         self._loading = Lock()
         self._backend: Backend | None = None
+        self._answering: Pipeline | None = None
         self._is_closed = False
         self._traces = TraceLog(kb.path / TRACE_FILE, config.trace.keep)
         metrics.watch_cache(lambda: self._backend.cache_figures if self._backend else None)
@@ -250,7 +251,8 @@ class Stillroom:
         """Load the model, the embedder and the indexes now instead of with the first question."""
         self._pipeline()
         self._kb.embed(["warm up"])  # an empty knowledge base would not
-        self._kb.search("warm up")
+        for _ in self._kb.search_staged("warm up"):  # compiles what a plain search does not need
+            pass
 
     def close(self) -> None:
         """Stop generating and close the files. Idempotent."""
@@ -272,13 +274,25 @@ class Stillroom:
 
     def _pipeline(self) -> "Pipeline":
         from stillroom.rag.pipeline import Pipeline
+        from stillroom.rag.speculation import Speculator
 
         with self._loading:
             if self._is_closed:
                 raise EngineClosedError("this Stillroom was closed; open it again")
-            if self._backend is None:
-                self._backend = self._open_backend()
-        return Pipeline(self._kb, self._search, self._backend, self.config, self.metrics, self._traces, self._clock)
+            if self._answering is None:
+                backend = self._backend = self._open_backend()
+                speculator = Speculator(backend, self.config.speculation, self._clock, self.metrics)
+                self._answering = Pipeline(
+                    self._kb,
+                    self._search,
+                    backend,
+                    speculator,
+                    self.config,
+                    self.metrics,
+                    self._traces,
+                    self._clock,
+                )
+            return self._answering
 
     def _open_backend(self) -> "Backend":
         config = self.config

@@ -17,7 +17,17 @@ from stillroom.core.reuse import PromptReuse, Variant
 from stillroom.engine.events import TokenEvent, Usage
 from stillroom.errors import RequestAbortedError, UsageError
 from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer
-from stillroom.rag.answer import Answer, ReuseReport, SegmentReport, Source, Timing, TokenScore, VariantReport
+from stillroom.rag.answer import (
+    Answer,
+    ReuseReport,
+    SegmentReport,
+    Source,
+    SpeculationOutcome,
+    SpeculationReport,
+    Timing,
+    TokenScore,
+    VariantReport,
+)
 from stillroom.rag.stop import StopMatcher
 
 
@@ -32,6 +42,7 @@ class Started:
     sources: tuple[Source, ...]
     num_prompt_tokens: int | None
     """None: the last event says."""
+    speculation: SpeculationReport = SpeculationReport(SpeculationOutcome.OFF)
 
 
 class AnswerCollector:
@@ -121,6 +132,7 @@ class AnswerCollector:
             reuse=_reuse_report(usage, self._reuse),
             num_generated_tokens=count,
             logprobs=tuple(self.scores) if self.scores else None,
+            speculation=started.speculation,
         )
 
 

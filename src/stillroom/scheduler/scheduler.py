@@ -82,6 +82,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_prefilling(self) -> int:
+        """Of those that run. Any thread may ask."""
+        return sum(not sequence.num_generated for sequence in list(self._running.values()))
+
+    @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 

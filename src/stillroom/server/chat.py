@@ -180,8 +180,12 @@ def usage_of(answers: Sequence[Answer]) -> Usage:
 
 
 def costs(answer: Answer) -> Payload:
-    """Timing and reuse, in our field of a response."""
-    return {"timing": asdict(answer.timing), "reuse": asdict(answer.reuse)}
+    """Timing, reuse and speculation, in our field of a response."""
+    return {
+        "timing": asdict(answer.timing),
+        "reuse": asdict(answer.reuse),
+        "speculation": asdict(answer.speculation),
+    }
 
 
 class AnswerEvents(StreamingResponse):

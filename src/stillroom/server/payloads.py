@@ -61,6 +61,7 @@ def answer_payload(question: str, answer: "Answer") -> Payload:
         "sources": [source_payload(source) for source in answer.sources],
         "timing": dataclasses.asdict(answer.timing),
         "reuse": dataclasses.asdict(answer.reuse),
+        "speculation": dataclasses.asdict(answer.speculation),
         "num_generated_tokens": answer.num_generated_tokens,
         **scores,
     }

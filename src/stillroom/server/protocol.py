@@ -169,7 +169,7 @@ class ChatCompletion(BaseModel):
     choices: list[Choice]
     usage: Usage
     stillroom: dict[str, Any]
-    """`request_id`, `sources`, `timing`, `reuse`."""
+    """`request_id`, `sources`, `timing`, `reuse`, `speculation`."""
 
 
 class CompletionChoice(BaseModel):
@@ -189,7 +189,7 @@ class Completion(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     stillroom: dict[str, Any] | None = None
-    """Of a whole response: `request_id`, `timing`, `reuse`."""
+    """Of a whole response: `request_id`, `timing`, `reuse`, `speculation`."""
 
 
 class Delta(BaseModel):
@@ -214,7 +214,8 @@ class ChatCompletionChunk(BaseModel):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     stillroom: dict[str, Any] | None = None
-    """First chunk: `request_id`, `sources`. The one with the finish reason: `request_id`, `timing`, `reuse`."""
+    """First chunk: `request_id`, `sources`. The one with the finish reason: `request_id`, `timing`, `reuse`,
+    `speculation`."""
 
 
 class Model(BaseModel):

@@ -60,6 +60,17 @@ SPECS = (
         "From a question's arrival to its last token.",
         buckets=_REQUEST_BUCKETS,
     ),
+    MetricSpec(
+        "stillroom_speculations_total",
+        "counter",
+        "Questions, by what became of beginning to read before the search had ended.",
+        ("outcome",),
+    ),
+    MetricSpec(
+        "stillroom_speculation_ahead_seconds_total",
+        "counter",
+        "How long the model had worked on the right prompts when their searches ended.",
+    ),
     MetricSpec("stillroom_kv_cache_nodes", "gauge", "Pieces of prompts whose KV is kept, by tier.", ("tier",)),
     MetricSpec("stillroom_kv_cache_bytes", "gauge", "KV kept, by tier.", ("tier",)),
     MetricSpec("stillroom_kv_cache_hits_total", "counter", "Pieces of prompts whose KV was there, by tier.", ("tier",)),
@@ -183,6 +194,8 @@ class Metrics:
         self._ttft = self._histogram("stillroom_time_to_first_token_seconds")
         self._tpot = self._histogram("stillroom_time_per_output_token_seconds")
         self._total = self._histogram("stillroom_request_seconds")
+        self._speculations = self._counter("stillroom_speculations_total")
+        self._ahead = self._counter("stillroom_speculation_ahead_seconds_total")
         self._kv_blocks = self._gauge("stillroom_kv_blocks")
         self._active = self._gauge("stillroom_active_requests")
         self._documents = self._gauge("stillroom_documents")
@@ -216,6 +229,10 @@ class Metrics:
             self._ttft.observe(ttft_seconds)
         if num_generated_tokens > 1:  # a single token has no time between tokens
             self._tpot.observe(tpot_seconds)
+
+    def count_speculation(self, outcome: str, ahead_seconds: float) -> None:
+        self._speculations.labels(outcome).inc()
+        self._ahead.inc(ahead_seconds)
 
     def set_kv_blocks(self, num_free: int, num_used: int) -> None:
         self._kv_blocks.labels("free").set(num_free)

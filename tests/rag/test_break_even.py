@@ -1,0 +1,69 @@
+"""When searching in stages is worth it, by what was measured."""
+
+import pytest
+
+from stillroom.rag.break_even import BreakEven, Overlap, Stage
+
+
+def books(*, plain: float, staged: float, gained: float, num: int = 4) -> BreakEven:
+    made = BreakEven()
+    for _ in range(num):
+        made.note_plain(plain)
+        made.note_staged(Overlap(staged, gained), [Stage(True, gained)])
+    return made
+
+
+def test_both_ways_are_tried_before_one_is_judged() -> None:
+    made = BreakEven()
+    tried = []
+    for _ in range(6):
+        tried.append(made.decide())
+        if tried[-1]:
+            made.note_staged(Overlap(0.1, 0.0), [])
+        else:
+            made.note_plain(0.1)
+    assert tried == [False, True, False, True, False, True]
+
+
+@pytest.mark.parametrize(("gained", "is_worth"), [(0.03, True), (0.01, False)])
+def test_the_gain_must_exceed_what_stages_cost_the_search(gained: float, is_worth: bool) -> None:
+    made = books(plain=0.1, staged=0.12, gained=gained)
+    decisions = [made.decide() for _ in range(32)]
+    assert decisions.count(is_worth) == 30, "now and then the other way is tried"
+    assert made.net_seconds == pytest.approx(gained - 0.02)
+
+
+def test_break_even_by_hand() -> None:
+    made = books(plain=0.1, staged=0.12, gained=0.04)
+    # 40 % of a search of 100 ms is gained and 20 ms are lost: 50 ms would lose as much as they gain
+    assert made.break_even_seconds == pytest.approx(0.05)
+    assert BreakEven().break_even_seconds is None
+    assert books(plain=0.1, staged=0.1, gained=0.0).break_even_seconds is None
+
+
+def test_wrong_prompts_that_held_the_engine_are_a_cost() -> None:
+    made = BreakEven()
+    overlap = Overlap(0.1, 0.05)
+    for _ in range(3):
+        made.note_plain(0.1)
+        made.note_staged(overlap, [])
+    made.note_stall(overlap, 0.06)
+    assert made.net_seconds == pytest.approx(-0.01)
+
+
+def test_a_stage_that_is_seldom_right_is_skipped() -> None:
+    made = BreakEven()
+    assert made.is_promising(0) and made.is_promising(7), "nothing is known of it"
+    for _ in range(30):
+        overlap = Overlap(0.1, 0.0)
+        made.note_staged(overlap, [Stage(False, 0.09), Stage(True, 0.03)])
+        made.note_stall(overlap, 0.01)
+    assert [made.is_promising(stage) for stage in range(2)] == [False, True]
+
+
+def test_what_is_long_ago_is_forgotten() -> None:
+    made = books(plain=0.1, staged=0.3, gained=0.0, num=40)
+    for _ in range(40):
+        made.note_plain(0.1)
+        made.note_staged(Overlap(0.1, 0.05), [Stage(True, 0.05)])
+    assert made.net_seconds == pytest.approx(0.05)
