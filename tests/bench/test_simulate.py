@@ -8,8 +8,9 @@ from stillroom.bench import simulate
 from stillroom.bench.report import to_markdown
 from stillroom.bench.reuse_traffic import Traffic
 from stillroom.bench.runtime import Shape
-from stillroom.bench.simulate import EXPERIMENTS, SGLANG, VLLM, SimulateOptions, ragcache_case, run_simulate
+from stillroom.bench.simulate import EXPERIMENTS, run_simulate
 from stillroom.bench.simulate_validation import run_validation
+from stillroom.bench.simulated_cases import SGLANG, VLLM, SimulateOptions, ragcache_case
 from stillroom.bench.simulated_runtime import Plant, SimulatedRuntime, System
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
@@ -87,7 +88,7 @@ def test_prompts_fit_the_model_whatever_k_is() -> None:
 
 def test_unknown_experiment() -> None:
     with pytest.raises(UsageError, match="known are overall"):
-        SimulateOptions(experiments=["figure 13"])
+        run_simulate(SimulateOptions(experiments=["figure 13"]))
 
 
 def test_validation_of_a_tiny_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.cli.harness import Opened, Run
 from tests.server.fakes import FakeRoom
 
 QUESTION = "How do I rotate keys?"
-KEYS = ["question", "text", "token_ids", "finish_reason", "request_id", "sources", "timing", "reuse"]
+KEYS = ["question", "text", "token_ids", "finish_reason", "request_id", "sources", "timing", "reuse", "speculation"]
 KEYS += ["num_generated_tokens"]
 
 

@@ -79,7 +79,7 @@ def test_answer_has_the_usual_fields_and_ours(client: httpx.Client, room: FakeRo
     }
     ours = body["stillroom"]
     assert body["id"] == f"chatcmpl-{ours['request_id']}"
-    assert set(ours) == {"request_id", "sources", "timing", "reuse"}
+    assert set(ours) == {"request_id", "sources", "timing", "reuse", "speculation"}
     assert ours["sources"][0]["document"] == "docs/keys.md"
     assert ours["sources"][0]["position"] == 1
     assert ours["timing"]["ttft_seconds"] == 0.02
@@ -154,7 +154,7 @@ def test_stream_is_openai_chunks_with_sources_first_and_timing_last(client: http
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "How do I"
     assert last["choices"][0]["delta"] == {}
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["length"]
-    assert set(last["stillroom"]) == {"request_id", "timing", "reuse"}
+    assert set(last["stillroom"]) == {"request_id", "timing", "reuse", "speculation"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert not any("usage" in chunk for chunk in chunks)
 

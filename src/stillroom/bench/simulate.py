@@ -1,4 +1,4 @@
-"""`stillroom bench simulate`: RAGCache's Figures 13 to 18 and Tables 2 and 4, and Cache-Craft's Figure 22, as ratios
+"""`stillroom bench simulate`: RAGCache's Figures 13 to 19 and Tables 2 to 4, and Cache-Craft's Figure 22, as ratios
 between arms, with the paper's number beside ours.
 
 The product's engine, scheduler, tree and policies run on modelled machines (`machines.py`) under a clock of their own,
@@ -6,18 +6,31 @@ so all but the scheduling time repeats to the last digit. How to read it: docs/s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Samples
-from stillroom.bench.machines import Machine, load_machine
+from stillroom.bench.machines import load_machine
 from stillroom.bench.report import BenchResult
 from stillroom.bench.reuse_figures import sustained_rate
-from stillroom.bench.reuse_traffic import Companions, Pool, Traffic, arrivals
-from stillroom.bench.simulated_runtime import Outcome, Plant, SimulatedRuntime, System
+from stillroom.bench.reuse_traffic import Pool, Traffic
+from stillroom.bench.simulate_speculation import speculation
+from stillroom.bench.simulated_cases import (
+    QUESTION_TOKENS,
+    SGLANG,
+    SYSTEM_TOKENS,
+    VLLM,
+    Case,
+    Say,
+    SimulateOptions,
+    Tables,
+    plant_of,
+    ragcache_case,
+)
+from stillroom.bench.simulated_runtime import System
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.errors import UsageError
 
@@ -28,118 +41,11 @@ MODERATE = 0.67
 """RAGCache's 0.8 requests per second (7.3): it sustains slightly less than 2.5, up to 2.1 times what vLLM does:
 0.8 / (2.5 / 2.1)."""
 _OVERLOAD = 5.0
-_MEAN_DOCUMENT, _SPREAD, _SYSTEM, _QUESTION = 3718, 0.8, 64, 32
 _NOTES = (
     "Simulated: the product's engine, scheduler, tree and policies on a modelled machine; no model runs.",
     "Rates are multiples of what an engine that keeps nothing serves one request after the other.",
-    "Not simulated: Figure 19 and Table 3, speculative pipelining, which Stillroom does not have.",
+    "Of speculative pipelining, search times (RAGCache Table 3) and how early lists are final (our index) are given.",
 )
-
-VLLM = System(reuse=ReuseConfig(mode="off"))
-"""RAGCache's baseline: its version keeps nothing between requests."""
-SGLANG = System(reuse=ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0))
-"""On the device only, the least recently used leaves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """What is simulated, and how long."""
-
-    experiments: Sequence[str] = ()
-    """Names of `EXPERIMENTS`; none: all of them."""
-    num_requests: int = 500
-    """At each rate."""
-    num_warm: int = 1000
-    """Requests before the first that counts."""
-    num_documents: int = 1500
-    companions: Companions = "fixed"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if unknown := set(self.experiments) - set(EXPERIMENTS):
-            raise UsageError(f"unknown experiments {', '.join(sorted(unknown))}; known are {', '.join(EXPERIMENTS)}")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model on its machine under one kind of traffic."""
-
-    machine: Machine
-    plant: Plant
-    traffic: Traffic
-    options: SimulateOptions
-
-    def service_rate(self) -> float:
-        """Requests per second of an engine that keeps nothing, one after the other."""
-        outcome = SimulatedRuntime(self.plant, VLLM).ask(self.traffic.prompts(60, 1))
-        return len(outcome.seconds) / outcome.wall_seconds
-
-    def run(self, system: System, rates: Sequence[float]) -> list[Outcome]:
-        """One arm: warmed up, then at each rate, in requests per second, with what it kept so far."""
-        options, runtime = self.options, SimulatedRuntime(self.plant, system)
-        if system.reuse.mode != "off":
-            runtime.ask(self.traffic.prompts(options.num_warm, 0))
-        found = []
-        for number, rate in enumerate(rates):
-            dues = arrivals(options.num_requests, rate, [options.seed, 6, number])
-            found.append(runtime.ask(self.traffic.prompts(options.num_requests, 2 + number), dues))
-        return found
-
-    def ragcache(self, host_bytes: int | None = None, **changes: Any) -> System:
-        """Device and host under PGDSF, those who find most of their prompt first."""
-        return System(reuse=self._two_tiers("pgdsf", host_bytes), **{"scheduling": "cache_first", **changes})
-
-    def ours(self, host_bytes: int | None = None) -> System:
-        """The same tiers and order under the default policy."""
-        return System(reuse=self._two_tiers(ReuseConfig().policy, host_bytes), scheduling="cache_first")
-
-    def with_policy(self, policy: EvictionPolicy, host_bytes: int) -> System:
-        return System(reuse=self._two_tiers(policy, host_bytes), scheduling="cache_first")
-
-    def _two_tiers(self, policy: EvictionPolicy, host_bytes: int | None) -> ReuseConfig:
-        room = int(self.machine["machine.host_bytes"]) if host_bytes is None else host_bytes
-        return ReuseConfig(policy=policy, host_bytes=room, disk_bytes=0)
-
-
-def ragcache_case(name: str, curve: str, k: int, options: SimulateOptions, max_seqs: int = 4) -> Case:
-    """Answers have one token on MMLU and 6 on Natural Questions, their mean (7, Workloads)."""
-    machine, max_tokens = load_machine(name), 1 if curve == "mmlu" else 6
-    length = int(machine["model.max_tokens"])
-    longest = (length - _SYSTEM - _QUESTION - max_tokens) // k
-    pool = wikipedia_pool(options.num_documents, longest, options.seed)
-    traffic = Traffic(pool, curve, k, options.companions, options.seed)
-    return Case(machine, plant_of(machine, max_seqs=max_seqs, max_tokens=max_tokens), traffic, options)
-
-
-def plant_of(machine: Machine, *, max_seqs: int, max_tokens: int) -> Plant:
-    return Plant(
-        costs=machine.costs(),
-        bytes_per_token=machine.bytes_per_token,
-        num_layers=int(machine["model.layers"]),
-        device_bytes=int(machine["machine.device_bytes"]),
-        max_model_len=int(machine["model.max_tokens"]),
-        max_seqs=max_seqs,
-        step_tokens=int(machine["model.max_tokens"]),
-        max_tokens=max_tokens,
-    )
-
-
-def wikipedia_pool(size: int, longest: int, seed: int) -> Pool:
-    """Documents of random tokens. RAGCache 3.1 gives the mean length, 3,718 tokens, and a picture of the distribution:
-    here it is log-normal, and what is longer than `longest` is cut, as prompts of two must fit into LLaMA2's 4,096."""
-    rng = np.random.default_rng([seed, 1])
-    median = np.log(_MEAN_DOCUMENT) - _SPREAD**2 / 2
-    lengths = np.clip(rng.lognormal(median, _SPREAD, size), 64, longest).astype(int)
-
-    def text(length: int) -> tuple[int, ...]:
-        return tuple(rng.integers(1, 256, size=length).tolist())
-
-    documents = tuple(text(length) for length in lengths.tolist())
-    return Pool(text(_SYSTEM), documents, tuple((text(_QUESTION),) for _ in documents))
-
-
-Tables = dict[str, list[dict[str, Any]]]
-Say = Callable[[str], None]
 
 
 Papers = Mapping[str, tuple[str, str]]
@@ -339,14 +245,14 @@ def cache_craft(options: SimulateOptions, say: Say) -> Tables:
 def chunk_pool(size: int, seed: int) -> Pool:
     """Chunks of log-normal length of which five and the rest have about 3,300 tokens, Sys-X's median (5.1.2)."""
     rng = np.random.default_rng([seed, 1])
-    mean = (3300 - _SYSTEM - _QUESTION) / _CHUNKS
+    mean = (3300 - SYSTEM_TOKENS - QUESTION_TOKENS) / _CHUNKS
     lengths = np.clip(rng.lognormal(np.log(mean) - 0.18, 0.6, size), 64, 1500).astype(int)
 
     def text(length: int) -> tuple[int, ...]:
         return tuple(rng.integers(1, 256, size=length).tolist())
 
     chunks = tuple(text(length) for length in lengths.tolist())
-    return Pool(text(_SYSTEM), chunks, tuple((text(_QUESTION),) for _ in chunks))
+    return Pool(text(SYSTEM_TOKENS), chunks, tuple((text(QUESTION_TOKENS),) for _ in chunks))
 
 
 EXPERIMENTS: dict[str, Callable[[SimulateOptions, Say], Tables]] = {
@@ -355,6 +261,7 @@ EXPERIMENTS: dict[str, Callable[[SimulateOptions, Say], Tables]] = {
     "large-models": large_models,
     "policies": policies,
     "reordering": reordering,
+    "speculation": speculation,
     "scheduling": scheduling,
     "cache-craft": cache_craft,
 }
@@ -367,6 +274,8 @@ def run_simulate(options: SimulateOptions | None = None, on_progress: Say = lamb
         UsageError: an option is impossible.
     """
     options = options or SimulateOptions()
+    if unknown := set(options.experiments) - set(EXPERIMENTS):
+        raise UsageError(f"unknown experiments {', '.join(sorted(unknown))}; known are {', '.join(EXPERIMENTS)}")
     tables: Tables = {}
     for name in options.experiments or EXPERIMENTS:
         tables |= EXPERIMENTS[name](options, on_progress)

@@ -64,7 +64,8 @@ def simulate(  # noqa: PLR0913  one parameter per flag
 
         result = run_validation(work_dir or cache_root() / "bench", seed=seed, on_progress=say)
     else:
-        from stillroom.bench.simulate import SimulateOptions, run_simulate
+        from stillroom.bench.simulate import run_simulate
+        from stillroom.bench.simulated_cases import SimulateOptions
 
         options = SimulateOptions(
             experiments=experiments or (),
