@@ -5,6 +5,7 @@ import queue
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from stillroom.config.settings import StillroomConfig
@@ -34,6 +35,7 @@ class _Sample:
     collector: AnswerCollector
     cancel: Callable[[], None]
     priority: int
+    deadline: float | None
 
 
 class Pipeline:
@@ -63,6 +65,7 @@ class Pipeline:
         Raises:
             UsageError: the question is empty, an option is out of range, or the prompt does not fit the model.
             EmptyKnowledgeBaseError: there is nothing to search.
+            QueueFullError: as many questions wait as may.
         """
         samples = self._prepare(question, options, num_samples)
         queues: list[queue.SimpleQueue[TokenEvent]] = [queue.SimpleQueue() for _ in samples]
@@ -156,10 +159,14 @@ class Pipeline:
         stops = (options.stop,) if isinstance(options.stop, str) else options.stop
         if not all(stops):
             raise UsageError("stop holds an empty text, which is everywhere; leave it out")
+        if options.deadline_seconds is not None and not 0 < options.deadline_seconds < float("inf"):
+            raise UsageError(f"deadline_seconds={options.deadline_seconds}; it must be a positive number")
         collector = AnswerCollector(
             started, self._backend.tokenizer, stops, lambda answer: self._record(question, answer)
         )
-        return _Sample(draft, sampling, collector, lambda: self._backend.cancel(started.request_id), options.priority)
+        deadline = None if options.deadline_seconds is None else started.arrival + options.deadline_seconds
+        cancel = partial(self._backend.cancel, started.request_id)
+        return _Sample(draft, sampling, collector, cancel, options.priority, deadline)
 
     def _sampling(self, options: AskOptions, num_prompt_tokens: int | None) -> SamplingParams:
         """The question's own settings over the configured ones. A default max_tokens is cut to what the model has
@@ -201,7 +208,13 @@ class Pipeline:
 
         samples[0].draft.start(
             [
-                Sample(sample.collector.started.request_id, sample.sampling, watched(sample, listener), sample.priority)
+                Sample(
+                    sample.collector.started.request_id,
+                    sample.sampling,
+                    watched(sample, listener),
+                    sample.priority,
+                    sample.deadline,
+                )
                 for sample, listener in zip(samples, listeners, strict=True)
             ]
         )

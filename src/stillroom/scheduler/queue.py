@@ -80,11 +80,16 @@ class WaitingQueue:
         for name in self._names(sequence):
             self._interested.setdefault(name, set()).add(request_id)
 
+    @property
+    def oldest(self) -> Sequence:
+        """Who came first. Raises IndexError when nobody waits."""
+        return self._sequences[self._arrivals.peek()[0]]
+
     def first(self) -> Sequence | None:
         """Who is next, or None."""
         if not self._sequences:
             return None
-        oldest = self._sequences[self._arrivals.peek()[0]]
+        oldest = self.oldest
         if len(self._overtaking) - bisect_right(self._overtaking, oldest.arrival) >= self._window:
             return oldest
         level = self._levels[min(self._levels)]

@@ -27,10 +27,12 @@ class Status(StrEnum):
 class Sequence:
     """A request on its way: its tokens so far, and where their KV is."""
 
-    def __init__(self, request: Request, lease: Lease, arrival: int) -> None:
+    def __init__(self, request: Request, lease: Lease, arrival: int, arrived_at: float = 0.0) -> None:
         self.request = request
         self.arrival = arrival
         """Number of the request, in the order in which they came."""
+        self.arrived_at = arrived_at
+        """When it came, in seconds."""
         self.lease = lease
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
