@@ -57,7 +57,7 @@ class BlockTable:
     def append_token(self) -> None:
         """A slot for one more token in the last block, which must not be full."""
         assert self._room > 0, "the last block is full"
-        self._slots[self.num_slots] = self._slots[self.num_slots - 1] + 1
+        self._slots[self.num_slots] = (self.block_ids[-1] + 1) * self.block_size - self._room
         self.num_slots += 1
         self._room -= 1
 

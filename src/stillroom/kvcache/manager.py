@@ -37,6 +37,9 @@ class Appended:
     """What must be copied before the slot is written."""
 
 
+_NOTHING_COPIED = Appended(None)
+
+
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """What exact reuse needs; without it every prompt is computed."""
@@ -67,6 +70,9 @@ class KVCacheManager:
         """An empty lease for a sequence that will never hold more than `max_tokens` tokens."""
         pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
         lease = Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces, may_place=may_place)
+        lease.watched = tuple(dict.fromkeys(piece.key for piece in pieces))
+        if may_place and self.reuse and self.reuse.anywhere is not None:
+            lease.watched += tuple(dict.fromkeys(piece.content for piece in pieces))
         if pieces and self.reuse and self.reuse.weighs_every:
             lease.weigher = Weigher.of(pieces, prompt.num_tokens, self.reuse.weighs_every)
         return lease
@@ -172,13 +178,13 @@ class KVCacheManager:
         shared = None if table.is_full or self.pool.ref_count(table.block_ids[-1]) == 1 else table.block_ids[-1]
         if not table.is_full and shared is None:
             table.append_token()
-            return Appended(None)
+            return _NOTHING_COPIED
         blocks = self._try_take(1)
         if blocks is None:
             return None
         if shared is None:
             table.append_segment(blocks, 1)
-            return Appended(None)
+            return _NOTHING_COPIED
         table.replace_last_block(blocks[0])
         table.append_token()
         self.pool.release([shared])
@@ -328,12 +334,15 @@ class KVCacheManager:
     ) -> tuple[Sequence[Node], Sequence[Placement]]:
         """What to use of the path that a lease's prompt begins with, and what to place behind it."""
         tree, always_loads = reuse.tree, reuse.always_loads
-        plan = plan_reuse(matched, num_tokens, tree.profile, tree.options.bytes_per_token, always_loads=always_loads)
-        path = matched[: plan.num_nodes]
+        path = matched[
+            : plan_reuse(matched, num_tokens, tree.profile, tree.options.bytes_per_token, always_loads=always_loads)
+        ]
         return path, plan_for(tree, lease, len(path), reuse.anywhere, always_loads=always_loads)
 
     def _read_ahead(self, lease: Lease, path: Sequence[Node], placements: Sequence[Placement]) -> None:
         assert self.reuse is not None
+        if not self.reuse.tree.num_nodes(Tier.DISK):
+            return
         nodes = [*path, *(placement.node for placement in placements)]
         lease.read_ahead += self.reuse.tree.read_ahead(node for node in nodes if node.key not in lease.read_ahead)
 
