@@ -4,8 +4,14 @@ Random arrivals, cancellations, forks, damaged records, full disks, lost devices
 small that all of them evict. The books are audited after every step.
 """
 
+import os
 import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +35,12 @@ from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner, answer_of
 
 SIZE = 4
 STOP = frozenset({7})
+WINDOW = 3
 LINKS = {Tier.HOST: Link(1e-4, 1e6), Tier.DISK: Link(5e-3, 1e5)}
+
+
+Step = list[tuple[RequestId, int, list[int]]]
+"""Who runs from which position on, and in which slots."""
 
 
 @dataclass
@@ -60,7 +71,10 @@ class Plant:
         )
         self.kv = KVCacheManager(pool, Reuse(self.tree, PrefixKeys(b"m", 2 * SIZE)))
         limits = SchedulerLimits(max_num_seqs=5, max_num_batched_tokens=17, max_model_len=80)
-        self.scheduler = Scheduler(self.kv, limits, SCHEDULING[self.scheduling], window=3)
+        self.scheduler = Scheduler(self.kv, limits, SCHEDULING[self.scheduling], window=WINDOW)
+        self.overtaken: Counter[RequestId] = Counter()
+        """How many later requests were admitted before one that waits."""
+        self.steps: list[Step] = []
         self.num_requests = 0
 
     def request(self) -> Request:
@@ -99,8 +113,11 @@ class Plant:
 
     def step(self) -> None:
         self.clock.advance(0.3)
-        batch = self.scheduler.schedule()
+        waiting = {one.request_id: one.arrival for one in self.scheduler._waiting}
+        batch = self.scheduler.schedule(self.clock.now)
+        self._count_overtaking(waiting)
         if batch is not None:
+            self.steps.append([(one.request_id, one.first_position, one.slots.tolist()) for one in batch.sequences])
             for update in self.scheduler.update(batch, self.runner.execute(batch)):
                 if update.token_id is not None:
                     self.answers[update.request_id].append(update.token_id)
@@ -112,6 +129,20 @@ class Plant:
             node.is_in(tier) == (node.key in lower[tier]) for node in self.tree for tier in (Tier.HOST, Tier.DISK)
         )
         assert all(self.tree.get(key) is not None for kept in lower.values() for key in kept), "a copy nobody knows"
+
+    def _count_overtaking(self, waiting: dict[RequestId, int]) -> None:
+        """
+        Args:
+            waiting: who did before the last decision, with the number of its arrival.
+        """
+        still = waiting.keys() & {one.request_id for one in self.scheduler._waiting}
+        admitted = [arrival for request_id, arrival in waiting.items() if request_id not in still]
+        for request_id in waiting:
+            if request_id not in still:
+                del self.overtaken[request_id]
+                continue
+            self.overtaken[request_id] += sum(arrival > waiting[request_id] for arrival in admitted)
+            assert self.overtaken[request_id] <= WINDOW, request_id
 
     def _finish(self, request_id: RequestId) -> None:
         request = self.waiting.pop(request_id)
@@ -191,6 +222,42 @@ def test_whatever_happens_every_token_is_right(
     for action in actions:
         act(plant, action)
     plant.finish()
+
+
+def steps_of(actions: Iterable[str], seed: int, scheduling: str) -> list[Step]:
+    plant = Plant(seed, scheduling=scheduling)
+    for action in actions:
+        act(plant, action)
+    plant.finish()
+    return plant.steps
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(ACTIONS), max_size=60), st.integers(0, 2**16), st.sampled_from(sorted(SCHEDULING)))
+def test_the_same_arrivals_and_clock_give_the_same_steps(actions: list[str], seed: int, scheduling: str) -> None:
+    assert steps_of(actions, seed, scheduling) == steps_of(actions, seed, scheduling)
+
+
+def test_another_process_takes_the_same_steps() -> None:
+    """Where sets of names have another order."""
+    program = """
+import random
+from tests.scheduler.test_reuse import ACTIONS, SCHEDULING, steps_of
+actions = random.Random(5).choices(ACTIONS, k=200)
+print([steps_of(actions, 5, scheduling) for scheduling in sorted(SCHEDULING)])
+"""
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=Path(__file__).resolve().parents[2],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in "12"
+    )
+    assert first == second and len(first) > 1000
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
