@@ -9,7 +9,7 @@ import pytest
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason
+from stillroom.core.request import FinishReason, Request
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.backlog import Backlog
 from stillroom.engine.engine import Engine
@@ -19,6 +19,7 @@ from stillroom.runner.torch_runner import Runner
 from tests.engine.harness import Run, engine_on, request
 from tests.engine.modelled import ask, modelled_engine
 from tests.fakes import random_checkpoint
+from tests.server.fakes import until
 
 
 @pytest.fixture(scope="module")
@@ -207,14 +208,28 @@ def test_an_idle_engine_waits_for_company_and_no_longer() -> None:
         assert inner.clock.monotonic() - started >= 0.01
 
 
+def test_who_waits_for_company_is_late_at_its_deadline() -> None:
+    inner = modelled_engine(batch_delay=1000.0)
+    inner.clock = SystemClock()
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    with AsyncEngine(inner) as engine:
+        engine.submit(ask("late", deadline=inner.clock.monotonic() + 0.05), events.put)
+        assert isinstance(read_all(events)[-1].error, DeadlineExceededError)
+
+
 def test_company_that_fills_a_step_is_not_waited_for_any_longer() -> None:
     inner = modelled_engine(batch_delay=1000.0)
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     with AsyncEngine(inner) as engine:
-        engine.submit(ask("a", num_tokens=8, max_tokens=1), events.put)
+
+        def submit(one: Request) -> None:
+            engine.submit(one, events.put)
+            until(lambda: inner.scheduler.holds_until is not None)
+
+        submit(ask("a", num_tokens=8, max_tokens=1))
         engine.submit(ask("b", num_tokens=8, max_tokens=1), events.put)
         assert {events.get(timeout=30).request_id for _ in "ab"} == {"a", "b"}
-        engine.submit(ask("left", max_tokens=1), events.put)
+        submit(ask("left", max_tokens=1))
         engine.cancel(RequestId("left"))
         assert read_all(events)[-1].finish_reason is FinishReason.ABORTED
         engine.submit(ask("late", deadline=inner.clock.monotonic()), events.put)

@@ -113,6 +113,16 @@ def test_nobody_is_overtaken_more_often_than_the_window_says() -> None:
     assert strict.drain() == [0, 1, 2, 3]
 
 
+def test_a_name_that_comes_again_is_as_late_as_its_second_time() -> None:
+    world = World(cache_first, window=0)
+    again = sequence(5)
+    again.request = sequence(0).request
+    world.push(sequence(0), sequence(3))
+    world.queue.remove(again.request_id)
+    world.push(again)
+    assert world.queue.oldest.arrival == 3 and world.drain() == [3, 5]
+
+
 def test_who_has_run_already_goes_first_and_the_oldest_of_them() -> None:
     world = World(cache_first, cached={RequestId("r5"): 9})
     preempted = [sequence(3), sequence(1)]

@@ -17,6 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stillroom.bench.policy_replay import NoMover
+from stillroom.core.batch import StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -27,6 +29,7 @@ from stillroom.kvcache.eviction import POLICIES
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.kvcache.tiered_nodes import TreeOptions
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -313,3 +316,23 @@ def test_who_finds_his_documents_goes_before_who_does_not() -> None:
     ask(1)
     plant.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(1)})
     assert admitted() == ["q2"] and admitted() == ["q4"]
+
+
+@pytest.mark.parametrize("may_place", [True, False])
+def test_who_can_have_a_document_placed_moves_when_it_comes(may_place: bool) -> None:
+    pool = BlockPool(40, SIZE)
+    tree = KnowledgeTree(pool, NoMover(), linear_profile(1e-3, 1e-3, 1e-6), TreeOptions(), lambda: 0.0)
+    anywhere = AnywhereOptions(0.1, "first") if may_place else None
+    kv = KVCacheManager(pool, Reuse(tree, PrefixKeys(b"m", 2 * SIZE), anywhere=anywhere))
+    limits = SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=20, max_model_len=80)
+    one = Scheduler(kv, limits, SCHEDULING["cache_first"])
+    for name, documents in (("keeps", [1]), ("early", [4, 5]), ("late", [3, 1])):
+        chunks = [Segment(SegmentKind.CHUNK, (50 + number,) * 8, ChunkId(number)) for number in documents]
+        prompt = SegmentedPrompt((*chunks, Segment(SegmentKind.QUESTION, (30, 31))))
+        one.add(Request(request_id=RequestId(name), prompt=prompt, sampling=SamplingParams(max_tokens=1)))
+    batch = one.schedule()
+    assert batch is not None and [entry.request_id for entry in batch.sequences] == ["keeps"]
+    one.update(batch, StepResult({RequestId("keeps"): 5}))
+    one.check_integrity()
+    batch = one.schedule()
+    assert batch is not None and batch.sequences[0].request_id == ("late" if may_place else "early")
