@@ -47,12 +47,19 @@ class BlockTable:
 
     def append_segment(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
         """Slots for `num_tokens` more tokens, starting at the beginning of the first of these blocks."""
-        size = self.block_size
-        assert len(block_ids) == -(-num_tokens // size), (len(block_ids), num_tokens)
-        self._slots[self.num_slots : self.num_slots + num_tokens] = _slots_of(block_ids, num_tokens, size)
-        self.num_slots += num_tokens
+        self.append_segments(block_ids, (num_tokens,))
+
+    def append_segments(self, block_ids: Sequence[BlockId], lengths: Sequence[int]) -> None:
+        """Slots for segments of these lengths, each starting at the beginning of one of these blocks."""
+        size, first = self.block_size, 0
+        slots = _slots_of(block_ids, len(block_ids) * size, size)
+        for length in lengths:
+            self._slots[self.num_slots : self.num_slots + length] = slots[first : first + length]
+            self.num_slots += length
+            end, first = first + length, first + -(-length // size) * size
+            self._room = first - end
+        assert first == len(slots), (len(block_ids), lengths)
         self.block_ids.extend(block_ids)
-        self._room = len(block_ids) * size - num_tokens
 
     def append_token(self) -> None:
         """A slot for one more token in the last block, which must not be full."""

@@ -389,16 +389,10 @@ class KVCacheManager:
 
     def _try_allocate(self, table: BlockTable, run_lengths: Sequence[int]) -> bool:
         """Blocks for runs of tokens, each on a fresh block; False, and nothing taken, if too few can be had."""
-        size = self.pool.block_size
-        blocks = self._try_take(num_blocks_for(run_lengths, size))
-        if blocks is None:
-            return False
-        first = 0
-        for length in run_lengths:
-            count = -(-length // size)
-            table.append_segment(blocks[first : first + count], length)
-            first += count
-        return True
+        blocks = self._try_take(num_blocks_for(run_lengths, self.pool.block_size))
+        if blocks:
+            table.append_segments(blocks, run_lengths)
+        return blocks is not None
 
 
 def _runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
