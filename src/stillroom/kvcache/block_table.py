@@ -19,6 +19,16 @@ def num_blocks_for(segment_lengths: Sequence[int], block_size: int) -> int:
     return sum(-(-length // block_size) for length in segment_lengths)
 
 
+def runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
+    """Lengths of what is left of segments from a position on, which lies at a block boundary."""
+    runs, end = [], 0
+    for length in segment_lengths:
+        end += length
+        if end > position:
+            runs.append(min(length, end - position))
+    return runs
+
+
 class BlockTable:
     """Blocks of one sequence in order of position, and the slot of each of its tokens."""
 

@@ -17,7 +17,7 @@ from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.block_table import BlockTable, num_blocks_for
+from stillroom.kvcache.block_table import BlockTable, num_blocks_for, runs_after
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.node import Node
@@ -70,7 +70,7 @@ class KVCacheManager:
         """An empty lease for a sequence that will never hold more than `max_tokens` tokens."""
         pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
         lease = Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces, may_place=may_place)
-        lease.watched = tuple(dict.fromkeys(piece.key for piece in pieces))
+        lease.watched = tuple(piece.key for piece in pieces)
         if may_place and self.reuse and self.reuse.anywhere is not None:
             lease.watched += tuple(dict.fromkeys(piece.content for piece in pieces))
         if pieces and self.reuse and self.reuse.weighs_every:
@@ -294,7 +294,7 @@ class KVCacheManager:
         tiers = [node.tier for node in matched]
         size = self.pool.block_size
         fresh = [node.num_tokens for node in path if node.block_ids is None]
-        fresh += _runs_after(sum(node.num_tokens for node in path), segment_lengths)
+        fresh += runs_after(sum(node.num_tokens for node in path), segment_lengths)
         tree.acquire(path)
         sources = [one for placement in placements for one in _path_to(placement.node)]
         tree.acquire(sources)  # so that they do not make room for their own copies, nor count as such
@@ -313,7 +313,7 @@ class KVCacheManager:
             self.pool.acquire(node.block_ids)
             lease.table.append_segment(node.block_ids, node.num_tokens)
         num_cached = lease.table.num_slots
-        has_room = self._try_allocate(lease.table, _runs_after(num_cached, segment_lengths))
+        has_room = self._try_allocate(lease.table, runs_after(num_cached, segment_lengths))
         assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
         placed = place(tree, lease, placements, reuse.anywhere)
         tree.release(reversed(sources))
@@ -334,9 +334,9 @@ class KVCacheManager:
     ) -> tuple[Sequence[Node], Sequence[Placement]]:
         """What to use of the path that a lease's prompt begins with, and what to place behind it."""
         tree, always_loads = reuse.tree, reuse.always_loads
-        path = matched[
-            : plan_reuse(matched, num_tokens, tree.profile, tree.options.bytes_per_token, always_loads=always_loads)
-        ]
+        bytes_per_token = tree.options.bytes_per_token
+        end = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=always_loads)
+        path = matched[:end]
         return path, plan_for(tree, lease, len(path), reuse.anywhere, always_loads=always_loads)
 
     def _read_ahead(self, lease: Lease, path: Sequence[Node], placements: Sequence[Placement]) -> None:
@@ -393,16 +393,6 @@ class KVCacheManager:
         if blocks:
             table.append_segments(blocks, run_lengths)
         return blocks is not None
-
-
-def _runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
-    """Lengths of what is left of segments from a position on, which lies at a block boundary."""
-    runs, end = [], 0
-    for length in segment_lengths:
-        end += length
-        if end > position:
-            runs.append(min(length, end - position))
-    return runs
 
 
 def _path_to(node: Node) -> list[Node]:
