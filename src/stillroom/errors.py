@@ -17,9 +17,11 @@
     |-- DocumentError                   one document could not be read; the others go on
     |-- EngineError                     generation failed
     |   |-- EngineClosedError           the engine was shut down
+    |   |-- QueueFullError              as many requests wait already as may
     |   |-- EngineUnavailableError      the engine elsewhere cannot be reached, or has no room now
     |   |-- EngineRefusedError          the engine elsewhere refuses the key, the model or the request
     |   |-- RequestTimeoutError         the request took too long, twice
+    |   |   `-- DeadlineExceededError   it took longer than it said that it may
     |   |-- DeviceLostError             the device's memory is gone; what it held is computed or loaded again
     |   `-- RequestAbortedError         the request was cancelled before it finished
     `-- ServerError                     the HTTP server cannot listen
@@ -96,6 +98,14 @@ class EngineClosedError(EngineError):
     """The engine was shut down while, or before, the request ran."""
 
 
+class QueueFullError(EngineError):
+    """As many requests wait as `runtime.max_waiting` allows; asking again later can help."""
+
+    def __init__(self, message: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
 class EngineUnavailableError(EngineError):
     """The engine elsewhere cannot be reached, failed, or has no room now; asking again later can help."""
 
@@ -106,6 +116,10 @@ class EngineRefusedError(EngineError):
 
 class RequestTimeoutError(EngineError):
     """The request took longer than `runtime.request_timeout_s`, and again after it was started anew."""
+
+
+class DeadlineExceededError(RequestTimeoutError):
+    """The request's own deadline passed before its answer was complete. It is not started again."""
 
 
 class DeviceLostError(EngineError):

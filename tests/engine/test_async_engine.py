@@ -1,19 +1,25 @@
 """The engine's thread: every request gets exactly one last event, whatever happens."""
 
 import queue
+import threading
 from pathlib import Path
 
 import pytest
 
 from stillroom.core.batch import Batch, StepResult
+from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason
+from stillroom.core.request import FinishReason, Request
 from stillroom.engine.async_engine import AsyncEngine
+from stillroom.engine.backlog import Backlog
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
-from stillroom.errors import EngineClosedError, EngineError, PromptTooLongError
+from stillroom.errors import DeadlineExceededError, EngineClosedError, EngineError, PromptTooLongError, QueueFullError
+from stillroom.runner.torch_runner import Runner
 from tests.engine.harness import Run, engine_on, request
+from tests.engine.modelled import ask, modelled_engine
 from tests.fakes import random_checkpoint
+from tests.server.fakes import until
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +117,120 @@ def test_a_broken_listener_costs_only_its_own_request(folder: Path) -> None:
 def test_an_impossible_request_is_refused_at_once(folder: Path) -> None:
     with AsyncEngine(engine_on(folder)) as engine, pytest.raises(PromptTooLongError):
         engine.submit(request("huge", [[3] * 600]), lambda event: None)
+
+
+class Halting:
+    """A runner whose steps wait for permission; says when one waits."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.is_waiting, self.may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def execute(self, batch: Batch) -> StepResult:
+        self.is_waiting.release()
+        assert self.may_go_on.acquire(timeout=30)
+        return self._runner.execute(batch)
+
+    def recover(self) -> None:
+        self._runner.recover()
+
+
+def test_no_more_wait_than_may_also_if_many_come_at_once() -> None:
+    inner = modelled_engine(seats=1)
+    runner = inner.runner = Halting(inner.runner)
+    done: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    refused: queue.SimpleQueue[QueueFullError] = queue.SimpleQueue()
+    with AsyncEngine(inner, max_waiting=5) as engine:
+        engine.submit(ask("runs", max_tokens=1), done.put)
+        assert runner.is_waiting.acquire(timeout=30)
+
+        def submit(number: int) -> None:
+            try:
+                engine.submit(ask(f"r{number}", max_tokens=1), done.put)
+            except QueueFullError as error:
+                refused.put(error)
+
+        # The engine's thread is in a step, so all of them are commands that nobody has carried out yet.
+        threads = [threading.Thread(target=submit, args=(number,)) for number in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert refused.qsize() == 15 and engine.num_waiting == 0
+        assert "runtime.max_waiting" in str(refused.get())
+
+        runner.may_go_on.release()
+        assert runner.is_waiting.acquire(timeout=30)
+        assert engine.num_waiting == 4, "one of them runs now"
+        submit(20)
+        submit(21)
+        assert refused.qsize() == 15, "there was room for one"
+        runner.may_go_on.release(10)
+        assert len([done.get(timeout=30) for _ in range(7)]) == 7
+        assert done.empty()
+
+
+def test_who_is_refused_is_told_how_long_a_place_takes_by_how_fast_requests_end() -> None:
+    backlog = Backlog(max_waiting=2)
+    backlog.begin(100.0)
+
+    def told(now: float) -> float:
+        with pytest.raises(QueueFullError) as refused:
+            backlog.accept(2, now)
+        return refused.value.retry_after_seconds
+
+    assert told(100.2) == 1.0
+    assert told(107.0) == 7.0, "none has ended in this time"
+    for at in (104.0, 106.0, 110.0):
+        backlog.end(at)
+    assert told(112.0) == 4.0
+    for at in range(111, 400):
+        backlog.end(at / 10)
+    assert told(40.0) == 1.0
+    backlog.begin(1000.0)
+    assert told(1003.0) == 3.0, "idle time does not count"
+
+
+def test_no_limit_is_no_limit() -> None:
+    backlog = Backlog(max_waiting=0)
+    for _ in range(10_000):
+        backlog.accept(5_000, 0.0)
+
+
+def test_an_idle_engine_waits_for_company_and_no_longer() -> None:
+    inner = modelled_engine(batch_delay=0.01)
+    inner.clock = SystemClock()
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    with AsyncEngine(inner) as engine:
+        started = inner.clock.monotonic()
+        engine.submit(ask("alone", max_tokens=1), events.put)
+        assert read_all(events)[-1].finish_reason is FinishReason.LENGTH
+        assert inner.clock.monotonic() - started >= 0.01
+
+
+def test_who_waits_for_company_is_late_at_its_deadline() -> None:
+    inner = modelled_engine(batch_delay=1000.0)
+    inner.clock = SystemClock()
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    with AsyncEngine(inner) as engine:
+        engine.submit(ask("late", deadline=inner.clock.monotonic() + 0.05), events.put)
+        assert isinstance(read_all(events)[-1].error, DeadlineExceededError)
+
+
+def test_company_that_fills_a_step_is_not_waited_for_any_longer() -> None:
+    inner = modelled_engine(batch_delay=1000.0)
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    with AsyncEngine(inner) as engine:
+
+        def submit(one: Request) -> None:
+            engine.submit(one, events.put)
+            until(lambda: inner.scheduler.holds_until is not None)
+
+        submit(ask("a", num_tokens=8, max_tokens=1))
+        engine.submit(ask("b", num_tokens=8, max_tokens=1), events.put)
+        assert {events.get(timeout=30).request_id for _ in "ab"} == {"a", "b"}
+        submit(ask("left", max_tokens=1))
+        engine.cancel(RequestId("left"))
+        assert read_all(events)[-1].finish_reason is FinishReason.ABORTED
+        engine.submit(ask("late", deadline=inner.clock.monotonic()), events.put)
+        assert isinstance(read_all(events)[-1].error, DeadlineExceededError)

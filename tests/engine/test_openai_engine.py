@@ -18,6 +18,7 @@ from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteRequest
 from stillroom.engine.openai_server import OpenAIServer
 from stillroom.errors import (
+    DeadlineExceededError,
     EngineClosedError,
     EngineError,
     EngineRefusedError,
@@ -51,9 +52,11 @@ class Talk:
     server: ScriptedServer
     slept: list[float] = field(default_factory=list)
 
-    def submit(self, prompt: RemotePrompt = CHAT, name: str = "r") -> "queue.SimpleQueue[TokenEvent]":
+    def submit(
+        self, prompt: RemotePrompt = CHAT, name: str = "r", deadline: float | None = None
+    ) -> "queue.SimpleQueue[TokenEvent]":
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        self.engine.submit(RemoteRequest(RequestId(name), prompt, SamplingParams(max_tokens=7)), events.put)
+        self.engine.submit(RemoteRequest(RequestId(name), prompt, SamplingParams(max_tokens=7), deadline), events.put)
         return events
 
     def ask(self, prompt: RemotePrompt = CHAT) -> list[TokenEvent]:
@@ -249,6 +252,20 @@ def test_silent_server_is_given_up() -> None:
         pytest.raises(EngineUnavailableError, match="silent for 0.05 s.*read_timeout_s"),
     ):
         talk.failure()
+
+
+def test_deadline_closes_the_connection() -> None:
+    has_left = threading.Event()
+
+    def silent(connection: socket.socket) -> None:
+        if connection.recv(1) == b"":
+            has_left.set()
+
+    with talking(silent, GOOD) as talk:
+        last = read(talk.submit(deadline=0.05))[-1]
+        assert last.finish_reason is FinishReason.ABORTED and isinstance(last.error, DeadlineExceededError)
+        assert has_left.wait(20)
+        assert text(read(talk.submit(deadline=1000.0))) == "Twice a year."
 
 
 def test_cancelling_closes_the_connection() -> None:

@@ -73,13 +73,13 @@ def rows(draw: st.DrawFn, size: int | None = None) -> tuple[list[float], SampleS
     )
     if draw(st.booleans()):
         allowed = draw(st.sets(token)) | {draw(st.sampled_from(free))}
-        one = dataclasses.replace(one, constraint=Allowed(allowed))
+        one = one._replace(constraint=Allowed(allowed))
     return logits, one
 
 
 def moved(one: SampleSpec, by: float) -> SampleSpec:
     params = dataclasses.replace(one.params, top_p=min(1.0, one.params.top_p + by))
-    return dataclasses.replace(one, params=params, uniform=min(max(0.0, one.uniform + by), 1 - 1e-9))
+    return one._replace(params=params, uniform=min(max(0.0, one.uniform + by), 1 - 1e-9))
 
 
 @given(rows(), st.sampled_from([1, 2, 1024]))
@@ -90,7 +90,7 @@ def test_a_row_equals_its_twin(row: tuple[list[float], SampleSpec], num_tried: i
         ours = sample(torch.tensor([logits]), [one])[0]
     # Equal up to rounding exactly on a border of the cumulative distribution.
     nearby = {
-        sample_reference(logits, dataclasses.replace(moved(one, p), uniform=moved(one, u).uniform))
+        sample_reference(logits, moved(one, p)._replace(uniform=moved(one, u).uniform))
         for p in (-1e-6, 0, 1e-6)
         for u in (-1e-6, 0, 1e-6)
     }

@@ -4,13 +4,21 @@ Random arrivals, cancellations, forks, damaged records, full disks, lost devices
 small that all of them evict. The books are audited after every step.
 """
 
+import os
 import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stillroom.bench.policy_replay import NoMover
+from stillroom.core.batch import StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -21,6 +29,7 @@ from stillroom.kvcache.eviction import POLICIES
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.kvcache.tiered_nodes import TreeOptions
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -29,7 +38,12 @@ from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner, answer_of
 
 SIZE = 4
 STOP = frozenset({7})
+WINDOW = 3
 LINKS = {Tier.HOST: Link(1e-4, 1e6), Tier.DISK: Link(5e-3, 1e5)}
+
+
+Step = list[tuple[RequestId, int, list[int]]]
+"""Who runs from which position on, and in which slots."""
 
 
 @dataclass
@@ -60,7 +74,10 @@ class Plant:
         )
         self.kv = KVCacheManager(pool, Reuse(self.tree, PrefixKeys(b"m", 2 * SIZE)))
         limits = SchedulerLimits(max_num_seqs=5, max_num_batched_tokens=17, max_model_len=80)
-        self.scheduler = Scheduler(self.kv, limits, SCHEDULING[self.scheduling], window=3)
+        self.scheduler = Scheduler(self.kv, limits, SCHEDULING[self.scheduling], window=WINDOW)
+        self.overtaken: Counter[RequestId] = Counter()
+        """How many later requests were admitted before one that waits."""
+        self.steps: list[Step] = []
         self.num_requests = 0
 
     def request(self) -> Request:
@@ -99,8 +116,11 @@ class Plant:
 
     def step(self) -> None:
         self.clock.advance(0.3)
-        batch = self.scheduler.schedule()
+        waiting = {one.request_id: one.arrival for one in self.scheduler._waiting}
+        batch = self.scheduler.schedule(self.clock.now)
+        self._count_overtaking(waiting)
         if batch is not None:
+            self.steps.append([(one.request_id, one.first_position, one.slots.tolist()) for one in batch.sequences])
             for update in self.scheduler.update(batch, self.runner.execute(batch)):
                 if update.token_id is not None:
                     self.answers[update.request_id].append(update.token_id)
@@ -112,6 +132,20 @@ class Plant:
             node.is_in(tier) == (node.key in lower[tier]) for node in self.tree for tier in (Tier.HOST, Tier.DISK)
         )
         assert all(self.tree.get(key) is not None for kept in lower.values() for key in kept), "a copy nobody knows"
+
+    def _count_overtaking(self, waiting: dict[RequestId, int]) -> None:
+        """
+        Args:
+            waiting: who did before the last decision, with the number of its arrival.
+        """
+        still = waiting.keys() & {one.request_id for one in self.scheduler._waiting}
+        admitted = [arrival for request_id, arrival in waiting.items() if request_id not in still]
+        for request_id in waiting:
+            if request_id not in still:
+                del self.overtaken[request_id]
+                continue
+            self.overtaken[request_id] += sum(arrival > waiting[request_id] for arrival in admitted)
+            assert self.overtaken[request_id] <= WINDOW, request_id
 
     def _finish(self, request_id: RequestId) -> None:
         request = self.waiting.pop(request_id)
@@ -193,6 +227,42 @@ def test_whatever_happens_every_token_is_right(
     plant.finish()
 
 
+def steps_of(actions: Iterable[str], seed: int, scheduling: str) -> list[Step]:
+    plant = Plant(seed, scheduling=scheduling)
+    for action in actions:
+        act(plant, action)
+    plant.finish()
+    return plant.steps
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(ACTIONS), max_size=60), st.integers(0, 2**16), st.sampled_from(sorted(SCHEDULING)))
+def test_the_same_arrivals_and_clock_give_the_same_steps(actions: list[str], seed: int, scheduling: str) -> None:
+    assert steps_of(actions, seed, scheduling) == steps_of(actions, seed, scheduling)
+
+
+def test_another_process_takes_the_same_steps() -> None:
+    """Where sets of names have another order."""
+    program = """
+import random
+from tests.scheduler.test_reuse import ACTIONS, SCHEDULING, steps_of
+actions = random.Random(5).choices(ACTIONS, k=200)
+print([steps_of(actions, 5, scheduling) for scheduling in sorted(SCHEDULING)])
+"""
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=Path(__file__).resolve().parents[2],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in "12"
+    )
+    assert first == second and len(first) > 1000
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_thousand_requests_through_tiers_that_are_all_too_small(policy: str) -> None:
     scheduling = sorted(SCHEDULING)[len(policy) % len(SCHEDULING)]
@@ -246,3 +316,23 @@ def test_who_finds_his_documents_goes_before_who_does_not() -> None:
     ask(1)
     plant.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(1)})
     assert admitted() == ["q2"] and admitted() == ["q4"]
+
+
+@pytest.mark.parametrize("may_place", [True, False])
+def test_who_can_have_a_document_placed_moves_when_it_comes(may_place: bool) -> None:
+    pool = BlockPool(40, SIZE)
+    tree = KnowledgeTree(pool, NoMover(), linear_profile(1e-3, 1e-3, 1e-6), TreeOptions(), lambda: 0.0)
+    anywhere = AnywhereOptions(0.1, "first") if may_place else None
+    kv = KVCacheManager(pool, Reuse(tree, PrefixKeys(b"m", 2 * SIZE), anywhere=anywhere))
+    limits = SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=20, max_model_len=80)
+    one = Scheduler(kv, limits, SCHEDULING["cache_first"])
+    for name, documents in (("keeps", [1]), ("early", [4, 5]), ("late", [3, 1])):
+        chunks = [Segment(SegmentKind.CHUNK, (50 + number,) * 8, ChunkId(number)) for number in documents]
+        prompt = SegmentedPrompt((*chunks, Segment(SegmentKind.QUESTION, (30, 31))))
+        one.add(Request(request_id=RequestId(name), prompt=prompt, sampling=SamplingParams(max_tokens=1)))
+    batch = one.schedule()
+    assert batch is not None and [entry.request_id for entry in batch.sequences] == ["keeps"]
+    one.update(batch, StepResult({RequestId("keeps"): 5}))
+    one.check_integrity()
+    batch = one.schedule()
+    assert batch is not None and batch.sequences[0].request_id == ("late" if may_place else "early")

@@ -16,8 +16,12 @@ from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits, SequenceUp
 EOS = 2
 
 
-def scheduler(num_blocks: int = 64, *, seqs: int = 4, tokens: int = 32, length: int = 100) -> Scheduler:
-    limits = SchedulerLimits(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=length)
+def scheduler(
+    num_blocks: int = 64, *, seqs: int = 4, tokens: int = 32, length: int = 100, delay: float = 0.0
+) -> Scheduler:
+    limits = SchedulerLimits(
+        max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=length, batch_delay_s=delay
+    )
     return Scheduler(KVCacheManager(BlockPool(num_blocks, 4)), limits)
 
 
@@ -39,9 +43,11 @@ def shape(batch: Batch | None) -> dict[str, tuple[int, int, bool]]:
     return {s.request_id: (s.first_position, s.num_scheduled_tokens, bool(s.samples)) for s in batch.sequences}
 
 
-def run(one: Scheduler, token: int = 5) -> tuple[dict[str, tuple[int, int, bool]], list[SequenceUpdate]]:
+def run(
+    one: Scheduler, token: int = 5, now: float = 0.0
+) -> tuple[dict[str, tuple[int, int, bool]], list[SequenceUpdate]]:
     """One step in which every sample is `token`."""
-    batch = one.schedule()
+    batch = one.schedule(now)
     updates = []
     if batch is not None:
         sampled = {spec.request_id: token for s in batch.sequences for spec in s.samples}
@@ -174,3 +180,32 @@ def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:
         scheduler().add(request("a", 98))
     with pytest.raises(PromptTooLongError, match=r"KV pool of 3 blocks of 4 tokens"):
         scheduler(num_blocks=3).add(request("a", 7, max_tokens=6))
+
+
+def test_the_first_waits_for_company_while_nothing_runs_but_not_for_long() -> None:
+    one = scheduler(tokens=32, delay=2.0)
+    one.add(request("a", 5), now=10.0)
+    assert (run(one, now=10.0), one.holds_until) == (({}, []), 12.0)
+    one.add(request("b", 5), now=11.5)
+    assert (run(one, now=11.5), one.holds_until) == (({}, []), 12.0), "who comes later does not prolong it"
+    assert set(run(one, now=12.0)[0]) == {"a", "b"} and one.holds_until is None
+    one.add(request("c", 5), now=12.5)
+    assert set(run(one, now=12.5)[0]) == {"a", "b", "c"}, "where something runs, nobody waits"
+    for name in "abc":
+        one.abort(RequestId(name))
+    one.add(request("d", 5), now=20.0)
+    assert run(one, now=21.9)[0] == {} and set(run(one, now=22.5)[0]) == {"d"}
+
+
+def test_nobody_waits_for_company_any_longer_when_a_step_or_the_seats_are_full() -> None:
+    by_tokens, by_seats, by_samples = (scheduler(tokens=16, seqs=3, delay=2.0) for _ in range(3))
+    for name, length in (("a", 9), ("b", 7)):
+        assert run(by_tokens)[0] == {}
+        by_tokens.add(request(name, length))
+    assert run(by_tokens)[0] == {"a": (0, 9, True), "b": (0, 7, True)}
+    for name in "abc":
+        assert run(by_seats)[0] == {}
+        by_seats.add(request(name, 1))
+    assert set(run(by_seats)[0]) == set("abc")
+    by_samples.add(*(request(name, 1) for name in "abc"))
+    assert set(run(by_samples)[0]) == {"a"}

@@ -12,7 +12,14 @@ import httpx
 import pytest
 
 from stillroom.core.ids import parse_chunk_id
-from stillroom.errors import EngineClosedError, KnowledgeBaseBusyError, PromptTooLongError
+from stillroom.errors import (
+    DeadlineExceededError,
+    EngineClosedError,
+    KnowledgeBaseBusyError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestTimeoutError,
+)
 from stillroom.server import run
 from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
 from tests.server.harness import running, serving
@@ -104,6 +111,8 @@ def test_options_of_the_request_reach_the_room(client: httpx.Client, room: FakeR
             "min_p": 0.05,
             "repetition_penalty": 1.1,
             "min_tokens": 2,
+            "priority": -1,
+            "deadline_seconds": 2.5,
             "logit_bias": {"5": -100},
             "stop": ["\n", "END"],
             "logprobs": True,
@@ -118,6 +127,7 @@ def test_options_of_the_request_reach_the_room(client: httpx.Client, room: FakeR
     assert (options.top_k, options.mode) == (3, "sparse")
     assert (options.presence_penalty, options.frequency_penalty, options.repetition_penalty) == (1.0, -1.0, 1.1)
     assert (options.sample_top_k, options.min_p, options.min_tokens) == (40, 0.05, 2)
+    assert (options.priority, options.deadline_seconds) == (-1, 2.5)
     assert (options.logit_bias, options.stop, options.logprobs) == ({5: -100}, ["\n", "END"], 2)
 
 
@@ -320,6 +330,7 @@ def test_stream_that_outlasts_the_grace_is_cancelled(room: FakeRoom, monkeypatch
         ({"top_k": -1}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"deadline_seconds": 0}, "deadline_seconds"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"logit_bias": {"word": 1}}, "logit_bias.word.[key]"),
@@ -372,6 +383,9 @@ def test_body_that_is_not_an_object_is_400(client: httpx.Client, content: bytes)
         (PromptTooLongError("too long"), 400, "context_length_exceeded", "false"),
         (KnowledgeBaseBusyError("busy"), 503, "knowledge_base_busy", None),
         (EngineClosedError("closing"), 503, "shutting_down", None),
+        (QueueFullError("full", 2.2), 429, "queue_full", None),
+        (RequestTimeoutError("slow"), 504, "request_timeout", "false"),
+        (DeadlineExceededError("late"), 504, "deadline_exceeded", "false"),
     ],
 )
 def test_errors_of_the_room_have_a_status_and_a_code(
@@ -385,6 +399,7 @@ def test_errors_of_the_room_have_a_status_and_a_code(
     assert response.json()["error"]["code"] == code
     assert response.json()["error"]["message"] == str(failure)
     assert response.headers.get("x-should-retry") == should_retry
+    assert response.headers.get("retry-after") == ("3" if status == 429 else None)
 
 
 def test_empty_knowledge_base_is_409_and_says_what_to_do() -> None:

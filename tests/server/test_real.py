@@ -13,6 +13,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from stillroom.core.request import seed_of_sample
+from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.room import Stillroom
 from tests.server.fakes import until
@@ -215,6 +216,19 @@ def test_what_the_model_cannot_do_is_refused(url: str) -> None:
         request = {"messages": [{"role": "user", "content": QUESTION}]} | change
         response = httpx.post(f"{url}/v1/chat/completions", json=request)
         assert response.status_code == 400 and complaint in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_answers_that_are_late_are_504_and_free_their_blocks(url: str, room: Stillroom, n: int) -> None:
+    request = {"messages": [{"role": "user", "content": QUESTION}], "n": n, "deadline_seconds": 0.02}
+    response = httpx.post(
+        f"{url}/v1/chat/completions", json=request | {"max_tokens": 1500, "temperature": 50.0, "seed": 1}, timeout=60
+    )
+
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    until(lambda: room.num_free_blocks == room.num_blocks)
+    with pytest.raises(UsageError, match="deadline_seconds"):
+        room.ask(QUESTION, AskOptions(deadline_seconds=0.0))
 
 
 def test_client_that_leaves_a_stream_frees_its_blocks(client: OpenAI, room: Stillroom) -> None:

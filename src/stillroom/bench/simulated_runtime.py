@@ -152,9 +152,9 @@ class _TimedScheduler(Scheduler):
 
     seconds: list[float]
 
-    def schedule(self) -> Batch | None:
+    def schedule(self, now: float = 0.0) -> Batch | None:
         started = time.perf_counter()
-        batch = super().schedule()
+        batch = super().schedule(now)
         self.seconds.append(time.perf_counter() - started)
         return batch
 

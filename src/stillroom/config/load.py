@@ -65,6 +65,7 @@ _RANGES = {
     "reuse.prefetch_bytes": Range(0),
     "reuse.focus_window": Range(0),
     "runtime.starvation_window": Range(0),
+    "runtime.max_waiting": Range(0),
     "reuse.window_s": Range(0, is_low_open=True),
     "trace.keep": Range(0),
     "engine.connect_timeout_s": Range(0, is_low_open=True),

@@ -156,6 +156,11 @@ class RuntimeConfig:
     tenants that were served less, go before that."""
     starvation_window: int = 32
     """Later requests that may be admitted before one that waits."""
+    max_waiting: int = 1024
+    """Requests that may wait; one more is refused (HTTP 429). 0: no limit."""
+    batch_delay_ms: float = 0.0
+    """How long the first request of an idle engine waits for others, so that they are computed together; less if they
+    fill a step before. 0: not at all."""
     max_num_batched_tokens: int = 512
     """Token budget of one step. Larger: faster prefill, longer gaps between the tokens of running requests."""
     request_timeout_s: float = 600.0

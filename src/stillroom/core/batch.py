@@ -5,6 +5,7 @@ Arrays are views of the scheduler's state, valid until the step's result is hand
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +14,7 @@ from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.request import SamplingParams, TokenConstraint
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+class SampleSpec(NamedTuple):
     """How to pick the next token of one request."""
 
     request_id: RequestId
@@ -59,8 +59,7 @@ class Masses:
     """[k] what each slot of the context receives from all of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """The part of one sequence that runs in this step: its tokens [first_position, first_position + n), or those at
     `positions`, where chunks are repaired."""
 

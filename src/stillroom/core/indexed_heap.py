@@ -109,11 +109,12 @@ class IndexedHeap(Generic[T]):
 
     def _down(self, place: int) -> None:
         entries, places = self._entries, self._places
-        entry, count = entries[place], len(entries)
-        while (child := 2 * place + 1) < count:
-            if child + 1 < count and entries[child + 1] < entries[child]:
-                child += 1
+        entry, last = entries[place], len(entries) - 1
+        while (child := 2 * place + 1) <= last:
             below = entries[child]
+            if child < last and entries[child + 1] < below:
+                child += 1
+                below = entries[child]
             if below >= entry:
                 break
             entries[place] = below

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
+from stillroom.engine.backlog import Backlog
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EngineClosedError, EngineError
@@ -21,8 +22,13 @@ logger = logging.getLogger(__name__)
 class AsyncEngine:
     """A running engine. Close it, or use it as a context manager."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, max_waiting: int = 0) -> None:
+        """
+        Args:
+            max_waiting: requests that may wait; 0 is no limit.
+        """
         self._engine = engine
+        self._backlog = Backlog(max_waiting)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[RequestId, Listener] = {}
         self._closing = threading.Lock()  # orders every submit before, or after, the final None
@@ -57,18 +63,24 @@ class AsyncEngine:
         Raises:
             PromptTooLongError: it can never run.
             UsageError: there are more samples than can run at the same time.
+            QueueFullError: as many requests wait as may.
             EngineClosedError: the engine was closed.
         """
         self._engine.scheduler.check(request, 1 + len(samples))
+        now = self._engine.clock.monotonic()
 
         def start() -> None:
+            if not self._listeners:
+                self._backlog.begin(now)
             for one, listen in ((request, listener), *samples):
                 self._listeners[one.request_id] = listen
             self._engine.submit(request, *(one for one, _ in samples))
+            self._backlog.hand_over()
 
         with self._closing:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed; open the knowledge base again")
+            self._backlog.accept(self.num_waiting, now)
             self._commands.put(start)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -120,11 +132,14 @@ class AsyncEngine:
         self._abort_all(EngineClosedError("the engine was closed before the answer was complete"))
 
     def _take_commands(self) -> bool:
-        """Carry out what was asked since the last step, waiting for something if there is no work; False to stop."""
+        """Carry out what was asked since the last step, waiting for something if there is nothing to do yet; False to
+        stop."""
+        pause = self._engine.pause
         while True:
             try:
                 is_idle = not self._engine.has_work
-                command = self._commands.get(block=is_idle and not self._tend())
+                timeout = None if is_idle else pause
+                command = self._commands.get(pause > 0 or (is_idle and not self._tend()), timeout)
             except queue.Empty:
                 if is_idle:
                     continue
@@ -132,6 +147,7 @@ class AsyncEngine:
             if command is None:
                 return False
             command()
+            pause = 0.0  # what came may be what was waited for
 
     def _tend(self) -> bool:
         """One piece of work that nobody waits for, if nobody waits for anything else."""
@@ -145,6 +161,8 @@ class AsyncEngine:
 
     def _dispatch(self, event: TokenEvent) -> None:
         is_last = event.finish_reason is not None
+        if is_last:
+            self._backlog.end(event.at)
         listeners = self._listeners
         listener = listeners.pop(event.request_id) if is_last else listeners[event.request_id]
         try:

@@ -4,24 +4,19 @@
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import replace
 
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine.audit import Audit
+from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.events import TokenEvent
-from stillroom.errors import DeviceLostError, RequestTimeoutError
+from stillroom.errors import DeviceLostError
 from stillroom.runner.torch_runner import Runner
 from stillroom.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Deadline:
-    at: float
-    is_last: bool = False
 
 
 class Engine:
@@ -45,12 +40,17 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
-        self._timeout = timeout_seconds
-        self._deadlines: dict[RequestId, _Deadline] = {}  # those of the first start first
+        self._deadlines = Deadlines(timeout_seconds)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def pause(self) -> float:
+        """Seconds in which a step would do nothing, unless something comes: requests wait for company."""
+        until = self.scheduler.holds_until
+        return 0.0 if until is None else max(0.0, min(until, self._deadlines.next_at) - self.clock.monotonic())
 
     def submit(self, request: Request, *samples: Request) -> None:
         """Queue a request, with further samples of the same prompt, which then is computed once.
@@ -59,20 +59,20 @@ class Engine:
             PromptTooLongError: it can never run.
             UsageError: there are more samples than can run at the same time.
         """
-        self.scheduler.add(request, *samples)
+        now = self.clock.monotonic()
+        self.scheduler.add(request, *samples, now=now)
         if self.audit is not None:
             self._interrupt_audit()
             for one in (request, *samples):
                 self.audit.submitted(one)
-        if self._timeout:
-            deadline = self.clock.monotonic() + self._timeout
-            self._deadlines |= {one.request_id: _Deadline(deadline) for one in (request, *samples)}
+        for one in (request, *samples):
+            self._deadlines.begin(one, now)
 
     def cancel(self, request_id: RequestId) -> TokenEvent | None:
         """Forget a request; its blocks are free from now on. None if it had ended already."""
         if not self.scheduler.abort(request_id):
             return None
-        self._deadlines.pop(request_id, None)
+        self._deadlines.end(request_id)
         event = TokenEvent(request_id, None, FinishReason.ABORTED, self.clock.monotonic())
         if self.audit is not None:
             self.audit.hear(event)
@@ -84,7 +84,7 @@ class Engine:
         If the device's memory is lost in it (RAGCache 6), everybody starts again from what is kept elsewhere.
         """
         expired = self._expire()
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self.clock.monotonic())
         if batch is None:
             return expired
         try:
@@ -108,7 +108,7 @@ class Engine:
         ]
         for event in events:
             if event.finish_reason is not None:
-                self._deadlines.pop(event.request_id, None)
+                self._deadlines.end(event.request_id)
         if self.audit is not None:
             events = [event for event in events if not self.audit.hear(event)]
         return expired + events
@@ -139,21 +139,13 @@ class Engine:
             self.scheduler.abort(running)
 
     def _expire(self) -> list[TokenEvent]:
-        """Requests that took too long: started again the first time (RAGCache 6), given up the second."""
-        now = self.clock.monotonic()
-        late = [request_id for request_id, deadline in self._deadlines.items() if deadline.at <= now]
+        """Requests that took too long are started again or given up, waiting or running."""
         events = []
-        for request_id in late:
-            deadline = self._deadlines[request_id]
-            if not deadline.is_last:
-                self._deadlines[request_id] = _Deadline(now + self._timeout, is_last=True)
+        for request_id, error in self._deadlines.take_late(self.clock.monotonic()):
+            if error is None:
                 self.scheduler.restart(request_id)
                 continue
             event = self.cancel(request_id)
             assert event is not None
-            error = RequestTimeoutError(
-                f"the request took longer than {self._timeout:g} s, twice; "
-                "ask for less (top_k, max_tokens) or raise runtime.request_timeout_s"
-            )
-            events.append(TokenEvent(request_id, None, event.finish_reason, event.at, error))
+            events.append(replace(event, error=error))
         return events

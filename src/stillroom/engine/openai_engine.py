@@ -13,6 +13,7 @@ from typing import Any
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason
+from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.engine.openai_protocol import RemoteRequest, body_of, path_of
 from stillroom.engine.openai_server import OpenAIServer
@@ -70,7 +71,7 @@ class OpenAIEngine:
         body = body_of(request, self.model, has_extra_sampling=self._server.has_extra_sampling)
 
         def start() -> None:
-            task = self._loop.create_task(self._answer(request, body, listener))
+            task = self._loop.create_task(self._answer_in_time(request, body, listener))
             self._tasks[request.request_id] = task
             task.add_done_callback(lambda ended: self._end(request.request_id, ended, listener))
 
@@ -118,6 +119,14 @@ class OpenAIEngine:
         await asyncio.gather(*others, return_exceptions=True)
         await self._server.close()
         await self._loop.shutdown_asyncgens()
+
+    async def _answer_in_time(self, request: RemoteRequest, body: dict[str, Any], listener: Listener) -> TokenEvent:
+        seconds = None if request.deadline is None else request.deadline - self._now()
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._answer(request, body, listener)
+        except TimeoutError:
+            raise too_late() from None
 
     async def _answer(self, request: RemoteRequest, body: dict[str, Any], listener: Listener) -> TokenEvent:
         """Tell the listener of every piece of text; the last event is the result."""

@@ -46,6 +46,8 @@ class RemoteRequest:
     request_id: RequestId
     prompt: RemotePrompt
     sampling: SamplingParams
+    deadline: float | None = None
+    """When its answer must be complete, in seconds on the engine's monotonic clock; None: whenever it is."""
 
 
 def path_of(prompt: RemotePrompt) -> str:

@@ -19,6 +19,16 @@ def num_blocks_for(segment_lengths: Sequence[int], block_size: int) -> int:
     return sum(-(-length // block_size) for length in segment_lengths)
 
 
+def runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
+    """Lengths of what is left of segments from a position on, which lies at a block boundary."""
+    runs, end = [], 0
+    for length in segment_lengths:
+        end += length
+        if end > position:
+            runs.append(min(length, end - position))
+    return runs
+
+
 class BlockTable:
     """Blocks of one sequence in order of position, and the slot of each of its tokens."""
 
@@ -47,17 +57,24 @@ class BlockTable:
 
     def append_segment(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
         """Slots for `num_tokens` more tokens, starting at the beginning of the first of these blocks."""
-        size = self.block_size
-        assert len(block_ids) == -(-num_tokens // size), (len(block_ids), num_tokens)
-        self._slots[self.num_slots : self.num_slots + num_tokens] = _slots_of(block_ids, num_tokens, size)
-        self.num_slots += num_tokens
+        self.append_segments(block_ids, (num_tokens,))
+
+    def append_segments(self, block_ids: Sequence[BlockId], lengths: Sequence[int]) -> None:
+        """Slots for segments of these lengths, each starting at the beginning of one of these blocks."""
+        size, first = self.block_size, 0
+        slots = _slots_of(block_ids, len(block_ids) * size, size)
+        for length in lengths:
+            self._slots[self.num_slots : self.num_slots + length] = slots[first : first + length]
+            self.num_slots += length
+            end, first = first + length, first + -(-length // size) * size
+            self._room = first - end
+        assert first == len(slots), (len(block_ids), lengths)
         self.block_ids.extend(block_ids)
-        self._room = len(block_ids) * size - num_tokens
 
     def append_token(self) -> None:
         """A slot for one more token in the last block, which must not be full."""
         assert self._room > 0, "the last block is full"
-        self._slots[self.num_slots] = self._slots[self.num_slots - 1] + 1
+        self._slots[self.num_slots] = (self.block_ids[-1] + 1) * self.block_size - self._room
         self.num_slots += 1
         self._room -= 1
 

@@ -25,6 +25,9 @@ class Lease:
     table: BlockTable
     pieces: tuple[Piece, ...] = ()
     """Of the prompt; none where nothing is reused."""
+    watched: tuple[bytes, ...] = ()
+    """Keys of its pieces, and their contents if they may be placed: when copies of such nodes come or go, more or less
+    of it may have to be computed. Each once."""
     nodes: list[Node] = field(default_factory=list)
     """Used by this sequence: neither they nor those above them are evicted. Behind the pieces that are its path come
     those that it has computed to be placed."""

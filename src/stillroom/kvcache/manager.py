@@ -17,7 +17,7 @@ from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.block_table import BlockTable, num_blocks_for
+from stillroom.kvcache.block_table import BlockTable, num_blocks_for, runs_after
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.node import Node
@@ -35,6 +35,9 @@ class Appended:
 
     copy: BlockCopy | None
     """What must be copied before the slot is written."""
+
+
+_NOTHING_COPIED = Appended(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,9 @@ class KVCacheManager:
         """An empty lease for a sequence that will never hold more than `max_tokens` tokens."""
         pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
         lease = Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces, may_place=may_place)
+        lease.watched = tuple(piece.key for piece in pieces)
+        if may_place and self.reuse and self.reuse.anywhere is not None:
+            lease.watched += tuple(dict.fromkeys(piece.content for piece in pieces))
         if pieces and self.reuse and self.reuse.weighs_every:
             lease.weigher = Weigher.of(pieces, prompt.num_tokens, self.reuse.weighs_every)
         return lease
@@ -172,13 +178,13 @@ class KVCacheManager:
         shared = None if table.is_full or self.pool.ref_count(table.block_ids[-1]) == 1 else table.block_ids[-1]
         if not table.is_full and shared is None:
             table.append_token()
-            return Appended(None)
+            return _NOTHING_COPIED
         blocks = self._try_take(1)
         if blocks is None:
             return None
         if shared is None:
             table.append_segment(blocks, 1)
-            return Appended(None)
+            return _NOTHING_COPIED
         table.replace_last_block(blocks[0])
         table.append_token()
         self.pool.release([shared])
@@ -288,7 +294,7 @@ class KVCacheManager:
         tiers = [node.tier for node in matched]
         size = self.pool.block_size
         fresh = [node.num_tokens for node in path if node.block_ids is None]
-        fresh += _runs_after(sum(node.num_tokens for node in path), segment_lengths)
+        fresh += runs_after(sum(node.num_tokens for node in path), segment_lengths)
         tree.acquire(path)
         sources = [one for placement in placements for one in _path_to(placement.node)]
         tree.acquire(sources)  # so that they do not make room for their own copies, nor count as such
@@ -307,7 +313,7 @@ class KVCacheManager:
             self.pool.acquire(node.block_ids)
             lease.table.append_segment(node.block_ids, node.num_tokens)
         num_cached = lease.table.num_slots
-        has_room = self._try_allocate(lease.table, _runs_after(num_cached, segment_lengths))
+        has_room = self._try_allocate(lease.table, runs_after(num_cached, segment_lengths))
         assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
         placed = place(tree, lease, placements, reuse.anywhere)
         tree.release(reversed(sources))
@@ -328,12 +334,15 @@ class KVCacheManager:
     ) -> tuple[Sequence[Node], Sequence[Placement]]:
         """What to use of the path that a lease's prompt begins with, and what to place behind it."""
         tree, always_loads = reuse.tree, reuse.always_loads
-        plan = plan_reuse(matched, num_tokens, tree.profile, tree.options.bytes_per_token, always_loads=always_loads)
-        path = matched[: plan.num_nodes]
+        bytes_per_token = tree.options.bytes_per_token
+        end = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=always_loads)
+        path = matched[:end]
         return path, plan_for(tree, lease, len(path), reuse.anywhere, always_loads=always_loads)
 
     def _read_ahead(self, lease: Lease, path: Sequence[Node], placements: Sequence[Placement]) -> None:
         assert self.reuse is not None
+        if not self.reuse.tree.num_nodes(Tier.DISK):
+            return
         nodes = [*path, *(placement.node for placement in placements)]
         lease.read_ahead += self.reuse.tree.read_ahead(node for node in nodes if node.key not in lease.read_ahead)
 
@@ -380,26 +389,10 @@ class KVCacheManager:
 
     def _try_allocate(self, table: BlockTable, run_lengths: Sequence[int]) -> bool:
         """Blocks for runs of tokens, each on a fresh block; False, and nothing taken, if too few can be had."""
-        size = self.pool.block_size
-        blocks = self._try_take(num_blocks_for(run_lengths, size))
-        if blocks is None:
-            return False
-        first = 0
-        for length in run_lengths:
-            count = -(-length // size)
-            table.append_segment(blocks[first : first + count], length)
-            first += count
-        return True
-
-
-def _runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
-    """Lengths of what is left of segments from a position on, which lies at a block boundary."""
-    runs, end = [], 0
-    for length in segment_lengths:
-        end += length
-        if end > position:
-            runs.append(min(length, end - position))
-    return runs
+        blocks = self._try_take(num_blocks_for(run_lengths, self.pool.block_size))
+        if blocks:
+            table.append_segments(blocks, run_lengths)
+        return blocks is not None
 
 
 def _path_to(node: Node) -> list[Node]:

@@ -1,49 +1,34 @@
 """What to reuse of one prompt: how far along its path in the knowledge tree, by measured cost."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import takewhile
 
-from stillroom.core.kv import Tier
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.kvcache.node import Node
 
 
-@dataclass(frozen=True, slots=True)
-class ReusePlan:
-    """The first `num_nodes` nodes of a path are used; the rest of the prompt is computed."""
-
-    num_nodes: int
-    num_cached: int
-    """Tokens in them."""
-    load_seconds: float
-    compute_seconds: float
-
-
 def plan_reuse(
     path: Sequence[Node], num_tokens: int, profile: CostProfile, bytes_per_token: int, *, always_loads: bool = False
-) -> ReusePlan:
-    """Load or recompute, for each node by measured cost: the cut of the path that makes prefill end soonest.
+) -> int:
+    """How many nodes of a path to use; the rest of the prompt is computed.
 
-    What is on the device is always used. Of equally fast cuts the longest is taken; `always_loads` takes all.
+    Load or recompute, for each node by measured cost: the cut of the path that makes prefill end soonest. What is on
+    the device is always used. Of equally fast cuts the longest is taken; `always_loads` takes all.
 
     Args:
         path: a path of the tree that covers the beginning of the prompt.
         num_tokens: of the prompt.
     """
-    loads, num_cached = 0.0, 0
-    best: ReusePlan | None = None
-    for used in range(len(path) + 1):
-        if used > 0:
-            node = path[used - 1]
-            num_cached += node.num_tokens
-            tier = node.tier
-            assert tier is not None
-            loads += 0.0 if tier is Tier.DEVICE else profile.load_seconds(tier, node.num_tokens * bytes_per_token)
-        is_forced = always_loads or (used < len(path) and path[used].tier is Tier.DEVICE)
-        if is_forced and used < len(path):
-            continue
-        cut = ReusePlan(used, num_cached, loads, profile.prefill_seconds(num_cached, num_tokens - num_cached))
-        if best is None or cut.load_seconds + cut.compute_seconds <= best.load_seconds + best.compute_seconds:
-            best = cut
-    assert best is not None
+    if always_loads or not path or path[-1].block_ids is not None:  # no node is on a faster tier than its parent
+        return len(path)
+    on_device = list(takewhile(lambda node: node.block_ids is not None, path))
+    num_cached, loads = sum(node.num_tokens for node in on_device), 0.0
+    best, least = len(on_device), profile.prefill_seconds(num_cached, num_tokens - num_cached)
+    for num_nodes, node in enumerate(path[len(on_device) :], start=len(on_device) + 1):
+        assert node.tier is not None
+        num_cached += node.num_tokens
+        loads += profile.load_seconds(node.tier, node.num_tokens * bytes_per_token)
+        seconds = loads + profile.prefill_seconds(num_cached, num_tokens - num_cached)
+        if seconds <= least:
+            best, least = num_nodes, seconds
     return best

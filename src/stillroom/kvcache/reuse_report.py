@@ -79,18 +79,18 @@ def segments_of(
 ) -> tuple[SegmentReuse, ...]:
     """Segment by segment; a last one that is kept in part appears once for each source."""
     variants = {pieces[index].segment: one.variant for index, one in placed.items()}
-    lengths: list[dict[Source, int]] = [{} for _ in prompt.segments]
+    lengths: dict[tuple[int, Source], int] = {}
     for piece, source in zip(pieces, sources, strict=True):
-        of_segment = lengths[piece.segment]
-        of_segment[source] = of_segment.get(source, 0) + piece.num_tokens
+        part = (piece.segment, source)
+        lengths[part] = lengths.get(part, 0) + piece.num_tokens
+    rest = prompt.num_tokens - sum(lengths.values())
+    if rest > 0:
+        lengths[len(prompt.segments) - 1, (None, Reason.TAIL)] = rest  # pieces leave nothing uncovered but the end
     report = []
-    for index, (segment, of_segment) in enumerate(zip(prompt.segments, lengths, strict=True)):
-        rest = len(segment.token_ids) - sum(of_segment.values())
-        if rest > 0:
-            of_segment[None, Reason.TAIL] = rest
-        for (tier, reason), num_tokens in of_segment.items():
-            variant = variants.get(index) if reason is Reason.ANYWHERE else None
-            report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, tier, reason, variant=variant))
+    for (index, (tier, reason)), num_tokens in lengths.items():
+        segment = prompt.segments[index]
+        variant = variants.get(index) if reason is Reason.ANYWHERE else None
+        report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, tier, reason, variant=variant))
     return tuple(report)
 
 

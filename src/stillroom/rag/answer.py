@@ -27,6 +27,8 @@ class AskOptions:
     seed: int | None = None
     priority: int = 0
     """Of two questions that wait for the engine, the one with the lower number goes first."""
+    deadline_seconds: float | None = None
+    """How long the question may take from its arrival to its last token; then it is given up, wherever it is."""
     min_tokens: int = 0
     """The model cannot end its answer before this many tokens; stop strings can."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)

@@ -24,6 +24,8 @@ class Sample:
     listener: Listener
     priority: int = 0
     """As of `Request`; an engine elsewhere does not know it."""
+    deadline: float | None = None
+    """As of `Request`."""
 
 
 @dataclass(frozen=True, slots=True)

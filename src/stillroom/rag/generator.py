@@ -113,6 +113,7 @@ class Generator:
                 prompt=prompt,
                 sampling=sample.sampling,
                 priority=sample.priority,
+                deadline=sample.deadline,
                 stop_token_ids=self.model.stop_token_ids,
                 constraint=constraint,
             )
@@ -153,7 +154,7 @@ def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | Non
     )
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
-    return Generator(model, AsyncEngine(engine), cache, prompts, constraints)
+    return Generator(model, AsyncEngine(engine, config.runtime.max_waiting), cache, prompts, constraints)
 
 
 def calibrate_model(
@@ -258,6 +259,7 @@ def _limits(decoder: Decoder, config: RuntimeConfig) -> SchedulerLimits:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
         max_model_len=decoder.spec.max_positions,
+        batch_delay_s=config.batch_delay_ms / 1000,
     )
 
 

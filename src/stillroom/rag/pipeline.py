@@ -64,6 +64,7 @@ class Pipeline:
         Raises:
             UsageError: the question is empty, an option is out of range, or the prompt does not fit the model.
             EmptyKnowledgeBaseError: there is nothing to search.
+            QueueFullError: as many questions wait as may.
         """
         prepared = self._prepare(question, options, num_samples)
         queues: list[queue.SimpleQueue[TokenEvent]] = [queue.SimpleQueue() for _ in prepared.collectors]
@@ -90,8 +91,9 @@ class Pipeline:
             UsageError: the prompt or an option is not possible.
         """
         arrival = self._clock.monotonic()
+        _check(options)
         draft = self._backend.draft_raw(prompt)
-        attempt = Attempt(draft, self._wanted(draft, options, 1))
+        attempt = Attempt(draft, self._wanted(draft, options, arrival, 1))
         report = SpeculationReport(SpeculationOutcome.OFF)
         return self._astreams(self._prepared("", attempt, options, arrival, arrival, [], report))[0]
 
@@ -124,7 +126,7 @@ class Pipeline:
         arrival = self._clock.monotonic()
         if not question.strip():
             raise UsageError("the question is empty")
-        _stops(options)  # refused before anything is begun
+        _check(options)
         if self._kb.num_chunks == 0:
             raise EmptyKnowledgeBaseError(
                 "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR"
@@ -136,7 +138,7 @@ class Pipeline:
         def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
             chunks = [scored.chunk for scored in found]
             draft = self._backend.draft(chunks, question, self._room_for_prompt(options), options.json_schema)
-            return Attempt(draft, self._wanted(draft, options, num_samples))
+            return Attempt(draft, self._wanted(draft, options, arrival, num_samples))
 
         found = self._speculator.find(
             lambda num_stages: self._search.search_staged(question, mode, top_k, num_stages), mode, attempt_with
@@ -151,19 +153,21 @@ class Pipeline:
             return None
         return limit - (options.max_tokens or min(self._config.generation.max_tokens, limit // 4))
 
-    def _wanted(self, draft: Draft, options: AskOptions, num_samples: int) -> list[Wanted]:
+    def _wanted(self, draft: Draft, options: AskOptions, arrival: float, num_samples: int) -> list[Wanted]:
         """The answers to a prompt: each has its own name and seed, and only the first computes the prompt."""
-        first = RequestId(f"req-{uuid.uuid4().hex[:16]}")
+        name = RequestId(f"req-{uuid.uuid4().hex[:16]}")
         sampling = self._sampling(options, draft.num_tokens)
-        others = [
-            Wanted(
-                RequestId(f"{first}-{index}"),
-                replace(sampling, seed=seed_of_sample(sampling.seed, index)),
-                options.priority,
+        deadline = None if options.deadline_seconds is None else arrival + options.deadline_seconds
+        first = Wanted(name, sampling, options.priority, deadline)
+        others = (
+            replace(
+                first,
+                request_id=RequestId(f"{name}-{index}"),
+                sampling=replace(sampling, seed=seed_of_sample(sampling.seed, index)),
             )
             for index in range(1, num_samples)
-        ]
-        return [Wanted(first, sampling, options.priority), *others]
+        )
+        return [first, *others]
 
     def _prepared(  # noqa: PLR0913  all that is known of a question
         self,
@@ -256,11 +260,16 @@ class Pipeline:
         self._metrics.set_requests(load.num_waiting, load.num_running)
 
 
-def _stops(options: AskOptions) -> Sequence[str]:
-    stops = (options.stop,) if isinstance(options.stop, str) else options.stop
-    if not all(stops):
+def _check(options: AskOptions) -> None:
+    """Before anything is searched or begun."""
+    if not all(_stops(options)):
         raise UsageError("stop holds an empty text, which is everywhere; leave it out")
-    return stops
+    if options.deadline_seconds is not None and not 0 < options.deadline_seconds < float("inf"):
+        raise UsageError(f"deadline_seconds={options.deadline_seconds}; it must be a positive number")
+
+
+def _stops(options: AskOptions) -> Sequence[str]:
+    return (options.stop,) if isinstance(options.stop, str) else options.stop
 
 
 def _sources(found: Sequence[ScoredChunk]) -> tuple[Source, ...]:

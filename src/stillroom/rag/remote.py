@@ -77,7 +77,8 @@ class RemoteGenerator:
     def _draft(self, chunk_ids: tuple[ChunkId, ...], prompt: RemotePrompt) -> Draft:
         def start(samples: Sequence[Sample]) -> None:
             for sample in samples:
-                self._engine.submit(RemoteRequest(sample.request_id, prompt, sample.sampling), sample.listener)
+                request = RemoteRequest(sample.request_id, prompt, sample.sampling, sample.deadline)
+                self._engine.submit(request, sample.listener)
 
         return Draft(chunk_ids, len(prompt) if isinstance(prompt, tuple) else None, start)
 

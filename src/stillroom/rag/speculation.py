@@ -51,6 +51,8 @@ class Wanted:
     request_id: RequestId
     sampling: SamplingParams
     priority: int = 0
+    deadline: float | None = None
+    """On the engine's clock."""
 
 
 class _Held:
@@ -97,7 +99,7 @@ class Attempt:
         """Submit it. Raises as `Draft.start`."""
         self.draft.start(
             [
-                Sample(one.request_id, one.sampling, held, one.priority)
+                Sample(one.request_id, one.sampling, held, one.priority, one.deadline)
                 for one, held in zip(self.wanted, self._held, strict=True)
             ]
         )

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from stillroom.core.ids import RequestId
 from stillroom.core.indexed_heap import IndexedHeap
@@ -46,7 +47,7 @@ class WaitingQueue:
         self._outlook = outlook
         self._window = window
         self._sequences: dict[RequestId, Sequence] = {}
-        self._arrivals: IndexedHeap[RequestId] = IndexedHeap()
+        self._arrivals: list[tuple[int, RequestId]] = []  # a heap; who does not wait any more is dropped on top
         self._levels: dict[float, _Level] = {}
         self._served: dict[str, float] = {}  # by tenant, tokens computed for it; equal when it begins to wait
         self._overtaking: list[int] = []  # arrivals that were admitted and are later than the oldest that waits, sorted
@@ -71,20 +72,30 @@ class WaitingQueue:
         if not any(tenant in level.orders for level in self._levels.values()):
             self._served[tenant] = max(self._served[tenant], self._least_served())
         self._sequences[request_id] = sequence
-        self._arrivals.push(request_id, sequence.arrival)
+        heappush(self._arrivals, (sequence.arrival, request_id))
         level = self._levels.setdefault(_priority(sequence), _Level())
         if tenant not in level.orders:
             level.orders[tenant] = IndexedHeap()
             level.turns.push(tenant, self._served[tenant])
         level.orders[tenant].push(request_id, self._key(sequence))
-        for name in self._names(sequence):
+        for name in self._watched(sequence):
             self._interested.setdefault(name, set()).add(request_id)
+
+    @property
+    def oldest(self) -> Sequence:
+        """Who came first. Raises IndexError when nobody waits."""
+        while True:
+            arrival, request_id = self._arrivals[0]
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.arrival == arrival:
+                return sequence
+            heappop(self._arrivals)
 
     def first(self) -> Sequence | None:
         """Who is next, or None."""
         if not self._sequences:
             return None
-        oldest = self._sequences[self._arrivals.peek()[0]]
+        oldest = self.oldest
         if len(self._overtaking) - bisect_right(self._overtaking, oldest.arrival) >= self._window:
             return oldest
         level = self._levels[min(self._levels)]
@@ -99,9 +110,8 @@ class WaitingQueue:
             if tenant in level.turns:
                 level.turns.update(tenant, self._served[tenant])
         if self._sequences:
-            oldest = int(self._arrivals.peek()[1])
             insort(self._overtaking, sequence.arrival)
-            del self._overtaking[: bisect_right(self._overtaking, oldest)]
+            del self._overtaking[: bisect_right(self._overtaking, self.oldest.arrival)]
         else:
             self._overtaking.clear()
             self._served.clear()
@@ -111,7 +121,6 @@ class WaitingQueue:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
-        self._arrivals.remove(request_id)
         priority, tenant = _priority(sequence), _tenant(sequence)
         level = self._levels[priority]
         level.orders[tenant].remove(request_id)
@@ -120,7 +129,7 @@ class WaitingQueue:
             level.turns.remove(tenant)
         if not level.orders:
             del self._levels[priority]
-        for name in set(self._names(sequence)):  # a document may come twice
+        for name in self._watched(sequence):
             self._interested[name].discard(request_id)
             if not self._interested[name]:
                 del self._interested[name]
@@ -144,7 +153,8 @@ class WaitingQueue:
             for tenant, order in level.orders.items()
             for request_id in order
         ]
-        assert len(standing) == len(self._sequences) == len(self._arrivals)
+        assert len(standing) == len(self._sequences)
+        assert not standing or self.oldest.arrival == min(one.arrival for one in self)
         for priority, tenant, request_id in standing:
             sequence = self._sequences[request_id]
             assert (priority, tenant) == (_priority(sequence), _tenant(sequence))
@@ -158,12 +168,9 @@ class WaitingQueue:
             return float(sequence.arrival)
         return self._policy(self._outlook(sequence))
 
-    def _names(self, sequence: Sequence) -> Iterator[bytes]:
+    def _watched(self, sequence: Sequence) -> tuple[bytes, ...]:
         """What its place in the order depends on."""
-        if self.depends_on_cache:
-            for piece in sequence.lease.pieces:
-                yield piece.key
-                yield piece.content
+        return sequence.lease.watched if self.depends_on_cache else ()
 
     def _least_served(self) -> float:
         """Of the tenants that wait: what one counts as served at least that begins to, so that nobody saves turns while

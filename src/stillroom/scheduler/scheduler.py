@@ -38,6 +38,8 @@ class SchedulerLimits:
     """Tokens computed in one step; at least `max_num_seqs`, so that every decode fits."""
     max_model_len: int
     """Prompt plus answer, in tokens."""
+    batch_delay_s: float = 0.0
+    """How long the oldest that waits does so for company, while nothing runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Scheduler:
             kv.watch_changes()
         self._running: dict[RequestId, Sequence] = {}  # in order of admission
         self._num_arrivals = 0
+        self.holds_until: float | None = None
+        """By the last decision: nothing runs before then, unless others come; None if nobody waits for company."""
 
     @property
     def num_waiting(self) -> int:
@@ -117,10 +121,10 @@ class Scheduler:
                 f"{pool.num_blocks} blocks of {pool.block_size} tokens; raise runtime.kv_bytes or shorten the prompt"
             )
 
-    def add(self, request: Request, *samples: Request) -> None:
+    def add(self, request: Request, *samples: Request, now: float = 0.0) -> None:
         """Queue a request, with further samples of the same prompt; raises as `check`."""
         self.check(request, 1 + len(samples))
-        leader, *followers = (self._new_sequence(one) for one in (request, *samples))
+        leader, *followers = (self._new_sequence(one, now) for one in (request, *samples))
         leader.followers = followers
         self._wait(leader)
 
@@ -161,8 +165,11 @@ class Scheduler:
             self._preempt(sequence)
         self.kv.lose_device()
 
-    def schedule(self) -> Batch | None:
-        """The next step, or None if there is nothing to run."""
+    def schedule(self, now: float = 0.0) -> Batch | None:
+        """The next step, or None if there is nothing to run, or not yet (`holds_until`)."""
+        self.holds_until = self._hold(now)
+        if self.holds_until is not None:
+            return None
         num_running_before = len(self._running)
         copies: list[BlockCopy] = []
         scheduled = self._decodes(copies)
@@ -239,11 +246,11 @@ class Scheduler:
         """Followers have the seats that they will sit on when they fork."""
         return sum(1 + len(sequence.followers) for sequence in self._running.values())
 
-    def _new_sequence(self, request: Request) -> Sequence:
+    def _new_sequence(self, request: Request, now: float) -> Sequence:
         self._num_arrivals += 1
         num_tokens = request.prompt.num_tokens + request.sampling.max_tokens
         lease = self.kv.new_lease(request.prompt, num_tokens, request.cache_salt, may_place=request.may_place)
-        return Sequence(request, lease, self._num_arrivals)
+        return Sequence(request, lease, self._num_arrivals, now)
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The followers of a sequence whose prompt has just run, now running themselves."""
@@ -278,6 +285,22 @@ class Scheduler:
         self._take_over(heir, leader)
         running = ((heir if one is leader else one) for one in self._running.values())
         self._running = {one.request_id: one for one in running}
+
+    def _hold(self, now: float) -> float | None:
+        """Until when those who wait do so for company (llmds's micro-batches): until their tokens fill a step or they
+        the seats, but not for long. None if there is nothing to wait for."""
+        if self._running or not self._waiting:
+            return None
+        until = self._waiting.oldest.arrived_at + self.limits.batch_delay_s
+        if until <= now:
+            return None
+        num_tokens = num_seats = 0
+        for sequence in self._waiting:
+            num_tokens += self._outlook(sequence).num_to_compute
+            num_seats += 1 + len(sequence.followers)
+            if num_tokens >= self.limits.max_num_batched_tokens or num_seats >= self.limits.max_num_seqs:
+                return None
+        return until
 
     def _decodes(self, copies: list[BlockCopy]) -> list[ScheduledSequence]:
         """One token of every decoding sequence, oldest first: whom a preemption hits has not been taken yet."""

@@ -27,10 +27,28 @@ class Status(StrEnum):
 class Sequence:
     """A request on its way: its tokens so far, and where their KV is."""
 
-    def __init__(self, request: Request, lease: Lease, arrival: int) -> None:
+    __slots__ = (
+        "_token_ids",
+        "arrival",
+        "arrived_at",
+        "constraint",
+        "finish_reason",
+        "followers",
+        "lease",
+        "num_computed",
+        "num_prompt_tokens",
+        "num_tokens",
+        "request",
+        "status",
+        "to_compute",
+    )
+
+    def __init__(self, request: Request, lease: Lease, arrival: int, arrived_at: float = 0.0) -> None:
         self.request = request
         self.arrival = arrival
         """Number of the request, in the order in which they came."""
+        self.arrived_at = arrived_at
+        """When it came, in seconds."""
         self.lease = lease
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
@@ -66,7 +84,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_generated > 0 and self.num_to_compute == 1
+        return self.num_tokens - self.num_computed == 1 and self.num_tokens > self.num_prompt_tokens
 
     @property
     def is_complete(self) -> bool:

@@ -15,7 +15,7 @@ def take(sequence: Sequence, budget: int) -> ScheduledSequence:
         return _take_repair(sequence, sequence.lease.repair, budget)
     start = sequence.num_computed
     end = min(start + budget, sequence.num_tokens)
-    samples = _samples(sequence, is_last=end == sequence.num_tokens)
+    samples = _samples(sequence) if end == sequence.num_tokens else ()
     token_ids, slots = sequence.tokens(start, end), sequence.table.slots[:end]
     weighing = _weighing(sequence, np.arange(start, end)) if sequence.lease.weigher is not None else None
     return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, weighing=weighing)
@@ -34,7 +34,7 @@ def _take_repair(sequence: Sequence, repair: Repair, budget: int) -> ScheduledSe
     if sequence.to_compute is None:
         sequence.to_compute = repair.to_compute(sequence.num_tokens)
     positions = sequence.to_compute[:budget]
-    samples = _samples(sequence, is_last=len(positions) == len(sequence.to_compute))
+    samples = _samples(sequence) if len(positions) == len(sequence.to_compute) else ()
     end = int(positions[-1]) + 1
     return _at(sequence, positions, slots[:end], samples, weighing=_weighing(sequence, positions))
 
@@ -62,9 +62,9 @@ def _weighing(sequence: Sequence, positions: NDArray[np.int64]) -> Weighing | No
     return weigher.weighing(positions)
 
 
-def _samples(sequence: Sequence, *, is_last: bool) -> tuple[SampleSpec, ...]:
-    """Of a sequence and its followers, once all of their tokens have run."""
-    return tuple(map(_sample_spec, (sequence, *sequence.followers))) if is_last else ()
+def _samples(sequence: Sequence) -> tuple[SampleSpec, ...]:
+    """Of a sequence and its followers, as all of their tokens run."""
+    return (_sample_spec(sequence), *map(_sample_spec, sequence.followers))
 
 
 def _sample_spec(sequence: Sequence) -> SampleSpec:

@@ -62,6 +62,7 @@ def generation_options(body: GenerationRequest) -> AskOptions:
         seed=body.seed,
         min_tokens=body.min_tokens or 0,
         priority=body.priority,
+        deadline_seconds=body.deadline_seconds,
         logit_bias=body.logit_bias or {},
         stop=body.stop or (),
     )

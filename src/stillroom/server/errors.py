@@ -1,5 +1,6 @@
 """Errors as HTTP: a status and OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. No stack traces."""
 
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -8,13 +9,16 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from stillroom.errors import (
+    DeadlineExceededError,
     EmptyKnowledgeBaseError,
     EngineClosedError,
     EngineRefusedError,
     EngineUnavailableError,
     KnowledgeBaseBusyError,
     PromptTooLongError,
+    QueueFullError,
     RequestAbortedError,
+    RequestTimeoutError,
     StillroomError,
     UnknownDocumentError,
     UsageError,
@@ -34,6 +38,9 @@ _KINDS: tuple[tuple[type[StillroomError], int, str, str], ...] = (
     (EmptyKnowledgeBaseError, 409, "conflict_error", "knowledge_base_empty"),
     (KnowledgeBaseBusyError, 503, _UNAVAILABLE, "knowledge_base_busy"),
     (EngineClosedError, 503, _UNAVAILABLE, "shutting_down"),
+    (QueueFullError, 429, "rate_limit_error", "queue_full"),
+    (DeadlineExceededError, 504, "timeout_error", "deadline_exceeded"),
+    (RequestTimeoutError, 504, "timeout_error", "request_timeout"),
     (EngineUnavailableError, 503, _UNAVAILABLE, "engine_unavailable"),
     (EngineRefusedError, 502, "bad_gateway_error", "engine_refused"),
     (RequestAbortedError, 503, _UNAVAILABLE, "request_aborted"),
@@ -62,8 +69,10 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 def error_response(error: Exception) -> JSONResponse:
     status, body = describe(error)
-    # OpenAI's clients repeat requests that got 409 or 5xx, unless told that it will not help
-    headers = {} if status == 503 else {"x-should-retry": "false"}
+    # OpenAI's clients repeat requests that got 408, 409, 429 or 5xx, unless told that it will not help
+    headers = {} if status in (429, 503) else {"x-should-retry": "false"}
+    if isinstance(error, QueueFullError):
+        headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
     return JSONResponse(body, status_code=status, headers=headers)
 
 

@@ -86,6 +86,8 @@ class GenerationRequest(BaseModel):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Not OpenAI's, but usual: of requests that wait, those with the lower number go first."""
+    deadline_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Ours: how long the request may take until its last token."""
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: StopStrings | None = None
     """A text or a list of texts."""

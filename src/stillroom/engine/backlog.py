@@ -1,0 +1,59 @@
+"""How many requests may wait for the engine, and when to ask again if too many do. Thread-safe."""
+
+import threading
+from collections import deque
+
+from stillroom.errors import QueueFullError
+
+_NUM_REMEMBERED = 64
+
+
+class Backlog:
+    """Counts what was accepted and does not wait in the scheduler yet, and how fast requests end."""
+
+    def __init__(self, max_waiting: int) -> None:
+        """
+        Args:
+            max_waiting: 0 is no limit.
+        """
+        self._max_waiting = max_waiting
+        self._num_accepted = 0
+        self._lock = threading.Lock()
+        self._ends: deque[float] = deque(maxlen=_NUM_REMEMBERED)  # the first may be when there came work
+
+    def accept(self, num_waiting: int, now: float) -> None:
+        """One request more, if there is room beside those that wait in the scheduler.
+
+        Raises:
+            QueueFullError: there is none.
+        """
+        with self._lock:
+            if self._max_waiting and num_waiting + self._num_accepted >= self._max_waiting:
+                seconds = self._retry_after(now)
+                raise QueueFullError(
+                    f"{self._max_waiting} requests wait already (runtime.max_waiting); ask again in {seconds:.0f} s",
+                    seconds,
+                )
+            self._num_accepted += 1
+
+    def hand_over(self) -> None:
+        """One that was accepted waits in the scheduler now."""
+        with self._lock:
+            self._num_accepted -= 1
+
+    def begin(self, now: float) -> None:
+        """There is work, after a time without: that time says nothing of how fast requests end."""
+        with self._lock:
+            self._ends.clear()
+            self._ends.append(now)
+
+    def end(self, at: float) -> None:
+        """A request has ended."""
+        with self._lock:
+            self._ends.append(at)
+
+    def _retry_after(self, now: float) -> float:
+        """Seconds until another request will have ended, by the last ones; at least 1."""
+        if not self._ends:
+            return 1.0
+        return max(1.0, (now - self._ends[0]) / max(1, len(self._ends) - 1))

@@ -1,0 +1,100 @@
+"""A request past its deadline is dropped at the next step, wherever it is, and is not started again."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stillroom.core.clock import VirtualClock
+from stillroom.core.request import FinishReason
+from stillroom.engine.deadlines import Deadlines
+from stillroom.engine.engine import Engine
+from stillroom.engine.events import TokenEvent
+from stillroom.errors import DeadlineExceededError, RequestTimeoutError
+from tests.engine.modelled import NUM_BLOCKS, ask, modelled_engine
+
+
+def run(engine: Engine) -> list[TokenEvent]:
+    """All events until nobody is left."""
+    events = []
+    while engine.has_work:
+        events += engine.step()
+        engine.check_integrity()
+    assert engine.scheduler.kv.pool.num_free == NUM_BLOCKS
+    return events
+
+
+def ends(events: list[TokenEvent]) -> dict[str, tuple[float, type[Exception] | None]]:
+    """When each request ended, and why."""
+    return {one.request_id: (one.at, type(one.error) if one.error else None) for one in events if one.finish_reason}
+
+
+def test_a_running_request_is_dropped_and_its_tokens_so_far_were_delivered() -> None:
+    engine = modelled_engine(timeout=1.5)
+    engine.submit(ask("late", deadline=1.5))
+    events = run(engine)
+    assert [(one.at, one.finish_reason) for one in events] == [(1, None), (2, None), (2, FinishReason.ABORTED)]
+    assert isinstance(events[-1].error, DeadlineExceededError) and "deadline_seconds" in str(events[-1].error)
+
+
+def test_a_waiting_request_is_dropped_and_the_others_go_on() -> None:
+    engine = modelled_engine(seats=1)
+    engine.submit(ask("runs", max_tokens=5))
+    engine.submit(ask("late", deadline=2.0))
+    engine.submit(ask("in time", max_tokens=2, deadline=7.0))
+    assert ends(run(engine)) == {"late": (2, DeadlineExceededError), "runs": (5, None), "in time": (7, None)}
+
+
+@pytest.mark.parametrize("deadline", [0.0, 3.0])
+def test_samples_of_a_prompt_have_one_deadline(deadline: float) -> None:
+    engine = modelled_engine()
+    engine.submit(*(ask(name, deadline=deadline) for name in "abc"))
+    assert ends(run(engine)) == dict.fromkeys("abc", (deadline, DeadlineExceededError))
+
+
+def test_a_restart_does_not_move_the_deadline() -> None:
+    engine = modelled_engine(timeout=2.0)
+    engine.submit(ask("late", deadline=3.0))
+    engine.submit(ask("slow"))
+    events = run(engine)
+    assert ends(events) == {"slow": (4, RequestTimeoutError), "late": (3, DeadlineExceededError)}
+
+
+def test_who_ended_in_time_is_not_late_afterwards() -> None:
+    engine = modelled_engine(timeout=3.0)
+    engine.submit(ask("a", max_tokens=1, deadline=2.0))
+    engine.submit(ask("b", deadline=2.0))
+    engine.step()
+    engine.cancel(ask("b").request_id)
+    engine.submit(ask("a", max_tokens=2, deadline=50.0))
+    assert ends(run(engine)) == {"a": (3, None)}
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 4.0]))
+def test_late_are_those_that_a_look_at_everybody_finds(seed: int, timeout: float) -> None:
+    draw, clock, deadlines = random.Random(seed), VirtualClock(), Deadlines(timeout)
+    twin: dict[str, tuple[float, float, bool]] = {}  # own deadline, end of this start, whether it is the second one
+    for number in range(40):
+        one = ask(f"r{number}", deadline=draw.choice((None, clock.now + draw.randint(0, 9))))
+        deadlines.begin(one, clock.now)
+        own = math.inf if one.deadline is None else one.deadline
+        twin[one.request_id] = (own, clock.now + (timeout or math.inf), False)
+        if draw.random() < 0.2:
+            ended = draw.choice(sorted(twin))
+            deadlines.end(ask(ended).request_id)
+            del twin[ended]
+        clock.advance(draw.randint(0, 2))
+        expected: dict[str, type[Exception] | None] = {}
+        for name, (own, end, is_second) in list(twin.items()):
+            if own <= clock.now or (end <= clock.now and is_second):
+                expected[name] = DeadlineExceededError if own <= clock.now else RequestTimeoutError
+                del twin[name]
+            elif end <= clock.now:
+                expected[name] = None
+                twin[name] = (own, clock.now + timeout, True)
+        late = deadlines.take_late(clock.now)
+        assert {name: None if error is None else type(error) for name, error in late} == expected
+        assert deadlines.next_at == min((min(own, end) for own, end, _ in twin.values()), default=math.inf)
