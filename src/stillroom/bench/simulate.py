@@ -17,7 +17,8 @@ from stillroom.bench.machines import Machine, load_machine
 from stillroom.bench.report import BenchResult
 from stillroom.bench.reuse_figures import sustained_rate
 from stillroom.bench.reuse_traffic import Companions, Pool, Traffic, arrivals
-from stillroom.bench.simulated_runtime import Outcome, Plant, SimulatedRuntime, System
+from stillroom.bench.simulated_runtime import Outcome, Plant, SimulatedRuntime
+from stillroom.bench.stepped_engine import System
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.errors import UsageError
 
