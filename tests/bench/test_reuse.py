@@ -20,7 +20,7 @@ from stillroom.bench.statistics import ratio_of_means
 from stillroom.errors import UsageError
 
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
-SMALL = ReuseOptions(rates=(1.0, 0.5), num_requests=3, num_warm=4, num_documents=20, repeat=1)
+SMALL = ReuseOptions(rates=(1.0, 0.5), num_requests=3, num_warm=4, num_documents=20, max_tokens=2, repeat=1)
 
 
 class OneAtATime:
@@ -126,7 +126,7 @@ def test_figures_by_hand() -> None:
 
     figures.add(off, prompts, answer(2.0, [[0, 0, 0]] * 2))
     figures.add(lru, prompts, answer(1.0, [[2, 1, 0], [4, 0, 2]]))
-    assert figures.service_rate("mmlu", 1) == 0.5
+    assert figures.service_rate("mmlu", 1) == pytest.approx(1 / 2.6), "whole answers"
     figures.add(off.at(1.0), prompts, answer(11.0, [[0, 0, 0]] * 2))
     figures.add(lru.at(1.0), prompts, answer(9.0, [[0, 0, 0]] * 2))
     assert not figures.is_asked(off.at(2.0), 1.0, 0), "11 s are more than 5 times 2 s"
@@ -140,9 +140,9 @@ def test_figures_by_hand() -> None:
     assert (first["mean"], first["mean x off"], first["mean x lru"]) == ("2 s", "", "2 [2, 2]")
     assert [second[f"{tier} hits"] for tier in ("device", "host", "disk")] == ["50.0%", "8.3%", "16.7%"]
     rows = {row["arm"]: row for row in tables["sustained requests per second"]}
-    assert (rows["off"]["below 5x its own"], rows["off"]["below 5x off's"]) == ("0.444", "0.444")
-    assert (rows["lru"]["below 5x its own"], rows["lru"]["below 5x off's"]) == ("0.25", "at least 0.5")
-    assert (rows["off"]["90% within 2 s"], rows["lru"]["90% within 2 s"]) == ("0.05", "0.05")
+    assert (rows["off"]["below 5x its own"], rows["off"]["below 5x off's"]) == ("0.342", "0.342")
+    assert (rows["lru"]["below 5x its own"], rows["lru"]["below 5x off's"]) == ("0.192", "at least 0.385")
+    assert (rows["off"]["90% within 2 s"], rows["lru"]["90% within 2 s"]) == ("0.0385", "0.0385")
     assert figures.samples().of("mmlu, k=1, 1x/lru", METRIC) == [9.0, 9.0]
     assert figures.samples().of("mmlu, k=1, 1x/lru", PER_TOKEN) == pytest.approx([0.1, 0.2])
     third = tables["time to first token"][2]
@@ -225,11 +225,14 @@ def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow  # starts processes that import torch
 def test_a_run(tmp_path: Path) -> None:
     peers = {"vllm": sys.executable}
-    result = run_reuse(tmp_path, options=SMALL, peers=peers, shape=TINY)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f'{{"timestamp": {one * one}}}\n' for one in range(9)))
+    result = run_reuse(tmp_path, options=SMALL, arrivals=trace, peers=peers, shape=TINY)
     groups = {f"mmlu, k=2, {load}" for load in ("one after the other", "0.5x", "1x")}
     assert {name.rpartition("/")[0] for name in result.samples.values} == groups
     assert {name.rpartition("/")[2] for name in result.samples.values} == set(DEFAULT_ARMS)
-    assert all(len(metrics[METRIC]) == 3 for metrics in result.samples.values.values())
+    assert all(len(metrics[METRIC]) == len(metrics[PER_TOKEN]) == 3 for metrics in result.samples.values.values())
+    assert result.parameters["arrivals"] == "trace.jsonl"
     assert result.ratio("mmlu, k=2, one after the other/lru", METRIC) is not None
     assert any(note.startswith("vllm: left out") for note in result.notes)
     assert [row["arm"] for row in result.tables["sustained requests per second"]] == list(DEFAULT_ARMS)

@@ -95,7 +95,7 @@ class Figures:
         seen.num_tokens += sum(len(part) for prompt in prompts for part in prompt)
         seen.num_cached = [before + sum(row[at] for row in cached) for at, before in enumerate(seen.num_cached)]
         if cell.arm == OFF and cell.rate == UNLOADED:  # the first run's: all runs have the same rates
-            self._service.setdefault((cell.curve, cell.k), 1 / seen.mean)
+            self._service.setdefault((cell.curve, cell.k), 1 / float(np.mean(seen.response_seconds)))
 
     def add_memory(self, k: int, peaks: Mapping[str, int]) -> None:
         self._memory += [{"k": k, "arm": arm, "peak RSS MiB": peak / 2**20} for arm, peak in peaks.items()]

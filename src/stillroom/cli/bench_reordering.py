@@ -47,7 +47,9 @@ def reordering(  # noqa: PLR0913  one parameter per flag
     loads: Annotated[
         list[float] | None,
         typer.Option(
-            "--load", metavar="X", help="Request rate, times what the order of arrival manages; can be repeated. Without it, 1.5."
+            "--load",
+            metavar="X",
+            help="Request rate, times what the order of arrival manages; can be repeated. Without it, 1.5.",
         ),
     ] = None,
     windows: Annotated[
