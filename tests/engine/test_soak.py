@@ -43,7 +43,7 @@ NUM_THREADS, NUM_OPEN = 4, 6
 LONG = 180
 """Tokens of an answer that takes too long."""
 MAX_GROWTH = 12 * 2**20
-"""Python's table of interned strings, which the names of files go through, grows once by seven of these."""
+"""Python's table of interned strings, which the names of files go through, grows by 7 MiB at once now and then."""
 PATIENCE = 120.0
 
 
