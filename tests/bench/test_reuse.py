@@ -12,21 +12,24 @@ import pytest
 from stillroom.bench.report import to_markdown
 from stillroom.bench.reuse import ReuseOptions, run_reuse
 from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS, RATIOS, OurRuntime
-from stillroom.bench.reuse_figures import METRIC, UNLOADED, Cell, Figures, sustained_rate
+from stillroom.bench.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Cell, Figures, sustained_rate
 from stillroom.bench.reuse_traffic import Traffic, budget_for, made_pool
-from stillroom.bench.reuse_worker import FirstToken, common_prefix, drive
+from stillroom.bench.reuse_worker import Stepped, common_prefix, drive
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.statistics import ratio_of_means
 from stillroom.errors import UsageError
 
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
-SMALL = ReuseOptions(rates=(1.0, 0.5), num_requests=3, num_warm=4, num_documents=20, repeat=1)
+SMALL = ReuseOptions(rates=(1.0, 0.5), num_requests=3, num_warm=4, num_documents=20, max_tokens=2, repeat=1)
 
 
 class OneAtATime:
-    """Takes a second of a made clock for each request, and half a second of work once it is idle."""
+    """Takes a second of a made clock for each first token, and half a second of work once it is idle."""
 
-    def __init__(self) -> None:
+    def __init__(self, further: float = 0.0) -> None:
+        """Args: further: seconds for the rest of an answer."""
+        self.further = further
+        self.answering: int | None = None
         self.now = 100.0
         self.queue: deque[int] = deque()
         self.num_to_tend = 1
@@ -37,16 +40,22 @@ class OneAtATime:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queue)
+        return bool(self.queue) or self.answering is not None
 
     def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
         self.queue.append(number)
 
-    def step(self) -> list[FirstToken]:
+    def step(self) -> Stepped:
+        if self.answering is not None:
+            ended, self.answering = [self.answering], None
+            self.now += self.further
+            self.ended = self.now
+            return [], ended
         self.now += 1.0
         self.ended = self.now
         number = self.queue.popleft()
-        return [(number, [number, 0, 0])]
+        self.answering = number if self.further else None
+        return [(number, [number, 0, 0])], [] if self.further else [number]
 
     def tend(self) -> bool:
         self.num_to_tend -= 1
@@ -62,6 +71,7 @@ class OneAtATime:
         assert found["wall_seconds"] == self.ended - 100.0
         assert found["cached"] == [[number, 0, 0] for number in range(count)]
         seconds: list[float] = found["seconds"]
+        assert found["response_seconds"] == [one + self.further for one in seconds]
         return seconds
 
 
@@ -69,6 +79,10 @@ def test_requests_count_from_when_they_were_due() -> None:
     runtime = OneAtATime()
     assert runtime.drive(4, [0.0, 0.25, 0.25, 8.0]) == [1.0, 1.75, 2.75, 1.0]
     assert runtime.slept == [4.5], "after half a second of other work"
+
+
+def test_answers_end_when_their_last_token_is_there() -> None:
+    assert OneAtATime(further=0.5).drive(3, [0.0, 0.25, 8.0]) == [1.0, 2.25, 1.0]
 
 
 def test_work_of_an_idle_moment_keeps_who_comes_in_it_waiting() -> None:
@@ -94,19 +108,25 @@ def test_sustained_rate() -> None:
     assert sustained_rate(points, 0.5) == 0.0, "too slow from the beginning"
     assert sustained_rate(points, 20.0) == 6.0
     assert sustained_rate(points[:1], 0.5) == 0.0
+    assert sustained_rate([(0.0, 1.0), (1.0, 1.0)], 0.1) == 0.0, "no better at any rate"
 
 
 def test_figures_by_hand() -> None:
-    figures = Figures()
+    figures = Figures(slo_seconds=2.0, num_tokens=5)
     prompts = [((1, 2), (3, 4, 5), (6,))] * 2
     off, lru = Cell("mmlu", 1, UNLOADED, "off"), Cell("mmlu", 1, UNLOADED, "lru")
 
     def answer(seconds: float, cached: list[list[int]]) -> dict[str, Any]:
-        return {"seconds": [seconds] * 2, "cached": cached, "wall_seconds": 2 * seconds}
+        return {
+            "seconds": [seconds] * 2,
+            "response_seconds": [seconds + 0.4, seconds + 0.8],
+            "cached": cached,
+            "wall_seconds": 2 * seconds,
+        }
 
     figures.add(off, prompts, answer(2.0, [[0, 0, 0]] * 2))
     figures.add(lru, prompts, answer(1.0, [[2, 1, 0], [4, 0, 2]]))
-    assert figures.service_rate("mmlu", 1) == 0.5
+    assert figures.service_rate("mmlu", 1) == pytest.approx(1 / 2.6), "whole answers"
     figures.add(off.at(1.0), prompts, answer(11.0, [[0, 0, 0]] * 2))
     figures.add(lru.at(1.0), prompts, answer(9.0, [[0, 0, 0]] * 2))
     assert not figures.is_asked(off.at(2.0), 1.0, 0), "11 s are more than 5 times 2 s"
@@ -120,9 +140,21 @@ def test_figures_by_hand() -> None:
     assert (first["mean"], first["mean x off"], first["mean x lru"]) == ("2 s", "", "2 [2, 2]")
     assert [second[f"{tier} hits"] for tier in ("device", "host", "disk")] == ["50.0%", "8.3%", "16.7%"]
     rows = {row["arm"]: row for row in tables["sustained requests per second"]}
-    assert (rows["off"]["below 5x its own"], rows["off"]["below 5x off's"]) == ("0.444", "0.444")
-    assert (rows["lru"]["below 5x its own"], rows["lru"]["below 5x off's"]) == ("0.25", "at least 0.5")
+    assert (rows["off"]["below 5x its own"], rows["off"]["below 5x off's"]) == ("0.342", "0.342")
+    assert (rows["lru"]["below 5x its own"], rows["lru"]["below 5x off's"]) == ("0.192", "at least 0.385")
+    assert (rows["off"]["90% within 2 s"], rows["lru"]["90% within 2 s"]) == ("0.0385", "0.0385")
     assert figures.samples().of("mmlu, k=1, 1x/lru", METRIC) == [9.0, 9.0]
+    assert figures.samples().of("mmlu, k=1, 1x/lru", PER_TOKEN) == pytest.approx([0.1, 0.2])
+    third = tables["time to first token"][2]
+    assert (first["within 2 s"], first["goodput/s"], first["TPOT mean"]) == ("100%", 0.5, "150 ms")
+    assert (third["arm"], third["within 2 s"], third["goodput/s"]) == ("off", "0%", 0.0)
+
+
+def test_answers_of_one_token_have_no_time_per_further_token() -> None:
+    figures, off = Figures(), Cell("mmlu", 1, UNLOADED, "off")
+    figures.add(off, [((1,), (2,))], {"seconds": [1], "response_seconds": [1], "cached": [[0] * 3], "wall_seconds": 1})
+    assert PER_TOKEN not in figures.samples().values["mmlu, k=1, one after the other/off"]
+    assert not any(head.startswith("TPOT") for head in figures.tables()["time to first token"][0])
 
 
 def test_ratio_of_means_keeps_neighbours_together() -> None:
@@ -181,6 +213,8 @@ def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
         ReuseOptions(arms=["off", "tier"])
     with pytest.raises(UsageError, match="add --arm off"):
         ReuseOptions(arms=["lru"])
+    with pytest.raises(UsageError, match="--slo-ttft"):
+        ReuseOptions(slo_ttft=0.0)
     for rates in ([], [0.0]):
         with pytest.raises(UsageError, match="rates"):
             ReuseOptions(rates=rates)
@@ -191,11 +225,14 @@ def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow  # starts processes that import torch
 def test_a_run(tmp_path: Path) -> None:
     peers = {"vllm": sys.executable}
-    result = run_reuse(tmp_path, options=SMALL, peers=peers, shape=TINY)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f'{{"timestamp": {one * one}}}\n' for one in range(9)))
+    result = run_reuse(tmp_path, options=SMALL, arrivals=trace, peers=peers, shape=TINY)
     groups = {f"mmlu, k=2, {load}" for load in ("one after the other", "0.5x", "1x")}
     assert {name.rpartition("/")[0] for name in result.samples.values} == groups
     assert {name.rpartition("/")[2] for name in result.samples.values} == set(DEFAULT_ARMS)
-    assert all(len(metrics[METRIC]) == 3 for metrics in result.samples.values.values())
+    assert all(len(metrics[METRIC]) == len(metrics[PER_TOKEN]) == 3 for metrics in result.samples.values.values())
+    assert result.parameters["arrivals"] == "trace.jsonl"
     assert result.ratio("mmlu, k=2, one after the other/lru", METRIC) is not None
     assert any(note.startswith("vllm: left out") for note in result.notes)
     assert [row["arm"] for row in result.tables["sustained requests per second"]] == list(DEFAULT_ARMS)

@@ -11,7 +11,8 @@ from stillroom.bench.runtime import Shape
 from stillroom.bench.simulate import EXPERIMENTS, run_simulate
 from stillroom.bench.simulate_validation import run_validation
 from stillroom.bench.simulated_cases import SGLANG, VLLM, SimulateOptions, ragcache_case
-from stillroom.bench.simulated_runtime import Plant, SimulatedRuntime, System
+from stillroom.bench.simulated_runtime import Plant, SimulatedRuntime
+from stillroom.bench.stepped_engine import System
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
 from stillroom.errors import UsageError

@@ -12,23 +12,24 @@ from stillroom.bench.report import BenchResult
 from stillroom.bench.reuse import ReuseOptions
 from tests.cli.harness import Run
 
-Calls = list[tuple[Path, ReuseOptions, Path | None, Path | None, Mapping[str, str]]]
+Calls = list[tuple[Path, ReuseOptions, Path | None, Path | None, Path | None, Mapping[str, str]]]
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     seen: Calls = []
 
-    def measure(
+    def measure(  # noqa: PLR0913  as what it stands in for
         work_dir: Path,
         *,
         options: ReuseOptions,
         dataset: Path | None,
         model: Path | None,
+        arrivals: Path | None,
         peers: Mapping[str, str],
         on_progress: Callable[[str], None],
     ) -> BenchResult:
-        seen.append((work_dir, options, dataset, model, peers))
+        seen.append((work_dir, options, dataset, model, arrivals, peers))
         on_progress("warming up off")
         tables = {"time to first token": [{"arm": "off", "mean": "1 s"}]}
         return BenchResult("stillroom bench reuse", record_environment(["x"]), {}, Samples(), tables=tables)
@@ -41,14 +42,16 @@ def test_defaults(run: Run, calls: Calls) -> None:
     result = run("bench", "reuse", "--work-dir", "w")
 
     assert "| off | 1 s |" in result.out and result.err == "warming up off\n"
-    assert calls == [(Path("w"), ReuseOptions(), None, None, {})]
+    assert calls == [(Path("w"), ReuseOptions(), None, None, None, {})]
 
 
 def test_every_flag(run: Run, calls: Calls) -> None:
     Path("set").mkdir()
+    Path("trace.csv").touch()
     flags = "--dataset set --model set --curve nq --curve mmlu --k 1 --k 5 --rate 0.5 --rate 2 --requests 9 --warmup 7"
     flags += (
         " --documents 50 --companions fixed --max-tokens 4 --repeat 3 --seed 6 --arm off --peer vllm=py --quiet --json"
+        " --arrivals trace.csv --slo-ttft 0.5"
     )
     result = run(
         "bench", "reuse", "--work-dir", "w", "--peer", "vllm plenty=py", "--arm", "anywhere 30%", *flags.split()
@@ -64,11 +67,13 @@ def test_every_flag(run: Run, calls: Calls) -> None:
         num_documents=50,
         companions="fixed",
         max_tokens=4,
+        slo_ttft=0.5,
         repeat=3,
         seed=6,
         arms=["anywhere 30%", "off"],
     )
-    assert calls == [(Path("w"), options, Path("set"), Path("set"), {"vllm plenty": "py", "vllm": "py"})]
+    peers = {"vllm plenty": "py", "vllm": "py"}
+    assert calls == [(Path("w"), options, Path("set"), Path("set"), Path("trace.csv"), peers)]
 
 
 def test_wrong_calls(run: Run, calls: Calls) -> None:

@@ -27,15 +27,13 @@ from stillroom.bench.reuse_traffic import (
     Pool,
     Prompt,
     Traffic,
-    arrivals,
     budget_for,
-    made_pool,
-    read_pool,
-    word_tokens,
+    pool_for,
 )
 from stillroom.bench.reuse_worker import PEERS
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.runtime_worker import MAX_TOKENS
+from stillroom.bench.trace_arrivals import Draw, arrivals_of
 from stillroom.bench.worker import WorkerProcess
 from stillroom.errors import UsageError
 
@@ -68,6 +66,8 @@ class ReuseOptions:
     num_documents: int = 300
     companions: Companions = "drawn"
     max_tokens: int = 1
+    slo_ttft: float = 1.0
+    """Seconds to the first token within which a request counts for the goodput."""
     repeat: int = 2
     seed: int = 0
     arms: Sequence[str] = DEFAULT_ARMS
@@ -82,6 +82,8 @@ class ReuseOptions:
             raise UsageError(f"unknown curves {', '.join(sorted(unknown))}; known are {', '.join(CURVES)}")
         if not self.rates or min(self.rates) <= 0:
             raise UsageError("rates are positive numbers, times what is served without reuse")
+        if self.slo_ttft <= 0:
+            raise UsageError("--slo-ttft is a positive number of seconds")
 
 
 @dataclass(slots=True)
@@ -91,8 +93,9 @@ class _Run:
     folder: Path
     """Of the checkpoint."""
     pool: Pool
+    draw: Draw
     say: Callable[[str], None]
-    figures: Figures = field(default_factory=Figures)
+    figures: Figures
     budgets: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -103,6 +106,7 @@ def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
     options: ReuseOptions | None = None,
     dataset: Path | None = None,
     model: Path | None = None,
+    arrivals: Path | None = None,
     peers: Mapping[str, str] | None = None,
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
@@ -113,6 +117,7 @@ def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
         work_dir: where the checkpoint is kept between runs, and KV while it is measured.
         dataset: in BEIR layout; None draws documents and questions.
         model: a checkpoint's folder with its tokenizer; None takes random weights of `shape`.
+        arrivals: a trace to take the moments of requests from; None: a Poisson process.
         peers: name (of `reuse_worker.PEERS`) -> the Python that has it installed.
 
     Raises:
@@ -122,10 +127,12 @@ def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
     options, peers = options or ReuseOptions(), peers or {}
     if unknown := set(peers) - set(PEERS):
         raise UsageError(f"unknown peers {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
+    draw = arrivals_of(arrivals)
     work_dir.mkdir(parents=True, exist_ok=True)
     folder = model or write_checkpoint(work_dir, shape or Shape(), "bfloat16", 0)
-    pool = _pool(folder, model is not None, dataset, options)
-    run = _Run(options, record_environment(), folder, pool, on_progress)
+    pool = pool_for(folder, model is not None, dataset, options.num_documents, options.seed)
+    figures = Figures(options.slo_ttft, options.max_tokens)
+    run = _Run(options, record_environment(), folder, pool, draw, on_progress, figures)
     for k in options.ks:
         traffics = [Traffic(pool, curve, k, options.companions, options.seed) for curve in options.curves]
         budget = _budget(run, k, traffics)
@@ -133,15 +140,19 @@ def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
             for traffic in traffics:
                 _measure(run, workers, traffic)
             run.figures.add_memory(k, {worker.name: worker.peak_rss_bytes for worker in workers})
-    return _result(run, dataset, model)
+    sources = {
+        "dataset": dataset.name if dataset else "made",
+        "model": folder.name,
+        "arrivals": arrivals.name if arrivals else "poisson",
+    }
+    return _result(run, sources)
 
 
-def _result(run: _Run, dataset: Path | None, model: Path | None) -> BenchResult:
+def _result(run: _Run, sources: Mapping[str, str]) -> BenchResult:
     lengths = [len(document) for document in run.pool.documents]
     parameters = {
         **asdict(run.options),
-        "dataset": dataset.name if dataset else "made",
-        "model": (model or run.folder).name,
+        **sources,
         "mean_document_tokens": sum(lengths) / len(lengths),
         "max_num_seqs": MAX_SEQS,
         "max_num_batched_tokens": _STEP_TOKENS,
@@ -156,18 +167,6 @@ def _result(run: _Run, dataset: Path | None, model: Path | None) -> BenchResult:
         notes=[*_NOTES, *run.notes],
         tables=tables,
     )
-
-
-def _pool(folder: Path, has_tokenizer: bool, dataset: Path | None, options: ReuseOptions) -> Pool:
-    vocab_size = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
-    if dataset is None:
-        return made_pool(options.num_documents, vocab_size, options.seed)
-    encode: Callable[[str], Sequence[int]] = word_tokens(vocab_size)
-    if has_tokenizer:
-        from stillroom.models.tokenizer import Tokenizer
-
-        encode = Tokenizer.load(folder).encode_text
-    return read_pool(dataset, options.num_documents, encode, options.seed)
 
 
 def _prompts(run: _Run, traffic: Traffic, repetition: int) -> list[Prompt]:
@@ -240,7 +239,7 @@ def _measure(run: _Run, workers: list[WorkerProcess], traffic: Traffic) -> None:
                 dues = None
             else:
                 per_second = rate * figures.service_rate(traffic.curve, traffic.k)
-                dues = arrivals(options.num_requests, per_second, [options.seed, 6, repetition, number])
+                dues = run.draw(options.num_requests, per_second, [options.seed, 6, repetition, number])
             for worker in list(workers if (repetition + number) % 2 == 0 else reversed(workers)):
                 cell = Cell(traffic.curve, traffic.k, rate, worker.name)
                 if figures.is_asked(cell, rates[number - 1] if number else None, repetition):

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from stillroom.bench.stepped_engine import SteppedEngine
+from stillroom.bench.stepped_engine import SteppedEngine, System
 from stillroom.config.settings import EvictionPolicy, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.models.loader import fingerprint_of, load_decoder
+from stillroom.models.spec import ModelSpec
 from stillroom.rag.generator import build_engine
 from stillroom.rag.kv_cache import KVCache, kv_shape
 
@@ -42,6 +43,12 @@ def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
     return exact
 
 
+def system_of(arm: str, host_bytes: int, disk_bytes: int) -> System:
+    """What an arm keeps, and who is served first."""
+    reuse = reuse_config(arm, host_bytes, disk_bytes)
+    return System(reuse=reuse, scheduling="cache_first" if arm == CACHE_FIRST else "first_come")
+
+
 class OurRuntime(SteppedEngine):
     """`reuse_worker.Runtime` around an `Engine`."""
 
@@ -59,12 +66,33 @@ class OurRuntime(SteppedEngine):
         """
         torch.set_num_threads(num_threads)
         super().__init__(settings["max_tokens"])
-        self._arm, self._settings = arm, settings
+        self._settings = settings
         self._decoder = load_decoder(folder, device="cpu", dtype="bfloat16")
         self._fingerprint = fingerprint_of(folder, self._decoder)
         self._kv_folder = Path(settings["scratch"]) / arm
         self._profile = profile
         self._cache: KVCache | None = None
+        per_token = self.bytes_per_token
+        self._system = system_of(arm, settings["host"] * per_token, settings["disk"] * per_token)
+        self.reset()
+
+    @property
+    def profile(self) -> CostProfile | None:
+        """What computing and loading cost; None where nothing was ever kept."""
+        return self._profile
+
+    @property
+    def bytes_per_token(self) -> int:
+        return kv_shape(self._decoder).bytes_per_token
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the decoder."""
+        return self._decoder.spec
+
+    def become(self, system: System) -> None:
+        """Another arm on the same weights, with nothing kept."""
+        self._system = system
         self.reset()
 
     def reset(self) -> None:
@@ -73,21 +101,23 @@ class OurRuntime(SteppedEngine):
         self._engine = self._cache = None
         shutil.rmtree(self._kv_folder, ignore_errors=True)
         self._kv_folder.mkdir(parents=True)
-        settings, per_token = self._settings, kv_shape(self._decoder).bytes_per_token
+        settings, system = self._settings, self._system
+        has_disk = system.reuse.mode != "off" and system.reuse.disk_bytes > 0
         self._engine, self._cache = build_engine(
             self._decoder,
             RuntimeConfig(
-                kv_bytes=settings["device"] * per_token,
+                kv_bytes=settings["device"] * self.bytes_per_token,
                 max_num_seqs=settings["max_seqs"],
                 max_num_batched_tokens=settings["step_tokens"],
                 request_timeout_s=0.0,
-                scheduling="cache_first" if self._arm == CACHE_FIRST else "first_come",
+                scheduling=system.scheduling,
+                starvation_window=system.window,
             ),
             SystemClock(),
-            reuse=reuse_config(self._arm, settings["host"] * per_token, settings["disk"] * per_token),
+            reuse=system.reuse,
             fingerprint=self._fingerprint,
             profile=self._profile,
-            kv_folder=None if self._arm in ("off", "lru") else self._kv_folder,
+            kv_folder=self._kv_folder if has_disk else None,
         )
         if self._cache.tree is not None:
             self._profile = self._cache.tree.profile

@@ -17,9 +17,11 @@ from stillroom.bench.statistics import ratio_of_means, summarise
 
 UNLOADED = 0.0
 """The rate at which each request is sent when the one before is answered."""
-OFF, METRIC = "off", "first_token_seconds"
+OFF, METRIC, PER_TOKEN = "off", "first_token_seconds", "time_per_token_seconds"
 _OVERLOAD = 5.0
 """Times the unloaded time to first token (RAGCache 7, Metrics)."""
+_MISSES = 0.10
+"""Share of requests that may miss the SLO of a rate that counts as served."""
 _REFERENCES = (OFF, "lru", "vllm")
 _TIERS = ("device", "host", "disk")
 
@@ -49,6 +51,7 @@ class Cell:
 @dataclass(slots=True)
 class _Seen:
     seconds: list[float] = field(default_factory=list)
+    response_seconds: list[float] = field(default_factory=list)
     wall_seconds: float = 0.0
     """From the first request due to the last one answered, all runs together."""
     num_tokens: int = 0
@@ -58,11 +61,24 @@ class _Seen:
     def mean(self) -> float:
         return float(np.mean(self.seconds))
 
+    def num_within(self, seconds: float) -> int:
+        """Requests whose first token came in time."""
+        return sum(one <= seconds for one in self.seconds)
+
+    def per_token(self, num_tokens: int) -> list[float]:
+        """Seconds for each token after the first, by request."""
+        pairs = zip(self.seconds, self.response_seconds, strict=True)
+        return [(response - first) / (num_tokens - 1) for first, response in pairs]
+
 
 @dataclass(slots=True)
 class Figures:
     """Filled rate by rate, slowest first."""
 
+    slo_seconds: float = 1.0
+    """To the first token; the goodput counts requests within it."""
+    num_tokens: int = 1
+    """Of each answer."""
     _seen: dict[Cell, _Seen] = field(default_factory=dict)
     _memory: list[dict[str, Any]] = field(default_factory=list)
     _service: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -75,10 +91,11 @@ class Figures:
         seen, cached = self._seen.setdefault(cell, _Seen()), answer["cached"]
         seen.wall_seconds += answer["wall_seconds"]
         seen.seconds += answer["seconds"]
+        seen.response_seconds += answer["response_seconds"]
         seen.num_tokens += sum(len(part) for prompt in prompts for part in prompt)
         seen.num_cached = [before + sum(row[at] for row in cached) for at, before in enumerate(seen.num_cached)]
         if cell.arm == OFF and cell.rate == UNLOADED:  # the first run's: all runs have the same rates
-            self._service.setdefault((cell.curve, cell.k), 1 / seen.mean)
+            self._service.setdefault((cell.curve, cell.k), 1 / float(np.mean(seen.response_seconds)))
 
     def add_memory(self, k: int, peaks: Mapping[str, int]) -> None:
         self._memory += [{"k": k, "arm": arm, "peak RSS MiB": peak / 2**20} for arm, peak in peaks.items()]
@@ -109,10 +126,13 @@ class Figures:
         return _OVERLOAD * self._mean(unloaded), _OVERLOAD * self._mean(unloaded.of(OFF))
 
     def samples(self) -> Samples:
-        """Every request's time to first token; arms by group."""
+        """Every request's time to first token, and per further token; arms by group."""
         found = Samples()
         for cell in self._cells():
-            found.values[f"{cell.group}/{cell.arm}"] = {METRIC: list(self._seen[cell].seconds)}
+            seen = self._seen[cell]
+            found.values[f"{cell.group}/{cell.arm}"] = metrics = {METRIC: list(seen.seconds)}
+            if self.num_tokens > 1:
+                metrics[PER_TOKEN] = seen.per_token(self.num_tokens)
         return found
 
     def _cells(self) -> list[Cell]:
@@ -135,9 +155,19 @@ class Figures:
         row: dict[str, Any] = {"load": cell.group, "requests/s": cell.rate * service or "", "arm": cell.arm}
         row["answered/s"] = len(seen.seconds) / seen.wall_seconds
         row |= {name: format_value(METRIC, getattr(summary, name)) for name in ("mean", "p50", "p95")}
+        num_within = seen.num_within(self.slo_seconds)
+        row[f"within {self._slo}"] = f"{num_within / len(seen.seconds):.0%}"
+        row["goodput/s"] = num_within / seen.wall_seconds
+        if self.num_tokens > 1:
+            further = summarise(seen.per_token(self.num_tokens))
+            row |= {f"TPOT {name}": format_value(PER_TOKEN, getattr(further, name)) for name in ("mean", "p95")}
         row |= {f"mean x {arm}": self._ratio(cell, arm) for arm in _REFERENCES if self._has(arm)}
         shares = zip(_TIERS, seen.num_cached, strict=True)
         return row | {f"{tier} hits": f"{count / seen.num_tokens:.1%}" for tier, count in shares}
+
+    @property
+    def _slo(self) -> str:
+        return format_value(METRIC, self.slo_seconds)
 
     def _has(self, arm: str) -> bool:
         return any(cell.arm == arm for cell in self._seen)
@@ -156,8 +186,16 @@ class Figures:
         row["unloaded"] = format_value(METRIC, points[0][1])
         for name, limit in zip(("below 5x its own", "below 5x off's"), self._limits(cell), strict=True):
             rate = sustained_rate(points, limit)
-            row[name] = f"{rate:.3g}" if rate < points[-1][0] else f"at least {rate:.3g}"
+            row[name] = _at_least(rate, points)
+        cells = [cell.at(rate) for rate in self._rates(cell)]
+        late = [1 - self._seen[one].num_within(self.slo_seconds) / len(self._seen[one].seconds) for one in cells]
+        shares = [(rate, share) for (rate, _), share in zip(points, late, strict=True)]
+        row[f"{1 - _MISSES:.0%} within {self._slo}"] = _at_least(sustained_rate(shares, _MISSES), points)
         return row
+
+
+def _at_least(rate: float, points: Sequence[tuple[float, float]]) -> str:
+    return f"{rate:.3g}" if rate < points[-1][0] else f"at least {rate:.3g}"
 
 
 def sustained_rate(points: Sequence[tuple[float, float]], limit: float) -> float:
@@ -169,5 +207,5 @@ def sustained_rate(points: Sequence[tuple[float, float]], limit: float) -> float
     """
     for (rate, seconds), (next_rate, next_seconds) in zip(points, points[1:], strict=False):
         if next_seconds > limit:
-            return rate + (next_rate - rate) * max(0.0, limit - seconds) / (next_seconds - seconds)
+            return rate if seconds > limit else rate + (next_rate - rate) * (limit - seconds) / (next_seconds - seconds)
     return points[-1][0]

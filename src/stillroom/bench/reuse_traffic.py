@@ -4,6 +4,7 @@ Everything is drawn from a seed and made of token ids, so every runtime is sent 
 all of them the same, and what it would find is drawn from the popularity curve instead.
 """
 
+import json
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -55,6 +56,19 @@ def word_tokens(vocab_size: int) -> Callable[[str], Tokens]:
 
 
 _PIECES = re.compile(r"\w{1,5}|[^\w\s]")
+
+
+def pool_for(folder: Path, has_tokenizer: bool, dataset: Path | None, size: int, seed: int) -> Pool:
+    """For a checkpoint: of a data set, or drawn. Raises as `read_pool`."""
+    vocab_size = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    if dataset is None:
+        return made_pool(size, vocab_size, seed)
+    encode: Callable[[str], Sequence[int]] = word_tokens(vocab_size)
+    if has_tokenizer:
+        from stillroom.models.tokenizer import Tokenizer
+
+        encode = Tokenizer.load(folder).encode_text
+    return read_pool(dataset, size, encode, seed)
 
 
 def read_pool(dataset: Path, size: int, encode: Callable[[str], Sequence[int]], seed: int) -> Pool:
@@ -190,14 +204,21 @@ _BLOCK = 32
 """Tokens; a multiple of every runtime's block."""
 
 
-def budget_for(pool: Pool, prompts: Sequence[Prompt], max_tokens: int) -> Budget:
+def budget_for(
+    pool: Pool,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    *,
+    device_share: float = DEVICE_SHARE,
+    host_share: float = HOST_SHARE,
+) -> Budget:
     """Room for the prompts that run at the same time, and for a share of the documents."""
     documents = sum(map(_rounded, map(len, pool.documents)))
     needs = [sum(_rounded(len(part)) for part in prompt) + _rounded(max_tokens) for prompt in prompts]
     running = max(max(needs), round(MAX_SEQS * sum(needs) / len(needs)))
     return Budget(
-        device=_rounded(running + round(DEVICE_SHARE * documents), _BLOCK),
-        host=round(HOST_SHARE * documents),
+        device=_rounded(running + round(device_share * documents), _BLOCK),
+        host=round(host_share * documents),
         disk=round(DISK_SHARE * documents),
         plenty=_rounded(running + 2 * documents, _BLOCK),
         longest=max(sum(map(len, prompt)) for prompt in prompts) + max_tokens,

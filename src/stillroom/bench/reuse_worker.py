@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 FirstToken = tuple[int, list[int]]
 """Number of the request, and how many tokens of its prompt were kept on device, host and disk."""
+Stepped = tuple[list[FirstToken], list[int]]
+"""Whose first tokens came in a step, and the numbers of those whose answers are complete."""
 
 
 class Runtime(Protocol):
@@ -33,8 +35,8 @@ class Runtime(Protocol):
 
     def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None: ...
 
-    def step(self) -> list[FirstToken]:
-        """Go on for a moment; whose first tokens came in it."""
+    def step(self) -> Stepped:
+        """Go on for a moment."""
         ...
 
     def tend(self) -> bool:
@@ -55,11 +57,12 @@ def drive(
         dues: seconds from now, ascending; None sends each when the one before is answered.
 
     Returns:
-        `seconds` from due to first token and `cached` tokens by tier, of each request; `wall_seconds` until all were
-        answered.
+        `seconds` from due to first token, `response_seconds` to the last one, and `cached` tokens by tier, of each
+        request; `wall_seconds` until all were answered.
     """
     sent: list[float] = []
     seconds, cached = [0.0] * len(prompts), [[0, 0, 0] for _ in prompts]
+    response_seconds = [0.0] * len(prompts)
     began = clock()
     while len(sent) < len(prompts) or runtime.has_work:
         now = clock() - began
@@ -67,14 +70,23 @@ def drive(
             runtime.submit(len(sent), prompts[len(sent)])
             sent.append(dues[len(sent)] if dues else now)
         if runtime.has_work:
-            for number, kept in runtime.step():
-                seconds[number], cached[number] = clock() - began - sent[number], kept
+            firsts, ended = runtime.step()
+            now = clock() - began
+            for number, kept in firsts:
+                seconds[number], cached[number] = now - sent[number], kept
+            for number in ended:
+                response_seconds[number] = now - sent[number]
         elif dues and not runtime.tend():
             sleep(max(0.0, dues[len(sent)] - (clock() - began)))
     wall_seconds = clock() - began
     while runtime.tend():  # nobody waits; what comes next does not pay for it
         pass
-    return {"seconds": seconds, "cached": cached, "wall_seconds": wall_seconds}
+    return {
+        "seconds": seconds,
+        "response_seconds": response_seconds,
+        "cached": cached,
+        "wall_seconds": wall_seconds,
+    }
 
 
 class Vllm:
@@ -119,14 +131,16 @@ class Vllm:
         self.begun.discard(str(number))
         self.engine.add_request(str(number), {"prompt_token_ids": joined(prompt)}, self.parameters)
 
-    def step(self) -> list[FirstToken]:
+    def step(self) -> Stepped:
+        outputs = self.engine.step()
         new = [
             output
-            for output in self.engine.step()
+            for output in outputs
             if output.request_id not in self.begun and output.outputs and output.outputs[0].token_ids
         ]
         self.begun.update(output.request_id for output in new)
-        return [(int(output.request_id), [output.num_cached_tokens or 0, 0, 0]) for output in new]
+        firsts = [(int(output.request_id), [output.num_cached_tokens or 0, 0, 0]) for output in new]
+        return firsts, [int(output.request_id) for output in outputs if output.finished]
 
     def tend(self) -> bool:
         return False
@@ -142,7 +156,7 @@ class LlamaCpp:
         self.num_tokens: int = settings["max_tokens"]
         self.queue: deque[tuple[int, list[int]]] = deque()
         self.kept: list[int] = []
-        self.next_token, self.num_left = 0, 0
+        self.current, self.next_token, self.num_left = 0, 0, 0
         self.reset()
 
     def reset(self) -> None:
@@ -160,18 +174,21 @@ class LlamaCpp:
     def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
         self.queue.append((number, joined(prompt)))
 
-    def step(self) -> list[FirstToken]:
+    def step(self) -> Stepped:
         if self.num_left:
             self.kept.append(self.next_token)
             self.next_token = self.inner._next([self.next_token])
             self.num_left -= 1
-            return []
+            return [], self._ended()
         number, tokens = self.queue.popleft()
         num_cached = min(common_prefix(tokens, self.kept), len(tokens) - 1)
         self._cut(num_cached)
         self.next_token = self.inner._next(tokens[num_cached:])
-        self.kept, self.num_left = tokens, self.num_tokens - 1
-        return [(number, [num_cached, 0, 0])]
+        self.current, self.kept, self.num_left = number, tokens, self.num_tokens - 1
+        return [(number, [num_cached, 0, 0])], self._ended()
+
+    def _ended(self) -> list[int]:
+        return [] if self.num_left else [self.current]
 
     def tend(self) -> bool:
         return False

@@ -30,7 +30,7 @@ from stillroom.bench.simulated_cases import (
     plant_of,
     ragcache_case,
 )
-from stillroom.bench.simulated_runtime import System
+from stillroom.bench.stepped_engine import System
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.errors import UsageError
 

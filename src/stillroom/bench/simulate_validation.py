@@ -21,7 +21,8 @@ from stillroom.bench.reuse_figures import METRIC
 from stillroom.bench.reuse_traffic import MAX_SEQS, Traffic, arrivals, budget_for, made_pool
 from stillroom.bench.reuse_worker import drive
 from stillroom.bench.runtime import Shape, write_checkpoint
-from stillroom.bench.simulated_runtime import Plant, SimulatedRuntime, System
+from stillroom.bench.simulated_runtime import Plant, SimulatedRuntime
+from stillroom.bench.stepped_engine import System
 from stillroom.core.clock import SystemClock
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.kvstore.device import DeviceStore

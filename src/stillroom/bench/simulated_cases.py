@@ -8,7 +8,8 @@ import numpy as np
 
 from stillroom.bench.machines import Machine, load_machine
 from stillroom.bench.reuse_traffic import Companions, Pool, Traffic, arrivals
-from stillroom.bench.simulated_runtime import Outcome, Plant, SimulatedRuntime, System
+from stillroom.bench.simulated_runtime import Outcome, Plant, SimulatedRuntime
+from stillroom.bench.stepped_engine import System
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
 
 Tables = dict[str, list[dict[str, Any]]]

@@ -13,8 +13,8 @@ import numpy as np
 
 from stillroom.bench.reuse_traffic import Prompt
 from stillroom.bench.reuse_worker import drive
-from stillroom.bench.stepped_engine import SteppedEngine, first_tokens
-from stillroom.config.settings import ReuseConfig, SchedulingPolicy
+from stillroom.bench.stepped_engine import SteppedEngine, System, stepped
+from stillroom.config.settings import ReuseConfig
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
 from stillroom.core.prompt import SegmentKind
@@ -47,14 +47,6 @@ class Plant:
     step_tokens: int = 4096
     """Token budget of a step. RAGCache's vLLM computes a prompt in one step, at most its context in all."""
     max_tokens: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class System:
-    """What is kept, and who is served first."""
-
-    reuse: ReuseConfig
-    scheduling: SchedulingPolicy = "first_come"
 
 
 @dataclass(slots=True)
@@ -104,36 +96,29 @@ class SimulatedRuntime(SteppedEngine):
             max_model_len=plant.max_model_len,
         )
         manager = KVCacheManager(pool, _reuse(plant, self._system.reuse, pool, self.clock))
-        self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._system.scheduling])
+        self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._system.scheduling], self._system.window)
         runner = ModelledRunner(plant.costs, self.clock, num_layers=plant.num_layers, seed=self._seed)
         self._engine = Engine(self._scheduler, runner, self.clock)
-        self._ended: dict[int, float] = {}
         self._found = [0, 0]  # documents asked for, and kept
 
-    def step(self) -> list[tuple[int, list[int]]]:
+    def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
         """Keeps what `ask` tells of it, too."""
         events = self.engine.step()
         for event in events:
-            if event.finish_reason is not None:
-                self._ended[int(event.request_id)] = event.at
             if event.reuse is not None:
                 documents = [one for one in event.reuse.segments if one.kind is SegmentKind.CHUNK]
                 self._found[0] += len(documents)
                 self._found[1] += sum(one.source is not None for one in documents)
-        return first_tokens(events)
+        return stepped(events)
 
     def ask(self, prompts: Sequence[Prompt], dues: Sequence[float] | None = None) -> Outcome:
         """Send prompts when they are due, in seconds from now; None: each when the one before is answered."""
-        self._ended.clear()
         self._found = [0, 0]
         self._scheduler.seconds = []
-        began = self.clock.monotonic()
         told = drive(self, prompts, dues, self.clock.monotonic, self._sleep)
-        ended = [self._ended[number] - began for number in range(len(prompts))]
-        starts = dues or [0.0, *ended[:-1]]
         return Outcome(
             seconds=told["seconds"],
-            response_seconds=[end - start for end, start in zip(ended, starts, strict=True)],
+            response_seconds=told["response_seconds"],
             wall_seconds=told["wall_seconds"],
             num_documents=self._found[0],
             num_hit_documents=self._found[1],

@@ -1,14 +1,26 @@
 """An engine stepped by hand, as `reuse_worker.drive` wants it: prompts are lists of token ids, and first tokens say
 what was kept of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from stillroom.config.settings import ReuseConfig, RuntimeConfig, SchedulingPolicy
 from stillroom.core.ids import RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """What is kept, and who is served first."""
+
+    reuse: ReuseConfig
+    scheduling: SchedulingPolicy = "first_come"
+    window: int = RuntimeConfig().starvation_window
+    """Later requests that may be admitted before one that waits."""
 
 
 class SteppedEngine:
@@ -38,18 +50,20 @@ class SteppedEngine:
         request = Request(request_id=RequestId(str(number)), prompt=SegmentedPrompt(segments), sampling=sampling)
         self.engine.submit(request)
 
-    def step(self) -> list[tuple[int, list[int]]]:
-        """The first token of a request is the one that says what was reused."""
-        return first_tokens(self.engine.step())
+    def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
+        """See `reuse_worker.Runtime.step`."""
+        return stepped(self.engine.step())
 
     def tend(self) -> bool:
         return self.engine.tend()
 
 
-def first_tokens(events: Iterable[TokenEvent]) -> list[tuple[int, list[int]]]:
-    """Whose first tokens are among them, and how many tokens of their prompts were kept on each tier."""
-    return [
+def stepped(events: Sequence[TokenEvent]) -> tuple[list[tuple[int, list[int]]], list[int]]:
+    """Whose first tokens are among them (those that say what was reused), with how many tokens of their prompts were
+    kept on each tier; and whose last ones."""
+    firsts = [
         (int(event.request_id), [event.reuse.num_tokens_from(tier) for tier in Tier])
         for event in events
         if event.reuse is not None
     ]
+    return firsts, [int(event.request_id) for event in events if event.finish_reason is not None]

@@ -16,6 +16,7 @@ from stillroom.cli.bench_anywhere import (
     quality,
 )
 from stillroom.cli.bench_convergence import CONVERGENCE_HELP, convergence
+from stillroom.cli.bench_reordering import REORDERING_HELP, reordering
 from stillroom.cli.bench_report import (
     CompareOption,
     DatasetsOption,
@@ -286,6 +287,7 @@ def runtime(  # noqa: PLR0913  one parameter per flag
 app.command("convergence", help=CONVERGENCE_HELP)(convergence)
 app.command("speculation", help=SPECULATION_HELP)(speculation)
 app.command("reuse", help=REUSE_HELP)(reuse)
+app.command("reordering", help=REORDERING_HELP)(reordering)
 app.command("simulate", help=SIMULATE_HELP)(simulate)
 app.command("quality", help=QUALITY_HELP)(quality)
 app.command("anywhere", help=ANYWHERE_HELP)(anywhere)

@@ -58,6 +58,34 @@ PeersOption = Annotated[
     list[str] | None,
     typer.Option("--peer", metavar="NAME=PYTHON", help="llama.cpp or vllm, and the Python that has it; repeatable."),
 ]
+DrawnFromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--dataset",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="Where documents and questions come from; without it, they are drawn.",
+    ),
+]
+LlamaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="A checkpoint's folder, run in bfloat16; without it, random weights of a Llama of 135 million.",
+    ),
+]
+CompanionsOption = Annotated[
+    str,
+    typer.Option(
+        "--companions",
+        metavar="drawn|fixed",
+        help="Documents after the first: each drawn, or the same list whenever the first is the same.",
+    ),
+]
 
 
 def named_pythons(peers: list[str] | None) -> dict[str, str]:

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from stillroom.cli.bench_report import (
+    CompanionsOption,
     CompareOption,
     Delivery,
+    DrawnFromOption,
     HtmlOption,
+    LlamaOption,
     OutputOption,
     PeersOption,
     SeedOption,
@@ -33,31 +36,14 @@ REUSE_HELP = help_text(
         "stillroom bench reuse",
         "stillroom bench reuse --dataset data/nq --curve mmlu --curve nq --k 1 --k 2 --peer vllm=vllm/bin/python",
         "stillroom bench reuse --k 5 --arm off --arm lru --arm 'anywhere 15%'",
+        "stillroom bench reuse --arm off --arm 'cache first' --max-tokens 16 --slo-ttft 0.5 --arrivals azure_conv.csv",
     ),
 )
 
 
 def reuse(  # noqa: PLR0913  one parameter per flag
-    dataset: Annotated[
-        Path | None,
-        typer.Option(
-            "--dataset",
-            metavar="DIR",
-            exists=True,
-            file_okay=False,
-            help="Where documents and questions come from; without it, they are drawn.",
-        ),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model",
-            metavar="DIR",
-            exists=True,
-            file_okay=False,
-            help="A checkpoint's folder, run in bfloat16; without it, random weights of a Llama of 135 million.",
-        ),
-    ] = None,
+    dataset: DrawnFromOption = None,
+    model: LlamaOption = None,
     curves: Annotated[
         list[str] | None,
         typer.Option("--curve", metavar="mmlu|nq", help="How unequal documents are asked for; can be repeated."),
@@ -72,15 +58,25 @@ def reuse(  # noqa: PLR0913  one parameter per flag
     requests: Annotated[int, typer.Option("--requests", min=1, metavar="N", help="Requests at each rate.")] = 25,
     warmup: Annotated[int, typer.Option("--warmup", min=1, metavar="N", help="Requests before they count.")] = 80,
     documents: Annotated[int, typer.Option("--documents", min=1, metavar="N", help="Most documents.")] = 300,
-    companions: Annotated[
-        str,
-        typer.Option(
-            "--companions",
-            metavar="drawn|fixed",
-            help="Documents after the first: each drawn, or the same list whenever the first is the same.",
-        ),
-    ] = "drawn",
+    companions: CompanionsOption = "drawn",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Tokens of an answer.")] = 1,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            "--arrivals",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="A trace to take the moments of requests from, at the given rates: Azure's .csv or Mooncake's .jsonl; "
+            "without it, a Poisson process.",
+        ),
+    ] = None,
+    slo_ttft: Annotated[
+        float,
+        typer.Option(
+            "--slo-ttft", metavar="SECONDS", help="Goodput counts requests whose first token comes within it."
+        ),
+    ] = 1.0,
     arms: Annotated[
         list[str] | None,
         typer.Option(
@@ -112,6 +108,7 @@ def reuse(  # noqa: PLR0913  one parameter per flag
         num_documents=documents,
         companions=cast("Companions", companions),
         max_tokens=max_tokens,
+        slo_ttft=slo_ttft,
         repeat=repeat,
         seed=seed,
         arms=arms or default.arms,
@@ -121,6 +118,7 @@ def reuse(  # noqa: PLR0913  one parameter per flag
         options=options,
         dataset=dataset,
         model=model,
+        arrivals=arrivals,
         peers=named_pythons(peers),
         on_progress=(lambda _: None) if quiet else note,
     )
