@@ -1,4 +1,4 @@
-"""`stillroom bench reordering`: what it calls, and what it prints."""
+"""`stillroom bench pipeline reordering`: what it calls, and what it prints."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,14 +30,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         seen.append((work_dir, options, dataset, model))
         on_progress("1.5x/first come, run 1")
         tables = {"order of admission": [{"order": "first come", "mean s": 1.0}]}
-        return BenchResult("stillroom bench reordering", record_environment(["x"]), {}, Samples(), tables=tables)
+        return BenchResult(
+            "stillroom bench pipeline reordering", record_environment(["x"]), {}, Samples(), tables=tables
+        )
 
     monkeypatch.setattr(reordering, "run_reordering", measure)
     return seen
 
 
 def test_defaults(run: Run, calls: Calls) -> None:
-    result = run("bench", "reordering", "--work-dir", "w", "--output", "found.json")
+    result = run("bench", "pipeline", "reordering", "--work-dir", "w", "--output", "found.json")
 
     assert "| first come | 1 |" in result.out
     assert result.err == "1.5x/first come, run 1\nkept in found.json\n" and Path("found.json").exists()
@@ -48,9 +50,9 @@ def test_every_flag(run: Run, calls: Calls) -> None:
     Path("set").mkdir()
     flags = "--dataset set --model set --curve nq --k 3 --companions fixed --load 1.1 --load 2 --window 0 --window 64"
     flags += " --requests 9 --warmup 7 --documents 50 --device-share 0.1 --host-share 0.2 --repeat 5 --seed 6"
-    result = run("bench", "reordering", "--work-dir", "w", *flags.split(), "--quiet", "--json")
+    result = run("bench", "pipeline", "reordering", "--work-dir", "w", *flags.split(), "--quiet", "--json")
 
-    assert result.err == "" and result.json["benchmark"] == "stillroom bench reordering"
+    assert result.err == "" and result.json["benchmark"] == "stillroom bench pipeline reordering"
     options = ReorderingOptions(
         curve="nq",
         k=3,
@@ -70,6 +72,6 @@ def test_every_flag(run: Run, calls: Calls) -> None:
 
 def test_wrong_calls(run: Run, calls: Calls) -> None:
     for flags, words in ((["--curve", "x"], "unknown curve 'x'"), (["--load", "-1"], "loads are positive")):
-        result = run("bench", "reordering", *flags)
+        result = run("bench", "pipeline", "reordering", *flags)
         assert result.code == 2 and words in result.err
     assert not calls

@@ -1,4 +1,4 @@
-"""`stillroom bench reordering`: what the order of admission is worth above saturation, as RAGCache's Figure 18.
+"""`stillroom bench pipeline reordering`: what the order of admission is worth above saturation: RAGCache's Figure 18.
 
 Every arm is the same engine on the same weights and cost profile, with another queue. Requests come faster than the
 order of arrival manages, from empty tiers, and all of them count until the last is answered. Each run is simulated
@@ -207,7 +207,7 @@ def run_reordering(
         "manages_requests_per_second": bench.manages,
     }
     return BenchResult(
-        "stillroom bench reordering",
+        "stillroom bench pipeline reordering",
         environment,
         parameters,
         samples,

@@ -1,5 +1,5 @@
-"""`stillroom bench speculation`: what it gains that the model begins to read while the search goes on (RAGCache 5.3;
-7.3, Figure 19 and Table 3).
+"""`stillroom bench pipeline speculation`: what it gains that the model begins to read while the search goes on
+(RAGCache 5.3; 7.3, Figure 19 and Table 3).
 
 A dense search of inverted lists looks at a share of the lists, as in the paper; the more, the longer it takes. Its
 documents make a prompt for a real engine, which keeps their KV. Arms ask the same questions in turn, each beginning
@@ -116,7 +116,7 @@ def run_speculation(
             only_own=True,
         )
     return BenchResult(
-        "stillroom bench speculation",
+        "stillroom bench pipeline speculation",
         environment,
         {
             "datasets": [path.name for path in datasets],

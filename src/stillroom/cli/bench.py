@@ -40,6 +40,8 @@ from stillroom.cli.options import ConfigOption, JsonOption, QuietOption, help_te
 from stillroom.config.places import cache_root
 
 app = typer.Typer(no_args_is_help=True)
+pipeline = typer.Typer(no_args_is_help=True)
+app.add_typer(pipeline, name="pipeline", help="Measure scheduling, and search that overlaps prefill.")
 
 RETRIEVAL_HELP = help_text(
     "Measure how well searches find what people judged relevant, for every way to fuse dense and sparse results.",
@@ -285,9 +287,9 @@ def runtime(  # noqa: PLR0913  one parameter per flag
 
 
 app.command("convergence", help=CONVERGENCE_HELP)(convergence)
-app.command("speculation", help=SPECULATION_HELP)(speculation)
+pipeline.command("speculation", help=SPECULATION_HELP)(speculation)
 app.command("reuse", help=REUSE_HELP)(reuse)
-app.command("reordering", help=REORDERING_HELP)(reordering)
+pipeline.command("reordering", help=REORDERING_HELP)(reordering)
 app.command("simulate", help=SIMULATE_HELP)(simulate)
 app.command("quality", help=QUALITY_HELP)(quality)
 app.command("anywhere", help=ANYWHERE_HELP)(anywhere)

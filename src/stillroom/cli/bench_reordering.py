@@ -1,4 +1,4 @@
-"""`stillroom bench reordering`: its flags."""
+"""`stillroom bench pipeline reordering`: its flags."""
 
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -30,8 +30,8 @@ REORDERING_HELP = help_text(
     "kept, with several starvation windows, or those who have least to compute. Each run is also simulated on the "
     "measured costs. How to read it: docs/reordering-bench.md.",
     examples=(
-        "stillroom bench reordering",
-        "stillroom bench reordering --curve nq --load 1.1 --load 2 --window 8 --window 32 --repeat 5",
+        "stillroom bench pipeline reordering",
+        "stillroom bench pipeline reordering --curve nq --load 1.1 --load 2 --window 8 --window 32 --repeat 5",
     ),
 )
 

@@ -32,8 +32,8 @@ def simulate(  # noqa: PLR0913  one parameter per flag
         typer.Option(
             "--experiment",
             metavar="NAME",
-            help="overall, top-k, large-models, policies, reordering, scheduling or cache-craft; can be repeated. "
-            "Without it, all of them.",
+            help="overall, top-k, large-models, policies, reordering, speculation, scheduling or cache-craft; can be "
+            "repeated. Without it, all of them.",
         ),
     ] = None,
     validate: Annotated[

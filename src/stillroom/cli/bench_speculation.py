@@ -1,4 +1,4 @@
-"""`stillroom bench speculation`: its flags."""
+"""`stillroom bench pipeline speculation`: its flags."""
 
 from typing import Annotated
 
@@ -25,8 +25,8 @@ SPECULATION_HELP = help_text(
     "weights with 135 million parameters. Compared are: search first, begin early, and begin early where it pays; with "
     "one question at a time, and with four.",
     examples=(
-        "stillroom bench speculation --dataset data/nq-gold",
-        "stillroom bench speculation --dataset data/nq-gold --size 2000000 --repeat 7 --output speculation.json",
+        "stillroom bench pipeline speculation --dataset data/nq-gold",
+        "stillroom bench pipeline speculation --dataset data/nq-gold --size 2000000 --output speculation.json",
     ),
 )
 

@@ -43,13 +43,15 @@ def render() -> str:
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Every command that can be run, with its words: `bench retrieval`."""
-    top: Any = typer.main.get_command(build_app())
-    for name, command in top.commands.items():
-        inner = getattr(command, "commands", None)
-        if inner is None:
-            yield name, command
+    yield from _commands_of(typer.main.get_command(build_app()), ())
+
+
+def _commands_of(group: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands_of(command, (*path, name))
         else:
-            yield from ((f"{name} {inner_name}", inner_command) for inner_name, inner_command in inner.items())
+            yield " ".join((*path, name)), command
 
 
 def _section(path: str, command: Any) -> str:
