@@ -4,6 +4,7 @@ overtaken without end, and every block and byte is back."""
 
 import gc
 import logging
+import math
 import random
 import threading
 import time
@@ -152,7 +153,7 @@ class House:
         def check(engine: Engine) -> None:
             engine.check_integrity()
             assert not engine.has_work and not self.watched.overtaken
-            assert not engine._deadlines and not self.engine._listeners
+            assert engine._deadlines.next_at == math.inf and not self.engine._listeners
 
         self.ask_engine(check)
         assert self.engine.num_free_blocks == self.engine.num_blocks == NUM_BLOCKS
