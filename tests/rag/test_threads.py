@@ -1,19 +1,22 @@
-"""The number of threads is that of the least time."""
+"""The number of threads is that of the least time, and only the engine's thread keeps a team of them."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.config.settings import QueryCacheConfig, ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.models.loader import load_decoder
 from stillroom.rag import calibration, threads
 from stillroom.rag.calibration import Bench, step_seconds
 from stillroom.rag.generator import build_engine
 from stillroom.rag.kv_cache import kv_shape
+from stillroom.rag.room import Stillroom
 from stillroom.rag.threads import candidates, choose
 from tests.fakes import random_checkpoint
+from tests.ops.test_teams import needs_teams, num_system_threads
 
 
 def test_all_of_them_and_halves() -> None:
@@ -60,3 +63,30 @@ def test_no_more_is_measured_with_than_there_is_room_for(monkeypatch: pytest.Mon
             lengths.clear()
     finally:
         torch.set_num_threads(before)
+
+
+@needs_teams
+def test_only_the_engine_keeps_a_team(tmp_path: Path) -> None:
+    """Those who ask, each in a thread that stays, add themselves and nobody else."""
+    (tmp_path / "a.txt").write_text("The capital of Ardun is Belmar .")
+    off = QueryCacheConfig(max_tokens=0)  # each embeds its question
+    config = StillroomConfig(query_cache=off, runtime=RuntimeConfig(num_threads=2))
+    with Stillroom.open(tmp_path / "kb", config=config) as room:
+        room.add(tmp_path / "a.txt")
+        room.ask("What is the capital of Ardun ?")
+        before, leave = num_system_threads(), threading.Event()
+        asked = [threading.Event() for _ in range(3)]
+
+        def ask(number: int) -> None:
+            room.search("What is the capital of Ardun ? " * 40 + str(number))
+            asked[number].set()
+            leave.wait(30)
+
+        askers = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+        for asker, done in zip(askers, asked, strict=True):
+            asker.start()
+            assert done.wait(30)
+        assert num_system_threads() <= before + len(askers)
+        leave.set()
+        for asker in askers:
+            asker.join()

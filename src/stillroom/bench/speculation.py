@@ -36,6 +36,7 @@ from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.models.loader import load_decoder
+from stillroom.ops.teams import in_a_thread_that_ends
 from stillroom.rag.backend import Draft, Load, Sample
 from stillroom.rag.generator import build_engine
 from stillroom.rag.speculation import Attempt, Found, Speculator, Wanted
@@ -100,13 +101,7 @@ def run_speculation(
     corpus = _Corpus(datasets, work_dir, scope, on_progress)
     shape = shape or Shape()
     on_progress("loading the model")
-    decoder = load_decoder(write_checkpoint(work_dir, shape, "bfloat16", 0), device="cpu", dtype="bfloat16")
-    engine, _ = build_engine(
-        decoder,
-        RuntimeConfig(kv_bytes=_POOL_BYTES, request_timeout_s=0.0),
-        SystemClock(),
-        reuse=ReuseConfig(host_bytes=0, disk_bytes=0),
-    )
+    engine = in_a_thread_that_ends(lambda: _engine(write_checkpoint(work_dir, shape, "bfloat16", 0)))
     with AsyncEngine(engine) as running:
         bench = _Bench(corpus, running, shape.vocab_size, scope)
         samples = run_arms(
@@ -134,6 +129,15 @@ def run_speculation(
         "off",
         notes=[f"RAGCache: {what} {much}" for what, much in PAPER.items()],
     )
+
+
+def _engine(checkpoint: Path) -> Engine:
+    return build_engine(
+        load_decoder(checkpoint, device="cpu", dtype="bfloat16"),
+        RuntimeConfig(kv_bytes=_POOL_BYTES, request_timeout_s=0.0),
+        SystemClock(),
+        reuse=ReuseConfig(host_bytes=0, disk_bytes=0),
+    )[0]
 
 
 class _Corpus:

@@ -26,6 +26,7 @@ from stillroom.models.decoder import Decoder
 from stillroom.models.json_constraint import JsonConstraints
 from stillroom.models.loader import LoadedModel, load_model
 from stillroom.models.tokenizer import Tokenizer
+from stillroom.ops.teams import in_a_thread_that_ends
 from stillroom.rag.backend import Draft, Load, Sample
 from stillroom.rag.calibration import Bench, calibrate, load_profile, profile_path, quick_profile, save_profile
 from stillroom.rag.kv_cache import KVCache, build_cache, build_device
@@ -142,6 +143,16 @@ def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | Non
         ModelError: the checkpoint cannot be used.
         ConfigError: the device does not exist, or the KV budget is too small for the model.
     """
+    model, engine, cache, num_threads = in_a_thread_that_ends(lambda: _built(config, clock, kb_folder))
+    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
+    constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
+    running = AsyncEngine(engine, config.runtime.max_waiting)
+    running.run(lambda _: torch.set_num_threads(num_threads))  # torch has a number for each thread
+    return Generator(model, running, cache, prompts, constraints)
+
+
+def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tuple[LoadedModel, Engine, KVCache, int]:
+    """With the number of threads that it is to compute on."""
     model = _load(config.runtime)
     engine, cache = build_engine(
         model.decoder,
@@ -152,9 +163,7 @@ def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | Non
         kv_folder=None if kb_folder is None else kb_folder / KV_FOLDER,
         tunes_threads=True,
     )
-    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
-    constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
-    return Generator(model, AsyncEngine(engine, config.runtime.max_waiting), cache, prompts, constraints)
+    return model, engine, cache, torch.get_num_threads()
 
 
 def calibrate_model(

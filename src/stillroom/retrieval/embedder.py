@@ -132,14 +132,15 @@ class Embedder:
         self, model: Any, kind: str, compute: Callable[[list[int]], Vectors], batches: list[list[int]]
     ) -> Generator[tuple[int, Vectors], None, None]:
         """Batches of documents side by side on a CPU; all else one after the other, each in its turn."""
-        if kind == "document" and model.device.type == "cpu" and len(batches) > 1:
-            from stillroom.retrieval.side_by_side import side_by_side
+        from stillroom.retrieval.side_by_side import side_by_side
 
+        is_cpu = model.device.type == "cpu"
+        if kind == "document" and is_cpu and len(batches) > 1:
             yield from side_by_side(compute, batches)
             return
         for position, batch in enumerate(batches):
             with self._turn():
-                part = compute(batch)
+                part = next(side_by_side(compute, [batch]))[1] if is_cpu else compute(batch)
             yield position, part
 
     def _forward(self, model: Any, kind: str, batch: list[str]) -> Vectors:
@@ -187,11 +188,16 @@ class Embedder:
     def _load(self) -> Any:
         with self._loading:
             if self._model is None:
-                model = _load_model(self._files)
-                # the tokenizer's settings change with the first text; after that, threads only read them
-                self._forward(model, "document", ["warm up"])
-                self._model = model
+                from stillroom.ops.teams import in_a_thread_that_ends
+
+                self._model = in_a_thread_that_ends(self._loaded)
             return self._model
+
+    def _loaded(self) -> Any:
+        model = _load_model(self._files)
+        # the tokenizer's settings change with the first text; after that, threads only read them
+        self._forward(model, "document", ["warm up"])
+        return model
 
 
 def _padding(model: Any) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Independent pieces of tensor work side by side, each on one thread.
 
-For the small batches of an embedder this beats one batch at a time on all threads: those wait for each other after
-every operation, and where another program holds one core, all of them wait for it (docs/retrieval.md). The results are
-the same: a batch is computed as it would be alone.
+The caller's thread computes nothing, so it gets no team of threads, which would slow down the engine's
+(`ops/teams.py`). For the small batches of an embedder this beats one batch at a time on all threads: those wait for
+each other after every operation, and where another program holds one core, all of them wait for it (docs/retrieval.md).
+The results are the same: a batch is computed as it would be alone.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -23,7 +24,7 @@ def side_by_side(
     As many at a time as torch has threads. Closing the iterator waits for the pieces in progress and drops the rest.
     """
     num_threads = torch.get_num_threads()
-    if min(num_threads, len(pieces)) <= 1:
+    if num_threads == 1 or not pieces:
         yield from ((position, compute(piece)) for position, piece in enumerate(pieces))
         return
     pool = ThreadPoolExecutor(min(num_threads, len(pieces)), "stillroom-embed", initializer=_keep_to_one_thread)
