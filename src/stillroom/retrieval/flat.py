@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
+from stillroom.ops.teams import in_a_thread_that_ends
 from stillroom.retrieval.ranking import Ranking, ranked, top_k
 from stillroom.retrieval.staged import stages
 from stillroom.retrieval.vector_index import one_thread
@@ -55,7 +56,7 @@ class FlatIndex:
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         """Ids [q, k] of the best for queries [q, d], all compared at once; -1 fills up."""
-        ids: NDArray[np.int64] = self._index.search(queries, k)[1]
+        ids: NDArray[np.int64] = in_a_thread_that_ends(lambda: self._index.search(queries, k))[1]
         return ids
 
     def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:

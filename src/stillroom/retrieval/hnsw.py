@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
+from stillroom.ops.teams import in_a_thread_that_ends
 from stillroom.retrieval.ranking import Ranking, ranked_arrays, sorted_arrays
 from stillroom.retrieval.staged import stages
 
@@ -56,7 +57,8 @@ class HnswIndex:
         self._dead = self._walkable = None
         self._positions.update(zip(ids.tolist(), range(len(self._ids), len(self._ids) + len(ids)), strict=True))
         self._ids = np.concatenate([self._ids, ids])
-        self._graph.add(np.ascontiguousarray(vectors, dtype=np.float32))
+        rows = np.ascontiguousarray(vectors, dtype=np.float32)
+        in_a_thread_that_ends(lambda: self._graph.add(rows))
 
     def remove(self, ids: Sequence[int]) -> None:
         for chunk_id in ids:
@@ -127,7 +129,7 @@ class HnswIndex:
         dead = self._dead_positions()
         selector = faiss.IDSelectorBatch(dead)
         parameters = faiss.SearchParameters(sel=faiss.IDSelectorNot(selector)) if len(dead) else None
-        positions = self._graph.storage.search(queries, k, params=parameters)[1]
+        positions = in_a_thread_that_ends(lambda: self._graph.storage.search(queries, k, params=parameters))[1]
         ids: NDArray[np.int64] = np.append(self._ids, -1)[positions]  # position -1 reads the appended -1
         return ids
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
+from stillroom.ops.teams import in_a_thread_that_ends
 from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.ranking import Ranking, first_arrays, ranked_arrays, with_ties
 from stillroom.retrieval.staged import stages
@@ -175,7 +176,7 @@ class IvfPqIndex:
         if self._lists is None or self._config.refine:
             self._exact.add(ids, vectors)
         if self._lists is not None:
-            self._lists.add_with_ids(vectors, ids)
+            in_a_thread_that_ends(lambda: self._lists.add_with_ids(vectors, ids))
 
     def _best(
         self, query: NDArray[np.float32], num: int, lists: NDArray[np.int64], nearness: NDArray[np.float32]
