@@ -35,6 +35,7 @@ from stillroom.cli.bench_reuse import REUSE_HELP, reuse
 from stillroom.cli.bench_savings import SAVINGS_HELP, savings
 from stillroom.cli.bench_simulate import SIMULATE_HELP, simulate
 from stillroom.cli.bench_speculation import SPECULATION_HELP, speculation
+from stillroom.cli.bench_tiered import TIERED_HELP, tiered
 from stillroom.cli.console import note
 from stillroom.cli.options import ConfigOption, JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
@@ -294,4 +295,5 @@ app.command("simulate", help=SIMULATE_HELP)(simulate)
 app.command("quality", help=QUALITY_HELP)(quality)
 app.command("anywhere", help=ANYWHERE_HELP)(anywhere)
 app.command("savings", help=SAVINGS_HELP)(savings)
+app.command("tiered", help=TIERED_HELP)(tiered)
 app.command("preloading", help=PRELOADING_HELP)(preloading)

@@ -1,0 +1,65 @@
+"""`stillroom bench tiered`: its flags."""
+
+from typing import Annotated
+
+import typer
+
+from stillroom.cli.bench_report import (
+    CompareOption,
+    Delivery,
+    HtmlOption,
+    OutputOption,
+    RepeatOption,
+    SeedOption,
+    WorkDirOption,
+    deliver,
+)
+from stillroom.cli.console import note
+from stillroom.cli.options import JsonOption, QuietOption, help_text
+from stillroom.config.places import cache_root
+
+TIERED_HELP = help_text(
+    "Measure what it gains that the hot lists of an IVF-PQ index are in RAM and the others on disk.",
+    "Vectors and questions are made; a tenth of the lists takes 40 % or 80 % of the accesses. The pages of the lists "
+    "on disk are dropped before each batch, so the work folder should be on the disk in question.",
+    examples=(
+        "stillroom bench tiered",
+        "stillroom bench tiered --size 500000 --lists 1024 --share 0.2 --batch 1 --batch 16 --output tiered.json",
+    ),
+)
+
+
+def tiered(  # noqa: PLR0913  one parameter per flag
+    size: Annotated[int, typer.Option("--size", min=1000, metavar="N", help="Vectors, of 384 dimensions.")] = 2_000_000,
+    nlist: Annotated[int, typer.Option("--lists", min=16, metavar="N", help="Inverted lists.")] = 4096,
+    nprobe: Annotated[int, typer.Option("--probes", min=1, metavar="N", help="Lists that a search looks at.")] = 64,
+    shares: Annotated[
+        list[float] | None,
+        typer.Option("--share", min=0.01, max=0.99, metavar="SHARE", help="Of the lists in RAM; can be repeated."),
+    ] = None,
+    batch_sizes: Annotated[
+        list[int] | None, typer.Option("--batch", min=1, metavar="N", help="Questions at a time; can be repeated.")
+    ] = None,
+    repeat: RepeatOption = 5,
+    seed: SeedOption = 0,
+    work_dir: WorkDirOption = None,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    compare: CompareOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    from stillroom.bench.tiered import Scope, run_tiered
+
+    given = Scope()
+    scope = Scope(
+        size=size,
+        nlist=nlist,
+        nprobe=nprobe,
+        shares=tuple(shares or given.shares),
+        batch_sizes=tuple(batch_sizes or given.batch_sizes),
+        repeat=repeat,
+        seed=seed,
+    )
+    result = run_tiered(work_dir or cache_root() / "bench", scope, (lambda _: None) if quiet else note)
+    deliver(result, Delivery(as_json, output, html, compare))

@@ -1,0 +1,68 @@
+"""Which tier holds which inverted list, and what a search asks each tier for (VectorLiteRAG 4.1, 4.2)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Lists = NDArray[np.int64]
+Nearness = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The mapping table: the shard of each list."""
+
+    shard_of: NDArray[np.int64]
+    """[nlist], from 0."""
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        assert self.num_shards > 0
+        assert len(self.shard_of) == 0 or 0 <= self.shard_of.min() <= self.shard_of.max() < self.num_shards
+
+    def of(self, shard: int) -> Lists:
+        """The lists of a shard, ascending."""
+        return np.flatnonzero(self.shard_of == shard)
+
+    def num_in(self, lists_QP: Lists) -> NDArray[np.int64]:
+        """[q, shards]: how many of the lists that each query probes are in each; -1 is no list."""
+        found = np.zeros((len(lists_QP), self.num_shards), dtype=np.int64)
+        rows, columns = np.nonzero(lists_QP >= 0)
+        np.add.at(found, (rows, self.shard_of[lists_QP[rows, columns]]), 1)
+        return found
+
+    def probes(self, shard: int, lists_QP: Lists, nearness_QP: Nearness) -> tuple[Lists, Nearness]:
+        """What a shard scans: of lists [q, p] those that it holds, in their order, at the left of [q, w], where w is
+        as many as the query with the most has; the rest is -1, which a scan skips."""
+        is_here = (lists_QP >= 0) & (self.shard_of[lists_QP] == shard)
+        width = int(is_here.sum(axis=1).max(initial=0))
+        order = np.argsort(~is_here, axis=1, kind="stable")[:, :width]
+        lists = np.where(np.take_along_axis(is_here, order, axis=1), np.take_along_axis(lists_QP, order, axis=1), -1)
+        return lists, np.take_along_axis(nearness_QP, order, axis=1)
+
+
+def hottest(num_accesses: NDArray[np.float64], hit_rate: float) -> Lists:
+    """The fewest lists that take at least this share of all accesses, hottest first: the inverse of their cumulative
+    distribution (4.1). Scanning a list takes as long as it is large, and so does keeping it: a byte on the fast tier
+    saves as often as its list is asked for, so the order is by accesses alone.
+
+    Args:
+        num_accesses: [nlist], of each.
+        hit_rate: from 0 to 1.
+    """
+    order = np.argsort(-num_accesses, kind="stable")
+    total = num_accesses.sum()
+    if total == 0 or hit_rate <= 0:
+        return order[:0]
+    shares = np.cumsum(num_accesses[order]) / total
+    return order[: int(np.searchsorted(shares, hit_rate - 1e-12)) + 1]
+
+
+def round_robin(lists: Lists, sizes: NDArray[np.int64], num_shards: int) -> Iterator[tuple[int, int]]:
+    """(list, shard) for lists spread over devices one at a time, the largest first, so that each has about as many
+    bytes and as much to do (4.1)."""
+    by_size = lists[np.argsort(-sizes[lists], kind="stable")]
+    for place, number in enumerate(by_size.tolist()):
+        yield number, place % num_shards

@@ -1,0 +1,144 @@
+"""Lists divided among tiers: the same results, whatever the division, and each query as soon as it is done."""
+
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import faiss as _faiss
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stillroom.retrieval.partition import Partition, hottest, round_robin
+from stillroom.retrieval.ranking import first_arrays
+from stillroom.retrieval.tiered_ivf import DISK, RAM, Scored, TieredLists, accesses, scan
+
+faiss: Any = _faiss
+NLIST, DIMENSION = 24, 16
+
+
+def trained(num: int = 3000, seed: int = 0) -> Any:
+    """Clustered vectors, some of them twice, so that there are ties."""
+    rng = np.random.default_rng(seed)
+    centres = rng.standard_normal((40, DIMENSION))
+    vectors = centres[rng.integers(40, size=num)] + 0.3 * rng.standard_normal((num, DIMENSION))
+    vectors[num // 2 : num // 2 + 200] = vectors[:200]
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    index = faiss.IndexIVFPQ(faiss.IndexFlatIP(DIMENSION), DIMENSION, NLIST, 4, 5, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add_with_ids(vectors, np.arange(num, dtype=np.int64)[::-1].copy())
+    return index
+
+
+@pytest.fixture(scope="module")
+def index() -> Any:
+    return trained()
+
+
+@pytest.fixture(scope="module")
+def queries() -> Any:
+    rng = np.random.default_rng(1)
+    found = rng.standard_normal((16, DIMENSION)).astype(np.float32)
+    return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+def undivided(index: Any, query: Any, num: int, nprobe: int) -> Scored:
+    nearness, lists = index.quantizer.search(query.reshape(1, -1), nprobe)
+    return first_arrays(*scan(index, query, num, lists[0], nearness[0]), num)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shards=st.lists(st.integers(RAM, DISK), min_size=NLIST, max_size=NLIST),
+    nprobe=st.integers(1, NLIST),
+    num=st.integers(1, 60),
+    batch_size=st.integers(1, 16),
+)
+def test_the_division_changes_no_id_and_no_distance(  # noqa: PLR0913  what is drawn
+    index: Any,
+    queries: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    shards: list[int],
+    nprobe: int,
+    num: int,
+    batch_size: int,
+) -> None:
+    file = tmp_path_factory.mktemp("tiered") / "lists.ivf"
+    tiered = TieredLists(index, Partition(np.array(shards), 2), file)
+    found: dict[int, Scored] = {}
+    tiered.search_batch(queries[:batch_size], num, nprobe, lambda number, scored: found.__setitem__(number, scored))
+    tiered.close()
+    assert sorted(found) == list(range(batch_size))
+    for number, (ids, scores) in found.items():
+        expected_ids, expected_scores = undivided(index, queries[number], num, nprobe)
+        assert ids.tolist() == expected_ids.tolist()
+        assert scores.tobytes() == expected_scores.tobytes()
+
+
+class Gated:
+    """A shard that answers nobody before it is allowed to."""
+
+    def __init__(self, shard: Any) -> None:
+        self._shard = shard
+        self.may_answer = Event()
+
+    def search_preassigned_c(self, *arguments: Any) -> None:
+        assert self.may_answer.wait(10)
+        self._shard.search_preassigned_c(*arguments)
+
+
+def test_a_query_without_slow_lists_does_not_wait_for_the_others(index: Any, queries: Any, tmp_path: Path) -> None:
+    nprobe = 4
+    probed = index.quantizer.search(queries, nprobe)[1]
+    shard_of = np.full(NLIST, DISK)
+    shard_of[probed[3]] = RAM
+    tiered = TieredLists(index, Partition(shard_of, 2), tmp_path / "lists.ivf")
+    gate = Gated(tiered._shards[DISK])
+    tiered._shards[DISK] = gate
+    released: list[int] = []
+
+    def on_found(number: int, _: Scored) -> None:
+        released.append(number)
+        if number == 3:
+            gate.may_answer.set()  # nobody else would, if it waited
+
+    tiered.search_batch(queries, 10, nprobe, on_found)
+    assert sorted(released) == list(range(len(queries)))
+    tiered.close()
+
+
+def test_what_a_shard_scans_is_what_it_holds() -> None:
+    partition = Partition(np.array([0, 1, 0, 1]), 2)
+    lists, nearness = np.array([[3, 0, 2], [1, 3, -1]]), np.array([[9, 8, 7], [6, 5, 0]], dtype=np.float32)
+    fast, near = partition.probes(0, lists, nearness)
+    assert fast.tolist() == [[0, 2], [-1, -1]] and near[0].tolist() == [8, 7]
+    slow, near = partition.probes(1, lists, nearness)
+    assert slow.tolist() == [[3, -1], [1, 3]] and near[1].tolist() == [6, 5]
+    assert partition.num_in(lists).tolist() == [[2, 1], [0, 2]]
+
+
+def test_the_hottest_lists_by_hand() -> None:
+    counts = np.array([1.0, 5.0, 0.0, 4.0])
+    assert [hottest(counts, share).tolist() for share in (0.0, 0.5, 0.51, 0.9, 1.0)] == [
+        [],
+        [1],
+        [1, 3],
+        [1, 3],
+        [1, 3, 0],
+    ]
+    assert hottest(np.zeros(3), 0.5).tolist() == []
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=30), st.integers(1, 4))
+def test_devices_get_equal_numbers_of_lists(sizes: list[int], num_shards: int) -> None:
+    held = [0] * num_shards
+    for number, shard in round_robin(np.arange(len(sizes)), np.array(sizes), num_shards):
+        held[shard] += 1
+        assert 0 <= number < len(sizes)
+    assert sum(held) == len(sizes) and max(held) - min(held) <= 1
+
+
+def test_accesses_are_counted(index: Any, queries: Any) -> None:
+    counts = accesses(index, queries, 3)
+    assert counts.sum() == 3 * len(queries) and len(counts) == NLIST
