@@ -7,7 +7,6 @@ import logging
 import math
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -258,7 +257,7 @@ class Asker:
             if self.lasts[one.request_id] or one.request_id in self.failed:
                 self.late.append(name)
             if what.is_slow:
-                time.sleep(0.002)
+                sum(range(100_000))
             if num_heard == what.cancel_after:
                 self.house.engine.cancel(one.request_id)
             if what.fails_after is not None and num_heard > what.fails_after:

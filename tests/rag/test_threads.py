@@ -83,10 +83,13 @@ def test_only_the_engine_keeps_a_team(tmp_path: Path) -> None:
             leave.wait(30)
 
         askers = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
-        for asker, done in zip(askers, asked, strict=True):
-            asker.start()
-            assert done.wait(30)
-        assert num_system_threads() <= before + len(askers)
-        leave.set()
-        for asker in askers:
-            asker.join()
+        try:
+            for asker, done in zip(askers, asked, strict=True):
+                asker.start()
+                assert done.wait(30)
+            assert num_system_threads() <= before + len(askers)
+        finally:
+            leave.set()
+            for asker in askers:
+                if asker.ident is not None:
+                    asker.join()

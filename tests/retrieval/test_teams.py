@@ -42,7 +42,9 @@ def test_no_team_stays(make: Callable[[], VectorIndex]) -> None:
 
     thread = threading.Thread(target=use)
     thread.start()
-    assert is_done.wait(60)
-    until(lambda: num_system_threads() <= before + 1)
-    leave.set()
-    thread.join()
+    try:
+        assert is_done.wait(60)
+        until(lambda: num_system_threads() <= before + 1)
+    finally:
+        leave.set()
+        thread.join()

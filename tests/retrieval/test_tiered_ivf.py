@@ -1,5 +1,7 @@
 """Lists divided among tiers: the same results, whatever the division, and each query as soon as it is done."""
 
+import gc
+import weakref
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -74,6 +76,20 @@ def test_the_division_changes_no_id_and_no_distance(  # noqa: PLR0913  what is d
         expected_ids, expected_scores = undivided(index, queries[number], num, nprobe)
         assert ids.tolist() == expected_ids.tolist()
         assert scores.tobytes() == expected_scores.tobytes()
+
+
+def test_the_undivided_index_can_go(queries: Any, tmp_path: Path) -> None:
+    whole = trained(1000)
+    expected = [undivided(whole, query, 5, 8) for query in queries]
+    tiered = TieredLists(whole, Partition(np.arange(NLIST) % 2, 2), tmp_path / "lists.ivf")
+    gone = weakref.ref(whole)
+    del whole
+    gc.collect()
+    assert gone() is None, "its lists would stay in RAM"
+    for query, (ids, scores) in zip(queries, expected, strict=True):
+        found = tiered.search(query, 5, 8)
+        assert found[0].tolist() == ids.tolist() and found[1].tobytes() == scores.tobytes()
+    tiered.close()
 
 
 class Gated:

@@ -16,11 +16,11 @@ import numpy as np
 from stillroom.bench.reuse_traffic import Prompt, Tokens
 from stillroom.bench.simulated_cases import Case, Say, SimulateOptions, Tables, ragcache_case
 from stillroom.bench.simulated_runtime import SimulatedRuntime
+from stillroom.bench.stepped_engine import segmented
 from stillroom.config.settings import SpeculationConfig
 from stillroom.core.clock import VirtualClock
 from stillroom.core.document import Chunk, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId, RequestId
-from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.rag.backend import Draft, Load, Sample
@@ -146,12 +146,11 @@ class _Overlapping(SimulatedRuntime):
         return ScoredChunk(Chunk(chunk_id, DocumentId("/made"), 0, ""), 1.0, {})
 
     def _draft(self, prompt: Prompt) -> Draft:
-        kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(prompt) - 2), SegmentKind.QUESTION]
-        segments = SegmentedPrompt(tuple(map(Segment, kinds, prompt)))
+        whole = segmented(prompt)
 
         def start(samples: Sequence[Sample]) -> None:
             for sample in samples:
                 self._listeners[sample.request_id] = sample.listener
-                self.engine.submit(Request(request_id=sample.request_id, prompt=segments, sampling=sample.sampling))
+                self.engine.submit(Request(request_id=sample.request_id, prompt=whole, sampling=sample.sampling))
 
-        return Draft((), segments.num_tokens, start)
+        return Draft((), whole.num_tokens, start)

@@ -44,10 +44,8 @@ class SteppedEngine:
         return self.engine.has_work
 
     def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
-        kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(prompt) - 2), SegmentKind.QUESTION]
-        segments = tuple(Segment(kind, tuple(tokens)) for kind, tokens in zip(kinds, prompt, strict=True))
         sampling = SamplingParams(max_tokens=self._max_tokens)
-        request = Request(request_id=RequestId(str(number)), prompt=SegmentedPrompt(segments), sampling=sampling)
+        request = Request(request_id=RequestId(str(number)), prompt=segmented(prompt), sampling=sampling)
         self.engine.submit(request)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
@@ -67,3 +65,9 @@ def stepped(events: Sequence[TokenEvent]) -> tuple[list[tuple[int, list[int]]], 
         if event.reuse is not None
     ]
     return firsts, [int(event.request_id) for event in events if event.finish_reason is not None]
+
+
+def segmented(prompt: Sequence[Sequence[int]]) -> SegmentedPrompt:
+    """System prompt, documents, question."""
+    kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(prompt) - 2), SegmentKind.QUESTION]
+    return SegmentedPrompt(tuple(Segment(kind, tuple(tokens)) for kind, tokens in zip(kinds, prompt, strict=True)))

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
 from stillroom.bench.report import BenchResult
 from stillroom.errors import UsageError
-from stillroom.retrieval.partition import Partition
+from stillroom.retrieval.partition import Partition, by_heat
 from stillroom.retrieval.tiered_ivf import DISK, RAM, Scored, TieredLists, accesses
 
 faiss: Any = _faiss  # its type information lacks what is made at import
@@ -113,11 +114,9 @@ def made_lists(scope: Scope, on_progress: Callable[[str], None] = lambda _: None
     lists = faiss.IndexIVFPQ(quantizer, _DIMENSION, scope.nlist, _SUBQUANTIZERS, _NBITS, faiss.METRIC_INNER_PRODUCT)
     lists.cp.niter, lists.cp.max_points_per_centroid = 4, 39
     lists.pq.cp.niter, lists.pq.cp.max_points_per_centroid = 8, 64
+    on_progress("training")
+    lists.train(np.concatenate(list(islice(_chunks(centres, scope, rng), -(-39 * scope.nlist // _CHUNK)))))
     for number, chunk in enumerate(_chunks(centres, scope, rng)):
-        if number == 0:
-            on_progress("training")
-            more = [next(_chunks(centres, scope, rng)) for _ in range(min(3, scope.size // _CHUNK))]
-            lists.train(np.concatenate([chunk, *more]) if len(chunk) < 39 * scope.nlist else chunk)
         lists.add(chunk)
         if number % 10 == 0:
             on_progress(f"{lists.ntotal:,} of {scope.size:,} vectors")
@@ -180,7 +179,7 @@ class _Bench:
     def __init__(self, skew: str, share: float, lists: Any, asked: Questions, file: Path, scope: Scope) -> None:
         self._skew, self._share, self._scope, self._asked, self._file = skew, share, scope, asked, file
         shard_of = np.full(scope.nlist, DISK)
-        shard_of[np.argsort(-asked.counts, kind="stable")[: round(share * scope.nlist)]] = RAM
+        shard_of[by_heat(asked.counts)[: round(share * scope.nlist)]] = RAM
         self._tiered = TieredLists(lists, Partition(shard_of, 2), file)
 
     def arms(self) -> Iterator[Arm]:

@@ -332,7 +332,7 @@ class SpeculationConfig:
     """Beginning to read the likely documents while the search goes on (docs/pipelining.md)."""
 
     mode: Speculation = "auto"
-    """`auto`: where it is measured to pay. `on`: always. No token depends on it."""
+    """`auto`: where it is measured to pay. `on`: every search runs in stages. No token depends on it."""
     num_stages: int = 4
     """Lists that a search gives, the last one included."""
     max_prefill_batch: int = 1

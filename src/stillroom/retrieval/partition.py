@@ -43,16 +43,21 @@ class Partition:
         return lists, np.take_along_axis(nearness_QP, order, axis=1)
 
 
+def by_heat(num_accesses: NDArray[np.float64]) -> Lists:
+    """All lists, hottest first. Scanning a list takes as long as it is large, and so does keeping it: a byte on the
+    fast tier saves as often as its list is asked for, so the order is by accesses alone."""
+    return np.argsort(-num_accesses, kind="stable")
+
+
 def hottest(num_accesses: NDArray[np.float64], hit_rate: float) -> Lists:
     """The fewest lists that take at least this share of all accesses, hottest first: the inverse of their cumulative
-    distribution (4.1). Scanning a list takes as long as it is large, and so does keeping it: a byte on the fast tier
-    saves as often as its list is asked for, so the order is by accesses alone.
+    distribution (4.1).
 
     Args:
         num_accesses: [nlist], of each.
         hit_rate: from 0 to 1.
     """
-    order = np.argsort(-num_accesses, kind="stable")
+    order = by_heat(num_accesses)
     total = num_accesses.sum()
     if total == 0 or hit_rate <= 0:
         return order[:0]

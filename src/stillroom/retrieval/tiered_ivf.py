@@ -67,7 +67,7 @@ class TieredLists:
     """The lists of a trained index, in RAM and in a file."""
 
     def __init__(self, lists: Any, partition: Partition, file: Path) -> None:
-        """Copies all lists; `lists` can go afterwards, but for its quantizer.
+        """Copies everything that it needs, so `lists` can go afterwards.
 
         Args:
             lists: an IndexIVFPQ that holds vectors.
@@ -76,12 +76,12 @@ class TieredLists:
         """
         assert len(partition.shard_of) == lists.nlist and partition.num_shards == 2
         self.partition = partition
-        self._quantizer_of = lists
+        self._quantizer = faiss.clone_index(lists.quantizer)
         self._file = file
-        faiss.write_index(_shard(lists, partition.of(DISK)), str(file))
+        faiss.write_index(_shard(lists, self._quantizer, partition.of(DISK)), str(file))
         with file.open("rb+") as written:
             os.fsync(written.fileno())
-        self._shards = [_shard(lists, partition.of(RAM)), _map(file)]
+        self._shards = [_shard(lists, self._quantizer, partition.of(RAM)), _map(file)]
         self._pool = ThreadPoolExecutor(len(self._shards), thread_name_prefix="stillroom-shard")
 
     def close(self) -> None:
@@ -109,9 +109,9 @@ class TieredLists:
             on_found: told the number of a query and what was found, once each, as soon as its last list is scanned; in
                 a thread of a shard, so it must return quickly.
         """
-        nprobe = min(nprobe, int(self._quantizer_of.nlist))
+        nprobe = min(nprobe, len(self.partition.shard_of))
         with one_thread():
-            nearness, probed = self._quantizer_of.quantizer.search(np.ascontiguousarray(queries), nprobe)
+            nearness, probed = self._quantizer.search(np.ascontiguousarray(queries), nprobe)
         num_in = self.partition.num_in(probed)
         pending = [_Pending(int((row > 0).sum())) for row in num_in]
         lock = Lock()
@@ -140,9 +140,9 @@ class TieredLists:
             one.result()
 
 
-def _shard(lists: Any, held: Lists) -> Any:
-    """An index of some of the lists, with the same quantizers."""
-    shard = faiss.IndexIVFPQ(lists.quantizer, lists.d, lists.nlist, lists.pq.M, lists.pq.nbits, lists.metric_type)
+def _shard(lists: Any, quantizer: Any, held: Lists) -> Any:
+    """An index of some of the lists, with the same centres and codes. It keeps no copy of the quantizer."""
+    shard = faiss.IndexIVFPQ(quantizer, lists.d, lists.nlist, lists.pq.M, lists.pq.nbits, lists.metric_type)
     shard.pq = lists.pq
     shard.by_residual = lists.by_residual
     shard.is_trained = True
