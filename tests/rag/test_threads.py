@@ -17,6 +17,7 @@ from stillroom.rag.room import Stillroom
 from stillroom.rag.threads import candidates, choose
 from tests.fakes import random_checkpoint
 from tests.ops.test_teams import needs_teams, num_system_threads
+from tests.server.fakes import until
 
 
 def test_all_of_them_and_halves() -> None:
@@ -87,7 +88,7 @@ def test_only_the_engine_keeps_a_team(tmp_path: Path) -> None:
             for asker, done in zip(askers, asked, strict=True):
                 asker.start()
                 assert done.wait(30)
-            assert num_system_threads() <= before + len(askers)
+            until(lambda: num_system_threads() <= before + len(askers))  # an embedder's thread may still be ending
         finally:
             leave.set()
             for asker in askers:
