@@ -1,11 +1,14 @@
 """The reuse bench: the open loop on a made clock, its figures by hand, and whole runs on a tiny model."""
 
+import dataclasses
+import os
 import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import faiss as _faiss
 import numpy as np
 import pytest
 
@@ -13,12 +16,15 @@ from stillroom.bench.report import to_markdown
 from stillroom.bench.reuse import ReuseOptions, run_reuse
 from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS, RATIOS, OurRuntime
 from stillroom.bench.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Cell, Figures, sustained_rate
+from stillroom.bench.reuse_index import LEAST_VECTORS
+from stillroom.bench.reuse_search import Searched
 from stillroom.bench.reuse_traffic import Traffic, budget_for, made_pool
 from stillroom.bench.reuse_worker import Stepped, common_prefix, drive
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.statistics import ratio_of_means
 from stillroom.errors import UsageError
 
+faiss: Any = _faiss  # its type information lacks what is made at import
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 SMALL = ReuseOptions(rates=(1.0, 0.5), num_requests=3, num_warm=4, num_documents=20, max_tokens=2, repeat=1)
 
@@ -215,6 +221,8 @@ def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
         ReuseOptions(arms=["lru"])
     with pytest.raises(UsageError, match="--slo-ttft"):
         ReuseOptions(slo_ttft=0.0)
+    with pytest.raises(UsageError, match="--search 10 is too small"):
+        ReuseOptions(num_vectors=10)
     for rates in ([], [0.0]):
         with pytest.raises(UsageError, match="rates"):
             ReuseOptions(rates=rates)
@@ -222,12 +230,55 @@ def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
         run_reuse(tmp_path, options=ReuseOptions(ks=[50], num_warm=1, num_requests=1, repeat=1), shape=TINY)
 
 
+class Echo:
+    """Answers each prompt with one token in the step after it came."""
+
+    def __init__(self) -> None:
+        self.came: list[int] = []
+        self.waiting: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting)
+
+    def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
+        self.came.append(number)
+        self.waiting.append(number)
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
+        assert self.waiting, "asked for a step with nothing to do"
+        number = self.waiting.pop(0)
+        return [(number, [0, 0, 0])], [number]
+
+    def tend(self) -> bool:
+        return False
+
+    def reset(self) -> None:
+        self.came.clear()
+
+
+@pytest.mark.parametrize("dues", [None, [0.0] * 5])
+def test_prompts_come_after_their_search_in_their_order(dues: list[float] | None, tmp_path: Path) -> None:
+    index = faiss.index_factory(8, "IVF2,Flat", faiss.METRIC_INNER_PRODUCT)
+    vectors = np.random.default_rng(0).standard_normal((200, 8)).astype(np.float32)
+    index.train(vectors)
+    index.add(vectors)
+    faiss.write_index(index, str(tmp_path / "index"))
+    echo = Echo()
+    searched = Searched(echo, str(tmp_path / "index"), 1, os.sched_getaffinity(0))
+    for _ in range(2):
+        found = drive(searched, [[[1]]] * 5, dues)
+        assert echo.came == list(range(5)) and min(found["seconds"]) > 0.0
+        searched.reset()
+
+
 @pytest.mark.slow  # starts processes that import torch
 def test_a_run(tmp_path: Path) -> None:
     peers = {"vllm": sys.executable}
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(f'{{"timestamp": {one * one}}}\n' for one in range(9)))
-    result = run_reuse(tmp_path, options=SMALL, arrivals=trace, peers=peers, shape=TINY)
+    options = dataclasses.replace(SMALL, num_vectors=LEAST_VECTORS)
+    result = run_reuse(tmp_path, options=options, arrivals=trace, peers=peers, shape=TINY)
     groups = {f"mmlu, k=2, {load}" for load in ("one after the other", "0.5x", "1x")}
     assert {name.rpartition("/")[0] for name in result.samples.values} == groups
     assert {name.rpartition("/")[2] for name in result.samples.values} == set(DEFAULT_ARMS)

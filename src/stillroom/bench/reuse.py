@@ -19,6 +19,7 @@ from stillroom.bench.environment import Environment, record_environment
 from stillroom.bench.report import BenchResult
 from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS
 from stillroom.bench.reuse_figures import OFF, UNLOADED, Cell, Figures
+from stillroom.bench.reuse_index import LEAST_VECTORS, Searchable, searchable
 from stillroom.bench.reuse_traffic import (
     CURVES,
     MAX_SEQS,
@@ -44,7 +45,7 @@ _KEEPS_NOTHING = ("off", "llama.cpp")
 _NUM_FIRST = 3
 """Of the requests to warm up with, what arms are sent that keep nothing, or only the last prompt."""
 _NOTES = (
-    "Times are from the moment a request is due to its first token; search is left out, it costs all arms the same.",
+    "Times are from the moment a request is due to its first token.",
     "Rates are multiples of what `off` serves one request after the other; an overloaded arm is sent no higher one.",
     "Samples are single requests: CV and class say how unequally they were served, not how well figures repeat.",
 )
@@ -66,6 +67,8 @@ class ReuseOptions:
     num_documents: int = 300
     companions: Companions = "drawn"
     max_tokens: int = 1
+    num_vectors: int = 0
+    """Of a FAISS index that is searched before each prompt; 0: prompts come without a search."""
     slo_ttft: float = 1.0
     """Seconds to the first token within which a request counts for the goodput."""
     repeat: int = 2
@@ -82,6 +85,8 @@ class ReuseOptions:
             raise UsageError(f"unknown curves {', '.join(sorted(unknown))}; known are {', '.join(CURVES)}")
         if not self.rates or min(self.rates) <= 0:
             raise UsageError("rates are positive numbers, times what is served without reuse")
+        if 0 < self.num_vectors < LEAST_VECTORS:
+            raise UsageError(f"--search {self.num_vectors:,} is too small an index; take {LEAST_VECTORS:,} or more")
         if self.slo_ttft <= 0:
             raise UsageError("--slo-ttft is a positive number of seconds")
 
@@ -96,6 +101,8 @@ class _Run:
     draw: Draw
     say: Callable[[str], None]
     figures: Figures
+    index: Searchable | None = None
+    """What is searched before each prompt."""
     budgets: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -133,6 +140,8 @@ def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
     pool = pool_for(folder, model is not None, dataset, options.num_documents, options.seed)
     figures = Figures(options.slo_ttft, options.max_tokens)
     run = _Run(options, record_environment(), folder, pool, draw, on_progress, figures)
+    if options.num_vectors:
+        run.index = searchable(work_dir, options.num_vectors, on_progress)
     for k in options.ks:
         traffics = [Traffic(pool, curve, k, options.companions, options.seed) for curve in options.curves]
         budget = _budget(run, k, traffics)
@@ -197,6 +206,8 @@ def _started(run: _Run, peers: Mapping[str, str], budget: Budget, work_dir: Path
             "step_tokens": _STEP_TOKENS,
             "max_tokens": run.options.max_tokens,
             "scratch": scratch,
+            "index": run.index.file if run.index else "",
+            "nprobe": run.index.nprobe if run.index else 0,
         }
         try:
             for name, python in {**dict.fromkeys(run.options.arms, sys.executable), **peers}.items():

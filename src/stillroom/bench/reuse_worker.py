@@ -232,8 +232,10 @@ def serve(name: str, folder: Path, num_threads: int, settings: dict[str, Any]) -
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand between the answers
     peak_rss_bytes = sibling("runtime_worker").peak_rss_bytes
-    began = time.perf_counter()
+    began, cores = time.perf_counter(), os.sched_getaffinity(0)
     runtime = PEERS.get(name, _ours)(name, folder, settings, num_threads)
+    if settings["index"]:
+        runtime = sibling("reuse_search").Searched(runtime, settings["index"], settings["nprobe"], cores)
     print(json.dumps({"load_seconds": time.perf_counter() - began}), file=answers, flush=True)
     for line in sys.stdin:
         question = json.loads(line)

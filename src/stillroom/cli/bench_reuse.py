@@ -35,6 +35,7 @@ REUSE_HELP = help_text(
     examples=(
         "stillroom bench reuse",
         "stillroom bench reuse --dataset data/nq --curve mmlu --curve nq --k 1 --k 2 --peer vllm=vllm/bin/python",
+        "stillroom bench reuse --search 1000000 --arm off --arm tiers --peer vllm=vllm/bin/python",
         "stillroom bench reuse --k 5 --arm off --arm lru --arm 'anywhere 15%'",
         "stillroom bench reuse --arm off --arm 'cache first' --max-tokens 16 --slo-ttft 0.5 --arrivals azure_conv.csv",
     ),
@@ -60,6 +61,16 @@ def reuse(  # noqa: PLR0913  one parameter per flag
     documents: Annotated[int, typer.Option("--documents", min=1, metavar="N", help="Most documents.")] = 300,
     companions: CompanionsOption = "drawn",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Tokens of an answer.")] = 1,
+    search: Annotated[
+        int,
+        typer.Option(
+            "--search",
+            min=0,
+            metavar="VECTORS",
+            help="Search a FAISS index of so many made vectors before each prompt, in every runtime; peers need "
+            "faiss-cpu, too. 0: no search.",
+        ),
+    ] = 0,
     arrivals: Annotated[
         Path | None,
         typer.Option(
@@ -108,6 +119,7 @@ def reuse(  # noqa: PLR0913  one parameter per flag
         num_documents=documents,
         companions=cast("Companions", companions),
         max_tokens=max_tokens,
+        num_vectors=search,
         slo_ttft=slo_ttft,
         repeat=repeat,
         seed=seed,

@@ -1,0 +1,198 @@
+"""Many clients on real connections, of whom some leave at any moment, some come too late and some talk nonsense.
+Afterwards every answer that was read to its end was right, and no block, listener, thread or open file is left."""
+
+import gc
+import json
+import os
+import random
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from stillroom.bench.harness import peak_rss_bytes, reset_peak_rss
+from stillroom.config.settings import QueryCacheConfig, RuntimeConfig, StillroomConfig, TraceConfig
+from stillroom.rag.generator import Generator
+from stillroom.rag.room import Stillroom
+from tests.server.fakes import until
+from tests.server.harness import serving
+from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
+
+NUM_CLIENTS = 8
+PATIENCE = 60.0
+MAX_GROWTH = 16 * 2**20
+RAMBLING = {"max_tokens": 400, "temperature": 50.0}  # close to a uniform choice of words: it goes on and on
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Stillroom]:
+    config = StillroomConfig(
+        query_cache=QueryCacheConfig(max_tokens=0),
+        runtime=RuntimeConfig(num_threads=1, max_waiting=6, max_num_seqs=4),
+        trace=TraceConfig(keep=50),
+    )
+    with Stillroom.open(tmp_path / "kb", config=config) as room:
+        room.add(write_knowledge(tmp_path / "docs"))
+        room.warm_up()
+        yield room
+
+
+@dataclass
+class Client:
+    """Asks one question after the other, each on a connection of its own."""
+
+    address: tuple[str, int]
+    count: int
+    draw: random.Random
+    ends: Counter[str] = field(default_factory=Counter)
+    problem: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for _ in range(self.count):
+                with socket.create_connection(self.address, timeout=PATIENCE) as connection:
+                    self.ends[self._ask(connection)] += 1
+        except BaseException as error:
+            self.problem = error
+
+    def _ask(self, connection: socket.socket) -> str:
+        kind = self.draw.random()
+        if kind < 0.05:
+            connection.sendall(_request({"messages": "nonsense"}))
+            assert _status(self._read(connection)) in (400, 422)
+            return "nonsense"
+        if kind < 0.10:
+            connection.sendall(_request(_body())[: self.draw.randint(1, 150)])
+            self._leave(connection)
+            return "left while asking"
+        if kind < 0.50:
+            is_streamed = self.draw.random() < 0.6
+            connection.sendall(_request(_body(stream=is_streamed, seed=self.draw.randint(0, 9), **RAMBLING)))
+            self._leave(connection)
+            return "left"
+        if kind < 0.60:
+            connection.sendall(_request(_body(deadline_seconds=0.02, **RAMBLING)))
+            reply = self._read(connection)
+            assert _status(reply) in (429, 504), reply
+            return "late" if _status(reply) == 504 else "refused"
+        is_streamed = kind < 0.80
+        connection.sendall(_request(_body(stream=is_streamed, n=1 if is_streamed else self.draw.choice((1, 2)))))
+        reply = self._read(connection)
+        if _status(reply) == 429:
+            return "refused"
+        assert _text_of(reply, is_streamed) == ANSWER, reply
+        return "answered"
+
+    def _leave(self, connection: socket.socket) -> None:
+        """After some bytes of the reply or none; politely, or as one whose machine has died."""
+        for _ in range(self.draw.choice((0, 0, 1, 2, 5))):
+            connection.settimeout(0.01)
+            try:
+                if not connection.recv(200):
+                    break
+            except TimeoutError:
+                pass
+        if self.draw.random() < 0.5:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def _read(self, connection: socket.socket) -> bytes:
+        pieces = []
+        while piece := connection.recv(65536):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def _body(**options: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": QUESTION}]} | options
+
+
+def _request(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Length: {len(content)}\r\n"
+    )
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + content
+
+
+def _status(reply: bytes) -> int:
+    return int(reply.split(None, 2)[1])
+
+
+def _text_of(reply: bytes, is_streamed: bool) -> str:
+    assert _status(reply) == 200, reply
+    body = reply.partition(b"\r\n\r\n")[2]
+    if not is_streamed:
+        return str(json.loads(body)["choices"][0]["message"]["content"])
+    events = [line[6:] for line in body.splitlines() if line.startswith(b"data: ")]
+    assert events.pop() == b"[DONE]"
+    return "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+def soak(url: str, room: Stillroom, count: int, seed: int) -> Counter[str]:
+    """So many requests; how they ended."""
+    parts, draw = urlsplit(url), random.Random(seed)
+    address = (str(parts.hostname), int(parts.port or 0))
+    clients = [Client(address, count // NUM_CLIENTS, random.Random(draw.random())) for _ in range(NUM_CLIENTS)]
+    threads = [threading.Thread(target=client.run) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for client in clients:
+        if client.problem is not None:
+            raise client.problem
+    until(lambda: _is_idle(room))
+    return sum((client.ends for client in clients), Counter())
+
+
+def _is_idle(room: Stillroom) -> bool:
+    backend = room._backend
+    assert isinstance(backend, Generator)
+    load = backend.load
+    is_free = load.num_free_blocks == load.num_blocks > 0
+    return is_free and load.num_waiting == load.num_running == 0 and not backend.engine._listeners
+
+
+def _num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+ENDS = {"nonsense", "left while asking", "left", "late", "refused", "answered"}
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(room: Stillroom) -> None:
+    with serving(room) as url:
+        soak(url, room, 2 * NUM_CLIENTS, seed=0)
+        before = _num_open_files()
+        ends = soak(url, room, 25 * NUM_CLIENTS, seed=1)
+        until(lambda: _num_open_files() <= before)
+    assert ends["answered"] > 20 and ends["left"] > 20 and ends["late"], ends
+    backend = room._backend
+    assert isinstance(backend, Generator)
+    checked = threading.Event()
+    backend.engine.run(lambda engine: (engine.check_integrity(), checked.set()))
+    assert checked.wait(PATIENCE)
+
+
+@pytest.mark.slow
+def test_thousands_of_connections_leave_nothing_behind(room: Stillroom) -> None:
+    with serving(room) as url:
+        ends = soak(url, room, 1000, seed=2)
+        before = _memory()
+        ends += soak(url, room, 4000, seed=3)
+        growth = _memory() - before
+    assert growth < MAX_GROWTH, f"{growth / 2**20:.1f} MiB more after four thousand connections"
+    assert sum(ends.values()) == 5000 and set(ends) == ENDS, ends
+
+
+def _memory() -> int:
+    gc.collect()
+    reset_peak_rss()
+    return peak_rss_bytes()
