@@ -19,6 +19,7 @@ import pytest
 
 from stillroom.bench.harness import peak_rss_bytes, reset_peak_rss
 from stillroom.config.settings import QueryCacheConfig, RuntimeConfig, StillroomConfig, TraceConfig
+from stillroom.engine.engine import Engine
 from stillroom.rag.generator import Generator
 from stillroom.rag.room import Stillroom
 from tests.server.fakes import until
@@ -160,6 +161,18 @@ def _is_idle(room: Stillroom) -> bool:
     return is_free and load.num_waiting == load.num_running == 0 and not backend.engine._listeners
 
 
+def _check_books(room: Stillroom) -> None:
+    backend, checked = room._backend, threading.Event()
+    assert isinstance(backend, Generator)
+
+    def check(engine: Engine) -> None:
+        engine.check_integrity()
+        checked.set()
+
+    backend.engine.run(check)
+    assert checked.wait(PATIENCE)
+
+
 def _num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -174,11 +187,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(room: Stillroom) 
         ends = soak(url, room, 25 * NUM_CLIENTS, seed=1)
         until(lambda: _num_open_files() <= before)
     assert ends["answered"] > 20 and ends["left"] > 20 and ends["late"], ends
-    backend = room._backend
-    assert isinstance(backend, Generator)
-    checked = threading.Event()
-    backend.engine.run(lambda engine: (engine.check_integrity(), checked.set()))
-    assert checked.wait(PATIENCE)
+    _check_books(room)
 
 
 @pytest.mark.slow

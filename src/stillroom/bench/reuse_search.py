@@ -28,7 +28,7 @@ class Searched:
         import numpy as np
 
         self.inner, self.cores = inner, cores
-        self.index = faiss.read_index(index)
+        self.index: Any = faiss.read_index(index)
         self.index.nprobe = nprobe
         queries = np.random.default_rng(0).standard_normal((256, self.index.d)).astype(np.float32)
         self.queries = queries / np.linalg.norm(queries, axis=1, keepdims=True)
