@@ -18,17 +18,18 @@ _TOP_K = 50
 class Searched:
     """A `reuse_worker.Runtime` whose prompts reach the one inside when their search has ended."""
 
-    def __init__(self, inner: Any, index: str, nprobe: int, cores: Collection[int]) -> None:
+    def __init__(self, inner: Any, file: str, nprobe: int, cores: Collection[int]) -> None:
         """
         Args:
-            index: file of a FAISS IVF index.
+            file: a FAISS IVF index.
             cores: on any of which the search may run.
         """
         import faiss
         import numpy as np
 
         self.inner, self.cores = inner, cores
-        self.index: Any = faiss.read_index(index)
+        index_of: Any = faiss.read_index  # its type information knows no kinds of index
+        self.index = index_of(file)
         self.index.nprobe = nprobe
         queries = np.random.default_rng(0).standard_normal((256, self.index.d)).astype(np.float32)
         self.queries = queries / np.linalg.norm(queries, axis=1, keepdims=True)
