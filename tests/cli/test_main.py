@@ -1,4 +1,4 @@
-"""Exit codes, errors, help and start-up time of every command."""
+"""Exit codes, errors and help of every command, and that help loads nothing heavy."""
 
 import contextlib
 import json
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +51,17 @@ def test_no_command_shows_the_help_and_is_a_wrong_call(run: Run) -> None:
     assert "Usage: stillroom" in result.out
 
 
-def test_help_imports_nothing_heavy_and_is_fast() -> None:
+def test_help_imports_nothing_heavy() -> None:
+    """So that it is there at once."""
+    commands = [[], *(command.split() for command in COMMANDS)]
     code = (
         "import sys\nfrom stillroom.cli.main import run\n"
-        "for command in [[], ['add'], ['remove'], ['list'], ['search'], ['ask'], ['serve'], ['bench', 'retrieval']]:\n"
+        f"for command in {commands!r}:\n"
         "    assert run([*command, '--help']) == 0\n"
         "heavy = {'torch', 'numpy', 'faiss', 'fastapi', 'transformers', 'sentence_transformers'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-    def seconds() -> float:
-        started = time.perf_counter()
-        with launch("--help") as process:
-            process.communicate()
-        return time.perf_counter() - started
-
-    assert min(seconds() for _ in range(5)) < 0.5
 
 
 @pytest.mark.parametrize(
