@@ -1,7 +1,7 @@
 """Traffic for `stillroom bench reuse`: documents of unequal popularity, prompts made of them, and when they come.
 
-Everything is drawn from a seed and made of token ids, so every runtime is sent the same. Search is left out: it costs
-all of them the same, and what it would find is drawn from the popularity curve instead.
+Everything is drawn from a seed and made of token ids, so every runtime is sent the same. What a search would find is
+drawn from the popularity curve.
 """
 
 import json
