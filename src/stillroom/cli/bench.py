@@ -27,6 +27,7 @@ from stillroom.cli.bench_report import (
     RepeatOption,
     SeedOption,
     WorkDirOption,
+    begin,
     deliver,
     named_pythons,
     show_run,
@@ -107,6 +108,7 @@ RUNTIME_HELP = help_text(
 @app.callback()
 def top() -> None:
     """Measure on your own machine and documents."""
+    begin()
 
 
 @app.command("retrieval", help=RETRIEVAL_HELP)

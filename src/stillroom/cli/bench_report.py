@@ -1,17 +1,22 @@
 """What `stillroom bench` commands share: options, and what becomes of a result (print it, keep it, draw it, compare it
 with an earlier one)."""
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stillroom.bench.noise import CpuTimes, noise_note
 from stillroom.cli.console import line, note, print_json
 from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
     from stillroom.bench.report import BenchResult, Change
+
+_began: ContextVar[CpuTimes | None] = ContextVar("began", default=None)
+"""What the machine's CPUs had done when the command began."""
 
 DatasetsOption = Annotated[
     list[Path],
@@ -113,11 +118,17 @@ class Delivery:
     compare: Path | None = None
 
 
+def begin() -> None:
+    """A benchmark begins: remember what the machine's CPUs had done by then."""
+    _began.set(CpuTimes.now())
+
+
 def deliver(result: "BenchResult", to: Delivery) -> None:
     """Print the result (Markdown, or JSON), and write the files that were asked for."""
     from stillroom.bench.html import to_html
     from stillroom.bench.report import compare, load_samples, save, to_markdown
 
+    result.notes.extend(noise_note(_began.get(), CpuTimes.now()))
     changes = compare(result.samples, load_samples(to.compare)) if to.compare is not None else []
     if to.output is not None:
         save(result, to.output)
