@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.rows import StoredDocument
+from stillroom.retrieval.tiered_index import ListFigures
 
 D = 16
 RAM = IndexConfig(kind="ivf_pq", nbits=1, num_subquantizers=4, nprobe=2, refine=3, seed=3, nlist=8)
@@ -79,6 +81,15 @@ def oracle(tmp_path: Path, corpus: Corpus) -> Callable[[], list[Ranking]]:
     return lambda: found(indexes)
 
 
+def has_figures(indexes: Indexes) -> bool:
+    return indexes.list_figures is not None
+
+
+def figures_of(indexes: Indexes) -> ListFigures:
+    assert indexes.list_figures is not None
+    return indexes.list_figures
+
+
 def found(indexes: Indexes) -> list[Ranking]:
     return [indexes.search_dense(query, 20) for query in vectors(10, 5)]
 
@@ -101,8 +112,8 @@ def test_lists_are_in_a_file_and_what_is_found_is_the_same(
     assert found(indexes) == expected
     indexes.write()
     assert found(indexes) == expected == found(opened())
-    figures = indexes.list_figures
-    assert figures is not None and figures.list_bytes == 90 * 9 and figures.ram_bytes == figures.list_bytes
+    figures = figures_of(indexes)
+    assert figures.list_bytes == 90 * 9 and figures.ram_bytes == figures.list_bytes
 
 
 def test_staged_searches_end_with_the_plain_one(opened: Open) -> None:
@@ -125,7 +136,7 @@ def test_the_setting_can_be_changed_at_any_time(
     corpus.commit([document("second", 30, 2)])
     expected = oracle()
     back = opened(RAM)
-    assert found(back) == expected and back.list_figures is None
+    assert found(back) == expected and not has_figures(back)
     back.write()
     assert (tmp_path / "dense.npz").exists() and not (tmp_path / "dense.lists").exists()
     assert found(back) == found(opened(TIERED)) == found(indexes) == expected
@@ -139,9 +150,9 @@ def test_an_index_too_small_to_train_is_kept_as_ever(tmp_path: Path) -> None:
     corpus.commit([document("small", 20, 1)])
     indexes = Indexes(tmp_path, corpus, TIERED, D, here_and_now)
     indexes.write()
-    assert (tmp_path / "dense.npz").exists() and not indexes.needs_write() and indexes.list_figures is None
+    assert (tmp_path / "dense.npz").exists() and not indexes.needs_write() and not has_figures(indexes)
     corpus.commit([document("more", 100, 2)])
-    assert len(found(indexes)[0]) == 20 and indexes.list_figures is not None
+    assert len(found(indexes)[0]) == 20 and has_figures(indexes)
     indexes.write()
     assert (tmp_path / "dense.lists").exists() and not (tmp_path / "dense.npz").exists()
 
@@ -254,15 +265,54 @@ def test_heat_is_kept_across_restarts(opened: Open, tmp_path: Path) -> None:
 def test_a_goal_is_reached_with_lists_on_disk(opened: Open) -> None:
     goal = [opened(dataclasses.replace(config, refine=20, ann_recall=0.9)) for config in (TIERED, RAM)]
     assert found(goal[0]) == found(goal[1])
-    figures = goal[0].list_figures
-    assert figures is not None and 0 < figures.num_probes <= 10 * figures.num_lists, "only what was asked for counts"
+    figures = figures_of(goal[0])
+    assert 0 < figures.num_probes <= 10 * figures.num_lists, "only what was asked for counts"
 
 
 def test_lists_enter_ram_beside_the_searches(tmp_path: Path, corpus: Corpus) -> None:
-    """With the thread that a knowledge base has."""
-    indexes = Indexes(tmp_path, corpus, TIERED, D)
+    jobs: list[Callable[[], None]] = []
+    indexes = Indexes(tmp_path, corpus, TIERED, D, jobs.append)
     indexes.write()
+    before = found(indexes)
+    figures = figures_of(indexes)
+    assert figures.ram_bytes == 0
+    for job in jobs:
+        job()
+    figures = figures_of(indexes)
+    assert 0 < figures.ram_bytes <= 1000
+    assert found(indexes) == before
+
+
+def test_nothing_enters_ram_after_closing(tmp_path: Path, corpus: Corpus) -> None:
+    jobs: list[Callable[[], None]] = []
+    indexes = Indexes(tmp_path, corpus, TIERED, D, jobs.append)
     found(indexes)
     indexes.close()
-    figures = indexes.list_figures
-    assert figures is not None and 0 < figures.ram_bytes <= 1000
+    for job in jobs:
+        job()
+    figures = figures_of(indexes)
+    assert figures.ram_bytes == 0
+
+
+def test_threads_search_while_lists_move_and_documents_come_and_go(tmp_path: Path, corpus: Corpus) -> None:
+    indexes = Indexes(tmp_path, corpus, dataclasses.replace(TIERED, hot_bytes=2000), D)
+    indexes.write()
+    queries = vectors(300, 7)
+
+    def ask(number: int) -> int:
+        total = 0
+        for at, query in enumerate(queries[number::3]):
+            total += len(indexes.search_dense(query, 5))
+            if at % 10 == 0:
+                total += len(list(indexes.search_dense_staged(query, 5, 2))[-1])
+        return total
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask, number) for number in range(3)]
+        for step in range(6):
+            corpus.commit([document(f"more {step}", 20, step)])
+            indexes.write()
+            corpus.commit(removed=[DocumentId(f"more {step - 1}")])
+        assert all(one.result() == 5 * 110 for one in asking)
+    indexes.close()
+    assert found(indexes) == found(Indexes(tmp_path, corpus, RAM, D))

@@ -16,7 +16,7 @@ from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
 from stillroom.retrieval.hot_lists import DriftRules
 from stillroom.retrieval.ivf_pq import IvfPqIndex
 from stillroom.retrieval.list_file import ListFile
-from stillroom.retrieval.tiered_index import TieredIvfPqIndex
+from stillroom.retrieval.tiered_index import ListFigures, TieredIvfPqIndex
 
 Vectors = NDArray[np.float32]
 D = 16
@@ -54,6 +54,11 @@ def assert_same(one: Any, other: Any, queries: Vectors, k: int = 10, effort: int
     assert len(one) == len(other) and one.nlist == other.nlist and one.structure == other.structure
     for query in queries:
         assert other.search(query, k, effort) == one.search(query, k, effort)
+
+
+def figures_of(index: TieredIvfPqIndex) -> ListFigures:
+    assert index.figures is not None
+    return index.figures
 
 
 def saved_and_shown(index: TieredIvfPqIndex, path: Path) -> None:
@@ -120,8 +125,7 @@ def test_any_history_finds_what_the_index_in_ram_finds(
 
 def test_full_vectors_and_cold_lists_are_not_in_ram(tmp_path: Path) -> None:
     _, index = both(tmp_path, 500)
-    figures = index.figures
-    assert figures is not None
+    figures = figures_of(index)
     assert 0 < figures.ram_bytes <= 2000 < figures.list_bytes == 500 * 9  # a byte of codes and 8 of the row
     assert 0 < figures.num_lists_in_ram < figures.num_lists == index.nlist
     assert not list(tmp_path.iterdir()), "files without names"
@@ -134,8 +138,8 @@ def test_the_exact_answers_and_the_sample_for_tuning_are_the_same(tmp_path: Path
     disk.remove(doomed)
     queries = clustered(20, 5)
     np.testing.assert_array_equal(disk.exact(queries, 5), ram.exact(queries, 5))
-    sampled = [index.sample(50, np.random.default_rng(1)) for index in (ram, disk)]
-    np.testing.assert_array_equal(*sampled)
+    one, other = (index.sample(50, np.random.default_rng(1)) for index in (ram, disk))
+    np.testing.assert_array_equal(other, one)
     assert disk.effort_range() == ram.effort_range()
     approximate = both(tmp_path, 300, dataclasses.replace(CONFIG, refine=0))[1]
     with pytest.raises(ConfigError, match=r"index\.refine"):
@@ -256,10 +260,11 @@ def test_ram_follows_what_is_asked_for(tmp_path: Path) -> None:
         for _ in range(10):
             for query in centre + 0.05 * np.random.default_rng(topic).standard_normal((20, D)).astype(np.float32):
                 index.search(query, 5)
-            figures = index.figures
-            assert figures is not None and figures.ram_bytes <= 2000
+            figures = figures_of(index)
+            assert figures.ram_bytes <= 2000
             rates.append(figures.hit_rate)
     assert rates[9] > 0.9 and rates[19] > 0.9
+    figures = figures_of(index)
     assert figures.num_probes == 2 * 400 and figures.num_exchanged > 0
     assert 0 < figures.num_hits < figures.num_probes
 
@@ -268,10 +273,9 @@ def test_what_the_tuner_searches_is_not_counted(tmp_path: Path) -> None:
     _, index = both(tmp_path, 300)
     with index.uncounted():
         index.search(clustered(1, 2)[0], 5)
-    figures = index.figures
-    assert figures is not None and figures.num_probes == 0
+    assert figures_of(index).num_probes == 0
     index.search(clustered(1, 2)[0], 5)
-    assert index.figures is not None and index.figures.num_probes == 3
+    assert figures_of(index).num_probes == 3
 
 
 def test_heat_survives_a_new_file_and_a_new_training(tmp_path: Path) -> None:

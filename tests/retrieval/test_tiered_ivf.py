@@ -100,7 +100,7 @@ def test_exchanging_lists_changes_no_result_and_the_books_are_right(
         tiered.exchange(out, into)
         held = (held - out) | into
         assert set(np.flatnonzero(tiered.is_in_ram).tolist()) == held
-        assert tiered.ram_bytes == sum(index.invlists.list_size(number) * 12 for number in held)
+        assert tiered.ram_bytes == sum(index.invlists.list_size(number) * 11 for number in held)
         for query in queries[:4]:
             ids, scores = undivided(index, query, 20, 10)
             found = tiered.search(query, 20, 10)

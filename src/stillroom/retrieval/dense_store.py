@@ -114,7 +114,9 @@ class DenseStore:
         return self._index.figures if isinstance(self._index, TieredIvfPqIndex) else None
 
     def close(self) -> None:
-        """Wait for what is exchanged, and keep the heat of lists. Idempotent."""
+        """Stop exchanging lists, and keep their heat. Idempotent."""
+        if isinstance(self._index, TieredIvfPqIndex):
+            self._index.close()
         self._background.close()
         figures = self.figures
         if figures is not None and figures.num_probes:
@@ -191,10 +193,16 @@ class DenseStore:
         return file.origin.generation
 
     def _open_lists(self) -> ListFile:
-        self._seen = _identity(self._lists_path)
-        if self._seen in self._damaged:
-            raise CorruptKnowledgeBaseError(f"{self._lists_path} is damaged; it will be rebuilt")
-        file = ListFile(self._lists_path)
+        while True:
+            self._seen = _identity(self._lists_path)
+            if self._seen in self._damaged:
+                raise CorruptKnowledgeBaseError(f"{self._lists_path} is damaged; it will be rebuilt")
+            try:
+                file = ListFile(self._lists_path)
+                break
+            except CorruptKnowledgeBaseError:
+                if _identity(self._lists_path) == self._seen:
+                    raise  # else a writer has just replaced it
         self._check_origin(file.origin.corpus_id, file.origin.generation)
         return file
 

@@ -97,7 +97,7 @@ class HotLists:
         self._tiers, self._num_bytes, self._rules, self._spawn = tiers, num_bytes, rules, spawn
         self._heat = ListHeat(len(tiers.file.sizes), rules.half_life, counts)
         self._lock = Lock()
-        self._is_busy = False
+        self._is_busy = self._is_stopped = False
         self._num_noted = self._num_probes = self._num_hits = 0
         self._window_start = (0, 0)
         self.hit_rate = 0.0
@@ -148,6 +148,10 @@ class HotLists:
 
         self._spawn(run)
 
+    def stop(self) -> None:
+        """Exchange no more, not even the rest of what is being exchanged."""
+        self._is_stopped = True
+
     def counts(self) -> Counts:
         """Accesses, [nlist]; for keeping."""
         return self._heat.counts()
@@ -166,6 +170,8 @@ class HotLists:
         leaving = leaving[(is_held & ~is_best)[leaving]].tolist()
         step = max(self._rules.num_lists, len(counts) // 64)
         for start in range(0, len(coming), step):
+            if self._is_stopped:
+                return
             into = coming[start : start + step]
             needed = self._tiers.ram_bytes + int(list_bytes[into].sum()) - self._num_bytes
             out = []

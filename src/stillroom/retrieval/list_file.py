@@ -17,11 +17,12 @@ import mmap
 import os
 import struct
 import tempfile
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import faiss as _faiss
 import numpy as np
@@ -65,6 +66,8 @@ class ListFile:
             CorruptKnowledgeBaseError: it is no such file, or not whole, or was replaced at this very moment.
         """
         self.path = path
+        self.mapped: Any = None
+        """The lists, as faiss reads them."""
         try:
             with path.open("rb") as stream:
                 self._open(stream)
@@ -199,8 +202,8 @@ class ListFile:
                 self._map.madvise(mmap.MADV_WILLNEED, first, start + num_bytes - first)
 
     def _map_lists(self, file_bytes: int) -> None:
-        """`mapped`: the lists as faiss reads them, each from where it lies in the file."""
-        mapped = faiss.OnDiskInvertedLists()
+        """Each list from where it lies in the file."""
+        mapped: Any = faiss.OnDiskInvertedLists()
         mapped.nlist, mapped.code_size = len(self.sizes), self.code_size
         mapped.filename, mapped.read_only, mapped.totsize = str(self.path), True, file_bytes
         mapped.prefetch_nthread = 0  # `will_need` does it without threads
@@ -210,7 +213,7 @@ class ListFile:
             one.size, one.capacity, one.offset = size, capacities[number], offset
             mapped.lists.push_back(one)  # copied
         mapped.do_mmap()
-        self.mapped: Any = mapped
+        self.mapped = mapped
 
 
 def write_list_file(
@@ -264,10 +267,10 @@ class Spill:
     """Vectors kept in a file without a name, in the order in which they come."""
 
     def __init__(self, folder: Path, dimension: int) -> None:
-        try:
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  lives as long as this does
-        except OSError:
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        """`folder`: to hold it, as for `scratch_list_file`."""
+        with _scratch_folder(folder) as place:
+            self._descriptor = os.open(Path(place) / "vectors", os.O_RDWR | os.O_CREAT)
+        weakref.finalize(self, os.close, self._descriptor)
         self._dimension = dimension
         self._count = 0
 
@@ -276,23 +279,23 @@ class Spill:
 
     def append(self, vectors: Vectors) -> None:
         """Add [n, d]."""
-        self._file.seek(0, os.SEEK_END)
-        self._file.write(np.ascontiguousarray(vectors, dtype=np.float32).tobytes())
-        self._file.flush()
+        content = memoryview(np.ascontiguousarray(vectors, dtype=np.float32)).cast("B")
+        at = 4 * self._dimension * self._count
+        while content:  # a write may do less than all
+            num_written = os.pwrite(self._descriptor, content, at)
+            content, at = content[num_written:], at + num_written
         self._count += len(vectors)
 
     def vectors(self, rows: NDArray[np.int64]) -> Vectors:
         """Those [r, d] of these rows."""
         width = 4 * self._dimension
-        found = b"".join(os.pread(self._file.fileno(), width, width * row) for row in rows.tolist())
+        found = b"".join(os.pread(self._descriptor, width, width * row) for row in rows.tolist())
         return np.frombuffer(found, dtype=np.float32).reshape(len(rows), self._dimension)
 
     def as_array(self) -> Vectors:
-        """All [n, d], mapped."""
-        if not self._count:
-            return np.empty((0, self._dimension), dtype=np.float32)
-        shape = (self._count, self._dimension)
-        return cast(Vectors, np.memmap(self._file, dtype=np.float32, mode="r", shape=shape))
+        """All [n, d], mapped; there is at least one."""
+        mapped = mmap.mmap(self._descriptor, 4 * self._dimension * self._count, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, dtype=np.float32).reshape(self._count, self._dimension)
 
 
 def blocks(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:

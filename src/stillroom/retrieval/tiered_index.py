@@ -9,6 +9,7 @@ what was removed since is masked. Writing makes a new file of all that, list by 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ class TieredIvfPqIndex:
         nearness, probed = rows.tiers.probe(query.reshape(1, -1), effort or self._config.nprobe)
         if self._is_counting and self._hot.note(probed[0]):
             self._on_window()
-        found, ids, scores = (np.empty(0, dtype=kind) for kind in (np.int64, np.int64, np.float32))
+        found = ids = np.empty(0, dtype=np.int64)
+        scores = np.empty(0, dtype=np.float32)
         for stage in stages(probed.shape[1], num_stages):
             part = slice(stage.start, stage.stop)
             more, more_scores = rows.best(query, num_fetched, probed[0, part], nearness[0, part])
@@ -171,7 +173,7 @@ class TieredIvfPqIndex:
         best = np.full((len(queries), k), -1, dtype=np.int64)
         scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
         for ids, vectors in self._rows.in_order():
-            more = in_a_thread_that_ends(lambda block=vectors: faiss.knn(queries, block, min(k, len(block)), _IP))
+            more = in_a_thread_that_ends(partial(faiss.knn, queries, vectors, min(k, len(vectors)), _IP))
             scores = np.concatenate([scores, more[0]], axis=1)
             best = np.concatenate([best, ids[more[1]]], axis=1)
             order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
@@ -236,11 +238,17 @@ class TieredIvfPqIndex:
             raise ValueError("the file does not fit the knowledge base")
         if counts is None and self._young is None and file.quantizers_crc() == self._rows.file.quantizers_crc():
             counts = self._hot.counts()
+        self.close()
         self._rows = Rows(file, self._folder)
         self._hot = HotLists(self._rows.tiers, self._config.hot_bytes, self._rules, self._spawn, counts)
         self._num_trained = file.origin.num_trained
         self._young = None
         self._hot.start()
+
+    def close(self) -> None:
+        """Exchange no more lists. Idempotent."""
+        if self._young is None:
+            self._hot.stop()
 
     def snapshot(self) -> Snapshot:
         """What a file of now would hold, which later changes do not touch. Of a trained index."""

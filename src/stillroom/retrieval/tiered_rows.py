@@ -32,6 +32,7 @@ class Rows:
         self.tiers = TieredLists(file)
         self._folder = folder
         self._is_kept = np.ones(len(file.ids), dtype=bool)
+        self._num_kept = len(file.ids)
         self._selector: tuple[Any, Any] | None = None
         """Of the kept rows of the file, and what it points to; None where all are."""
         self._recent: Any = emptied(file.shell)
@@ -40,7 +41,7 @@ class Rows:
         self._spill: Spill | None = None
 
     def __len__(self) -> int:
-        return int(self._is_kept.sum()) + int(self._recent.ntotal)
+        return self._num_kept + int(self._recent.ntotal)
 
     def add(self, ids: Ids, vectors: Vectors) -> None:
         """Add [n, d] under ids [n]."""
@@ -58,6 +59,7 @@ class Rows:
         gone = np.isin(self.file.ids, ids) & self._is_kept
         if gone.any():
             self._is_kept &= ~gone
+            self._num_kept -= int(gone.sum())
             bits = np.packbits(self._is_kept, bitorder="little")
             self._selector = faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits)), bits
         gone = np.isin(self._recent_ids, ids) & self._is_recent_kept
