@@ -91,3 +91,33 @@ def test_how_hard_one_searches_does_not(files: list[Path], open_kb: OpenKb) -> N
     harder = StillroomConfig(index=IndexConfig(kind="hnsw", ef_search=500, ann_recall=0.9))
     assert open_kb(harder).digest() == kb.digest()
     assert kb.digest().to_json()["digest"] == kb.digest().value
+
+
+def test_where_lists_are_kept_does_not(make_file: MakeFile, docs: Path, open_kb: OpenKb) -> None:
+    """`index.hot_bytes` is nothing that a knowledge base is made with: not in manifest, digest or rankings."""
+    order = itertools.permutations(WORDS, 6)
+    for at in range(100):
+        make_file(f"{at:03}.txt", " ".join(next(order)))
+    index = IndexConfig(kind="ivf_pq", nbits=1, nprobe=2, refine=2)  # trains on 78 vectors
+    in_ram = StillroomConfig(index=index)
+    tiered = StillroomConfig(index=dataclasses.replace(index, hot_bytes=1000))
+    kb = open_kb(in_ram)
+    kb.add([docs])
+    seen = [(kb.digest(), rankings(kb))]
+    kb.close()
+    other = open_kb(tiered)
+    seen.append((other.digest(), rankings(other)))
+    figures = other.list_figures
+    assert figures is not None and figures.num_lists == 2 and figures.ram_bytes <= 1000 < figures.list_bytes
+    other.close()
+    folder = docs.parent / "kb"
+    assert (folder / "dense.lists").exists() and not (folder / "dense.npz").exists()
+    assert (folder / "list_heat.npz").exists() and "hot_bytes" not in (folder / "manifest.json").read_text()
+    unset = open_kb(StillroomConfig())
+    seen.append((unset.digest(), rankings(unset)))
+    assert unset.list_figures is None
+    assert seen[0] == seen[1] == seen[2]
+    removed = [str(docs / f"{at:03}.txt") for at in range(0, 40, 3)]
+    open_kb(tiered).remove(removed)
+    after = [(one.digest(), rankings(one)) for one in (open_kb(tiered), open_kb(in_ram))]
+    assert after[0] == after[1] != seen[0]

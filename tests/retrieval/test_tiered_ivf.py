@@ -1,7 +1,5 @@
 """Lists divided among tiers: the same results, whatever the division, and each query as soon as it is done."""
 
-import gc
-import weakref
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stillroom.retrieval.list_file import ListFile, Origin, write_list_file
 from stillroom.retrieval.partition import Partition, hottest, round_robin
 from stillroom.retrieval.ranking import first_arrays
-from stillroom.retrieval.tiered_ivf import DISK, RAM, Scored, TieredLists, accesses, scan
+from stillroom.retrieval.tiered_ivf import DISK, RAM, Scored, TieredLists, accesses, all_entries, emptied, scan
 
 faiss: Any = _faiss
 NLIST, DIMENSION = 24, 16
@@ -45,6 +44,12 @@ def queries() -> Any:
     return found / np.linalg.norm(found, axis=1, keepdims=True)
 
 
+def divided(index: Any, hot: Any, file: Path) -> TieredLists:
+    ids = np.arange(index.ntotal, dtype=np.int64)
+    write_list_file(file, Origin("a corpus", 1, index.ntotal), emptied(index), all_entries(index), ids)
+    return TieredLists(ListFile(file), np.array(hot, dtype=np.int64))
+
+
 def undivided(index: Any, query: Any, num: int, nprobe: int) -> Scored:
     nearness, lists = index.quantizer.search(query.reshape(1, -1), nprobe)
     return first_arrays(*scan(index, query, num, lists[0], nearness[0]), num)
@@ -67,7 +72,7 @@ def test_the_division_changes_no_id_and_no_distance(  # noqa: PLR0913  what is d
     batch_size: int,
 ) -> None:
     file = tmp_path_factory.mktemp("tiered") / "lists.ivf"
-    tiered = TieredLists(index, Partition(np.array(shards), 2), file)
+    tiered = divided(index, np.flatnonzero(np.array(shards) == RAM), file)
     found: dict[int, Scored] = {}
     tiered.search_batch(queries[:batch_size], num, nprobe, lambda number, scored: found.__setitem__(number, scored))
     tiered.close()
@@ -76,20 +81,50 @@ def test_the_division_changes_no_id_and_no_distance(  # noqa: PLR0913  what is d
         expected_ids, expected_scores = undivided(index, queries[number], num, nprobe)
         assert ids.tolist() == expected_ids.tolist()
         assert scores.tobytes() == expected_scores.tobytes()
+        alone = tiered.search(queries[number], num, nprobe)
+        assert alone[0].tolist() == expected_ids.tolist() and alone[1].tobytes() == expected_scores.tobytes()
 
 
-def test_the_undivided_index_can_go(queries: Any, tmp_path: Path) -> None:
-    whole = trained(1000)
-    expected = [undivided(whole, query, 5, 8) for query in queries]
-    tiered = TieredLists(whole, Partition(np.arange(NLIST) % 2, 2), tmp_path / "lists.ivf")
-    gone = weakref.ref(whole)
-    del whole
-    gc.collect()
-    assert gone() is None, "its lists would stay in RAM"
-    for query, (ids, scores) in zip(queries, expected, strict=True):
-        found = tiered.search(query, 5, 8)
-        assert found[0].tolist() == ids.tolist() and found[1].tobytes() == scores.tobytes()
-    tiered.close()
+@settings(max_examples=20, deadline=None)
+@given(
+    moves=st.lists(
+        st.tuples(st.sets(st.integers(0, NLIST - 1)), st.sets(st.integers(0, NLIST - 1))), min_size=1, max_size=5
+    )
+)
+def test_exchanging_lists_changes_no_result_and_the_books_are_right(
+    index: Any, queries: Any, tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[set[int], set[int]]]
+) -> None:
+    tiered = divided(index, [0, 1, 2], tmp_path_factory.mktemp("tiered") / "lists.ivf")
+    held = {0, 1, 2}
+    for out, into in moves:
+        tiered.exchange(out, into)
+        held = (held - out) | into
+        assert set(np.flatnonzero(tiered.is_in_ram).tolist()) == held
+        assert tiered.ram_bytes == sum(index.invlists.list_size(number) * 11 for number in held)
+        for query in queries[:4]:
+            ids, scores = undivided(index, query, 20, 10)
+            found = tiered.search(query, 20, 10)
+            assert found[0].tolist() == ids.tolist() and found[1].tobytes() == scores.tobytes()
+
+
+def test_a_search_goes_on_with_the_lists_that_it_began_with(index: Any, queries: Any, tmp_path: Path) -> None:
+    """They leave RAM in the middle of it."""
+    tiered = divided(index, range(NLIST), tmp_path / "lists.ivf")
+    ram = tiered._ram.index
+    before = undivided(index, queries[0], 20, NLIST)
+    tiered.exchange(range(NLIST), ())
+    assert tiered.ram_bytes == 0
+    nearness, probed = tiered.probe(queries[:1], NLIST)
+    late = first_arrays(*scan(ram, queries[0], 20, probed[0], nearness[0]), 20)
+    assert late[0].tolist() == before[0].tolist()
+
+
+def test_forgotten_pages_are_read_again(index: Any, queries: Any, tmp_path: Path) -> None:
+    tiered = divided(index, [1], tmp_path / "lists.ivf")
+    before = tiered.search(queries[0], 20, NLIST)
+    tiered.drop_pages()
+    again = tiered.search(queries[0], 20, NLIST)
+    assert again[0].tolist() == before[0].tolist() and again[1].tobytes() == before[1].tobytes()
 
 
 class Gated:
@@ -107,11 +142,9 @@ class Gated:
 def test_a_query_without_slow_lists_does_not_wait_for_the_others(index: Any, queries: Any, tmp_path: Path) -> None:
     nprobe = 4
     probed = index.quantizer.search(queries, nprobe)[1]
-    shard_of = np.full(NLIST, DISK)
-    shard_of[probed[3]] = RAM
-    tiered = TieredLists(index, Partition(shard_of, 2), tmp_path / "lists.ivf")
-    gate = Gated(tiered._shards[DISK])
-    tiered._shards[DISK] = gate
+    tiered = divided(index, probed[3], tmp_path / "lists.ivf")
+    gate = Gated(tiered._disk)
+    tiered._disk = gate
     released: list[int] = []
 
     def on_found(number: int, _: Scored) -> None:

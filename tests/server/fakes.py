@@ -20,6 +20,7 @@ from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResu
 from stillroom.core.ids import ChunkId, DocumentId, RequestId, format_chunk_id
 from stillroom.errors import EmptyKnowledgeBaseError, RequestAbortedError, StillroomError, UsageError
 from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing, TokenScore
+from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.telemetry.metrics import Metrics
 
 NUM_BLOCKS = 64
@@ -106,6 +107,7 @@ class FakeRoom:
         self.metrics = Metrics()
         self.model_name = "fake-model"
         self.num_blocks = NUM_BLOCKS
+        self.list_figures: ListFigures | None = None
         self.texts = {"docs/keys.md": "Rotate keys with care.\nTwice a year."} if texts is None else texts
         self.asked: list[tuple[str, AskOptions]] = []
         self.gate = threading.Event()

@@ -20,6 +20,7 @@ from stillroom.errors import (
     QueueFullError,
     RequestTimeoutError,
 )
+from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.server import run
 from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
 from tests.server.harness import running, serving
@@ -519,6 +520,11 @@ def test_health_shows_model_documents_and_blocks(client: httpx.Client) -> None:
         "documents": 1,
         "kv_blocks": {"free": NUM_BLOCKS, "total": NUM_BLOCKS},
     }
+
+
+def test_health_shows_the_tiers_of_an_index(client: httpx.Client, room: FakeRoom) -> None:
+    room.list_figures = ListFigures(10, 3, 100, 30, 0, 0, 0.0, 0)
+    assert client.get("/healthz").json()["index_lists"] == {"ram": 3, "total": 10}
 
 
 def test_metrics_count_routes_by_template(client: httpx.Client) -> None:

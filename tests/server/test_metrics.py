@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from stillroom.telemetry.metrics import SPECS, AuditMetrics, CacheFigures, Metrics, reference
+from stillroom.telemetry.metrics import SPECS, AuditMetrics, CacheFigures, IndexFigures, Metrics, reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "http.md"
 
@@ -132,9 +132,33 @@ def test_a_cache_is_asked_when_somebody_looks() -> None:
     assert 'stillroom_kv_cache_verify_failures_total{reason="checksum"} 1.0' in text
 
 
+LISTS = IndexFigures(
+    num_lists={"ram": 3, "disk": 7},
+    num_bytes={"ram": 30, "disk": 70},
+    probes={"ram": 90, "disk": 10},
+    hit_ratio=0.75,
+    exchanged=12,
+)
+
+
+def test_a_tiered_index_is_asked_when_somebody_looks() -> None:
+    metrics = Metrics()
+    figures: list[IndexFigures | None] = [None]
+    metrics.watch_index(lambda: figures[0])
+    assert b"stillroom_index" not in metrics.render()
+    figures[0] = LISTS
+
+    seen = samples(metrics)
+
+    assert seen["stillroom_index_probes_total{tier=ram}"] == 90
+    assert seen["stillroom_index_list_bytes{tier=disk}"] == 70
+    assert (seen["stillroom_index_hit_ratio"], seen["stillroom_index_exchanged_total"]) == (0.75, 12)
+
+
 def test_nothing_else_is_rendered() -> None:
     metrics = Metrics()
     metrics.watch_cache(lambda: FIGURES)
+    metrics.watch_index(lambda: LISTS)
     observe(metrics, num_generated_tokens=2)
 
     names = {family.name for family in text_string_to_metric_families(metrics.render().decode())}

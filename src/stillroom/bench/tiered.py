@@ -24,8 +24,9 @@ from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
 from stillroom.bench.report import BenchResult
 from stillroom.errors import UsageError
-from stillroom.retrieval.partition import Partition, by_heat
-from stillroom.retrieval.tiered_ivf import DISK, RAM, Scored, TieredLists, accesses
+from stillroom.retrieval.list_file import ListFile, Origin, write_list_file
+from stillroom.retrieval.partition import by_heat
+from stillroom.retrieval.tiered_ivf import Scored, TieredLists, accesses, all_entries, emptied
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
@@ -65,8 +66,7 @@ def run_tiered(work_dir: Path, scope: Scope, on_progress: Callable[[str], None] 
     Raises:
         UsageError: there are too few vectors for so many lists.
     """
-    if scope.size < 39 * scope.nlist:
-        raise UsageError(f"{scope.size:,} vectors are too few for {scope.nlist:,} lists; take {39 * scope.nlist:,}")
+    check_scope(scope)
     environment = record_environment()
     lists = made_lists(scope, on_progress)
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -106,6 +106,12 @@ def run_tiered(work_dir: Path, scope: Scope, on_progress: Callable[[str], None] 
     )
 
 
+def check_scope(scope: Scope) -> None:
+    """Raises UsageError where there are too few vectors for so many lists."""
+    if scope.size < 39 * scope.nlist:
+        raise UsageError(f"{scope.size:,} vectors are too few for {scope.nlist:,} lists; take {39 * scope.nlist:,}")
+
+
 def made_lists(scope: Scope, on_progress: Callable[[str], None] = lambda _: None) -> Any:
     """A trained IndexIVFPQ over vectors around as many centres as there are lists."""
     rng = np.random.default_rng(scope.seed)
@@ -121,6 +127,13 @@ def made_lists(scope: Scope, on_progress: Callable[[str], None] = lambda _: None
         if number % 10 == 0:
             on_progress(f"{lists.ntotal:,} of {scope.size:,} vectors")
     return lists
+
+
+def written(lists: Any, file: Path) -> ListFile:
+    """The lists of an index in a file, without full vectors."""
+    ids = np.arange(lists.ntotal, dtype=np.int64)
+    write_list_file(file, Origin("bench", 0, int(lists.ntotal)), emptied(lists), all_entries(lists), ids)
+    return ListFile(file)
 
 
 def _chunks(centres: Vectors, scope: Scope, rng: np.random.Generator) -> Iterator[Vectors]:
@@ -143,10 +156,12 @@ class Questions:
     """Drawn near the centres of lists, some of which are far more popular than others, so that the hottest tenth of the
     lists takes the share of accesses that was asked for."""
 
-    def __init__(self, lists: Any, share: float, scope: Scope) -> None:
+    def __init__(self, lists: Any, share: float, scope: Scope, topic: int = 0) -> None:
+        """`topic`: another number, other popular lists."""
+        self._topic = topic
         self._scope, self._lists = scope, lists
         self._centres = lists.quantizer.reconstruct_n(0, scope.nlist)
-        order = np.random.default_rng([scope.seed, 1]).permutation(scope.nlist)
+        order = np.random.default_rng([scope.seed, 1 + 2 * topic]).permutation(scope.nlist)
         self._centres = np.ascontiguousarray(self._centres[order])
         low, high = 0.0, 4.0
         for _ in range(12):  # a neighbour of a popular list need not be popular, so a law alone does not tell
@@ -159,7 +174,7 @@ class Questions:
 
     def draw(self, count: int, repetition: int) -> Vectors:
         """Questions [count, d]."""
-        rng = np.random.default_rng([self._scope.seed, 2, repetition + 1000])
+        rng = np.random.default_rng([self._scope.seed, 2 + 2 * self._topic, repetition + 1000])
         weights = np.arange(1, len(self._centres) + 1, dtype=float) ** -self._exponent
         chosen = rng.choice(len(weights), size=count, p=weights / weights.sum())
         return _beside(self._centres[chosen], rng)
@@ -178,9 +193,7 @@ class _Bench:
 
     def __init__(self, skew: str, share: float, lists: Any, asked: Questions, file: Path, scope: Scope) -> None:
         self._skew, self._share, self._scope, self._asked, self._file = skew, share, scope, asked, file
-        shard_of = np.full(scope.nlist, DISK)
-        shard_of[by_heat(asked.counts)[: round(share * scope.nlist)]] = RAM
-        self._tiered = TieredLists(lists, Partition(shard_of, 2), file)
+        self._tiered = TieredLists(written(lists, file), by_heat(asked.counts)[: round(share * scope.nlist)])
 
     def arms(self) -> Iterator[Arm]:
         where = {0.0: "all on disk", 1.0: "all in RAM"}.get(self._share, f"{self._share:.0%} of lists in RAM")

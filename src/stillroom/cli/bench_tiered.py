@@ -21,10 +21,12 @@ from stillroom.config.places import cache_root
 TIERED_HELP = help_text(
     "Measure what it gains that the hot lists of an IVF-PQ index are in RAM and the others on disk.",
     "Vectors and questions are made; a tenth of the lists takes 40 % or 80 % of the accesses. The pages of the lists "
-    "on disk are dropped before each batch, so the work folder should be on the disk in question.",
+    "on disk are dropped before each batch, so the work folder should be on the disk in question. With --drift: how "
+    "long it takes until the hot lists are in RAM again after a sudden shift of what is asked for.",
     examples=(
         "stillroom bench tiered",
         "stillroom bench tiered --size 500000 --lists 1024 --share 0.2 --batch 1 --batch 16 --output tiered.json",
+        "stillroom bench tiered --drift --size 500000 --lists 1024 --share 0.2 --half-life 500 --half-life 1000",
     ),
 )
 
@@ -39,6 +41,16 @@ def tiered(  # noqa: PLR0913  one parameter per flag
     ] = None,
     batch_sizes: Annotated[
         list[int] | None, typer.Option("--batch", min=1, metavar="N", help="Questions at a time; can be repeated.")
+    ] = None,
+    is_drift: Annotated[bool, typer.Option("--drift", help="Shift the topics instead.")] = False,
+    half_lives: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--half-life",
+            min=1,
+            metavar="N",
+            help="With --drift: questions after which an access counts half; can be repeated.",
+        ),
     ] = None,
     repeat: RepeatOption = 5,
     seed: SeedOption = 0,
@@ -61,5 +73,12 @@ def tiered(  # noqa: PLR0913  one parameter per flag
         repeat=repeat,
         seed=seed,
     )
-    result = run_tiered(work_dir or cache_root() / "bench", scope, (lambda _: None) if quiet else note)
+    folder, on_progress = work_dir or cache_root() / "bench", (lambda _: None) if quiet else note
+    if is_drift:
+        from stillroom.bench.tiered_drift import DriftScope, run_drift
+
+        share, lives = (shares or [DriftScope().share])[0], tuple(half_lives or DriftScope().half_lives)
+        result = run_drift(folder, scope, DriftScope(share=share, half_lives=lives), on_progress)
+    else:
+        result = run_tiered(folder, scope, on_progress)
     deliver(result, Delivery(as_json, output, html, compare))

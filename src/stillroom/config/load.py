@@ -78,6 +78,7 @@ _RANGES = {
     "index.nbits": Range(4, 8),
     "index.refine": Range(0),
     "index.ann_recall": Range(0, 0.999),
+    "index.hot_bytes": Range(0),
     "generation.min_p": Range(0, 1),
     "generation.repetition_penalty": Range(0, is_low_open=True),
     "generation.sample_top_k": Range(0),

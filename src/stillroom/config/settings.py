@@ -85,6 +85,9 @@ class IndexConfig:
     search_budget_s: float = 0.0
     """Seconds that 95 % of dense searches may take on this machine, such as 0.002: takes the highest `ef_search` or
     `nprobe` that keeps it, measured as above. 0: off."""
+    hot_bytes: int = 0
+    """RAM for the lists of an `ivf_pq` index: those asked for most stay in RAM, the others and all full vectors in a
+    file. Changes no result, and may be changed at any time; the manifest does not keep it. 0: everything in RAM."""
 
     def __post_init__(self) -> None:
         if self.ann_recall and self.search_budget_s:

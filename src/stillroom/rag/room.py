@@ -25,7 +25,8 @@ from stillroom.retrieval.digest import IndexDigest
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.staged import NUM_STAGES
-from stillroom.telemetry.metrics import Metrics
+from stillroom.retrieval.tiered_index import ListFigures
+from stillroom.telemetry.metrics import IndexFigures, Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
@@ -62,6 +63,7 @@ class Stillroom:
         self._is_closed = False
         self._traces = TraceLog(kb.path / TRACE_FILE, config.trace.keep)
         metrics.watch_cache(lambda: self._backend.cache_figures if self._backend else None)
+        metrics.watch_index(lambda: _index_figures(kb))
         self._publish_corpus()
 
     @classmethod
@@ -238,6 +240,11 @@ class Stillroom:
         return self._kb.num_documents
 
     @property
+    def list_figures(self) -> ListFigures | None:
+        """Of an index with lists in RAM and on disk; None without `index.hot_bytes`, and before the first search."""
+        return self._kb.list_figures
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks in all; 0 before the model is loaded, and with an engine elsewhere."""
         return self._backend.load.num_blocks if self._backend else 0
@@ -322,3 +329,16 @@ def _read_to_end(stream: "AnswerStream") -> Answer:
     for _ in stream:
         pass
     return stream.answer
+
+
+def _index_figures(kb: KnowledgeBase) -> IndexFigures | None:
+    figures = kb.list_figures
+    if figures is None:
+        return None
+    return IndexFigures(
+        num_lists={"ram": figures.num_lists_in_ram, "disk": figures.num_lists - figures.num_lists_in_ram},
+        num_bytes={"ram": figures.ram_bytes, "disk": figures.list_bytes - figures.ram_bytes},
+        probes={"ram": figures.num_hits, "disk": figures.num_probes - figures.num_hits},
+        hit_ratio=figures.hit_rate,
+        exchanged=figures.num_exchanged,
+    )

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,9 +22,12 @@ from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
 from stillroom.retrieval.bm25 import Bm25Index
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.manifest import SEARCHING, Manifest
+from stillroom.retrieval.manifest import HERE, SEARCHING, Manifest
+from stillroom.retrieval.tiered_ivf import all_entries, emptied
 from stillroom.retrieval.vector_index import VectorIndex
 from stillroom.retrieval.words import WordAnalyzer, searched_text
+
+faiss: Any = _faiss  # its type information lacks what is made at import
 
 _BATCH = 1000
 
@@ -76,13 +80,14 @@ def index_digest(manifest: Manifest, corpus: Corpus, dense: VectorIndex, sparse:
         settings=_settings(manifest),
         chunks=chunks.hexdigest(),
         vectors=vectors.hexdigest(),
-        dense=_arrays(dense.to_arrays()),
+        dense=_arrays(_in_order(dense.to_arrays())),
         sparse=words.hexdigest(),
     )
 
 
 def _settings(manifest: Manifest) -> str:
-    index = {name: value for name, value in dataclasses.asdict(manifest.index).items() if name not in SEARCHING}
+    left_out = {*HERE, *SEARCHING}
+    index = {name: value for name, value in dataclasses.asdict(manifest.index).items() if name not in left_out}
     sha = hashlib.sha256()
     _feed(sha, [manifest.fingerprint, manifest.dimension, dataclasses.asdict(manifest.chunker), index])
     return sha.hexdigest()
@@ -90,6 +95,18 @@ def _settings(manifest: Manifest) -> str:
 
 def _identity(chunk: Chunk) -> list[Any]:
     return [int(chunk.chunk_id), str(chunk.document_id), chunk.ordinal, chunk.indexed_text]
+
+
+def _in_order(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The same with entries of inverted lists by id: they decide nothing by their order, which removing changes."""
+    found = dict(arrays)
+    if len(found.get("ivf_pq", ())):
+        lists = faiss.deserialize_index(found.pop("ivf_pq"))
+        found["quantizers"] = faiss.serialize_index(emptied(lists))
+        for number, (ids, codes) in enumerate(all_entries(lists)):
+            order = np.argsort(ids)
+            found[f"list {number:09}"] = np.concatenate([ids[order, None].view(np.uint8), codes[order]], axis=1)
+    return found
 
 
 def _arrays(arrays: Mapping[str, NDArray[Any]]) -> str:

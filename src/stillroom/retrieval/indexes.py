@@ -19,11 +19,10 @@ from stillroom.core.ids import ChunkId
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
 from stillroom.retrieval.bm25 import Bm25Index
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.flat import FlatIndex
-from stillroom.retrieval.hnsw import HnswIndex
-from stillroom.retrieval.index_file import load_arrays, save_arrays
-from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.dense_store import DenseStore
+from stillroom.retrieval.hot_lists import Spawn
 from stillroom.retrieval.ranking import Ranking
+from stillroom.retrieval.tiered_index import ListFigures, TieredIvfPqIndex
 from stillroom.retrieval.tuning import Tuner
 from stillroom.retrieval.vector_index import VectorIndex
 
@@ -36,17 +35,14 @@ _MAX_SHARE_REMOVED = 0.2
 class Indexes:
     """Thread-safe."""
 
-    def __init__(self, folder: Path, corpus: Corpus, config: IndexConfig, dimension: int) -> None:
+    def __init__(
+        self, folder: Path, corpus: Corpus, config: IndexConfig, dimension: int, spawn: Spawn | None = None
+    ) -> None:
+        """`spawn`: see `DenseStore`."""
         self._corpus = corpus
-        self._config = config
-        self._dimension = dimension
-        self._dense_path = folder / "dense.npz"
         self._sparse_folder = folder / "sparse"
         self._lock = Lock()
-        self._dense: VectorIndex | None = None
-        self._dense_generation = 0
-        self._saved_generation = 0
-        """Of the dense index file when it was last read or written here."""
+        self._dense = DenseStore(folder, corpus, config, dimension, spawn)
         self._sparse: Bm25Index | None = None
         self._tuner = Tuner(folder / "tuning.json", config, corpus.corpus_id)
 
@@ -63,14 +59,17 @@ class Indexes:
         """`search_dense` in stages (see `staged`). Between two of them nobody waits for this search; where the index
         has changed there, the rest is one plain search. Raises as `search_dense`, with the first list."""
         with self._lock:
-            dense = self._current_dense()
-            generation = self._dense_generation
-            lists = dense.search_staged(query, k, num_stages, self._tuner.effort(dense))
+            dense = self._dense.current()
+            generation = self._dense.generation
+            lists = dense.search_staged(query, k, num_stages, self._effort(dense))
         is_same = True
         while is_same:
             with self._lock:
-                is_same = self._dense_generation == generation
-                found = next(lists, None) if is_same else self._search_dense(query, k)
+                is_same = self._dense.generation == generation
+                try:
+                    found = next(lists, None) if is_same else self._search_dense(query, k)
+                except CorruptKnowledgeBaseError:
+                    is_same, found = False, self._search_rebuilt(query, k)
             if found is None:
                 return
             yield found
@@ -98,75 +97,64 @@ class Indexes:
     def current(self) -> tuple[VectorIndex, Bm25Index]:
         """The dense and the sparse index, brought up to date; for looking at, while nobody writes."""
         with self._lock:
-            return self._current_dense(), self._current_sparse()
+            return self._dense.current(), self._current_sparse()
 
     def needs_write(self) -> bool:
         """Whether a file is missing, damaged or behind the corpus, so that `write` would help who comes next."""
         with self._lock:
-            self._current_dense()
             generation = self._corpus.generation
-            is_dense_behind = self._saved_generation != generation
-            return is_dense_behind or not self._is_sparse_current(self._current_sparse(), generation)
+            return self._dense.needs_write() or not self._is_sparse_current(self._current_sparse(), generation)
 
     def write(self) -> None:
         """Bring both files up to date. Only under the write lock."""
+        try:
+            self._write_dense()
+        except CorruptKnowledgeBaseError:
+            with self._lock:
+                self._dense.discard()
+            self._write_dense()
         with self._lock:
-            dense = self._current_dense()
-            generation = self._dense_generation
-            arrays = dense.to_arrays() if generation != self._saved_generation else None
-            with contextlib.suppress(ConfigError):  # an impossible wish must not keep documents from being added
-                self._tuner.save(dense)
             sparse = self._current_sparse()
-        if arrays is not None:
-            arrays["generation"] = np.array(generation)
-            arrays["corpus_id"] = np.array(self._corpus.corpus_id)
-            save_arrays(self._dense_path, arrays)
-            self._saved_generation = generation
         if not self._is_sparse_current(sparse, self._corpus.generation):
             self._write_sparse(sparse)
+
+    @property
+    def list_figures(self) -> ListFigures | None:
+        """Of lists in RAM and in a file; None where the dense index has no such tiers, or is not loaded."""
+        return self._dense.figures
+
+    def close(self) -> None:
+        """Wait for what goes on beside searches. Idempotent."""
+        self._dense.close()
 
     # Dense
 
     def _search_dense(self, query: NDArray[np.float32], k: int) -> Ranking:
-        dense = self._current_dense()
-        return dense.search(query, k, self._tuner.effort(dense))
-
-    def _current_dense(self) -> VectorIndex:
-        """The dense index, brought up to date in memory."""
-        if self._dense is None:
-            self._dense = self._load_dense()
-        generation = self._corpus.generation
-        if generation != self._dense_generation:
-            changes = self._corpus.changes_since(self._dense_generation)
-            self._dense.remove([*changes.removed, *changes.added])
-            for start in range(0, len(changes.added), _BATCH):
-                ids, vectors = self._corpus.embeddings(changes.added[start : start + _BATCH])
-                if len(ids):
-                    self._dense.add(ids, vectors)
-            self._dense_generation = changes.generation
-        return self._dense
-
-    def _load_dense(self) -> VectorIndex:
-        index = self._empty_dense()
         try:
-            arrays = load_arrays(self._dense_path)
-            generation = int(arrays["generation"])
-            is_ours = str(arrays["corpus_id"]) == self._corpus.corpus_id and generation <= self._corpus.generation
-            if is_ours:
-                index.restore(arrays)
-                self._dense_generation = self._saved_generation = generation
-                return index
-        except (FileNotFoundError, CorruptKnowledgeBaseError, ValueError, KeyError, RuntimeError):
-            pass  # rebuilt from the corpus
-        return self._empty_dense()
+            dense = self._dense.current()
+            return dense.search(query, k, self._effort(dense))
+        except CorruptKnowledgeBaseError:
+            return self._search_rebuilt(query, k)
 
-    def _empty_dense(self) -> VectorIndex:
-        self._dense_generation = self._saved_generation = 0
-        if self._config.kind == "hnsw":
-            return HnswIndex(self._dimension, self._config)
-        if self._config.kind == "ivf_pq":
-            return IvfPqIndex(self._dimension, self._config)
-        return FlatIndex(self._dimension)
+    def _search_rebuilt(self, query: NDArray[np.float32], k: int) -> Ranking:
+        """After a damaged file: all of it from the corpus."""
+        self._dense.discard()
+        dense = self._dense.current()
+        return dense.search(query, k, self._effort(dense))
+
+    def _effort(self, dense: VectorIndex) -> int | None:
+        with _uncounted(dense):
+            return self._tuner.effort(dense)
+
+    def _write_dense(self) -> None:
+        with self._lock:
+            write = self._dense.writing()
+            dense = self._dense.current()
+            # an impossible wish must not keep documents from being added
+            with contextlib.suppress(ConfigError), _uncounted(dense):
+                self._tuner.save(dense)
+        if write is not None:
+            write()
 
     # Sparse
 
@@ -198,3 +186,8 @@ class Indexes:
             batch = chunk_ids[start : start + _BATCH]
             found = self._corpus.chunks(batch)
             yield from (found[chunk_id] for chunk_id in batch if chunk_id in found)
+
+
+def _uncounted(dense: VectorIndex) -> contextlib.AbstractContextManager[None]:
+    """Where the tuner searches, which is nothing that anybody asked for."""
+    return dense.uncounted() if isinstance(dense, TieredIvfPqIndex) else contextlib.nullcontext()

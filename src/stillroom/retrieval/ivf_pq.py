@@ -112,6 +112,11 @@ class IvfPqIndex:
             ids, scores = first_arrays(np.append(ids, more_ids), np.append(scores, more_scores), num_fetched)
             yield self._ranking(query, k, ids, scores)
 
+    @property
+    def parts(self) -> tuple[Any, FlatIndex]:
+        """The IndexIVFPQ, None while untrained, and the index with the full vectors, for moving elsewhere."""
+        return self._lists, self._exact
+
     # Tuning (see `tuning.TunableIndex`)
 
     @property
@@ -169,8 +174,7 @@ class IvfPqIndex:
         return self._lists is None or self._config.refine > 0
 
     def _num_to_train(self) -> int:
-        """Vectors at which to train next."""
-        return _GROWTH_TO_RETRAIN * self._num_trained or _POINTS_PER_CENTROID * 2**self._config.nbits
+        return num_to_train(self._config, self._num_trained)
 
     def _put(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         if self._lists is None or self._config.refine:
@@ -207,27 +211,39 @@ class IvfPqIndex:
     def _train(self) -> None:
         """Fresh quantizers from all vectors, and all vectors into their lists."""
         ids = self._exact.ids()
-        vectors = self._exact.vectors(ids)
-        num_vectors = len(ids)
-        nlist = min(self._config.nlist or round(4 * num_vectors**0.5), num_vectors // _POINTS_PER_CENTROID)
-        lists = faiss.IndexIVFPQ(
-            faiss.IndexFlatIP(self._dimension),
-            self._dimension,
-            max(1, nlist),
-            self._num_subquantizers,
-            self._config.nbits,
-            faiss.METRIC_INNER_PRODUCT,
-        )
-        # 31 bits is what faiss takes
-        lists.cp.seed = lists.pq.cp.seed = self._config.seed % 2**31
-        for name, value in _PQ_TRAINING.items():
-            setattr(lists.pq.cp, name, value)
-        with one_thread():
-            lists.train(vectors)
-            lists.add_with_ids(vectors, ids)
-        self._lists, self._num_trained = lists, num_vectors
+        self._lists = trained_lists(ids, self._exact.vectors(ids), self._num_subquantizers, self._config)
+        self._num_trained = len(ids)
         if not self._config.refine:
             self._exact = FlatIndex(self._dimension)
+
+
+def num_to_train(config: IndexConfig, num_trained: int) -> int:
+    """Vectors at which to train next; `num_trained` there were the last time, 0 if never."""
+    return _GROWTH_TO_RETRAIN * num_trained or _POINTS_PER_CENTROID * 2**config.nbits
+
+
+def trained_lists(
+    ids: NDArray[np.int64], vectors: NDArray[np.float32], num_subquantizers: int, config: IndexConfig
+) -> Any:
+    """An IndexIVFPQ trained on vectors [n, d], with all of them in it under ids [n]."""
+    num_vectors, dimension = vectors.shape
+    nlist = min(config.nlist or round(4 * num_vectors**0.5), num_vectors // _POINTS_PER_CENTROID)
+    lists = faiss.IndexIVFPQ(
+        faiss.IndexFlatIP(dimension),
+        dimension,
+        max(1, nlist),
+        num_subquantizers,
+        config.nbits,
+        faiss.METRIC_INNER_PRODUCT,
+    )
+    # 31 bits is what faiss takes
+    lists.cp.seed = lists.pq.cp.seed = config.seed % 2**31
+    for name, value in _PQ_TRAINING.items():
+        setattr(lists.pq.cp, name, value)
+    with one_thread():
+        lists.train(vectors)
+        lists.add_with_ids(vectors, ids)
+    return lists
 
 
 def _divisor(dimension: int, limit: int) -> int:

@@ -2,7 +2,7 @@
 
     kb/manifest.json     what it was made with; wins over the configuration
     kb/corpus.sqlite3    the truth: text and embeddings
-    kb/dense.npz         projection: the dense index
+    kb/dense.npz         projection: the dense index; dense.lists where its lists are on disk
     kb/sparse/           projection: the BM25 index
     kb/write.lock        held while writing
 
@@ -33,6 +33,7 @@ from stillroom.errors import (
 )
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.dense_store import DENSE_FILES
 from stillroom.retrieval.digest import IndexDigest, index_digest
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
@@ -40,6 +41,7 @@ from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport
 from stillroom.retrieval.manifest import Manifest, load_manifest, new_manifest
 from stillroom.retrieval.staged import NUM_STAGES
+from stillroom.retrieval.tiered_index import ListFigures
 
 _MANIFEST = "manifest.json"
 _CORPUS = "corpus.sqlite3"
@@ -88,7 +90,7 @@ class KnowledgeBase:
                 )
             _create(path, config)
         manifest = load_manifest(path / _MANIFEST)
-        if not (path / _CORPUS).exists() and (path / "dense.npz").exists():
+        if not (path / _CORPUS).exists() and any((path / name).exists() for name in DENSE_FILES):
             raise CorruptKnowledgeBaseError(
                 f"{path / _CORPUS} is missing; restore it from a backup, or make the knowledge base again"
             )
@@ -216,10 +218,16 @@ class KnowledgeBase:
             self._indexes.write()
             return index_digest(self._manifest, self._corpus, *self._indexes.current())
 
+    @property
+    def list_figures(self) -> ListFigures | None:
+        """Of lists in RAM and on disk; None where `index.hot_bytes` says nothing, or nothing was searched yet."""
+        return self._indexes.list_figures
+
     # Life
 
     def close(self) -> None:
         """Close the files. Idempotent."""
+        self._indexes.close()
         self._corpus.close()
 
     def __enter__(self) -> "KnowledgeBase":

@@ -25,6 +25,9 @@ _GOALS = ("ann_recall", "search_budget_s")
 SEARCHING = ("ef_search", "nprobe", *_GOALS)
 """Settings of the index that do not change what is stored."""
 
+HERE = ("hot_bytes",)
+"""Settings of the index that are about this machine: the manifest has none of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -43,13 +46,13 @@ class Manifest:
             "format_version": FORMAT_VERSION,
             "embedder": {"model": self.model, "fingerprint": self.fingerprint, "dimension": self.dimension},
             "chunker": dataclasses.asdict(self.chunker),
-            "index": dataclasses.asdict(self.index),
+            "index": {name: value for name, value in dataclasses.asdict(self.index).items() if name not in HERE},
         }
         write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
     def applied_to(self, config: StillroomConfig) -> StillroomConfig:
         """The configuration as it holds for this knowledge base. What only changes how a search or an embedding is
-        computed (`ef_search`, `ann_recall`, `batch_size`, `dtype`, ...) stays the user's.
+        computed (`ef_search`, `ann_recall`, `hot_bytes`, `batch_size`, `dtype`, ...) stays the user's.
 
         Raises:
             IncompatibleKnowledgeBaseError: the configuration names another embedder.
@@ -67,6 +70,7 @@ class Manifest:
         said = {name: getattr(asked, name) for name in SEARCHING if getattr(asked, name) != getattr(default, name)}
         if any(goal in said for goal in _GOALS):
             said = dict.fromkeys(_GOALS, 0.0) | said
+        said |= {name: getattr(asked, name) for name in HERE}
         return dataclasses.replace(self.index, **said)
 
     def _agreed_model(self, asked: EmbedderConfig) -> str:

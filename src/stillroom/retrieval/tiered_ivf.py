@@ -1,18 +1,21 @@
 """An IVF-PQ index whose lists are divided among tiers of memory (VectorLiteRAG 4.1, 4.2): hot ones in RAM, the others
 in a file that is mapped into memory, so that an index may be larger than its RAM.
 
-One coarse search says which lists a query probes, a mapping table where they are (`partition`). Shards scan at the same
-time, each in a thread of its own, and each those queries first that have least to scan there. A query is released the
-moment the last of its lists is scanned, whatever the rest of its batch does. What it gets is what the undivided index
-gives: distances are those of the same codes in the same lists, and lists of results are merged as `ivf_pq` merges the
-stages of a search.
+The file holds every list and RAM copies of some, so a list leaves RAM by being forgotten. Which lists those are is one
+value that is replaced as a whole (`exchange`): a search goes on with the value that it began with, so exchanging stops
+nobody and changes no result.
+
+A batch is searched as the paper does: one coarse search says which lists a query probes, a mapping table where they are
+(`partition`). Shards scan at the same time, each in a thread of its own, and each those queries first that have least
+to scan there. A query is released the moment the last of its lists is scanned, whatever the rest of its batch does. A
+single query lets the system read its lists on disk while those in RAM are scanned, without a thread. What is found is
+what the undivided index gives: distances are those of the same codes in the same lists, and lists of results are merged
+as `ivf_pq` merges the stages of a search.
 """
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -20,7 +23,7 @@ import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.retrieval.list_file import Entries, ListFile
 from stillroom.retrieval.partition import Lists, Nearness, Partition
 from stillroom.retrieval.ranking import first_arrays, with_ties
 from stillroom.retrieval.vector_index import one_thread
@@ -34,13 +37,19 @@ Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
 RAM, DISK = 0, 1
 """Shards."""
 
+_NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 
-def scan(lists: Any, query: Vectors, num: int, probed: Lists, nearness: Nearness) -> Scored:
+
+def scan(lists: Any, query: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None) -> Scored:
     """The best `num` of an IVF index for a query [d], and those that equal the last of them, in lists [p] whose centres
-    are as near as `nearness` [p]; -1 is no list."""
+    are as near as `nearness` [p]; -1 is no list.
+
+    Args:
+        allowed: a selector of faiss; None allows every id.
+    """
     probed, nearness = np.ascontiguousarray(probed), np.ascontiguousarray(nearness)
     query = np.ascontiguousarray(query)
-    parameters = faiss.SearchParametersIVF(nprobe=max(1, len(probed)))
+    parameters = faiss.SearchParametersIVF(nprobe=max(1, len(probed)), sel=allowed)
     pointer = faiss.swig_ptr
 
     def fetch(n: int) -> Scored:
@@ -50,9 +59,19 @@ def scan(lists: Any, query: Vectors, num: int, probed: Lists, nearness: Nearness
             lists.search_preassigned_c(1, pointer(query), n, *chosen, *result, False, parameters)
         return ids[ids >= 0], scores[ids >= 0]
 
-    if not (probed >= 0).any():
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-    return with_ties(fetch, num)
+    return with_ties(fetch, num) if (probed >= 0).any() else _NOTHING
+
+
+@dataclass(frozen=True)
+class _InRam:
+    """The lists in RAM, and an index of them."""
+
+    held: Mapping[int, Any]
+    """An ArrayInvertedLists of one list each."""
+    is_held: NDArray[np.bool_]
+    """[nlist]"""
+    index: Any
+    num_bytes: int
 
 
 @dataclass
@@ -64,43 +83,92 @@ class _Pending:
 
 
 class TieredLists:
-    """The lists of a trained index, in RAM and in a file."""
+    """The lists of a file, some of them in RAM too. Thread-safe."""
 
-    def __init__(self, lists: Any, partition: Partition, file: Path) -> None:
-        """Copies everything that it needs, so `lists` can go afterwards.
-
-        Args:
-            lists: an IndexIVFPQ that holds vectors.
-            partition: into `RAM` and `DISK`.
-            file: for the second; written anew.
-        """
-        assert len(partition.shard_of) == lists.nlist and partition.num_shards == 2
-        self.partition = partition
-        self._quantizer = faiss.clone_index(lists.quantizer)
-        self._file = file
-        faiss.write_index(_shard(lists, self._quantizer, partition.of(DISK)), str(file))
-        with file.open("rb+") as written:
-            os.fsync(written.fileno())
-        self._shards = [_shard(lists, self._quantizer, partition.of(RAM)), _map(file)]
-        self._pool = ThreadPoolExecutor(len(self._shards), thread_name_prefix="stillroom-shard")
+    def __init__(self, file: ListFile, hot: Lists | None = None) -> None:
+        """`hot`: lists to copy into RAM at once."""
+        self.file = file
+        self._empty = faiss.ArrayInvertedLists(1, file.code_size)
+        self._exchanging = Lock()
+        self._disk = view(file.shell, file.mapped)
+        self._ram = self._in_ram({})
+        self._pool: ThreadPoolExecutor | None = None
+        if hot is not None:
+            self.exchange((), hot)
 
     def close(self) -> None:
         """Wait for what is scanned. Idempotent."""
-        self._pool.shutdown(wait=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+    @property
+    def quantizer(self) -> Any:
+        """An index of the centres."""
+        return self.file.shell.quantizer
+
+    @property
+    def is_in_ram(self) -> NDArray[np.bool_]:
+        """[nlist]. Not to be written to."""
+        return self._ram.is_held
+
+    @property
+    def ram_bytes(self) -> int:
+        """Of codes and ids in RAM."""
+        return self._ram.num_bytes
+
+    def list_bytes(self) -> NDArray[np.int64]:
+        """[nlist]: codes and ids of each list."""
+        found: NDArray[np.int64] = self.file.sizes * self.file.entry_bytes
+        return found
+
+    def exchange(self, out: Any, into: Any) -> None:
+        """Forget lists in RAM and copy others there. Searches see all of it or nothing, and wait for none of it.
+
+        Raises:
+            CorruptKnowledgeBaseError: a list is damaged in the file; then nothing was changed.
+        """
+        with self._exchanging:
+            held = dict(self._ram.held)
+            for number in out:
+                held.pop(int(number), None)
+            for number in into:
+                held[int(number)] = self._copied(int(number))
+            self._ram = self._in_ram(held)
 
     def drop_pages(self) -> None:
-        """Forget what is in memory of the lists on disk, the system's copies of its pages too: for measuring. Between
-        searches only."""
-        self._shards[DISK] = None  # mapped pages are not dropped
-        with self._file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._shards[DISK] = _map(self._file)
+        """Forget what is in memory of the file: for measuring. Between searches only."""
+        self._disk = None  # mapped pages are not dropped
+        self.file.drop_pages()
+        self._disk = view(self.file.shell, self.file.mapped)
+
+    # Searching
+
+    def scan(self, query: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None) -> Scored:
+        """As the function `scan` over all lists, each from where it is.
+
+        Raises:
+            CorruptKnowledgeBaseError: a list is damaged in the file.
+        """
+        ram = self._ram
+        is_held = ram.is_held[probed]
+        cold = probed[~is_held]
+        self.file.will_need(cold)
+        parts = [scan(ram.index, query, num, probed[is_held], nearness[is_held], allowed)]
+        self.file.check_lists(cold)
+        parts.append(scan(self._disk, query, num, cold, nearness[~is_held], allowed))
+        ids, scores = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return ids, scores
 
     def search(self, query: Vectors, num: int, nprobe: int) -> Scored:
         """The best `num` for a query [d], and no more."""
-        found: list[Scored] = []
-        self.search_batch(query.reshape(1, -1), num, nprobe, lambda _, scored: found.append(scored))
-        return found[0]
+        nearness, probed = self.probe(query.reshape(1, -1), nprobe)
+        return first_arrays(*self.scan(query, num, probed[0], nearness[0]), num)
+
+    def probe(self, queries: Vectors, nprobe: int) -> tuple[Nearness, Lists]:
+        """Nearness [q, p] and numbers [q, p] of the lists nearest to queries [q, d]."""
+        with one_thread():
+            nearness, probed = self.quantizer.search(np.ascontiguousarray(queries), min(nprobe, len(self.file.sizes)))
+        return nearness, probed
 
     def search_batch(self, queries: Vectors, num: int, nprobe: int, on_found: Callable[[int, Scored], None]) -> None:
         """The best `num` for each of queries [q, d].
@@ -109,10 +177,10 @@ class TieredLists:
             on_found: told the number of a query and what was found, once each, as soon as its last list is scanned; in
                 a thread of a shard, so it must return quickly.
         """
-        nprobe = min(nprobe, len(self.partition.shard_of))
-        with one_thread():
-            nearness, probed = self._quantizer.search(np.ascontiguousarray(queries), nprobe)
-        num_in = self.partition.num_in(probed)
+        ram = self._ram
+        partition = Partition(np.where(ram.is_held, RAM, DISK), 2)
+        nearness, probed = self.probe(queries, nprobe)
+        num_in = partition.num_in(probed)
         pending = [_Pending(int((row > 0).sum())) for row in num_in]
         lock = Lock()
 
@@ -126,41 +194,78 @@ class TieredLists:
             on_found(number, first_arrays(ids, scores, num))
 
         def run(shard: int) -> None:
-            mine, near = self.partition.probes(shard, probed, nearness)
+            index = ram.index if shard == RAM else self._disk
+            mine, near = partition.probes(shard, probed, nearness)
             asked = np.flatnonzero(num_in[:, shard])
             for number in asked[np.argsort(num_in[asked, shard], kind="stable")].tolist():
-                width = num_in[number, shard]
-                finish(
-                    number, scan(self._shards[shard], queries[number], num, mine[number, :width], near[number, :width])
-                )
+                lists = mine[number, : num_in[number, shard]]
+                if shard == DISK:
+                    self.file.will_need(lists)
+                    self.file.check_lists(lists)
+                finish(number, scan(index, queries[number], num, lists, near[number, : len(lists)]))
 
-        running = [self._pool.submit(run, shard) for shard in range(self.partition.num_shards)]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(2, thread_name_prefix="stillroom-shard")
+        running = [self._pool.submit(run, shard) for shard in (RAM, DISK)]
         wait(running)
         for one in running:
             one.result()
 
+    # Inside
 
-def _shard(lists: Any, quantizer: Any, held: Lists) -> Any:
-    """An index of some of the lists, with the same centres and codes. It keeps no copy of the quantizer."""
-    shard = faiss.IndexIVFPQ(quantizer, lists.d, lists.nlist, lists.pq.M, lists.pq.nbits, lists.metric_type)
-    shard.pq = lists.pq
-    shard.by_residual = lists.by_residual
-    shard.is_trained = True
-    source, target = lists.invlists, shard.invlists
-    for number in held.tolist():
-        size = source.list_size(number)
-        if size:
-            target.add_entries(number, size, source.get_ids(number), source.get_codes(number))
-    shard.ntotal = int(sum(source.list_size(number) for number in held.tolist()))
-    return shard
+    def _copied(self, number: int) -> Any:
+        rows, codes = self.file.entries(number)
+        one = faiss.ArrayInvertedLists(1, self.file.code_size)
+        if len(rows):
+            one.add_entries(0, len(rows), faiss.swig_ptr(rows), faiss.swig_ptr(codes))
+        return one
+
+    def _in_ram(self, held: dict[int, Any]) -> _InRam:
+        is_held = np.zeros(len(self.file.sizes), dtype=bool)
+        is_held[list(held)] = True
+        each = faiss.InvertedListsPtrVector()
+        for number in range(len(is_held)):
+            each.push_back(held.get(number, self._empty))
+        stacked = faiss.VStackInvertedLists(len(is_held), each.data())
+        index = view(self.file.shell, stacked, held)
+        return _InRam(held, is_held, index, int(self.list_bytes()[is_held].sum()))
 
 
-def _map(file: Path) -> Any:
-    """An index whose lists stay in its file."""
-    try:
-        return faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
-    except RuntimeError as error:
-        raise CorruptKnowledgeBaseError(f"{file} cannot be mapped: {error}") from None
+def view(shell: Any, inverted_lists: Any, kept: Any = None) -> Any:
+    """An index with the quantizers of `shell`, of which it keeps no copy of the coarse one, over some lists.
+
+    Args:
+        kept: what lives as long.
+    """
+    index = emptied(shell)
+    index.replace_invlists(inverted_lists, False)
+    index.referenced_objects = [shell, inverted_lists, kept]  # faiss keeps a pointer only
+    return index
+
+
+def emptied(lists: Any) -> Any:
+    """An index with the quantizers of an IndexIVFPQ, which has to outlive it, and no entries."""
+    index = faiss.IndexIVFPQ(lists.quantizer, lists.d, lists.nlist, lists.pq.M, lists.pq.nbits, lists.metric_type)
+    index.pq = lists.pq
+    index.by_residual = lists.by_residual
+    index.is_trained = True
+    return index
+
+
+def entries_of(inverted_lists: Any, number: int) -> Entries:
+    """Ids and codes of one list of an index in RAM, copied."""
+    size = inverted_lists.list_size(number)
+    if not size:
+        return np.empty(0, dtype=np.int64), np.empty((0, inverted_lists.code_size), dtype=np.uint8)
+    codes = faiss.rev_swig_ptr(inverted_lists.get_codes(number), size * inverted_lists.code_size)
+    ids = faiss.rev_swig_ptr(inverted_lists.get_ids(number), size)
+    return ids.copy(), codes.reshape(size, -1).copy()
+
+
+def all_entries(lists: Any) -> Iterator[Entries]:
+    """Of every list of an index in RAM in turn."""
+    for number in range(lists.nlist):
+        yield entries_of(lists.invlists, number)
 
 
 def accesses(lists: Any, queries: Vectors, nprobe: int) -> NDArray[np.float64]:

@@ -123,11 +123,14 @@ class _Api:
 
     async def healthz(self) -> dict[str, Any]:
         num_documents = await asyncio.to_thread(lambda: self._room.num_documents)
+        lists = self._room.list_figures
+        tiers = {} if lists is None else {"index_lists": {"ram": lists.num_lists_in_ram, "total": lists.num_lists}}
         return {
             "status": "ok",
             "model": self._room.model_name,
             "documents": num_documents,
             "kv_blocks": {"free": self._room.num_free_blocks, "total": self._room.num_blocks},
+            **tiers,
         }
 
     async def metrics(self) -> Response:

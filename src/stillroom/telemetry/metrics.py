@@ -130,6 +130,17 @@ SPECS = (
     ),
     MetricSpec("stillroom_kv_blocks", "gauge", "KV blocks, by state: free or used.", ("state",)),
     MetricSpec("stillroom_active_requests", "gauge", "Questions now, by state: waiting or running.", ("state",)),
+    MetricSpec(
+        "stillroom_index_lists", "gauge", "Lists of a tiered index, by where they are read: ram or disk.", ("tier",)
+    ),
+    MetricSpec("stillroom_index_list_bytes", "gauge", "Codes and ids of those lists.", ("tier",)),
+    MetricSpec(
+        "stillroom_index_probes_total", "counter", "Lists that searches looked at, by where they were.", ("tier",)
+    ),
+    MetricSpec(
+        "stillroom_index_hit_ratio", "gauge", "Share of them that were in RAM, over the last window of searches."
+    ),
+    MetricSpec("stillroom_index_exchanged_total", "counter", "Lists that came into RAM in place of colder ones."),
     MetricSpec("stillroom_documents", "gauge", "Documents in the knowledge base."),
     MetricSpec("stillroom_chunks", "gauge", "Chunks in the knowledge base."),
     MetricSpec(
@@ -179,6 +190,17 @@ class CacheFigures:
     """`used`, `wasted`."""
     audit: AuditMetrics | None = None
     """None where nothing is audited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexFigures:
+    """What a tiered index holds and did, by tier: `ram`, `disk`. Counts only grow, or begin anew."""
+
+    num_lists: Mapping[str, int]
+    num_bytes: Mapping[str, int]
+    probes: Mapping[str, int]
+    hit_ratio: float
+    exchanged: int
 
 
 class Metrics:
@@ -254,6 +276,10 @@ class Metrics:
         """Ask for these whenever somebody looks."""
         self.registry.register(_CacheCollector(figures))
 
+    def watch_index(self, figures: Callable[[], IndexFigures | None]) -> None:
+        """Ask for these whenever somebody looks."""
+        self.registry.register(_IndexCollector(figures))
+
     def render(self) -> bytes:
         """Everything, in the Prometheus text format."""
         return generate_latest(_WithoutCreated(self.registry))
@@ -311,6 +337,26 @@ class _CacheCollector(Collector):
             yield _family(_BY_NAME["stillroom_audits_total"], audit.results)
             yield _family(_BY_NAME["stillroom_audit_disagreement_bound_ratio"], {(): audit.disagreement_bound})
             yield _family(_BY_NAME["stillroom_recompute_ratio"], {(): audit.recompute_ratio})
+
+
+class _IndexCollector(Collector):
+    """A tiered index' own counts as metrics."""
+
+    def __init__(self, figures: Callable[[], IndexFigures | None]) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self._figures()
+        if figures is None:
+            return
+        for name, values in (
+            ("lists", figures.num_lists),
+            ("list_bytes", figures.num_bytes),
+            ("probes_total", figures.probes),
+            ("hit_ratio", {(): figures.hit_ratio}),
+            ("exchanged_total", {(): figures.exchanged}),
+        ):
+            yield _family(_BY_NAME[f"stillroom_index_{name}"], values)
 
 
 def _family(spec: MetricSpec, values: Mapping[Any, float]) -> Metric:

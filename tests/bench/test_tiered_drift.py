@@ -1,0 +1,25 @@
+"""The bench of drift at a tiny size: who exchanges recovers, who does not does not."""
+
+from pathlib import Path
+
+from stillroom.bench.tiered import Scope
+from stillroom.bench.tiered_drift import DriftScope, run_drift
+
+
+def test_exchanging_recovers_and_the_first_choice_does_not(tmp_path: Path) -> None:
+    scope = Scope(size=8000, nlist=64, nprobe=2, repeat=1)
+    drift = DriftScope(num_before=256, num_after=2048, window=64, drop_every=64, half_lives=(50.0,))
+    result = run_drift(tmp_path, scope, drift)
+    moving, staying = "exchanging, half-life 50", "first choice stays"
+    assert set(result.samples.values) == {moving, staying}
+    for arm in (moving, staying):
+        (before,) = result.samples.of(arm, "before_hit_rate")
+        assert before > 0.7 and result.samples.of(arm, "right_after_hit_rate")[0] < 0.9 * before
+        assert result.samples.of(arm, "recovery_search_seconds")[0] > 0
+    assert result.samples.of(moving, "is_recovered") == [1.0] and result.samples.of(moving, "exchanged_lists")[0] > 0
+    assert result.samples.of(moving, "recovery_queries")[0] <= 2048
+    assert result.samples.of(staying, "is_recovered") == [0.0] and result.samples.of(staying, "exchanged_lists") == [0]
+    assert result.samples.of(staying, "recovery_queries") == [2048]
+    (rows,) = result.tables.values()
+    assert rows[0]["questions from"] == -64 and rows[-1]["questions from"] == 2048 - 64
+    assert not list(tmp_path.iterdir()), "what was made for the run is gone"
