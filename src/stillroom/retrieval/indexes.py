@@ -2,6 +2,7 @@
 
 Everyone may read: the dense index lives in memory and follows the corpus by itself, the sparse one shows what the
 writer has committed. Only the holder of the write lock writes the files (`write`), so a reader never fights the writer.
+A dense index of the kind `qdrant` is a collection in place of a file (`qdrant_index`).
 A missing, damaged or foreign file is rebuilt from the corpus; nothing is embedded again.
 """
 
@@ -13,7 +14,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.config.settings import IndexConfig
+from stillroom.config.settings import IndexConfig, QdrantConfig
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
@@ -23,6 +24,8 @@ from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.hnsw import HnswIndex
 from stillroom.retrieval.index_file import load_arrays, save_arrays
 from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.qdrant_collection import QdrantCollection
+from stillroom.retrieval.qdrant_index import QdrantIndex
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.tuning import Tuner
 from stillroom.retrieval.vector_index import VectorIndex
@@ -36,7 +39,18 @@ _MAX_SHARE_REMOVED = 0.2
 class Indexes:
     """Thread-safe."""
 
-    def __init__(self, folder: Path, corpus: Corpus, config: IndexConfig, dimension: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        corpus: Corpus,
+        config: IndexConfig,
+        dimension: int,
+        qdrant: QdrantConfig | None = None,
+    ) -> None:
+        self._folder = folder
+        self._qdrant = qdrant or QdrantConfig()
+        self._collection: QdrantIndex | None = None
+        """The dense index, if it is of this kind and was needed."""
         self._corpus = corpus
         self._config = config
         self._dimension = dimension
@@ -103,27 +117,53 @@ class Indexes:
     def needs_write(self) -> bool:
         """Whether a file is missing, damaged or behind the corpus, so that `write` would help who comes next."""
         with self._lock:
-            self._current_dense()
             generation = self._corpus.generation
-            is_dense_behind = self._saved_generation != generation
-            return is_dense_behind or not self._is_sparse_current(self._current_sparse(), generation)
+            if not self._is_sparse_current(self._current_sparse(), generation):
+                return True
+            if self._config.kind == "qdrant":
+                return self._open_collection().is_behind()
+            self._current_dense()
+            return self._saved_generation != generation
 
     def write(self) -> None:
-        """Bring both files up to date. Only under the write lock."""
+        """Bring both files up to date. Only under the write lock.
+
+        Raises:
+            IndexUnavailableError: the dense index is on a server that cannot be reached; the sparse one is written.
+        """
+        if self._config.kind == "qdrant":
+            try:
+                self.write_collection()
+            finally:
+                self._write_sparse_if_behind()
+            return
         with self._lock:
             dense = self._current_dense()
             generation = self._dense_generation
             arrays = dense.to_arrays() if generation != self._saved_generation else None
             with contextlib.suppress(ConfigError):  # an impossible wish must not keep documents from being added
                 self._tuner.save(dense)
-            sparse = self._current_sparse()
         if arrays is not None:
             arrays["generation"] = np.array(generation)
             arrays["corpus_id"] = np.array(self._corpus.corpus_id)
             save_arrays(self._dense_path, arrays)
             self._saved_generation = generation
-        if not self._is_sparse_current(sparse, self._corpus.generation):
-            self._write_sparse(sparse)
+        self._write_sparse_if_behind()
+
+    def write_collection(self) -> None:
+        """Bring the collection up to date, if the dense index is one; while documents are added, so that it does not
+        fall far behind. Only under the write lock. Raises as `write`."""
+        if self._config.kind == "qdrant":
+            with self._lock:
+                collection = self._open_collection()
+            collection.catch_up()  # others may search meanwhile
+
+    def close(self) -> None:
+        """Let go of the collection. Idempotent."""
+        with self._lock:
+            if self._collection is not None:
+                self._collection.close()
+                self._collection = self._dense = None
 
     # Dense
 
@@ -133,6 +173,10 @@ class Indexes:
 
     def _current_dense(self) -> VectorIndex:
         """The dense index, brought up to date in memory."""
+        if self._config.kind == "qdrant":
+            self._dense = self._open_collection()
+            self._dense_generation = self._dense.follow()
+            return self._dense
         if self._dense is None:
             self._dense = self._load_dense()
         generation = self._corpus.generation
@@ -168,6 +212,14 @@ class Indexes:
             return IvfPqIndex(self._dimension, self._config)
         return FlatIndex(self._dimension)
 
+    def _open_collection(self) -> QdrantIndex:
+        if self._collection is None:
+            place = QdrantCollection(
+                self._qdrant, self._config, self._folder / "qdrant", self._corpus.corpus_id, self._dimension
+            )
+            self._collection = QdrantIndex(place, self._corpus, self._dimension, self._config.ef_search)
+        return self._collection
+
     # Sparse
 
     def _current_sparse(self) -> Bm25Index:
@@ -179,6 +231,12 @@ class Indexes:
 
     def _is_sparse_current(self, sparse: Bm25Index, generation: int) -> bool:
         return sparse.generation == generation and len(sparse) == self._corpus.num_chunks
+
+    def _write_sparse_if_behind(self) -> None:
+        with self._lock:
+            sparse = self._current_sparse()
+        if not self._is_sparse_current(sparse, self._corpus.generation):
+            self._write_sparse(sparse)
 
     def _write_sparse(self, sparse: Bm25Index) -> None:
         if sparse.generation >= self._corpus.generation:  # from another corpus, or damaged
