@@ -1,5 +1,6 @@
 """An IVF-PQ index whose lists are divided among tiers of memory (VectorLiteRAG 4.1, 4.2): hot ones in RAM, the others
-in a file that is mapped into memory, so that an index may be larger than its RAM.
+in a file that is mapped into memory, so that an index may be larger than its RAM; where there are devices, the hottest
+on them (`device_shard`).
 
 One coarse search says which lists a query probes, a mapping table where they are (`partition`). Shards scan at the same
 time, each in a thread of its own, and each those queries first that have least to scan there. A query is released the
@@ -9,12 +10,12 @@ stages of a search.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import faiss as _faiss
 import numpy as np
@@ -25,14 +26,17 @@ from stillroom.retrieval.partition import Lists, Nearness, Partition
 from stillroom.retrieval.ranking import first_arrays, with_ties
 from stillroom.retrieval.vector_index import one_thread
 
+if TYPE_CHECKING:  # it imports torch, which two tiers can do without
+    from stillroom.retrieval.device_shard import DeviceShard
+
 faiss: Any = _faiss  # its type information lacks what is made at import
 
 Vectors = NDArray[np.float32]
 Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Ids [n] and scores [n], best first, ties by id."""
 
-RAM, DISK = 0, 1
-"""Shards."""
+RAM, DISK, FIRST_DEVICE = 0, 1, 2
+"""Shards; a second device is the next number, and so on."""
 
 
 def scan(lists: Any, query: Vectors, num: int, probed: Lists, nearness: Nearness) -> Scored:
@@ -64,17 +68,21 @@ class _Pending:
 
 
 class TieredLists:
-    """The lists of a trained index, in RAM and in a file."""
+    """The lists of a trained index, in RAM, in a file and on devices."""
 
-    def __init__(self, lists: Any, partition: Partition, file: Path) -> None:
+    def __init__(self, lists: Any, partition: Partition, file: Path, devices: Sequence[str] = ()) -> None:
         """Copies everything that it needs, so `lists` can go afterwards.
 
         Args:
             lists: an IndexIVFPQ that holds vectors.
-            partition: into `RAM` and `DISK`.
+            partition: into `RAM`, `DISK`, and from `FIRST_DEVICE` on one for each device.
             file: for the second; written anew.
+            devices: torch's names of them. Scores of what they hold are faiss' up to rounding.
+
+        Raises:
+            ConfigError: there are devices, and the codes are not a byte per subquantizer.
         """
-        assert len(partition.shard_of) == lists.nlist and partition.num_shards == 2
+        assert len(partition.shard_of) == lists.nlist and partition.num_shards == FIRST_DEVICE + len(devices)
         self.partition = partition
         self._quantizer = faiss.clone_index(lists.quantizer)
         self._file = file
@@ -82,7 +90,8 @@ class TieredLists:
         with file.open("rb+") as written:
             os.fsync(written.fileno())
         self._shards = [_shard(lists, self._quantizer, partition.of(RAM)), _map(file)]
-        self._pool = ThreadPoolExecutor(len(self._shards), thread_name_prefix="stillroom-shard")
+        self._device_shards = _on_devices(lists, partition, devices)
+        self._pool = ThreadPoolExecutor(partition.num_shards, thread_name_prefix="stillroom-shard")
 
     def close(self) -> None:
         """Wait for what is scanned. Idempotent."""
@@ -128,6 +137,12 @@ class TieredLists:
         def run(shard: int) -> None:
             mine, near = self.partition.probes(shard, probed, nearness)
             asked = np.flatnonzero(num_in[:, shard])
+            if shard >= FIRST_DEVICE:  # all of the batch at once
+                device = self._device_shards[shard - FIRST_DEVICE]
+                parts = device.scan_batch(queries[asked], num, mine[asked], near[asked])
+                for number, part in zip(asked.tolist(), parts, strict=True):
+                    finish(number, part)
+                return
             for number in asked[np.argsort(num_in[asked, shard], kind="stable")].tolist():
                 width = num_in[number, shard]
                 finish(
@@ -153,6 +168,14 @@ def _shard(lists: Any, quantizer: Any, held: Lists) -> Any:
             target.add_entries(number, size, source.get_ids(number), source.get_codes(number))
     shard.ntotal = int(sum(source.list_size(number) for number in held.tolist()))
     return shard
+
+
+def _on_devices(lists: Any, partition: Partition, devices: Sequence[str]) -> "list[DeviceShard]":
+    if not devices:
+        return []
+    from stillroom.retrieval.device_shard import DeviceShard
+
+    return [DeviceShard(lists, partition.of(FIRST_DEVICE + at), device) for at, device in enumerate(devices)]
 
 
 def _map(file: Path) -> Any:
