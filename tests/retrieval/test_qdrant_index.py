@@ -32,7 +32,8 @@ INDEX = IndexConfig(kind="qdrant")
 
 def unit(rng: np.random.Generator, num: int) -> NDArray[np.float32]:
     vectors = rng.standard_normal((num, D)).astype(np.float32)
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors
 
 
 def document(name: str, ids: list[int], vectors: NDArray[np.float32]) -> StoredDocument:
@@ -120,7 +121,7 @@ def test_it_finds_what_a_flat_index_finds(world: World) -> None:
     world.index.catch_up()
     assert not world.index.is_behind()
     world.check()
-    assert world.index._hidden == [] and len(world.index._beside) == 0, "everything is in the collection"
+    assert len(world.index._hidden) == 0 and len(world.index._beside) == 0, "everything is in the collection"
 
 
 def test_equal_scores_come_in_the_order_of_chunk_id(world: World) -> None:

@@ -49,7 +49,7 @@ class QdrantIndex:
         """Generations of collection (None: there is none) and corpus that searches show."""
         self._beside = FlatIndex(dimension)
         """What the collection has not got yet."""
-        self._hidden: list[int] = []
+        self._hidden: Sequence[int] = ()
         """What it must not be asked for."""
 
     def __len__(self) -> int:
