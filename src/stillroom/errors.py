@@ -13,6 +13,7 @@
     |   |-- IncompatibleKnowledgeBaseError  other format version, embedder or chunker
     |   |-- CorruptKnowledgeBaseError   a file of it is damaged
     |   |-- KnowledgeBaseBusyError      another process is writing to it
+    |   |-- IndexUnavailableError       the server that holds its dense index cannot be reached, or refuses
     |   `-- EmptyKnowledgeBaseError     it holds no documents yet
     |-- DocumentError                   one document could not be read; the others go on
     |-- EngineError                     generation failed
@@ -80,6 +81,10 @@ class CorruptKnowledgeBaseError(KnowledgeBaseError):
 
 class KnowledgeBaseBusyError(KnowledgeBaseError):
     """Another process is writing to the knowledge base."""
+
+
+class IndexUnavailableError(KnowledgeBaseError):
+    """The server that holds the dense index cannot be reached or refuses; nothing is answered from less."""
 
 
 class EmptyKnowledgeBaseError(KnowledgeBaseError):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stillroom.config.load import load_config, settings
-from stillroom.config.settings import EngineConfig, StillroomConfig
+from stillroom.config.settings import EngineConfig, IndexConfig, QdrantConfig, StillroomConfig
 from stillroom.errors import ConfigError
 
 
@@ -222,3 +222,28 @@ def test_key_with_a_line_break_is_told_without_showing_it() -> None:
     with pytest.raises(ConfigError, match="holds a blank, a line break") as caught:
         EngineConfig(kind="openai", base_url="http://host", api_key="sk-do-not\nshow")
     assert "sk-do" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "hint"),
+    [
+        ({"url": "localhost:6333"}, "qdrant.url='localhost:6333'; it must be like"),
+        ({"url": "http://me:sk-do-not-show@host"}, "qdrant.url holds a name or password"),
+        ({"api_key": "sk-do-not\nshow"}, "STILLROOM_QDRANT__API_KEY holds a blank, a line break"),
+        ({"prefix": "a/b"}, "may have letters, digits"),
+    ],
+)
+def test_impossible_places_of_a_collection(values: dict[str, str], hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint) as caught:
+        QdrantConfig(**values)  # type: ignore[arg-type]
+    assert "sk-do" not in str(caught.value)
+
+
+def test_a_collection_needs_a_place_and_has_no_goals() -> None:
+    with pytest.raises(ConfigError, match="needs qdrant.url"):
+        StillroomConfig(index=IndexConfig(kind="qdrant"))
+    with pytest.raises(ConfigError, match="searched with index.ef_search"):
+        IndexConfig(kind="qdrant", ann_recall=0.9)
+    write("[qdrant]\napi_key = 'sk-do-not-show'\n")
+    with pytest.raises(ConfigError, match="give it in the environment: STILLROOM_QDRANT__API_KEY"):
+        load_config(env={})

@@ -15,6 +15,7 @@ from stillroom.core.ids import parse_chunk_id
 from stillroom.errors import (
     DeadlineExceededError,
     EngineClosedError,
+    IndexUnavailableError,
     KnowledgeBaseBusyError,
     PromptTooLongError,
     QueueFullError,
@@ -383,6 +384,7 @@ def test_body_that_is_not_an_object_is_400(client: httpx.Client, content: bytes)
     [
         (PromptTooLongError("too long"), 400, "context_length_exceeded", "false"),
         (KnowledgeBaseBusyError("busy"), 503, "knowledge_base_busy", None),
+        (IndexUnavailableError("away"), 503, "index_unavailable", None),
         (EngineClosedError("closing"), 503, "shutting_down", None),
         (QueueFullError("full", 2.2), 429, "queue_full", None),
         (RequestTimeoutError("slow"), 504, "request_timeout", "false"),

@@ -79,6 +79,7 @@ _RANGES = {
     "index.refine": Range(0),
     "index.ann_recall": Range(0, 0.999),
     "index.hot_bytes": Range(0),
+    "qdrant.timeout_s": Range(0, is_low_open=True),
     "generation.min_p": Range(0, 1),
     "generation.repetition_penalty": Range(0, is_low_open=True),
     "generation.sample_top_k": Range(0),
@@ -90,7 +91,7 @@ _RANGES = {
 }
 """What differs from the rule: whole numbers are at least 1, other numbers at least 0."""
 
-_SECRETS = ("engine.api_key",)
+_SECRETS = ("engine.api_key", "qdrant.api_key")
 """Taken from the environment only; no message shows their values."""
 
 

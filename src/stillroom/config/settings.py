@@ -5,8 +5,8 @@ What is discovered at start-up (number of blocks, embedding dimension) is a retu
 
 from dataclasses import dataclass, field
 from typing import Literal
-from urllib.parse import urlsplit
 
+from stillroom.config.addresses import check_address, check_key
 from stillroom.errors import ConfigError
 
 BUNDLED_MODEL = "bundled"
@@ -14,7 +14,7 @@ BUNDLED_MODEL = "bundled"
 
 SearchMode = Literal["hybrid", "dense", "sparse"]
 FusionName = Literal["smoothed", "convex", "rrf", "minmax"]
-IndexKind = Literal["flat", "hnsw", "ivf_pq"]
+IndexKind = Literal["flat", "hnsw", "ivf_pq", "qdrant"]
 EngineKind = Literal["builtin", "openai"]
 EnginePrompt = Literal["chat", "text", "tokens"]
 DocumentOrder = Literal["prefix", "rank"]
@@ -58,7 +58,8 @@ class IndexConfig:
 
     kind: IndexKind = "flat"
     """`flat`: exact, time grows with the corpus. `hnsw`: approximate, for some 10,000 chunks and more. `ivf_pq`:
-    approximate and small, for millions; exact until there are 39 * 2^nbits chunks to train on."""
+    approximate and small, for millions; exact until there are 39 * 2^nbits chunks to train on. `qdrant`: a collection
+    of a Qdrant server, for more than one machine holds; see `[qdrant]`, and `m`, `ef_construction` and `ef_search`."""
     m: int = 32
     """HNSW links per node: more is better recall, memory and build time."""
     ef_construction: int = 200
@@ -92,6 +93,36 @@ class IndexConfig:
     def __post_init__(self) -> None:
         if self.ann_recall and self.search_budget_s:
             raise ConfigError("index.ann_recall and index.search_budget_s exclude each other; set one of them to 0")
+        if self.kind == "qdrant" and (self.ann_recall or self.search_budget_s):
+            raise ConfigError(
+                "index.ann_recall and index.search_budget_s are for indexes of this process; index.kind = 'qdrant' is "
+                "searched with index.ef_search, or with qdrant.exact"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QdrantConfig:
+    """Where a dense index of the kind `qdrant` is (docs/outgrowing.md). In no manifest: a server may move."""
+
+    url: str = ""
+    """The server's address, such as `http://127.0.0.1:6333`. `embedded`: no server but the folder `qdrant` of the
+    knowledge base, for trying it out: one process at a time, every search compares every vector."""
+    api_key: str = field(default="", repr=False)
+    """Sent to the server. Taken from the environment only, so that it is in no file and on no command line."""
+    prefix: str = "stillroom"
+    """The collection is called this, a hyphen and the id of the knowledge base. A copy of a knowledge base has the
+    same id, so a copy that lives on needs another prefix."""
+    timeout_s: float = 10.0
+    """Seconds to wait for an answer, rounded up to whole ones."""
+    exact: bool = False
+    """Compare every vector instead of walking the server's graph: slow, and right."""
+
+    def __post_init__(self) -> None:
+        if self.url not in ("", "embedded"):
+            check_address("qdrant.url", self.url, "http://127.0.0.1:6333", "STILLROOM_QDRANT__API_KEY")
+        check_key("STILLROOM_QDRANT__API_KEY", self.api_key)
+        if not all(letter.isascii() and (letter.isalnum() or letter in "-_.") for letter in self.prefix):
+            raise ConfigError(f"qdrant.prefix={self.prefix!r} may have letters, digits, '-', '_' and '.' only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,17 +314,8 @@ class EngineConfig:
             return
         if not self.base_url:
             raise ConfigError("engine.kind = 'openai' needs an address: --base-url http://127.0.0.1:8000/v1")
-        try:
-            url = urlsplit(self.base_url)
-            is_possible = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-        except ValueError:
-            raise ConfigError("engine.base_url is no address; it is like http://127.0.0.1:8000/v1") from None
-        if url.username is not None:
-            raise ConfigError("engine.base_url holds a name or password; give a key in STILLROOM_ENGINE__API_KEY")
-        if not all("!" <= character <= "~" for character in self.api_key):
-            raise ConfigError("STILLROOM_ENGINE__API_KEY holds a blank, a line break or a letter that no key has")
-        if not is_possible or url.query or url.fragment:
-            raise ConfigError(f"engine.base_url={self.base_url!r}; it must be like http://127.0.0.1:8000/v1")
+        check_address("engine.base_url", self.base_url, "http://127.0.0.1:8000/v1", "STILLROOM_ENGINE__API_KEY")
+        check_key("STILLROOM_ENGINE__API_KEY", self.api_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +371,7 @@ class StillroomConfig:
     chunker: ChunkerConfig = field(default_factory=ChunkerConfig)
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
+    qdrant: QdrantConfig = field(default_factory=QdrantConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     query_cache: QueryCacheConfig = field(default_factory=QueryCacheConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -358,3 +381,10 @@ class StillroomConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        if self.index.kind == "qdrant" and not self.qdrant.url:
+            raise ConfigError(
+                "index.kind = 'qdrant' needs qdrant.url: a server's address such as http://127.0.0.1:6333, "
+                "or 'embedded'"
+            )

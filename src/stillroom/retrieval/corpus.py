@@ -121,14 +121,25 @@ class Corpus:
         vectors = np.frombuffer(b"".join(found[chunk_id] for chunk_id in kept), dtype=np.float32)
         return np.array(kept, dtype=np.int64), vectors.reshape(len(kept), -1 if kept else 0)
 
-    def changes_since(self, generation: int) -> Changes:
-        """What an index of that generation has missed. A chunk may be in both lists: remove first, then add."""
+    def num_added_since(self, generation: int) -> int:
+        """Chunks that an index of that generation has to add."""
+        return self._one(rows.COUNT_ADDED, generation)[0]
+
+    def changes_since(self, generation: int, num_chunks: int | None = None) -> Changes:
+        """What an index of that generation has missed. A chunk may be in both lists: remove first, then add.
+
+        Args:
+            num_chunks: only the first commits, up to the one with this many chunks added; None: all of them.
+        """
         with self._reading() as connection:
             connection.execute("BEGIN")  # one snapshot for the three statements
             try:
                 now = int(connection.execute("SELECT generation FROM state").fetchone()[0])
-                added = connection.execute(rows.SELECT_ADDED, (generation,)).fetchall()
-                removed = connection.execute(rows.SELECT_REMOVED, (generation,)).fetchall()
+                if num_chunks is not None:
+                    last = connection.execute(rows.SELECT_NTH_ADDED, (generation, num_chunks - 1)).fetchone()
+                    now = last[0] if last else now
+                added = connection.execute(rows.SELECT_ADDED, (generation, now)).fetchall()
+                removed = connection.execute(rows.SELECT_REMOVED, (generation, now)).fetchall()
             finally:
                 connection.execute("COMMIT")
         return Changes(now, tuple(ChunkId(row[0]) for row in removed), tuple(ChunkId(row[0]) for row in added))
@@ -169,9 +180,9 @@ class Corpus:
             self._counts = (generation, documents, chunks)
         return self._counts
 
-    def _one(self, statement: str) -> tuple[int, ...]:
+    def _one(self, statement: str, *parameters: int) -> tuple[int, ...]:
         with self._reading() as connection:
-            row: tuple[int, ...] = connection.execute(statement).fetchone()
+            row: tuple[int, ...] = connection.execute(statement, parameters).fetchone()
             return row
 
     def _select_in(self, statement: str, chunk_ids: Sequence[int]) -> Iterator[tuple[Any, ...]]:

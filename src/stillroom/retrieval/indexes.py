@@ -13,11 +13,12 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.config.settings import IndexConfig
+from stillroom.config.settings import IndexConfig, QdrantConfig
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
 from stillroom.retrieval.bm25 import Bm25Index
+from stillroom.retrieval.collection_store import CollectionStore
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.dense_store import DenseStore
 from stillroom.retrieval.hot_lists import Spawn
@@ -36,13 +37,27 @@ class Indexes:
     """Thread-safe."""
 
     def __init__(
-        self, folder: Path, corpus: Corpus, config: IndexConfig, dimension: int, spawn: Spawn | None = None
+        self,
+        folder: Path,
+        corpus: Corpus,
+        config: IndexConfig,
+        dimension: int,
+        spawn: Spawn | None = None,
+        qdrant: QdrantConfig | None = None,
     ) -> None:
-        """`spawn`: see `DenseStore`."""
+        """
+        Args:
+            spawn: see `DenseStore`.
+            qdrant: where the collection is, if the dense index is of that kind; None takes the defaults.
+        """
         self._corpus = corpus
         self._sparse_folder = folder / "sparse"
         self._lock = Lock()
-        self._dense = DenseStore(folder, corpus, config, dimension, spawn)
+        self._dense: DenseStore | CollectionStore = (
+            CollectionStore(folder, corpus, config, qdrant or QdrantConfig(), dimension)
+            if config.kind == "qdrant"
+            else DenseStore(folder, corpus, config, dimension, spawn)
+        )
         self._sparse: Bm25Index | None = None
         self._tuner = Tuner(folder / "tuning.json", config, corpus.corpus_id)
 
@@ -103,20 +118,31 @@ class Indexes:
         """Whether a file is missing, damaged or behind the corpus, so that `write` would help who comes next."""
         with self._lock:
             generation = self._corpus.generation
-            return self._dense.needs_write() or not self._is_sparse_current(self._current_sparse(), generation)
+            return not self._is_sparse_current(self._current_sparse(), generation) or self._dense.needs_write()
 
     def write(self) -> None:
-        """Bring both files up to date. Only under the write lock."""
+        """Bring both up to date. Only under the write lock.
+
+        Raises:
+            IndexUnavailableError: the dense index is on a server that cannot be reached; the sparse one is written.
+        """
         try:
             self._write_dense()
         except CorruptKnowledgeBaseError:
             with self._lock:
                 self._dense.discard()
             self._write_dense()
-        with self._lock:
-            sparse = self._current_sparse()
-        if not self._is_sparse_current(sparse, self._corpus.generation):
-            self._write_sparse(sparse)
+        finally:
+            with self._lock:
+                sparse = self._current_sparse()
+            if not self._is_sparse_current(sparse, self._corpus.generation):
+                self._write_sparse(sparse)
+
+    def write_collection(self) -> None:
+        """Bring the collection up to date, if the dense index is one; while documents are added, so that it does not
+        fall far behind. Only under the write lock. Raises as `write`."""
+        if isinstance(self._dense, CollectionStore):
+            self._write_dense()
 
     @property
     def list_figures(self) -> ListFigures | None:
@@ -124,8 +150,12 @@ class Indexes:
         return self._dense.figures
 
     def close(self) -> None:
-        """Wait for what goes on beside searches. Idempotent."""
-        self._dense.close()
+        """Wait for what goes on beside searches, and let go of a collection. Idempotent."""
+        if isinstance(self._dense, DenseStore):
+            self._dense.close()
+            return
+        with self._lock:
+            self._dense.close()
 
     # Dense
 
@@ -149,10 +179,11 @@ class Indexes:
     def _write_dense(self) -> None:
         with self._lock:
             write = self._dense.writing()
-            dense = self._dense.current()
-            # an impossible wish must not keep documents from being added
-            with contextlib.suppress(ConfigError), _uncounted(dense):
-                self._tuner.save(dense)
+            if isinstance(self._dense, DenseStore):
+                dense = self._dense.current()
+                # an impossible wish must not keep documents from being added
+                with contextlib.suppress(ConfigError), _uncounted(dense):
+                    self._tuner.save(dense)
         if write is not None:
             write()
 

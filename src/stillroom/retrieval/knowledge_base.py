@@ -4,6 +4,7 @@
     kb/corpus.sqlite3    the truth: text and embeddings
     kb/dense.npz         projection: the dense index; dense.lists where its lists are on disk
     kb/sparse/           projection: the BM25 index
+    kb/qdrant/           in place of dense.npz: a dense index of the kind qdrant, embedded
     kb/write.lock        held while writing
 
 One writer at a time, any number of readers, in any mix of threads and processes. More: docs/retrieval.md
@@ -26,6 +27,7 @@ from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
     IncompatibleKnowledgeBaseError,
+    IndexUnavailableError,
     KnowledgeBaseBusyError,
     KnowledgeBaseError,
     KnowledgeBaseNotFoundError,
@@ -59,7 +61,7 @@ class KnowledgeBase:
         self._clock = clock
         self._embedder = Embedder(self._config.embedder)
         self._corpus = Corpus(path / _CORPUS)
-        self._indexes = Indexes(path, self._corpus, self._config.index, manifest.dimension)
+        self._indexes = Indexes(path, self._corpus, self._config.index, manifest.dimension, qdrant=self._config.qdrant)
         self._search = HybridSearch(self._corpus, self._indexes, self._embedder, self._config.search, clock)
         self._checking = Lock()
         self._is_embedder_checked = False
@@ -112,9 +114,13 @@ class KnowledgeBase:
         Raises:
             KnowledgeBaseBusyError: somebody else is writing.
             UsageError: a path does not exist.
+            IndexUnavailableError: the dense index is on a server that cannot be reached. What was committed until then
+                is kept, and goes there next time.
         """
         with self._write_lock():
-            ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), self._clock, progress)
+            self._indexes.write_collection()
+            following = _Following(self._corpus, self._indexes, progress)
+            ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), self._clock, following)
             try:
                 return ingest.run(paths)
             finally:
@@ -180,7 +186,12 @@ class KnowledgeBase:
             num_stages: at most so many results; 1 gives the last only.
         """
         if not self._are_indexes_checked:
-            self._repair_indexes()
+            try:
+                self._repair_indexes()
+            except IndexUnavailableError:
+                self._are_indexes_checked = (mode or self._config.search.mode) == "sparse"  # words need no server
+                if not self._are_indexes_checked:
+                    raise
         if (mode or self._config.search.mode) != "sparse":
             self._checked_embedder()
         yield from self._search.search_staged(query, mode, top_k, num_stages)
@@ -264,9 +275,10 @@ class KnowledgeBase:
         Somebody else who writes will do it himself, and a folder that cannot be written is searched as it is.
         """
         self._are_indexes_checked = True
-        if self._indexes.needs_write():
-            with contextlib.suppress(KnowledgeBaseBusyError, OSError), self._write_lock():
-                self._indexes.write()
+        with contextlib.suppress(KnowledgeBaseBusyError, OSError):
+            if self._indexes.needs_write():
+                with self._write_lock():
+                    self._indexes.write()
 
     @contextlib.contextmanager
     def _write_lock(self) -> Iterator[None]:
@@ -281,6 +293,24 @@ class KnowledgeBase:
             yield
         finally:
             lock.release()
+
+
+class _Following:
+    """Told how far an `add` is, keeps a collection close behind each commit: readers hold the rest in memory."""
+
+    def __init__(self, corpus: Corpus, indexes: Indexes, progress: Callable[[AddProgress], None] | None) -> None:
+        self._corpus = corpus
+        self._indexes = indexes
+        self._progress = progress
+        self._generation = corpus.generation
+
+    def __call__(self, done: AddProgress) -> None:
+        generation = self._corpus.generation
+        if generation != self._generation:
+            self._indexes.write_collection()
+            self._generation = generation
+        if self._progress is not None:
+            self._progress(done)
 
 
 def _create(path: Path, config: StillroomConfig) -> None:

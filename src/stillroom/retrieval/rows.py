@@ -40,8 +40,10 @@ SELECT_CHUNKS_OF = f"""SELECT {_CHUNK}, v.vector FROM chunks c JOIN vectors v US
 SELECT_VECTORS = "SELECT chunk_id, vector FROM vectors WHERE chunk_id IN ({})"
 SELECT_EXISTING = "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})"
 SELECT_INFOS = "SELECT document_id, title, num_chunks, num_bytes, added_at FROM documents ORDER BY document_id"
-SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? ORDER BY generation, chunk_id"
-SELECT_REMOVED = "SELECT chunk_id FROM tombstones WHERE generation > ? ORDER BY chunk_id"
+SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? AND generation <= ? ORDER BY generation, chunk_id"
+SELECT_REMOVED = "SELECT chunk_id FROM tombstones WHERE generation > ? AND generation <= ? ORDER BY chunk_id"
+SELECT_NTH_ADDED = "SELECT generation FROM vectors WHERE generation > ? ORDER BY generation LIMIT 1 OFFSET ?"
+COUNT_ADDED = "SELECT count(*) FROM vectors WHERE generation > ?"
 PUT_DOCUMENT = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 PUT_CHUNK = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 

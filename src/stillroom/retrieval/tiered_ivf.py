@@ -1,5 +1,6 @@
 """An IVF-PQ index whose lists are divided among tiers of memory (VectorLiteRAG 4.1, 4.2): hot ones in RAM, the others
-in a file that is mapped into memory, so that an index may be larger than its RAM.
+in a file that is mapped into memory, so that an index may be larger than its RAM; where there are devices, the hottest
+on them (`device_shard`).
 
 The file holds every list and RAM copies of some, so a list leaves RAM by being forgotten. Which lists those are is one
 value that is replaced as a whole (`exchange`): a search goes on with the value that it began with, so exchanging stops
@@ -13,11 +14,11 @@ what the undivided index gives: distances are those of the same codes in the sam
 as `ivf_pq` merges the stages of a search.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import faiss as _faiss
 import numpy as np
@@ -34,8 +35,8 @@ Vectors = NDArray[np.float32]
 Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Ids [n] and scores [n], best first, ties by id."""
 
-RAM, DISK = 0, 1
-"""Shards."""
+RAM, DISK, FIRST_DEVICE = 0, 1, 2
+"""Shards; a second device is the next number, and so on."""
 
 _NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 
@@ -62,6 +63,14 @@ def scan(lists: Any, query: Vectors, num: int, probed: Lists, nearness: Nearness
     return with_ties(fetch, num) if (probed >= 0).any() else _NOTHING
 
 
+class BatchShard(Protocol):
+    """Lists that are scanned for a whole batch at once: `device_shard`."""
+
+    def scan_batch(self, queries: Vectors, num: int, probed: Lists, nearness: Nearness) -> list[Scored]:
+        """As the function `scan`, for each of queries [q, d] in lists [q, p]."""
+        ...
+
+
 @dataclass(frozen=True)
 class _InRam:
     """The lists in RAM, and an index of them."""
@@ -85,9 +94,21 @@ class _Pending:
 class TieredLists:
     """The lists of a file, some of them in RAM too. Thread-safe."""
 
-    def __init__(self, file: ListFile, hot: Lists | None = None) -> None:
-        """`hot`: lists to copy into RAM at once."""
+    def __init__(
+        self, file: ListFile, hot: Lists | None = None, devices: Sequence[tuple[BatchShard, Lists]] = ()
+    ) -> None:
+        """
+        Args:
+            hot: lists to copy into RAM at once.
+            devices: shards that batches are searched in too, and the lists in each, no list in two. Their scores are
+                faiss' up to rounding.
+        """
         self.file = file
+        self._devices = [shard for shard, _ in devices]
+        self._device_of = np.full(len(file.sizes), -1)
+        """[nlist]; -1 is none."""
+        for number, (_, held) in enumerate(devices):
+            self._device_of[held] = number
         self._empty = faiss.ArrayInvertedLists(1, file.code_size)
         self._exchanging = Lock()
         self._disk = view(file.shell, file.mapped)
@@ -178,7 +199,9 @@ class TieredLists:
                 a thread of a shard, so it must return quickly.
         """
         ram = self._ram
-        partition = Partition(np.where(ram.is_held, RAM, DISK), 2)
+        on_host = np.where(ram.is_held, RAM, DISK)
+        shard_of = np.where(self._device_of >= 0, FIRST_DEVICE + self._device_of, on_host)
+        partition = Partition(shard_of, FIRST_DEVICE + len(self._devices))
         nearness, probed = self.probe(queries, nprobe)
         num_in = partition.num_in(probed)
         pending = [_Pending(int((row > 0).sum())) for row in num_in]
@@ -193,6 +216,14 @@ class TieredLists:
             ids, scores = (np.concatenate(arrays) for arrays in zip(*one.parts, strict=True))
             on_found(number, first_arrays(ids, scores, num))
 
+        def run_device(shard: int) -> None:
+            """All of the batch at once."""
+            mine, near = partition.probes(shard, probed, nearness)
+            asked = np.flatnonzero(num_in[:, shard])
+            parts = self._devices[shard - FIRST_DEVICE].scan_batch(queries[asked], num, mine[asked], near[asked])
+            for number, part in zip(asked.tolist(), parts, strict=True):
+                finish(number, part)
+
         def run(shard: int) -> None:
             index = ram.index if shard == RAM else self._disk
             mine, near = partition.probes(shard, probed, nearness)
@@ -205,8 +236,9 @@ class TieredLists:
                 finish(number, scan(index, queries[number], num, lists, near[number, : len(lists)]))
 
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(2, thread_name_prefix="stillroom-shard")
+            self._pool = ThreadPoolExecutor(partition.num_shards, thread_name_prefix="stillroom-shard")
         running = [self._pool.submit(run, shard) for shard in (RAM, DISK)]
+        running += [self._pool.submit(run_device, FIRST_DEVICE + number) for number in range(len(self._devices))]
         wait(running)
         for one in running:
             one.result()

@@ -1,4 +1,4 @@
-"""What a dense index does. Implementations: `flat` (exact), `hnsw` and `ivf_pq` (approximate)."""
+"""What a dense index does. Implementations: `flat` (exact), `hnsw` and `ivf_pq` (approximate), `qdrant_index`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

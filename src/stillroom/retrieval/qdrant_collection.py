@@ -1,0 +1,215 @@
+"""The Qdrant collection of one knowledge base: on a server, or in Qdrant's embedded mode. Nothing but points here.
+
+A point is a chunk: its id and its vector, no payload. One more point, without a vector and so never found, is the
+collection's mark: of which corpus it is, and at which generation. Putting and dropping are idempotent, and a mark is
+set after what it says is there.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+
+from stillroom.config.settings import IndexConfig, QdrantConfig
+from stillroom.errors import ConfigError, IndexUnavailableError, KnowledgeBaseBusyError
+
+EMBEDDED = "embedded"
+
+_MARK = "5371696c-6c72-4f6f-8d00-000000000000"
+"""Point id; chunks have numbers, so none has this one."""
+
+_VECTOR = "dense"
+"""Vectors have a name, because only then may a point have none."""
+
+_WORDS_ALONE = "--mode sparse searches by words alone"
+
+
+class QdrantCollection:
+    """Thread-safe. Connects when it is first used; every method but `close` raises as `_reporting`."""
+
+    def __init__(self, config: QdrantConfig, index: IndexConfig, folder: Path, corpus_id: str, dimension: int) -> None:
+        """`folder`: of the embedded mode."""
+        self.name = f"{config.prefix}-{corpus_id}"
+        self._config = config
+        self._index = index
+        self._folder = folder
+        self._corpus_id = corpus_id
+        self._dimension = dimension
+        self._is_embedded = config.url == EMBEDDED
+        self._folder_lock = FileLock(folder.with_suffix(".lock"), timeout=0, thread_local=False)
+        self._lock = RLock()
+        self._client: Any = None
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"the Qdrant collection {self.name} ({self._folder if self._is_embedded else self._config.url})"
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+            self._folder_lock.release()
+
+    # What there is
+
+    def generation(self) -> int | None:
+        """Of the corpus that it shows; None where there is no such collection, or it is of another corpus."""
+        with self._reporting() as client:
+            try:
+                found = client.retrieve(self.name, [_MARK], with_payload=True)
+            except Exception as error:
+                if _is_missing(error):
+                    return None
+                raise
+        if not found or found[0].payload.get("corpus_id") != self._corpus_id:
+            return None
+        return int(found[0].payload["generation"])
+
+    def count(self) -> int:
+        """Chunks in it."""
+        with self._reporting() as client:
+            return int(client.count(self.name, exact=True).count) - 1
+
+    def nearest(self, query: NDArray[np.float32], num: int, ef: int, hidden: Sequence[int]) -> list[int]:
+        """Ids of about the `num` nearest to a query [d], none of those that are hidden.
+
+        Args:
+            ef: candidates of the walk through the server's graph.
+        """
+        from qdrant_client import models
+
+        condition = models.HasIdCondition(has_id=list(hidden))
+        # the embedded mode is always exact, and warns of parameters
+        parameters = None if self._is_embedded else models.SearchParams(hnsw_ef=ef, exact=self._config.exact)
+        with self._reporting() as client:
+            found = client.query_points(
+                self.name,
+                query=query.tolist(),
+                using=_VECTOR,
+                limit=num,
+                query_filter=models.Filter(must_not=[condition]) if hidden else None,
+                search_params=parameters,
+                with_payload=False,
+            )
+        return [int(point.id) for point in found.points]
+
+    # Changing it; only under the write lock
+
+    def clear(self) -> None:
+        """An empty collection at generation 0, in place of whatever there is."""
+        from qdrant_client import models
+
+        with self._reporting() as client:
+            if client.collection_exists(self.name):
+                client.delete_collection(self.name)
+            client.create_collection(
+                self.name,
+                vectors_config={_VECTOR: models.VectorParams(size=self._dimension, distance=models.Distance.DOT)},
+                hnsw_config=models.HnswConfigDiff(m=self._index.m, ef_construct=self._index.ef_construction),
+            )
+        self.mark(0)
+
+    def put(self, ids: Sequence[int], vectors: NDArray[np.float32]) -> None:
+        """Add vectors [n, d], or replace those of the same ids."""
+        from qdrant_client import models
+
+        points = models.Batch(ids=list(ids), vectors={_VECTOR: vectors.tolist()})
+        with self._reporting() as client:
+            client.upsert(self.name, points=points, wait=True)
+
+    def drop(self, ids: Sequence[int]) -> None:
+        """Remove what there is of these."""
+        from qdrant_client import models
+
+        with self._reporting() as client:
+            client.delete(self.name, points_selector=models.PointIdsList(points=list(ids)), wait=True)
+
+    def mark(self, generation: int) -> None:
+        """Say that the collection shows this generation of the corpus."""
+        from qdrant_client import models
+
+        payload = {"corpus_id": self._corpus_id, "generation": generation}
+        with self._reporting() as client:
+            client.upsert(self.name, points=[models.PointStruct(id=_MARK, vector={}, payload=payload)], wait=True)
+
+    # Inside
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[Any]:
+        """The client, and its errors in our words.
+
+        Raises:
+            ConfigError: the package is not installed.
+            KnowledgeBaseBusyError: another process has the embedded collection open.
+            IndexUnavailableError: the server cannot be reached, or does not do what it is asked for.
+        """
+        with self._lock:
+            client = self._connected()
+        with self._lock if self._is_embedded else contextlib.nullcontext():
+            try:
+                yield client
+            except Exception as error:
+                raise self._explained(error) from error
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            try:
+                from qdrant_client import QdrantClient
+            except ImportError as error:
+                raise ConfigError(
+                    "index.kind = 'qdrant' needs the package qdrant-client: pip install 'stillroom[qdrant]'"
+                ) from error
+            if self._is_embedded:
+                self._take_folder()
+                self._client = QdrantClient(path=str(self._folder), force_disable_check_same_thread=True)
+            else:
+                self._client = QdrantClient(
+                    url=self._config.url,
+                    api_key=self._config.api_key or None,
+                    timeout=math.ceil(self._config.timeout_s),
+                    check_compatibility=False,  # it would ask the server in a thread of its own, and only warn
+                )
+        return self._client
+
+    def _take_folder(self) -> None:
+        """The embedded mode has its folder in memory, so a second process would not see what the first writes."""
+        try:
+            self._folder_lock.acquire()
+        except Timeout as error:
+            raise KnowledgeBaseBusyError(
+                f"{self._folder} is open elsewhere, and an embedded Qdrant collection serves one process at a time, "
+                "for searching too; end the other, or run a Qdrant server and set qdrant.url to its address. "
+                f"{_WORDS_ALONE}"
+            ) from error
+
+    def _explained(self, error: Exception) -> Exception:
+        status = getattr(error, "status_code", None)
+        if _is_missing(error):
+            return IndexUnavailableError(
+                f"{self.where} is gone; the next `stillroom add` makes it again from the documents already read. "
+                f"{_WORDS_ALONE}"
+            )
+        if status in (401, 403):
+            return IndexUnavailableError(
+                f"{self._config.url} refuses the key (HTTP {status}); give it in STILLROOM_QDRANT__API_KEY"
+            )
+        text = str(getattr(error, "source", None) or error).strip()
+        reason = text.splitlines()[0] if text else type(error).__name__
+        said = f"{self.where} cannot be used: {reason}"
+        if self._config.api_key:
+            said = said.replace(self._config.api_key, "...")  # a server may quote it
+        return IndexUnavailableError(f"{said}; see that the server runs, and qdrant.url. {_WORDS_ALONE}")
+
+
+def _is_missing(error: Exception) -> bool:
+    """Whether it says that there is no such collection, as a server or as the embedded mode does."""
+    return getattr(error, "status_code", None) == 404 or (isinstance(error, ValueError) and "not found" in str(error))
