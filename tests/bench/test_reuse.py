@@ -14,10 +14,11 @@ from stillroom.bench.reuse import ReuseOptions, run_reuse
 from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS, RATIOS, OurRuntime
 from stillroom.bench.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Cell, Figures, sustained_rate
 from stillroom.bench.reuse_traffic import Traffic, budget_for, made_pool
-from stillroom.bench.reuse_worker import Stepped, common_prefix, drive
+from stillroom.bench.reuse_worker import common_prefix
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.statistics import ratio_of_means
 from stillroom.errors import UsageError
+from stillroom.rag.simulation.driving import Stepped, drive
 
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 SMALL = ReuseOptions(rates=(1.0, 0.5), num_requests=3, num_warm=4, num_documents=20, max_tokens=2, repeat=1)

@@ -70,7 +70,7 @@ def run_tiered(work_dir: Path, scope: Scope, on_progress: Callable[[str], None] 
     environment = record_environment()
     lists = made_lists(scope, on_progress)
     work_dir.mkdir(parents=True, exist_ok=True)
-    benches: list[_Bench] = []
+    benches: list[DividedBench] = []
     rows = []
     try:
         for name, share in SKEWS.items():
@@ -79,7 +79,7 @@ def run_tiered(work_dir: Path, scope: Scope, on_progress: Callable[[str], None] 
             rows.append(asked.describe(name))
             for ram in (0.0, *scope.shares, 1.0):
                 file = work_dir / f"tiered-{os.getpid()}-{len(benches)}.ivf"
-                benches.append(_Bench(name, ram, lists, asked, file, scope))
+                benches.append(DividedBench(name, ram, lists, asked, file, scope))
         arms = [arm for bench in benches for arm in bench.arms()]
         samples = run_arms(
             arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"), only_own=True
@@ -173,8 +173,8 @@ class Questions:
         return row
 
 
-class _Bench:
-    """One division of the lists."""
+class DividedBench:
+    """One division of the lists, measured."""
 
     def __init__(self, skew: str, share: float, lists: Any, asked: Questions, file: Path, scope: Scope) -> None:
         self._skew, self._share, self._scope, self._asked, self._file = skew, share, scope, asked, file

@@ -22,9 +22,12 @@ TIERED_HELP = help_text(
     "Measure what it gains that the hot lists of an IVF-PQ index are in RAM and the others on disk.",
     "Vectors and questions are made; a tenth of the lists takes 40 % or 80 % of the accesses. The pages of the lists "
     "on disk are dropped before each batch, so the work folder should be on the disk in question.",
+    "With --predict it measures how well throughput is told beforehand, by our model and by VectorLiteRAG's formula "
+    "(its Figure 8): batches of 1 to 32.",
     examples=(
         "stillroom bench tiered",
         "stillroom bench tiered --size 500000 --lists 1024 --share 0.2 --batch 1 --batch 16 --output tiered.json",
+        "stillroom bench tiered --predict --output tiered-model.json",
     ),
 )
 
@@ -40,6 +43,9 @@ def tiered(  # noqa: PLR0913  one parameter per flag
     batch_sizes: Annotated[
         list[int] | None, typer.Option("--batch", min=1, metavar="N", help="Questions at a time; can be repeated.")
     ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Predicted beside measured throughput, and nothing else.")
+    ] = False,
     repeat: RepeatOption = 5,
     seed: SeedOption = 0,
     work_dir: WorkDirOption = None,
@@ -50,6 +56,8 @@ def tiered(  # noqa: PLR0913  one parameter per flag
     quiet: QuietOption = False,
 ) -> None:
     from stillroom.bench.tiered import Scope, run_tiered
+    from stillroom.bench.tiered_model import run_prediction
+    from stillroom.retrieval.search_profile import BATCH_SIZES
 
     given = Scope()
     scope = Scope(
@@ -57,9 +65,10 @@ def tiered(  # noqa: PLR0913  one parameter per flag
         nlist=nlist,
         nprobe=nprobe,
         shares=tuple(shares or given.shares),
-        batch_sizes=tuple(batch_sizes or given.batch_sizes),
+        batch_sizes=tuple(batch_sizes or (BATCH_SIZES if predict else given.batch_sizes)),
         repeat=repeat,
         seed=seed,
     )
-    result = run_tiered(work_dir or cache_root() / "bench", scope, (lambda _: None) if quiet else note)
+    run = run_prediction if predict else run_tiered
+    result = run(work_dir or cache_root() / "bench", scope, (lambda _: None) if quiet else note)
     deliver(result, Delivery(as_json, output, html, compare))

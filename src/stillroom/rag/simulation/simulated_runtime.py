@@ -1,5 +1,5 @@
 """The product's engine, scheduler, knowledge tree and policies on a modelled machine with a clock of its own, for
-`stillroom bench simulate`: a `reuse_worker.Runtime` whose seconds are those of the cost profile.
+`stillroom bench simulate` and `stillroom plan`: a `driving.Runtime` whose seconds are those of the cost profile.
 
 What is not modelled is a tier's and a step's own code: deciding takes no time here. It is measured beside, in real
 seconds.
@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stillroom.bench.reuse_traffic import Prompt
-from stillroom.bench.reuse_worker import drive
-from stillroom.bench.stepped_engine import SteppedEngine, System, stepped
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
@@ -25,6 +22,8 @@ from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvstore.modelled import ModelledMover
 from stillroom.rag.kv_cache import reuse_of, tree_options
+from stillroom.rag.simulation.driving import drive
+from stillroom.rag.simulation.stepped_engine import Prompt, SteppedEngine, System, stepped
 from stillroom.runner.modelled_runner import ModelledRunner
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
