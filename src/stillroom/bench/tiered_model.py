@@ -3,9 +3,9 @@ Figure 8).
 
 For each skew of questions the index is profiled as `stillroom plan` does it: all lists on disk, a random half in RAM,
 all in RAM. From that the throughput of divisions that were not measured is told, the hottest lists in RAM, and then
-they are measured with other questions. Three predictions stand beside each other: the counted lists of `search_model`, the
-least hit rate of a batch by its exact order statistic with the times in pieces (Eq. 5), and the paper's formula (Eq. 1,
-3, 4 and 5) as it is written.
+they are measured with other questions. Three predictions stand beside each other: the counted lists of `search_model`,
+the least hit rate of a batch by its exact order statistic with the times in pieces (Eq. 5), and the paper's formula as
+it is written (Eq. 1, 3, 4 and 5).
 """
 
 import os

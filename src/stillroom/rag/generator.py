@@ -194,6 +194,19 @@ def calibrate_model(
     return profile, path
 
 
+def measured_costs(config: StillroomConfig, kb_folder: Path, clock: Clock) -> tuple[LoadedModel, CostProfile, bool]:
+    """The configured model, what computing and loading costs with it here, and whether that was calibrated; where it
+    was not, a few points are measured now. Raises as `calibrate_model`."""
+    model = _load(config.runtime)
+    profile = load_profile(profile_path(cache_root(), model.fingerprint, model.decoder.device))
+    if profile is not None:
+        return model, profile, True
+    pool, device = build_device(model.decoder, config.runtime)
+    bench = _bench(TorchRunner(model.decoder, device), pool, _limits(model.decoder, config.runtime), clock)
+    _use_threads(config.runtime, bench)
+    return model, quick_profile(bench, kb_folder), False
+
+
 def build_engine(  # noqa: PLR0913  the parts, once
     decoder: Decoder,
     config: RuntimeConfig,

@@ -46,6 +46,7 @@ class Plant:
     step_tokens: int = 4096
     """Token budget of a step. RAGCache's vLLM computes a prompt in one step, at most its context in all."""
     max_tokens: int = 1
+    block_size: int = BLOCK_SIZE
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class SimulatedRuntime(SteppedEngine):
     def reset(self) -> None:
         """A fresh engine; what the one before it kept is gone."""
         plant = self._plant
-        pool = BlockPool(plant.device_bytes // (plant.bytes_per_token * BLOCK_SIZE), BLOCK_SIZE)
+        pool = BlockPool(plant.device_bytes // (plant.bytes_per_token * plant.block_size), plant.block_size)
         limits = SchedulerLimits(
             max_num_seqs=plant.max_seqs,
             max_num_batched_tokens=plant.step_tokens,
