@@ -176,6 +176,7 @@ def _fitted_row(name: str, profile: SearchProfile) -> dict[str, Any]:
     slope, start = straight_line(model.times.batch_sizes, model.times.scan_seconds)
     return {
         "questions like": name,
+        "us per batch": 1e6 * model.per_batch,
         "us per query": 1e6 * model.per_query,
         "us per list": 1e6 * model.per_list,
         "ns per code": 1e9 * model.per_code,

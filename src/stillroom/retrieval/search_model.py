@@ -13,7 +13,7 @@ Both forms are kept, and `bench tiered --predict` has both beside what was measu
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ Counts = NDArray[np.int64]
 
 WINDOWS = tuple(2**power for power in range(14, 21))
 """Bytes that the system might read at a time around a page that is missing; the one that fits best is taken."""
-_NUM_FITTED = 6
+_NUM_FITTED = 7
 _CONFIDENCE = 0.90
 
 
@@ -120,6 +120,8 @@ class ScanModel:
 
     times: SearchTimes
     """With every list on disk (Eq. 1)."""
+    per_batch: float
+    """Beside coarse search: waking the shards."""
     per_query: float
     """Handing on and merging included: the dispatcher, which the paper leaves out."""
     per_list: float
@@ -144,7 +146,7 @@ class ScanModel:
         found = np.zeros(len(probed))
         for (order, _), end, other in zip(works, ends, reversed(totals), strict=True):
             found[order] = np.maximum(found[order], end + self.overlap * np.minimum(end, other))
-        return found + self.times.coarse(len(probed))
+        return found + self.times.coarse(len(probed)) + self.per_batch
 
     def throughput(self, division: Division, batches: Sequence[Lists], num_measured: int) -> Prediction:
         """Queries per second to the last result of each batch (Eq. 6), from batches [q, p] like those to come.
@@ -174,33 +176,19 @@ def fit(observed: Sequence[Sequence[Observed]]) -> ScanModel:
     on_disk = [one for one in everything if one.division.ram_bytes == 0]
     divided = [one for one in everything if one.division.ram_bytes and one.division.disk_bytes]
     assert in_ram and on_disk
-    scan_costs = _least_squares([_total(one, RAM, WINDOWS[0])[:3] for one in in_ram], [_scan(one) for one in in_ram])
-    window_bytes, file_costs = _file_costs(on_disk, scan_costs)
-    costs = np.concatenate([scan_costs, file_costs])
-    overlap = _overlap(divided, costs, window_bytes)
+    works = [np.concatenate([[1.0], _total(one, RAM, WINDOWS[0])[:3]]) for one in in_ram]
+    per_batch, *scan_costs = _least_squares(works, [_scan(one) for one in in_ram]).tolist()
+    window_bytes, file_costs = _file_costs(on_disk, per_batch, np.array(scan_costs))
+    costs = np.array([*scan_costs, *file_costs])
+    overlap = _overlap(divided, per_batch, costs, window_bytes)
     times = _times([one for one in on_disk if one.probed.shape[1] == whole])
-    per_query, per_list, per_code, per_window, per_byte = costs.tolist()
-    model = ScanModel(
-        times, per_query, per_list, per_code, per_window, per_byte, window_bytes, overlap, 0.0, 0.0, len(observed)
-    )
+    model = ScanModel(times, per_batch, *costs.tolist(), window_bytes, overlap, 0.0, 0.0, len(observed))
     errors = [np.array([_log_error(model, one) for one in group]) for group in observed]
     num_free = max(1, len(errors) - _NUM_FITTED)
     block_sd = math.sqrt(sum(float(np.mean(group)) ** 2 for group in errors) / num_free)
     within = np.concatenate([group - group.mean() for group in errors])
     batch_sd = math.sqrt(float((within**2).sum()) / max(1, len(within) - len(errors)))
-    return ScanModel(
-        times,
-        per_query,
-        per_list,
-        per_code,
-        per_window,
-        per_byte,
-        window_bytes,
-        overlap,
-        block_sd,
-        batch_sd,
-        len(observed),
-    )
+    return replace(model, block_sd=block_sd, batch_sd=batch_sd)
 
 
 def _scan(one: Observed) -> float:
@@ -222,15 +210,16 @@ def _least_squares(rows: Sequence[Floats], seconds: Sequence[float], scale: Sequ
     return found
 
 
-def _file_costs(on_disk: Sequence[Observed], scan_costs: Floats) -> tuple[int, Floats]:
+def _file_costs(on_disk: Sequence[Observed], per_batch: float, scan_costs: Floats) -> tuple[int, Floats]:
     """The window that fits best, and what a window and a byte of the file cost."""
     totals = [_scan(one) for one in on_disk]
     best: tuple[float, int, Floats] | None = None
     for window_bytes in WINDOWS:
         works = [_total(one, DISK, window_bytes) for one in on_disk]
-        rest = [max(total - float(work[:3] @ scan_costs), 0.0) for total, work in zip(totals, works, strict=True)]
+        scanned = [per_batch + float(work[:3] @ scan_costs) for work in works]
+        rest = [max(total - one, 0.0) for total, one in zip(totals, scanned, strict=True)]
         costs = _least_squares([work[3:] for work in works], rest, totals)
-        told = np.array([float(work[:3] @ scan_costs + work[3:] @ costs) for work in works])
+        told = np.array([one + float(work[3:] @ costs) for one, work in zip(scanned, works, strict=True)])
         error = float(np.mean((told / np.array(totals) - 1) ** 2))
         if best is None or error < best[0]:
             best = error, window_bytes, costs
@@ -238,13 +227,13 @@ def _file_costs(on_disk: Sequence[Observed], scan_costs: Floats) -> tuple[int, F
     return best[1], best[2]
 
 
-def _overlap(divided: Sequence[Observed], costs: Floats, window_bytes: int) -> float:
+def _overlap(divided: Sequence[Observed], per_batch: float, costs: Floats, window_bytes: int) -> float:
     """The share of the shorter scan that the longer one takes longer, by least squares of relative errors."""
     numerator = denominator = 0.0
     for one in divided:
         shards = [float(_total(one, shard, window_bytes) @ costs) for shard in (RAM, DISK)]
         weight = 1 / one.seconds**2
-        numerator += weight * (_scan(one) - max(shards)) * min(shards)
+        numerator += weight * (_scan(one) - per_batch - max(shards)) * min(shards)
         denominator += weight * min(shards) ** 2
     return float(np.clip(numerator / denominator, 0.0, 1.0)) if denominator else 0.0
 

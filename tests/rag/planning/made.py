@@ -28,8 +28,19 @@ PLANT = Plant(
 )
 
 
-def scene(*, has_lists: bool = True, num_requests: int = 30, rate: float = 1.0, caches: bool = False) -> Scene:
-    """Ten questions, each over a document of its own; list n is probed by questions n and n + 1."""
+def scene(
+    *,
+    has_lists: bool = True,
+    num_requests: int = 30,
+    rate: float = 1.0,
+    caches: bool = False,
+    window_seconds: float = 0.1,
+) -> Scene:
+    """Ten questions, each over a document of its own; question n probes lists n and n + 1.
+
+    Args:
+        window_seconds: what a list costs more that is on disk.
+    """
     rng = np.random.default_rng(0)
     found = tuple(
         Found(
@@ -46,9 +57,9 @@ def scene(*, has_lists: bool = True, num_requests: int = 30, rate: float = 1.0, 
     if has_lists:
         probed = np.array([[n, (n + 1) % 10, (n + 2) % 10, (n + 3) % 10] for n in range(10)])
         times = SearchTimes((1, 2, 4), (0.001, 0.001, 0.001), (0.2, 0.4, 0.8))
-        model = ScanModel(times, 0.002, 0.001, 0.0, 0.1, 0.0, LIST_BYTES, 0.0, 0.0, 0.0, 20)
+        model = ScanModel(times, 0.0, 0.002, 0.001, 0.0, window_seconds, 0.0, LIST_BYTES, 0.0, 0.0, 0.0, 20)
         profile = SearchProfile(np.full(NUM_LISTS, 8), 8, probed, model)
-        heat = np.bincount(probed[[*workload.warm, *workload.asked], :2].ravel(), minlength=10).astype(float)
+        heat = np.bincount(probed[list(workload.warm), :2].ravel(), minlength=10).astype(float)
         index = IndexLists(profile, 2, heat)
     return Scene(
         PLANT,

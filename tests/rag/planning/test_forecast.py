@@ -48,7 +48,7 @@ def test_more_probes_take_longer_and_fewer_shorter() -> None:
 
 
 def test_a_faster_decoder_and_a_lower_rate_wait_less() -> None:
-    forecaster = Forecaster(scene(rate=5.0))
+    forecaster = Forecaster(scene(rate=40.0))
     plain = forecaster.forecast(ROOMY).percentile(95)
     assert forecaster.forecast(ROOMY, Variation(speed=10.0)).percentile(95) < plain
     assert forecaster.forecast(ROOMY, Variation(rate=0.1)).percentile(95) < plain

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import ReuseMode, SearchMode
+from stillroom.errors import PromptTooLongError
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.rag.planning.scene import SEARCH_BATCH, Scene
 from stillroom.rag.planning.search_queue import released
@@ -86,6 +87,7 @@ class Forecaster:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self._divisions: dict[int, Division] = {}
+        self._known: dict[tuple[Split, Variation], Forecast] = {}
 
     @property
     def list_bytes(self) -> int:
@@ -106,17 +108,27 @@ class Forecaster:
         return self._divisions[ram_bytes]
 
     def forecast(self, split: Split, variation: Variation = _PLAIN) -> Forecast:
-        """Run the workload.
+        """Run the workload, or remember how it went.
 
         Raises:
             PromptTooLongError: the device has no room for the longest prompt.
         """
+        key = (split, variation)
+        if key not in self._known:
+            self._known[key] = self._run(split, variation)
+        return self._known[key]
+
+    def _run(self, split: Split, variation: Variation) -> Forecast:
         scene = self.scene
         workload = scene.workload
         reuse = replace(scene.system.reuse, host_bytes=split.host_kv, disk_bytes=split.disk_kv)
         if variation.reuse is not None:
             reuse = replace(reuse, mode=variation.reuse)
         plant = replace(scene.plant, device_bytes=split.device_kv, costs=_faster(scene.plant.costs, variation.speed))
+        if plant.device_bytes < plant.bytes_per_token * plant.block_size:
+            raise PromptTooLongError(
+                f"{split.device_kv} bytes hold no KV block of {plant.block_size} tokens; raise runtime.kv_bytes"
+            )
         runtime = SimulatedRuntime(plant, replace(scene.system, reuse=reuse))
         if reuse.mode != "off":
             runtime.ask([scene.found[number].prompt for number in workload.warm])

@@ -163,7 +163,7 @@ def _rule(forecaster: Forecaster, split: Split, target: Target, alone: Forecast)
     known: dict[int, Division] = {}
 
     def rate(hit_rate: float, batch_size: int) -> float:
-        held = hottest(accesses, hit_rate)
+        held = hottest(accesses, hit_rate) if hit_rate < 1 else np.arange(len(profile.sizes))
         if len(held) not in known:
             shard_of = np.full(len(profile.sizes), DISK)
             shard_of[held] = RAM

@@ -49,7 +49,7 @@ class IndexLists:
     """Over twice as many probes as the knowledge base makes, so that more can be told too."""
     nprobe: int
     heat: "np.ndarray[Any, np.dtype[np.float64]]"
-    """Accesses of each list by every question as often as it is asked: [nlist]."""
+    """Accesses of each list by the questions that come before those that count: [nlist]."""
 
     def probed(self, question: int, share: float = 1.0) -> Lists:
         """[p] of a question, nearest first."""
@@ -169,7 +169,7 @@ def _index_lists(
     wide = SearchProfile(
         profile.sizes, profile.bytes_per_vector, probed_lists(lists, vectors, 2 * nprobe), profile.model
     )
-    asked = wide.probed[[*workload.warm, *workload.asked], :nprobe]
+    asked = wide.probed[list(workload.warm), :nprobe]  # those that count come later, as they will
     heat = np.bincount(asked[asked >= 0].ravel(), minlength=len(wide.sizes)).astype(float)
     return IndexLists(wide, nprobe, heat)
 
