@@ -26,7 +26,7 @@ from stillroom.retrieval.tiered_ivf import DISK, RAM
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
-WINDOWS = tuple(2**power for power in range(14, 21))
+WINDOWS = tuple(2**power for power in range(14, 25))
 """Bytes that the system might read at a time around a page that is missing; the one that fits best is taken."""
 _NUM_FITTED = 7
 _CONFIDENCE = 0.90
@@ -182,7 +182,21 @@ def fit(observed: Sequence[Sequence[Observed]]) -> ScanModel:
     costs = np.array([*scan_costs, *file_costs])
     overlap = _overlap(divided, per_batch, costs, window_bytes)
     times = _times([one for one in on_disk if one.probed.shape[1] == whole])
-    model = ScanModel(times, per_batch, *costs.tolist(), window_bytes, overlap, 0.0, 0.0, len(observed))
+    per_query, per_list, per_code, per_window, per_byte = costs.tolist()
+    model = ScanModel(
+        times=times,
+        per_batch=per_batch,
+        per_query=per_query,
+        per_list=per_list,
+        per_code=per_code,
+        per_window=per_window,
+        per_byte=per_byte,
+        window_bytes=window_bytes,
+        overlap=overlap,
+        block_sd=0.0,
+        batch_sd=0.0,
+        num_blocks=len(observed),
+    )
     errors = [np.array([_log_error(model, one) for one in group]) for group in observed]
     num_free = max(1, len(errors) - _NUM_FITTED)
     block_sd = math.sqrt(sum(float(np.mean(group)) ** 2 for group in errors) / num_free)

@@ -96,8 +96,11 @@ def test_every_choice_is_varied_and_purchases_come_best_first() -> None:
     assert gains == sorted(gains) and "twice the RAM" in [effect.name for effect in plan.purchases]
     assert isinstance(plan.rule, Sufficient)
     assert plan.current is not None and plan.current.forecast.list_hit_rate == 1.0
+    assert plan.hits is not None and plan.hits.num_probes == 2
+    assert plan.hits.mean == pytest.approx(plan.chosen.forecast.list_hit_rate, abs=1e-5)
     payload = plan_as_json(plan, forecaster.scene)
     assert payload["is_met"] and payload["chosen"]["bytes"]["ram_lists"] == plan.chosen.split.ram_lists
+    assert payload["search_model"]["eq_1_worst_error"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_an_index_without_lists_is_planned_for_kv_alone() -> None:

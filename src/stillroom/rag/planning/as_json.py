@@ -9,6 +9,7 @@ from stillroom.rag.planning.constraints import Shortfall, Sufficient
 from stillroom.rag.planning.planner import Plan
 from stillroom.rag.planning.scene import Scene
 from stillroom.rag.planning.what_if import Effect
+from stillroom.retrieval.search_model import ScanModel, worst_error_of_line
 
 
 def plan_as_json(plan: Plan, scene: Scene) -> dict[str, Any]:
@@ -32,11 +33,18 @@ def plan_as_json(plan: Plan, scene: Scene) -> dict[str, Any]:
         "now": None if plan.current is None else _option(plan.current),
         "sustained_rate": plan.sustained_rate,
         "smallest_hit_rate": _rule(plan.rule),
-        "search_model": None if scene.index is None else asdict(scene.index.profile.model),
+        "hit_rates": None if plan.hits is None else asdict(plan.hits),
+        "search_model": None if scene.index is None else _search_model(scene.index.profile.model),
         "options": [_option(option) for option in plan.options],
         "sensitivity": [_effect(effect) for effect in plan.sensitivity],
         "purchases": [_effect(effect) for effect in plan.purchases],
     }
+
+
+def _search_model(model: ScanModel) -> dict[str, Any]:
+    """With how far a straight line (Eq. 1) is from the times by batch size at most."""
+    times = model.times
+    return asdict(model) | {"eq_1_worst_error": worst_error_of_line(times.batch_sizes, times.scan_seconds)}
 
 
 def _option(option: Option) -> dict[str, Any]:

@@ -187,7 +187,8 @@ class Forecaster:
         index, measured = self.scene.index, self.scene.found[number].dense_seconds
         if index is None:
             return measured
-        return max(0.0, measured + self._release([number], split, probes)[0] - self._release([number], None, 1.0)[0])
+        added = self._release([number], split, probes) - self._release([number], None, 1.0)
+        return max(0.0, measured + float(added[0]))
 
     def _release(self, numbers: Sequence[int], split: Split | None, probes: float) -> NDArray[np.float64]:
         """By the model, for a batch of questions; None has every list in RAM."""
@@ -206,13 +207,14 @@ class Forecaster:
         found = dues.copy()
 
         def releases(batch: Sequence[int]) -> NDArray[np.float64]:
-            own = search[waiting[list(batch)], 1]
+            own: NDArray[np.float64] = search[waiting[list(batch)], 1]
             if len(batch) == 1:
                 return own
             numbers = [asked[at] for at in waiting[list(batch)].tolist()]
             together = self._release(numbers, split, variation.probes)
             alone = np.array([self._release([number], split, variation.probes)[0] for number in numbers])
-            return np.maximum(0.0, own + together - alone)
+            own = np.maximum(0.0, own + together - alone)
+            return own
 
         ready = (dues + search[:, 0])[waiting]
         found[waiting] = np.array(released(ready.tolist(), releases, SEARCH_BATCH)) + search[waiting, 2]

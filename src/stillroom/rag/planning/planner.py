@@ -14,6 +14,7 @@ from stillroom.rag.planning.constraints import Shortfall, Sufficient, smallest_h
 from stillroom.rag.planning.forecast import Forecast, Forecaster, Variation
 from stillroom.rag.planning.splits import Budgets, Split, candidates, missing_disk
 from stillroom.rag.planning.what_if import Effect, purchases, sensitivity
+from stillroom.retrieval.hit_rates import HitRates
 from stillroom.retrieval.partition import Partition, hottest
 from stillroom.retrieval.search_model import Division, hits_of, rate_by_hits
 from stillroom.retrieval.tiered_ivf import DISK, RAM
@@ -46,6 +47,8 @@ class Plan:
     """None where the target is met."""
     rule: Sufficient | Shortfall | None
     """VectorLiteRAG's, of the search alone; None without lists."""
+    hits: HitRates | None
+    """Of the questions that count, with the chosen lists in RAM: a Beta-binomial (4.1); None without lists."""
     sensitivity: tuple[Effect, ...]
     purchases: tuple[Effect, ...]
     """Best first."""
@@ -93,6 +96,7 @@ def make_plan(
         _sustained(forecaster, chosen.split, target, alone, progress),
         binding,
         _rule(forecaster, chosen.split, target, alone),
+        _hits(forecaster, chosen.split),
         tuple(sensitivity(forecaster, chosen.split, progress.step)),
         tuple(purchases(forecaster, budgets, chosen.split, target, progress.step)),
     )
@@ -148,6 +152,14 @@ def _sustained(forecaster: Forecaster, split: Split, target: Target, alone: Fore
         middle = (low + high) / 2
         low, high = (middle, high) if meets(middle) else (low, middle)
     return low * asked
+
+
+def _hits(forecaster: Forecaster, split: Split) -> HitRates | None:
+    index = forecaster.scene.index
+    if index is None:
+        return None
+    probed = np.stack([index.probed(number) for number in forecaster.scene.workload.asked])
+    return hits_of(forecaster.division(split.ram_lists), probed)
 
 
 def _rule(forecaster: Forecaster, split: Split, target: Target, alone: Forecast) -> Sufficient | Shortfall | None:
