@@ -98,7 +98,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
     ] = 0.8,
     requests: Annotated[
         int, typer.Option("--requests", min=1, metavar="N", help="That count; as many come before.")
-    ] = 200,
+    ] = 300,
     different: Annotated[int, typer.Option("--different", min=2, metavar="N", help="Questions at most.")] = 200,
     answer_tokens: Annotated[
         int | None,

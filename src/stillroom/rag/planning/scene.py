@@ -4,7 +4,7 @@ takes, and, of an index that can be divided, its lists.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import faiss as _faiss
@@ -17,7 +17,7 @@ from stillroom.rag.generator import measured_costs
 from stillroom.rag.kv_cache import kv_shape
 from stillroom.rag.planning.workload import Questions, Workload
 from stillroom.rag.prompt import PromptBuilder, format_for
-from stillroom.rag.simulation.simulated_runtime import Plant
+from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
 from stillroom.rag.simulation.stepped_engine import Prompt, System
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.partition import Lists
@@ -27,6 +27,7 @@ faiss: Any = _faiss  # its type information lacks what is made at import
 
 SEARCH_BATCH = 1
 """Questions that a knowledge base searches at a time: its dense index has one lock."""
+_NUM_TIMED = 20
 _EFFORT = Effort(batch_sizes=(1, 2, 4, 8), num_queries=24)
 
 
@@ -95,10 +96,11 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
         UsageError: too little memory to measure with.
     """
     say(f"loading {config.runtime.model}")
-    model, costs, is_calibrated = measured_costs(config, kb.path, clock)
-    runtime, spec = config.runtime, model.decoder.spec
+    costs = measured_costs(config, kb.path, clock)
+    runtime, model = config.runtime, costs.model
+    spec = model.decoder.spec
     plant = Plant(
-        costs=costs,
+        costs=costs.profile,
         bytes_per_token=kv_shape(model.decoder).bytes_per_token,
         num_layers=spec.num_layers,
         device_bytes=runtime.kv_bytes,
@@ -107,6 +109,7 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
         step_tokens=max(runtime.max_num_batched_tokens, runtime.max_num_seqs),
         max_tokens=answer_tokens,
         block_size=runtime.block_size,
+        sequence_seconds=costs.sequence_seconds,
     )
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     say("searching")
@@ -114,9 +117,11 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
     index = None
     if config.search.mode != "sparse":
         index = _index_lists(kb, questions, workload, say)
+    system = System(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
+    prompts_of_warm = [found[number].prompt for number in workload.warm]
     return Scene(
-        plant,
-        System(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window),
+        replace(plant, step_seconds=_deciding_seconds(plant, system, prompts_of_warm)),
+        system,
         config.query_cache,
         tuple(found),
         questions.texts,
@@ -124,8 +129,14 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
         index,
         kb.index_config.kind,
         model.name,
-        is_calibrated,
+        costs.is_calibrated,
     )
+
+
+def _deciding_seconds(plant: Plant, system: System, prompts: Sequence[Prompt]) -> float:
+    """Of a step, on this machine: the scheduler's decisions are as real in a simulation as anywhere."""
+    outcome = SimulatedRuntime(plant, system).ask(prompts[:_NUM_TIMED])
+    return float(np.median(outcome.scheduling_seconds))
 
 
 def _search(  # noqa: PLR0913  the parts

@@ -1,8 +1,8 @@
 """The product's engine, scheduler, knowledge tree and policies on a modelled machine with a clock of its own, for
 `stillroom bench simulate` and `stillroom plan`: a `driving.Runtime` whose seconds are those of the cost profile.
 
-What is not modelled is a tier's and a step's own code: deciding takes no time here. It is measured beside, in real
-seconds.
+What is not modelled is a tier's own code, and, unless the plant says how long it takes, a step's: that is measured
+beside, in real seconds.
 """
 
 import time
@@ -47,6 +47,9 @@ class Plant:
     """Token budget of a step. RAGCache's vLLM computes a prompt in one step, at most its context in all."""
     max_tokens: int = 1
     block_size: int = BLOCK_SIZE
+    step_seconds: float = 0.0
+    sequence_seconds: float = 0.0
+    """See `ModelledRunner`."""
 
 
 @dataclass(slots=True)
@@ -97,7 +100,14 @@ class SimulatedRuntime(SteppedEngine):
         )
         manager = KVCacheManager(pool, _reuse(plant, self._system.reuse, pool, self.clock))
         self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._system.scheduling], self._system.window)
-        runner = ModelledRunner(plant.costs, self.clock, num_layers=plant.num_layers, seed=self._seed)
+        runner = ModelledRunner(
+            plant.costs,
+            self.clock,
+            num_layers=plant.num_layers,
+            seed=self._seed,
+            step_seconds=plant.step_seconds,
+            sequence_seconds=plant.sequence_seconds,
+        )
         self._engine = Engine(self._scheduler, runner, self.clock)
         self._found = [0, 0]  # documents asked for, and kept
 
