@@ -19,6 +19,9 @@ def test_a_split_as_settings() -> None:
 def test_lists_are_written_where_there_is_a_setting_for_them(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
     monkeypatch.setattr(changes, "LISTS_RAM", "reuse.prefetch_bytes" if is_known else "index.no_such_setting")
     assert (changes.LISTS_RAM in changes.settings_of(SPLIT)) == is_known
+    if is_known:
+        none = Split(device_kv=1, host_kv=2, disk_kv=3, disk_lists=100)
+        assert changes.settings_of(none)[changes.LISTS_RAM] == 1
     runs = changes.runnable(SPLIT)
     assert (runs.ram_lists, runs.disk_lists) == ((40, 60) if is_known else (100, 0))
     without = Split(device_kv=1, host_kv=2, disk_kv=3)

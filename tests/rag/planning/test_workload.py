@@ -2,11 +2,15 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from stillroom.errors import UsageError
-from stillroom.rag.planning.workload import Questions, read_questions, workload
+from stillroom.rag.planning.workload import Questions, questions_of, read_questions, workload
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 
 def test_questions_of_a_file(tmp_path: Path) -> None:
@@ -24,6 +28,23 @@ def test_files_without_questions(tmp_path: Path, content: str, message: str) -> 
     file.write_text(content)
     with pytest.raises(UsageError, match=message):
         read_questions(file)
+
+
+def test_the_diary_says_what_was_asked_and_how_long_answers_are(tmp_path: Path) -> None:
+    log = TraceLog(tmp_path / TRACE_FILE, 10)
+    for number, (question, tokens) in enumerate([("why?", 10), ("how?", 20), ("why?", 60), ("", 7)]):
+        log.add(f"r{number}", float(number), {"question": question, "num_generated_tokens": tokens})
+    log.close()
+
+    found = questions_of(cast(KnowledgeBase, SimpleNamespace(path=tmp_path)), None, 10, 0)
+
+    assert dict(zip(found.texts, found.counts, strict=True)) == {"why?": 2, "how?": 1}
+    assert found.answer_tokens == 30 and found.has_popularity
+
+
+def test_a_damaged_diary_is_none(tmp_path: Path) -> None:
+    (tmp_path / TRACE_FILE).write_text("no database" * 100)
+    assert TraceLog(tmp_path / TRACE_FILE, 0).questions() == []
 
 
 def test_counts_decide_where_there_are_any() -> None:

@@ -15,7 +15,7 @@ def settings_of(split: Split) -> dict[str, int]:
         "reuse.disk_bytes": split.disk_kv,
     }
     if split.ram_lists + split.disk_lists and can_divide():
-        found[LISTS_RAM] = split.ram_lists
+        found[LISTS_RAM] = max(1, split.ram_lists)  # a byte holds no list, and is not the word 0
     return found
 
 
