@@ -20,11 +20,11 @@ from stillroom.bench.reordering import (
 from stillroom.bench.report import to_markdown
 from stillroom.bench.reuse_traffic import CURVES, Traffic, budget_for, made_pool
 from stillroom.bench.runtime import Shape
-from stillroom.bench.simulated_runtime import Plant, SimulatedRuntime
-from stillroom.bench.stepped_engine import System
 from stillroom.config.settings import ReuseConfig
 from stillroom.errors import UsageError
 from stillroom.kvcache.cost_model import linear_profile
+from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import System
 
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 SMALL = ReorderingOptions(windows=(0, 8), num_requests=12, num_warm=3, num_documents=20, repeat=2, loads=(3.0,))

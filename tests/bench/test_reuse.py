@@ -19,10 +19,11 @@ from stillroom.bench.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Cell, Fig
 from stillroom.bench.reuse_index import LEAST_VECTORS
 from stillroom.bench.reuse_search import Searched
 from stillroom.bench.reuse_traffic import Traffic, budget_for, made_pool
-from stillroom.bench.reuse_worker import Stepped, common_prefix, drive
+from stillroom.bench.reuse_worker import common_prefix
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.statistics import ratio_of_means
 from stillroom.errors import UsageError
+from stillroom.rag.simulation.driving import Stepped, drive
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)

@@ -13,7 +13,6 @@ from stillroom.bench.reuse_traffic import (
     MAX_SEQS,
     Pool,
     Traffic,
-    arrivals,
     budget_for,
     made_pool,
     popularity,
@@ -21,6 +20,7 @@ from stillroom.bench.reuse_traffic import (
     word_tokens,
 )
 from stillroom.errors import UsageError
+from stillroom.rag.simulation.arrivals import arrivals
 
 POOL = made_pool(200, 1000, seed=0)
 

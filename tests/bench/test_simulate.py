@@ -11,12 +11,12 @@ from stillroom.bench.runtime import Shape
 from stillroom.bench.simulate import EXPERIMENTS, run_simulate
 from stillroom.bench.simulate_validation import run_validation
 from stillroom.bench.simulated_cases import SGLANG, VLLM, SimulateOptions, ragcache_case
-from stillroom.bench.simulated_runtime import Plant, SimulatedRuntime
-from stillroom.bench.stepped_engine import System
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
 from stillroom.errors import UsageError
 from stillroom.kvcache.cost_model import Link, linear_profile
+from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import System
 
 TINY = SimulateOptions(num_requests=5, num_warm=4, num_documents=40)
 COSTS = linear_profile(1.0, 0.01, 0.0, {Tier.HOST: Link(0.0, 100.0)})

@@ -159,6 +159,14 @@ class _Exact:
         return 1.0 + 0.1 * num_new + 0.01 * num_new * (num_cached + num_new / 2)
 
 
+def test_what_a_step_and_a_sequence_take_beside_computing() -> None:
+    one = np.ones(1, dtype=np.int64)
+    batch = Batch(tuple(ScheduledSequence(RequestId(name), one, 0, one, ()) for name in "abc"))
+    plain = ModelledRunner(COSTS, VirtualClock()).step_seconds(batch)
+    beside = ModelledRunner(COSTS, VirtualClock(), step_seconds=5.0, sequence_seconds=0.5).step_seconds(batch)
+    assert plain == pytest.approx(3.0) and beside == pytest.approx(3.0 + 5.0 + 2 * 0.5)
+
+
 def test_tokens_follow_from_seed_and_name_and_avoid_what_is_forbidden() -> None:
     spec = SampleSpec(RequestId("a"), SamplingParams(), 0.0, np.arange(5), 5, forbidden=frozenset(range(49)))
     entry = ScheduledSequence(RequestId("a"), np.arange(5), 0, np.arange(5), (spec,))

@@ -22,20 +22,19 @@ from stillroom.bench.reuse_traffic import (
     MAX_SEQS,
     Budget,
     Companions,
-    Prompt,
     Traffic,
-    arrivals,
     budget_for,
     pool_for,
 )
-from stillroom.bench.reuse_worker import drive
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.runtime_worker import MAX_TOKENS
-from stillroom.bench.simulated_runtime import Plant, SimulatedRuntime
 from stillroom.bench.statistics import ratio_of_means
-from stillroom.bench.stepped_engine import System
 from stillroom.config.settings import ReuseConfig
 from stillroom.errors import UsageError
+from stillroom.rag.simulation.arrivals import arrivals
+from stillroom.rag.simulation.driving import drive
+from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import Prompt, System
 
 BASELINE = "first come"
 MEAN, P99, ANSWERED, KEPT = "mean_first_token_seconds", "p99_first_token_seconds", "answered_per_second", "kept_share"

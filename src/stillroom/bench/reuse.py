@@ -26,7 +26,6 @@ from stillroom.bench.reuse_traffic import (
     Budget,
     Companions,
     Pool,
-    Prompt,
     Traffic,
     budget_for,
     pool_for,
@@ -34,9 +33,10 @@ from stillroom.bench.reuse_traffic import (
 from stillroom.bench.reuse_worker import PEERS
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.runtime_worker import MAX_TOKENS
-from stillroom.bench.trace_arrivals import Draw, arrivals_of
 from stillroom.bench.worker import WorkerProcess
 from stillroom.errors import UsageError
+from stillroom.rag.simulation.arrivals import Draw, arrivals_of
+from stillroom.rag.simulation.stepped_engine import Prompt
 
 _WORKER = Path(__file__).parent / "reuse_worker.py"
 _STEP_TOKENS = 512

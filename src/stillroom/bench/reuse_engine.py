@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from stillroom.bench.stepped_engine import SteppedEngine, System
 from stillroom.config.settings import EvictionPolicy, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.kvcache.cost_model import CostProfile
@@ -19,6 +18,7 @@ from stillroom.models.loader import fingerprint_of, load_decoder
 from stillroom.models.spec import ModelSpec
 from stillroom.rag.generator import build_engine
 from stillroom.rag.kv_cache import KVCache, kv_shape
+from stillroom.rag.simulation.stepped_engine import SteppedEngine, System
 
 DEFAULT_ARMS = ("off", "lru", "pgdsf", "tiers")
 """Nothing is kept; on the device only, the least recently used leaves (what prefix caching gives); device, host and
@@ -50,7 +50,7 @@ def system_of(arm: str, host_bytes: int, disk_bytes: int) -> System:
 
 
 class OurRuntime(SteppedEngine):
-    """`reuse_worker.Runtime` around an `Engine`."""
+    """`driving.Runtime` around an `Engine`."""
 
     def __init__(
         self,

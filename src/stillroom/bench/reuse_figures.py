@@ -12,8 +12,8 @@ import numpy as np
 
 from stillroom.bench.harness import Samples
 from stillroom.bench.report import format_value
-from stillroom.bench.reuse_traffic import Prompt
 from stillroom.bench.statistics import ratio_of_means, summarise
+from stillroom.rag.simulation.stepped_engine import Prompt
 
 UNLOADED = 0.0
 """The rate at which each request is sent when the one before is answered."""
@@ -86,7 +86,7 @@ class Figures:
     def add(self, cell: Cell, prompts: Sequence[Prompt], answer: Mapping[str, Any]) -> None:
         """
         Args:
-            answer: what `reuse_worker.drive` returned.
+            answer: what `driving.drive` returned.
         """
         seen, cached = self._seen.setdefault(cell, _Seen()), answer["cached"]
         seen.wall_seconds += answer["wall_seconds"]

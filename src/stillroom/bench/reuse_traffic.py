@@ -17,10 +17,7 @@ from numpy.typing import NDArray
 
 from stillroom.bench.beir import read_corpus, read_judged_queries
 from stillroom.errors import UsageError
-
-Tokens = tuple[int, ...]
-Prompt = tuple[Tokens, ...]
-"""System prompt, documents, question."""
+from stillroom.rag.simulation.stepped_engine import Prompt, Tokens
 
 Companions = Literal["drawn", "fixed"]
 """Where the documents after the first come from. `drawn`: each from the curve, on its own. `fixed`: one list per first
@@ -170,14 +167,6 @@ class Traffic:
             question = questions[int(rng.integers(len(questions)))]
             made.append((pool.system, *(pool.documents[at] for at in documents), question))
         return made
-
-
-def arrivals(count: int, per_second: float, seed: Sequence[int]) -> list[float]:
-    """Seconds at which so many requests come in a Poisson process, given that they come within their mean time: sorted
-    uniform moments. Given the number, short runs have the rate they are said to have."""
-    moments = np.sort(np.random.default_rng(seed).uniform(0.0, count / per_second, size=count))
-    found: list[float] = moments.tolist()
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

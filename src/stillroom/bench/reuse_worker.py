@@ -1,8 +1,7 @@
 """One arm of `stillroom bench reuse` in a process of its own: answers JSON lines on standard input, a line each.
 
 Runs as a script under the Python that has the runtime installed, so it imports nothing of Stillroom before it is asked
-to. Requests come when they are due, whether or not the ones before have been answered (open loop), and each is timed
-from that moment to its first token.
+to. How requests are sent and timed: `rag.simulation.driving`, which is loaded by its path.
 
     python reuse_worker.py NAME MODEL_FOLDER NUM_THREADS SETTINGS_JSON
 """
@@ -15,78 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-FirstToken = tuple[int, list[int]]
-"""Number of the request, and how many tokens of its prompt were kept on device, host and disk."""
-Stepped = tuple[list[FirstToken], list[int]]
-"""Whose first tokens came in a step, and the numbers of those whose answers are complete."""
-
-
-class Runtime(Protocol):
-    """Prompts are lists of parts, which are lists of token ids; answers are greedy."""
-
-    def reset(self) -> None:
-        """Forget everything that was kept."""
-        ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None: ...
-
-    def step(self) -> Stepped:
-        """Go on for a moment."""
-        ...
-
-    def tend(self) -> bool:
-        """Something useful in an idle moment; False if there is nothing."""
-        ...
-
-
-def drive(
-    runtime: Runtime,
-    prompts: Sequence[Sequence[Sequence[int]]],
-    dues: Sequence[float] | None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> dict[str, Any]:
-    """Send every prompt when it is due and wait until all are answered.
-
-    Args:
-        dues: seconds from now, ascending; None sends each when the one before is answered.
-
-    Returns:
-        `seconds` from due to first token, `response_seconds` to the last one, and `cached` tokens by tier, of each
-        request; `wall_seconds` until all were answered.
-    """
-    sent: list[float] = []
-    seconds, cached = [0.0] * len(prompts), [[0, 0, 0] for _ in prompts]
-    response_seconds = [0.0] * len(prompts)
-    began = clock()
-    while len(sent) < len(prompts) or runtime.has_work:
-        now = clock() - began
-        while len(sent) < len(prompts) and (dues[len(sent)] <= now if dues else not runtime.has_work):
-            runtime.submit(len(sent), prompts[len(sent)])
-            sent.append(dues[len(sent)] if dues else now)
-        if runtime.has_work:
-            firsts, ended = runtime.step()
-            now = clock() - began
-            for number, kept in firsts:
-                seconds[number], cached[number] = now - sent[number], kept
-            for number in ended:
-                response_seconds[number] = now - sent[number]
-        elif dues and not runtime.tend():
-            sleep(max(0.0, dues[len(sent)] - (clock() - began)))
-    wall_seconds = clock() - began
-    while runtime.tend():  # nobody waits; what comes next does not pay for it
-        pass
-    return {
-        "seconds": seconds,
-        "response_seconds": response_seconds,
-        "cached": cached,
-        "wall_seconds": wall_seconds,
-    }
+if TYPE_CHECKING:
+    from stillroom.rag.simulation.driving import Runtime, Stepped
 
 
 class Vllm:
@@ -131,7 +62,7 @@ class Vllm:
         self.begun.discard(str(number))
         self.engine.add_request(str(number), {"prompt_token_ids": joined(prompt)}, self.parameters)
 
-    def step(self) -> Stepped:
+    def step(self) -> "Stepped":
         outputs = self.engine.step()
         new = [
             output
@@ -174,7 +105,7 @@ class LlamaCpp:
     def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
         self.queue.append((number, joined(prompt)))
 
-    def step(self) -> Stepped:
+    def step(self) -> "Stepped":
         if self.num_left:
             self.kept.append(self.next_token)
             self.next_token = self.inner._next([self.next_token])
@@ -207,20 +138,25 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 def sibling(name: str) -> Any:
     """Another script of this folder, which is not on the path: our `statistics` is not the library's."""
-    spec = importlib.util.spec_from_file_location(f"sibling_{name}", Path(__file__).with_name(f"{name}.py"))
+    return script(Path(__file__).with_name(f"{name}.py"))
+
+
+def script(path: Path) -> Any:
+    """A file that imports nothing of Stillroom, as a module."""
+    spec = importlib.util.spec_from_file_location(f"sibling_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _ours(name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> Runtime:
+def _ours(name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> "Runtime":
     from stillroom.bench.reuse_engine import OurRuntime
 
     return OurRuntime(name, folder, settings, num_threads)
 
 
-PEERS: dict[str, Callable[[str, Path, dict[str, Any], int], Runtime]] = {
+PEERS: dict[str, Callable[[str, Path, dict[str, Any], int], "Runtime"]] = {
     "vllm": Vllm,
     "vllm plenty": Vllm,
     "llama.cpp": LlamaCpp,
@@ -229,6 +165,7 @@ PEERS: dict[str, Callable[[str, Path, dict[str, Any], int], Runtime]] = {
 
 def serve(name: str, folder: Path, num_threads: int, settings: dict[str, Any]) -> None:
     """Load, say so, then answer until the input ends."""
+    drive = script(Path(__file__).parents[1] / "rag" / "simulation" / "driving.py").drive
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand between the answers
     peak_rss_bytes = sibling("runtime_worker").peak_rss_bytes

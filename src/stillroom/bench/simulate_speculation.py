@@ -13,10 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stillroom.bench.reuse_traffic import Prompt, Tokens
 from stillroom.bench.simulated_cases import Case, Say, SimulateOptions, Tables, ragcache_case
-from stillroom.bench.simulated_runtime import SimulatedRuntime
-from stillroom.bench.stepped_engine import segmented
 from stillroom.config.settings import SpeculationConfig
 from stillroom.core.clock import VirtualClock
 from stillroom.core.document import Chunk, ScoredChunk, SearchResult
@@ -24,6 +21,8 @@ from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.rag.backend import Draft, Load, Sample
+from stillroom.rag.simulation.simulated_runtime import SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import Prompt, Tokens, segmented
 from stillroom.rag.speculation import Attempt, Speculator, Wanted
 from stillroom.telemetry.metrics import Metrics
 

@@ -18,17 +18,18 @@ from stillroom.bench.harness import Samples
 from stillroom.bench.report import BenchResult
 from stillroom.bench.reuse_engine import OurRuntime, reuse_config
 from stillroom.bench.reuse_figures import METRIC
-from stillroom.bench.reuse_traffic import MAX_SEQS, Traffic, arrivals, budget_for, made_pool
-from stillroom.bench.reuse_worker import drive
+from stillroom.bench.reuse_traffic import MAX_SEQS, Traffic, budget_for, made_pool
 from stillroom.bench.runtime import Shape, write_checkpoint
-from stillroom.bench.simulated_runtime import Plant, SimulatedRuntime
-from stillroom.bench.stepped_engine import System
 from stillroom.core.clock import SystemClock
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.loader import load_decoder
 from stillroom.rag.calibration import Bench, calibrate
 from stillroom.rag.kv_cache import kv_shape
+from stillroom.rag.simulation.arrivals import arrivals
+from stillroom.rag.simulation.driving import drive
+from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import System
 from stillroom.runner.torch_runner import TorchRunner
 
 ARMS = ("off", "tiers")

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from stillroom.bench.machines import Machine, load_machine
-from stillroom.bench.reuse_traffic import Companions, Pool, Traffic, arrivals
-from stillroom.bench.simulated_runtime import Outcome, Plant, SimulatedRuntime
-from stillroom.bench.stepped_engine import System
+from stillroom.bench.reuse_traffic import Companions, Pool, Traffic
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
+from stillroom.rag.simulation.arrivals import arrivals
+from stillroom.rag.simulation.simulated_runtime import Outcome, Plant, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import System
 
 Tables = dict[str, list[dict[str, Any]]]
 Say = Callable[[str], None]

@@ -24,9 +24,8 @@ from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
 from stillroom.bench.report import BenchResult
 from stillroom.errors import UsageError
-from stillroom.retrieval.list_file import ListFile, Origin, write_list_file
 from stillroom.retrieval.partition import by_heat
-from stillroom.retrieval.tiered_ivf import Scored, TieredLists, accesses, all_entries, emptied
+from stillroom.retrieval.tiered_ivf import Scored, TieredLists, accesses, written
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
@@ -70,7 +69,7 @@ def run_tiered(work_dir: Path, scope: Scope, on_progress: Callable[[str], None] 
     environment = record_environment()
     lists = made_lists(scope, on_progress)
     work_dir.mkdir(parents=True, exist_ok=True)
-    benches: list[_Bench] = []
+    benches: list[DividedBench] = []
     rows = []
     try:
         for name, share in SKEWS.items():
@@ -79,7 +78,7 @@ def run_tiered(work_dir: Path, scope: Scope, on_progress: Callable[[str], None] 
             rows.append(asked.describe(name))
             for ram in (0.0, *scope.shares, 1.0):
                 file = work_dir / f"tiered-{os.getpid()}-{len(benches)}.ivf"
-                benches.append(_Bench(name, ram, lists, asked, file, scope))
+                benches.append(DividedBench(name, ram, lists, asked, file, scope))
         arms = [arm for bench in benches for arm in bench.arms()]
         samples = run_arms(
             arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"), only_own=True
@@ -127,13 +126,6 @@ def made_lists(scope: Scope, on_progress: Callable[[str], None] = lambda _: None
         if number % 10 == 0:
             on_progress(f"{lists.ntotal:,} of {scope.size:,} vectors")
     return lists
-
-
-def written(lists: Any, file: Path) -> ListFile:
-    """The lists of an index in a file, without full vectors."""
-    ids = np.arange(lists.ntotal, dtype=np.int64)
-    write_list_file(file, Origin("bench", 0, int(lists.ntotal)), emptied(lists), all_entries(lists), ids)
-    return ListFile(file)
 
 
 def _chunks(centres: Vectors, scope: Scope, rng: np.random.Generator) -> Iterator[Vectors]:
@@ -188,8 +180,8 @@ class Questions:
         return row
 
 
-class _Bench:
-    """One division of the lists."""
+class DividedBench:
+    """One division of the lists, measured."""
 
     def __init__(self, skew: str, share: float, lists: Any, asked: Questions, file: Path, scope: Scope) -> None:
         self._skew, self._share, self._scope, self._asked, self._file = skew, share, scope, asked, file

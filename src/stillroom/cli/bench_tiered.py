@@ -22,11 +22,13 @@ TIERED_HELP = help_text(
     "Measure what it gains that the hot lists of an IVF-PQ index are in RAM and the others on disk.",
     "Vectors and questions are made; a tenth of the lists takes 40 % or 80 % of the accesses. The pages of the lists "
     "on disk are dropped before each batch, so the work folder should be on the disk in question. With --drift: how "
-    "long it takes until the hot lists are in RAM again after a sudden shift of what is asked for.",
+    "long it takes until the hot lists are in RAM again after a sudden shift of what is asked for. With --predict: how "
+    "well throughput is told beforehand, by our model and by VectorLiteRAG's formula (its Figure 8).",
     examples=(
         "stillroom bench tiered",
         "stillroom bench tiered --size 500000 --lists 1024 --share 0.2 --batch 1 --batch 16 --output tiered.json",
         "stillroom bench tiered --drift --size 500000 --lists 1024 --share 0.2 --half-life 500 --half-life 1000",
+        "stillroom bench tiered --predict --output tiered-model.json",
     ),
 )
 
@@ -52,6 +54,9 @@ def tiered(  # noqa: PLR0913  one parameter per flag
             help="With --drift: questions after which an access counts half; can be repeated.",
         ),
     ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Predicted beside measured throughput, and nothing else.")
+    ] = False,
     repeat: RepeatOption = 5,
     seed: SeedOption = 0,
     work_dir: WorkDirOption = None,
@@ -62,6 +67,8 @@ def tiered(  # noqa: PLR0913  one parameter per flag
     quiet: QuietOption = False,
 ) -> None:
     from stillroom.bench.tiered import Scope, run_tiered
+    from stillroom.bench.tiered_model import run_prediction
+    from stillroom.retrieval.search_profile import BATCH_SIZES
 
     given = Scope()
     scope = Scope(
@@ -69,7 +76,7 @@ def tiered(  # noqa: PLR0913  one parameter per flag
         nlist=nlist,
         nprobe=nprobe,
         shares=tuple(shares or given.shares),
-        batch_sizes=tuple(batch_sizes or given.batch_sizes),
+        batch_sizes=tuple(batch_sizes or (BATCH_SIZES if predict else given.batch_sizes)),
         repeat=repeat,
         seed=seed,
     )
@@ -80,5 +87,5 @@ def tiered(  # noqa: PLR0913  one parameter per flag
         share, lives = (shares or [DriftScope().share])[0], tuple(half_lives or DriftScope().half_lives)
         result = run_drift(folder, scope, DriftScope(share=share, half_lives=lives), on_progress)
     else:
-        result = run_tiered(folder, scope, on_progress)
+        result = (run_prediction if predict else run_tiered)(folder, scope, on_progress)
     deliver(result, Delivery(as_json, output, html, compare))

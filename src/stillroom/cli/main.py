@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stillroom.cli import ask, bench, cache, calibrate, console, documents, explain, search, serve
+from stillroom.cli import ask, bench, cache, calibrate, console, documents, explain, plan, search, serve
 from stillroom.errors import (
     ConfigError,
     KnowledgeBaseNotFoundError,
@@ -96,6 +96,7 @@ def build_app() -> typer.Typer:
     app.command("serve", help=serve.HELP)(serve.serve)
     app.command("explain", help=explain.HELP)(explain.explain)
     app.command("calibrate", help=calibrate.HELP)(calibrate.calibrate)
+    app.command("plan", help=plan.HELP)(plan.plan)
     app.add_typer(cache.app, name="cache", help="The KV that is kept on disk.")
     app.add_typer(bench.app, name="bench", help="Measure on your own machine and documents.")
     return app

@@ -4,12 +4,12 @@ Nothing heavy is imported here or in any module of the commands: what needs PyTo
 the function that uses it, so `stillroom --help` answers at once.
 """
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from stillroom.config.quantities import parse_seconds, parse_size
 from stillroom.config.settings import EngineKind, ReuseMode, SearchMode
 from stillroom.errors import UsageError
 
@@ -96,14 +96,37 @@ def index_goal(ann_recall: float | None, search_budget: str | None) -> dict[str,
     """
     if search_budget is None:
         return {"index.ann_recall": ann_recall}
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(us|ms|s)\s*", search_budget)
-    try:
-        seconds = float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]] if match else 0.0
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0.0:
-        raise UsageError(f"--search-budget {search_budget}: give a time with its unit, such as 2ms or 500us")
+    seconds = as_seconds("--search-budget", search_budget)
     return {"index.ann_recall": ann_recall, "index.search_budget_s": seconds}
+
+
+def as_seconds(flag: str, text: str) -> float:
+    """What a flag says, such as `300ms`.
+
+    Raises:
+        UsageError: it is no time.
+    """
+    try:
+        return parse_seconds(text)
+    except ValueError:
+        raise UsageError(f"{flag} {text}: give a time with its unit, such as 300ms, 1.5s or 500us") from None
+
+
+def as_bytes(flag: str, text: str | None) -> int | None:
+    """What a flag says, such as `4GiB`; None where it was not given.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    if text is None:
+        return None
+    try:
+        size = parse_size(text)
+    except ValueError:
+        size = -1
+    if size < 0:
+        raise UsageError(f"{flag} {text}: give a size such as 512MiB or 4GiB, or a share of memory such as 25%")
+    return size
 
 
 def engine_settings(engine: EngineKind | None, base_url: str | None, model: str | None) -> dict[str, object]:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from stillroom.config.quantities import parse_size
 from stillroom.config.settings import StillroomConfig
 from stillroom.errors import ConfigError
 
@@ -25,11 +26,6 @@ CONFIG_FILE = "stillroom.toml"
 ENV_PREFIX = "STILLROOM_"
 """`STILLROOM_<SECTION>__<FIELD>`: section and field are joined by two underscores."""
 
-_SIZE_UNITS = {"B": 1} | {
-    f"{prefix}{suffix}": base**exponent
-    for exponent, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
-}
 _BOOLEANS = {
     word: value for value, words in ((True, "true yes on 1"), (False, "false no off 0")) for word in words.split()
 }
@@ -303,31 +299,7 @@ def _parse(setting: Setting, value: object) -> object:
             raise ValueError(text)
         return _BOOLEANS[text.lower()]
     if setting.is_size:
-        return _parse_size(text)
+        return parse_size(text)
     if setting.kind in (int, float):
         return setting.kind(text)
     return text
-
-
-def _parse_size(text: str) -> int:
-    if text.endswith("%"):
-        share = float(text[:-1]) / 100
-        if not 0 <= share <= 1:
-            raise ValueError(text)
-        return int(share * _memory_bytes())
-    number = text.rstrip("KMGTiB").rstrip()
-    unit = text[len(number) :].strip() or "B"
-    size = float(number) * _SIZE_UNITS.get(unit, math.nan)
-    if not math.isfinite(size) or not size.is_integer():
-        raise ValueError(text)
-    return int(size)
-
-
-def _memory_bytes() -> int:
-    """Of the machine, or of its container where there is a smaller limit."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        return min(total, int(limit))
-    except (OSError, ValueError):  # no such file, or `max`
-        return total

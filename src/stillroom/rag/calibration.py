@@ -129,6 +129,30 @@ def step_seconds(bench: Bench, num_cached: int, num_new: int) -> float:
     return bench.clock.monotonic() - started
 
 
+def sequence_seconds(bench: Bench, num_sequences: int = 8, repeat: int = 9) -> float:
+    """What a sequence that decodes adds to a step beside its tokens' share of T: a step of so many of them less a step
+    of one, by sequence; the medians. 0 where there is no room for two."""
+    num_sequences = min(num_sequences, bench.num_slots, bench.step_tokens)
+    if num_sequences < 2:
+        return 0.0
+    _clear(bench, num_sequences)
+    runs = np.array([[_decoding_seconds(bench, count) for count in (1, num_sequences)] for _ in range(repeat + 1)])
+    one, several = np.median(runs[1:], axis=0)  # the first warms up
+    return max(0.0, float(several - one) / (num_sequences - 1))
+
+
+def _decoding_seconds(bench: Bench, num_sequences: int) -> float:
+    tokens = np.ones(1, dtype=np.int64)
+    entries = []
+    for number in range(num_sequences):
+        name = RequestId(f"calibrate-{number}")
+        sample = SampleSpec(name, SamplingParams(max_tokens=1), 0.0, tokens, 1)
+        entries.append(ScheduledSequence(name, tokens, 0, np.array([number], dtype=np.int64), (sample,)))
+    started = bench.clock.monotonic()
+    bench.runner.execute(Batch(tuple(entries)))
+    return bench.clock.monotonic() - started
+
+
 # Keeping it
 
 

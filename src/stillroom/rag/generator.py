@@ -28,7 +28,15 @@ from stillroom.models.loader import LoadedModel, load_model
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.ops.teams import in_a_thread_that_ends
 from stillroom.rag.backend import Draft, Load, Sample
-from stillroom.rag.calibration import Bench, calibrate, load_profile, profile_path, quick_profile, save_profile
+from stillroom.rag.calibration import (
+    Bench,
+    calibrate,
+    load_profile,
+    profile_path,
+    quick_profile,
+    save_profile,
+    sequence_seconds,
+)
 from stillroom.rag.kv_cache import KVCache, build_cache, build_device
 from stillroom.rag.placement_check import check_placement
 from stillroom.rag.prompt import PromptBuilder, format_for
@@ -192,6 +200,29 @@ def calibrate_model(
     path = profile_path(cache_root(), model.fingerprint, model.decoder.device)
     save_profile(path, profile)
     return profile, path
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """A loaded model, and what it costs on this machine."""
+
+    model: LoadedModel
+    profile: CostProfile
+    is_calibrated: bool
+    """Whether it was kept, or a few points were measured just now."""
+    sequence_seconds: float
+    """See `calibration.sequence_seconds`."""
+
+
+def measured_costs(config: StillroomConfig, kb_folder: Path, clock: Clock) -> ModelCosts:
+    """The configured model with its kept profile, or a quick one. Raises as `calibrate_model`."""
+    model = _load(config.runtime)
+    pool, device = build_device(model.decoder, config.runtime)
+    bench = _bench(TorchRunner(model.decoder, device), pool, _limits(model.decoder, config.runtime), clock)
+    _use_threads(config.runtime, bench)
+    kept = load_profile(profile_path(cache_root(), model.fingerprint, model.decoder.device))
+    profile = kept or quick_profile(bench, kb_folder)
+    return ModelCosts(model, profile, kept is not None, sequence_seconds(bench))
 
 
 def build_engine(  # noqa: PLR0913  the parts, once

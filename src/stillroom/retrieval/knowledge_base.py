@@ -20,9 +20,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from stillroom.config.settings import SearchMode, StillroomConfig
+from stillroom.config.settings import IndexConfig, SearchMode, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
-from stillroom.core.document import DocumentInfo, SearchResult
+from stillroom.core.document import Chunk, DocumentInfo, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
@@ -44,6 +44,7 @@ from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveRep
 from stillroom.retrieval.manifest import Manifest, load_manifest, new_manifest
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiered_index import ListFigures
+from stillroom.retrieval.vector_index import VectorIndex
 
 _MANIFEST = "manifest.json"
 _CORPUS = "corpus.sqlite3"
@@ -61,6 +62,7 @@ class KnowledgeBase:
         self._clock = clock
         self._embedder = Embedder(self._config.embedder)
         self._corpus = Corpus(path / _CORPUS)
+        self._dimension = manifest.dimension
         self._indexes = Indexes(path, self._corpus, self._config.index, manifest.dimension, qdrant=self._config.qdrant)
         self._search = HybridSearch(self._corpus, self._indexes, self._embedder, self._config.search, clock)
         self._checking = Lock()
@@ -209,6 +211,24 @@ class KnowledgeBase:
     def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         """Those of the chunks that are in the knowledge base now."""
         return self._corpus.existing(chunk_ids)
+
+    def chunks_of(self, document_id: DocumentId) -> list[Chunk]:
+        """A document's chunks in order; none where there is no such document."""
+        return [chunk for chunk, _ in self._corpus.chunks_of(document_id)]
+
+    @property
+    def index_config(self) -> IndexConfig:
+        """As the dense index was made."""
+        return self._config.index
+
+    @property
+    def dimension(self) -> int:
+        """Of embeddings."""
+        return self._dimension
+
+    def dense_index(self) -> VectorIndex:
+        """The dense index, brought up to date; for looking at and measuring, while nobody writes."""
+        return self._indexes.current()[0]
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings [len(texts), dimension], each of length 1, in float32 arithmetic."""

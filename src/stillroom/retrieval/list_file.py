@@ -96,7 +96,7 @@ class ListFile:
         self._vectors = vectors.reshape(-1, int(self.shell.d))
         if len(self.sizes) != self.shell.nlist or len(self._vectors) not in (0, len(self.ids)):
             raise ValueError("its parts do not fit together")
-        padded = _capacity(self.sizes) * self.entry_bytes
+        padded = capacity(self.sizes) * self.entry_bytes
         self._offsets = self._at["lists"][0] + np.concatenate([[0], np.cumsum(padded)])
         if self._offsets[-1] != sum(self._at["lists"]):
             raise ValueError("its lists are not whole")
@@ -192,7 +192,7 @@ class ListFile:
     def _entries(self, number: int) -> Entries:
         size, start = int(self.sizes[number]), int(self._offsets[number])
         codes = np.frombuffer(self._map, np.uint8, size * self.code_size, start).reshape(size, self.code_size)
-        rows_at = start + int(_capacity(self.sizes[number])) * self.code_size
+        rows_at = start + int(capacity(self.sizes[number])) * self.code_size
         return np.frombuffer(self._map, np.int64, size, rows_at), codes
 
     def _will_need(self, extents: Iterable[tuple[int, int]]) -> None:
@@ -208,7 +208,7 @@ class ListFile:
         mapped.filename, mapped.read_only, mapped.totsize = str(self.path), True, file_bytes
         mapped.prefetch_nthread = 0  # `will_need` does it without threads
         one = faiss.OnDiskOneList()
-        capacities = _capacity(self.sizes).tolist()
+        capacities = capacity(self.sizes).tolist()
         for number, (size, offset) in enumerate(zip(self.sizes.tolist(), self._offsets.tolist(), strict=False)):
             one.size, one.capacity, one.offset = size, capacities[number], offset
             mapped.lists.push_back(one)  # copied
@@ -340,7 +340,7 @@ class _Writer:
         start = self._start()
         sizes, crcs = [], []
         for rows, codes in lists:
-            num_empty = int(_capacity(np.int64(len(rows)))) - len(rows)
+            num_empty = int(capacity(np.int64(len(rows)))) - len(rows)
             code_bytes, row_bytes = codes.tobytes(), rows.astype(np.int64, copy=False).tobytes()
             for content, entry in ((code_bytes, codes.shape[1]), (row_bytes, 8)):
                 self._stream.write(content + bytes(num_empty * entry))
@@ -374,6 +374,6 @@ def _contents(mapped: mmap.mmap) -> dict[str, Any]:
     return found
 
 
-def _capacity(size: Any) -> Any:
+def capacity(size: Any) -> Any:
     """Entries that a list of this size has room for, so that its rows lie at a multiple of 8 bytes."""
     return -(-size // 8) * 8

@@ -17,6 +17,7 @@ as `ivf_pq` merges the stages of a search.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.retrieval.list_file import Entries, ListFile
+from stillroom.retrieval.list_file import Entries, ListFile, Origin, write_list_file
 from stillroom.retrieval.partition import Lists, Nearness, Partition
 from stillroom.retrieval.ranking import first_arrays, with_ties
 from stillroom.retrieval.vector_index import one_thread
@@ -282,6 +283,13 @@ def emptied(lists: Any) -> Any:
     index.by_residual = lists.by_residual
     index.is_trained = True
     return index
+
+
+def written(lists: Any, path: Path) -> ListFile:
+    """The lists of an index in RAM in a file, without full vectors: for measuring."""
+    ids = np.arange(lists.ntotal, dtype=np.int64)
+    write_list_file(path, Origin("", 0, int(lists.ntotal)), emptied(lists), all_entries(lists), ids)
+    return ListFile(path)
 
 
 def entries_of(inverted_lists: Any, number: int) -> Entries:

@@ -2,10 +2,10 @@
 the product at any scale, without weights or tensors.
 
 What a sequence adds to a step is T(cached, new) less the smallest step there is, T(0, 1), so that sequences of one step
-share that and nothing else. Tokens with gaps between them (repairs) cost what as many without gaps do that see as many
-others together. Tokens, looks and probes are answered with numbers drawn from a seed and the request's name, so the
-same requests give the same steps; log probabilities and constraints are not modelled, and copies of blocks on the
-device cost nothing.
+share that and nothing else; what a step and a sequence take beside computing can be given. Tokens with gaps between
+them (repairs) cost what as many without gaps do that see as many others together. Tokens, looks and probes are answered
+with numbers drawn from a seed and the request's name, so the same requests give the same steps; log probabilities and
+constraints are not modelled, and copies of blocks on the device cost nothing.
 """
 
 import zlib
@@ -29,13 +29,23 @@ class StepCosts(Protocol):
 class ModelledRunner:
     """A `Runner` that takes time and computes nothing."""
 
-    def __init__(
-        self, costs: StepCosts, clock: VirtualClock, *, num_layers: int = 32, vocab_size: int = 32_000, seed: int = 0
+    def __init__(  # noqa: PLR0913  what a machine is
+        self,
+        costs: StepCosts,
+        clock: VirtualClock,
+        *,
+        num_layers: int = 32,
+        vocab_size: int = 32_000,
+        seed: int = 0,
+        step_seconds: float = 0.0,
+        sequence_seconds: float = 0.0,
     ) -> None:
         """
         Args:
             num_layers: of the modelled decoder; at least 2.
             vocab_size: sampled tokens are below it.
+            step_seconds: that each step takes beside computing: deciding it, and what follows from its result.
+            sequence_seconds: that each sequence of a step after the first takes beside its tokens: sampling, say.
         """
         assert num_layers >= PROBE_LAYERS and vocab_size > 0
         self._costs = costs
@@ -43,6 +53,7 @@ class ModelledRunner:
         self._num_layers = num_layers
         self._vocab_size = vocab_size
         self._seed = seed
+        self._beside = step_seconds, sequence_seconds
 
     def execute(self, batch: Batch) -> StepResult:
         """See `Runner.execute`; the clock is later by what the step takes."""
@@ -66,7 +77,9 @@ class ModelledRunner:
         whole = [self._seconds(entry) for entry in batch.sequences if not entry.is_probe]
         smallest = self._costs.prefill_seconds(0, 1)
         step = smallest + sum(max(seconds - smallest, 0.0) for seconds in whole) if whole else 0.0
-        return step + probes * PROBE_LAYERS / self._num_layers
+        per_step, per_sequence = self._beside
+        beside = per_step + per_sequence * (len(batch.sequences) - 1)
+        return step + probes * PROBE_LAYERS / self._num_layers + beside
 
     def _seconds(self, entry: ScheduledSequence) -> float:
         """Of a step that has only this in it."""

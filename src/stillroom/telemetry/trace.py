@@ -74,6 +74,19 @@ class TraceLog:
             row = connection.execute(f"SELECT * FROM traces {where} ORDER BY at DESC LIMIT 1", values).fetchone()
         return None if row is None else (row[0], row[1], json.loads(row[2]))
 
+    def questions(self) -> list[tuple[str, int]]:
+        """Every remembered question with the number of tokens of its answer, oldest first; none where the file is
+        damaged or missing, and prompts that were continued without a question left out."""
+        if not self._path.is_file():
+            return []
+        try:
+            with self._lock, self._open() as connection:
+                rows = connection.execute("SELECT trace FROM traces ORDER BY at").fetchall()
+            found = [json.loads(row) for (row,) in rows]
+            return [(one["question"], int(one["num_generated_tokens"])) for one in found if one["question"]]
+        except (sqlite3.Error, ValueError, KeyError, TypeError):
+            return []
+
     def sources_of(self, chunk_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """What was said of these chunks when one was last among a question's sources; those that never were are not in
         it. Raises sqlite3.Error or ValueError: the file is damaged."""

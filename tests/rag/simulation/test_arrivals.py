@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom.bench.reuse_traffic import arrivals
-from stillroom.bench.trace_arrivals import arrivals_of
 from stillroom.errors import UsageError
+from stillroom.rag.simulation.arrivals import arrivals, arrivals_of
 
 
 def azure(folder: Path, *seconds: str) -> Path:

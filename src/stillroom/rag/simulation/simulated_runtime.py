@@ -1,8 +1,8 @@
 """The product's engine, scheduler, knowledge tree and policies on a modelled machine with a clock of its own, for
-`stillroom bench simulate`: a `reuse_worker.Runtime` whose seconds are those of the cost profile.
+`stillroom bench simulate` and `stillroom plan`: a `driving.Runtime` whose seconds are those of the cost profile.
 
-What is not modelled is a tier's and a step's own code: deciding takes no time here. It is measured beside, in real
-seconds.
+What is not modelled is a tier's own code, and, unless the plant says how long it takes, a step's: that is measured
+beside, in real seconds.
 """
 
 import time
@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stillroom.bench.reuse_traffic import Prompt
-from stillroom.bench.reuse_worker import drive
-from stillroom.bench.stepped_engine import SteppedEngine, System, stepped
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
@@ -25,6 +22,8 @@ from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvstore.modelled import ModelledMover
 from stillroom.rag.kv_cache import reuse_of, tree_options
+from stillroom.rag.simulation.driving import drive
+from stillroom.rag.simulation.stepped_engine import Prompt, SteppedEngine, System, stepped
 from stillroom.runner.modelled_runner import ModelledRunner
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
@@ -47,6 +46,10 @@ class Plant:
     step_tokens: int = 4096
     """Token budget of a step. RAGCache's vLLM computes a prompt in one step, at most its context in all."""
     max_tokens: int = 1
+    block_size: int = BLOCK_SIZE
+    step_seconds: float = 0.0
+    sequence_seconds: float = 0.0
+    """See `ModelledRunner`."""
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ class SimulatedRuntime(SteppedEngine):
     def reset(self) -> None:
         """A fresh engine; what the one before it kept is gone."""
         plant = self._plant
-        pool = BlockPool(plant.device_bytes // (plant.bytes_per_token * BLOCK_SIZE), BLOCK_SIZE)
+        pool = BlockPool(plant.device_bytes // (plant.bytes_per_token * plant.block_size), plant.block_size)
         limits = SchedulerLimits(
             max_num_seqs=plant.max_seqs,
             max_num_batched_tokens=plant.step_tokens,
@@ -97,7 +100,14 @@ class SimulatedRuntime(SteppedEngine):
         )
         manager = KVCacheManager(pool, _reuse(plant, self._system.reuse, pool, self.clock))
         self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._system.scheduling], self._system.window)
-        runner = ModelledRunner(plant.costs, self.clock, num_layers=plant.num_layers, seed=self._seed)
+        runner = ModelledRunner(
+            plant.costs,
+            self.clock,
+            num_layers=plant.num_layers,
+            seed=self._seed,
+            step_seconds=plant.step_seconds,
+            sequence_seconds=plant.sequence_seconds,
+        )
         self._engine = Engine(self._scheduler, runner, self.clock)
         self._found = [0, 0]  # documents asked for, and kept
 

@@ -1,4 +1,4 @@
-"""An engine stepped by hand, as `reuse_worker.drive` wants it: prompts are lists of token ids, and first tokens say
+"""An engine stepped by hand, as `driving.drive` wants it: prompts are lists of token ids, and first tokens say
 what was kept of them."""
 
 from collections.abc import Sequence
@@ -12,6 +12,10 @@ from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 
+Tokens = tuple[int, ...]
+Prompt = tuple[Tokens, ...]
+"""System prompt, documents, question."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
@@ -24,7 +28,7 @@ class System:
 
 
 class SteppedEngine:
-    """Most of a `reuse_worker.Runtime`; whoever inherits it makes the engine."""
+    """Most of a `driving.Runtime`; whoever inherits it makes the engine."""
 
     def __init__(self, max_tokens: int) -> None:
         """
@@ -49,7 +53,7 @@ class SteppedEngine:
         self.engine.submit(request)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
-        """See `reuse_worker.Runtime.step`."""
+        """See `driving.Runtime.step`."""
         return stepped(self.engine.step())
 
     def tend(self) -> bool:

@@ -11,11 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from stillroom.bench.reuse_traffic import arrivals
 from stillroom.errors import UsageError
 
 Draw = Callable[[int, float, Sequence[int]], list[float]]
 """How many requests, how many per second, and a seed: the seconds at which they come, ascending."""
+
+
+def arrivals(count: int, per_second: float, seed: Sequence[int]) -> list[float]:
+    """Seconds at which so many requests come in a Poisson process, given that they come within their mean time: sorted
+    uniform moments. Given the number, short runs have the rate they are said to have."""
+    moments = np.sort(np.random.default_rng(seed).uniform(0.0, count / per_second, size=count))
+    found: list[float] = moments.tolist()
+    return found
 
 
 def arrivals_of(trace: Path | None) -> Draw:

@@ -1,0 +1,228 @@
+"""`stillroom plan`: how to split memory between vector index and kept KV so that a latency target is met."""
+
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stillroom.cli import room
+from stillroom.cli.bench_report import SeedOption
+from stillroom.cli.console import line, note, print_json
+from stillroom.cli.options import (
+    DEFAULT_KB,
+    ConfigOption,
+    JsonOption,
+    KbOption,
+    ModelOption,
+    QuietOption,
+    as_bytes,
+    as_seconds,
+    help_text,
+)
+from stillroom.cli.progress import counting
+from stillroom.config.load import CONFIG_FILE, settings
+from stillroom.errors import UsageError
+
+if TYPE_CHECKING:
+    from stillroom.config.settings import StillroomConfig
+    from stillroom.rag.planning.forecast import Forecaster
+    from stillroom.rag.planning.planner import Plan
+    from stillroom.rag.planning.splits import Budgets, Split
+
+MISSED = 1
+
+HELP = help_text(
+    "Plan how device, host and disk memory are split between vector index and kept KV, for a latency target.",
+    "It searches the questions of a workload and measures what that takes, takes the model's costs (stillroom "
+    "calibrate), and simulates the workload with the engine's own scheduler and caches for every split of a grid. It "
+    "prints the best one with the predicted times to the first token, the rate that it sustains, what halving or "
+    "doubling each part would do, and what to buy next. Where the target cannot be met it says why and by how much; "
+    "the exit code is then 1. How it predicts: docs/planning.md.",
+    "Questions are those of --questions, else those that the knowledge base was asked lately, else made from its "
+    "documents. Sizes are like 512MiB or 4GiB, times like 300ms or 1.5s.",
+    examples=(
+        "stillroom plan --slo-ttft 300ms --rate 4",
+        "stillroom plan --slo-ttft 1.5s --slo-percentile 99 --rate 2 --ram 8GiB --questions asked.jsonl",
+        "stillroom plan --slo-ttft 300ms --rate 4 --trace arrivals.csv --apply",
+        "stillroom plan --slo-ttft 300ms --rate 4 --validate",
+        "stillroom plan --slo-ttft 300ms --json | jq .chosen",
+    ),
+)
+
+SizeOption = str | None
+
+
+def plan(  # noqa: PLR0913  one parameter per flag
+    slo_ttft: Annotated[
+        str,
+        typer.Option("--slo-ttft", metavar="TIME", help="Time to the first token, search included, such as 300ms."),
+    ],
+    percentile: Annotated[
+        float,
+        typer.Option("--slo-percentile", min=1.0, max=100.0, metavar="P", help="Of requests that must keep it."),
+    ] = 95.0,
+    rate: Annotated[float, typer.Option("--rate", min=1e-3, metavar="N", help="Requests per second.")] = 1.0,
+    kb: KbOption = DEFAULT_KB,
+    model: ModelOption = None,
+    device: Annotated[
+        SizeOption,
+        typer.Option("--device-memory", metavar="SIZE", help="For KV on the device; without it, as configured."),
+    ] = None,
+    ram: Annotated[
+        SizeOption,
+        typer.Option("--ram", metavar="SIZE", help="For lists of the index and KV in host memory; without it, as now."),
+    ] = None,
+    disk: Annotated[
+        SizeOption, typer.Option("--disk", metavar="SIZE", help="For other lists and KV on disk; without it, as now.")
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option("--questions", metavar="FILE", exists=True, help="One on each line, as text or JSON."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            exists=True,
+            help="Arrivals, at --rate: .csv with TIMESTAMP, .jsonl with timestamp.",
+        ),
+    ] = None,
+    zipf: Annotated[
+        float,
+        typer.Option(
+            "--zipf", min=0.0, max=4.0, metavar="S", help="How unequal questions are asked that each are there once."
+        ),
+    ] = 0.8,
+    requests: Annotated[
+        int, typer.Option("--requests", min=1, metavar="N", help="That count; as many come before.")
+    ] = 300,
+    different: Annotated[int, typer.Option("--different", min=2, metavar="N", help="Questions at most.")] = 200,
+    answer_tokens: Annotated[
+        int | None,
+        typer.Option("--answer-tokens", min=1, metavar="N", help="Of each answer; without it, as lately, or 64."),
+    ] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Write the plan into the settings file.")] = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Run the workload for real too, which takes as long as it does.")
+    ] = False,
+    seed: SeedOption = 0,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    target_seconds = as_seconds("--slo-ttft", slo_ttft)
+    wanted = {"--device-memory": device, "--ram": ram, "--disk": disk}
+    sizes = {flag: as_bytes(flag, text) for flag, text in wanted.items()}
+    loaded = room.settings(config, {"runtime.model": model})
+    if loaded.engine.kind != "builtin":
+        raise UsageError("a plan is about the builtin engine; this one is elsewhere (engine.kind) and has its own KV")
+    is_quiet = quiet or as_json
+
+    from stillroom.cli.plan_report import show
+    from stillroom.core.clock import SystemClock
+    from stillroom.rag.planning.as_json import plan_as_json
+    from stillroom.rag.planning.choice import Target
+    from stillroom.rag.planning.forecast import Forecaster
+    from stillroom.rag.planning.planner import make_plan
+    from stillroom.rag.planning.scene import measure_scene
+    from stillroom.rag.planning.workload import questions_of, workload
+    from stillroom.retrieval.knowledge_base import KnowledgeBase
+
+    clock = SystemClock()
+    with closing(KnowledgeBase.open(kb, loaded, clock=clock)) as opened:
+        asked = questions_of(opened, questions, different, seed)
+        load = workload(asked, requests, rate, zipf=zipf, trace=trace, seed=seed)
+        tokens = answer_tokens or asked.answer_tokens or min(64, loaded.generation.max_tokens)
+        with counting("searching", is_shown=not is_quiet) as tell:
+            say = (lambda _: None) if is_quiet else note
+            scene = measure_scene(opened, loaded, asked, load, tokens, clock, say, tell)
+    forecaster = Forecaster(scene)
+    budgets, now = _budgets(sizes, loaded, forecaster)
+    with counting("simulating", is_shown=not is_quiet) as tell:
+        found = make_plan(forecaster, budgets, Target(target_seconds, percentile), now, tell)
+    payload = plan_as_json(found, scene)
+    if not as_json:
+        show(found, scene, asked, tokens)
+    if validate:
+        payload["validation"] = _validate(kb, config, model, found, forecaster, tokens, as_json=as_json)
+    if apply:
+        payload["changes"] = _apply(config or Path(CONFIG_FILE), found, as_json=as_json)
+    if as_json:
+        print_json(payload)
+    if not found.is_feasible:
+        raise typer.Exit(MISSED)
+
+
+def _budgets(
+    sizes: dict[str, int | None], config: "StillroomConfig", forecaster: "Forecaster"
+) -> "tuple[Budgets, Split]":
+    """What may be used, and what is used now."""
+    from stillroom.rag.planning.splits import Budgets, Split
+
+    lists = forecaster.list_bytes
+    hot_bytes = config.index.hot_bytes
+    now = Split(
+        device_kv=config.runtime.kv_bytes,
+        host_kv=config.reuse.host_bytes,
+        disk_kv=config.reuse.disk_bytes,
+        ram_lists=forecaster.fitted(hot_bytes) if lists and hot_bytes else lists,
+        disk_lists=lists,
+    )
+
+    def given(flag: str, default: int) -> int:
+        size = sizes[flag]
+        return default if size is None else size
+
+    device = given("--device-memory", now.device_kv)
+    budgets = Budgets(device=device, ram=given("--ram", now.ram), disk=given("--disk", now.disk_kv + lists))
+    return budgets, now
+
+
+def _apply(file: Path, found: "Plan", *, as_json: bool) -> list[dict[str, Any]]:
+    """Write the settings, and say what changed."""
+    from stillroom.config.edit import edit_file
+    from stillroom.rag.planning.changes import settings_of
+
+    if not found.is_feasible:
+        raise UsageError("nothing was written, as no split meets the target; see what the plan says would")
+    values = settings_of(found.chosen.split)
+    changes = edit_file(file, values)
+    for path in values:
+        if (name := settings()[path].env_name) in os.environ:
+            note(f"{name} is in the environment and wins over {file}")
+    if not as_json:
+        for change in changes:
+            before = "not set" if change.before is None else change.before
+            line(f"{file}: {change.path} = {change.after} (was {before})")
+        if not changes:
+            line(f"{file} says all of that already")
+    return [{"setting": change.path, "before": change.before, "after": change.after} for change in changes]
+
+
+def _validate(  # noqa: PLR0913  the parts
+    kb: Path,
+    config: Path | None,
+    model: str | None,
+    found: "Plan",
+    forecaster: "Forecaster",
+    answer_tokens: int,
+    *,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Run the workload with the planned settings, and say what was predicted for them."""
+    from stillroom.cli.plan_report import show_validation
+    from stillroom.core.clock import SystemClock
+    from stillroom.rag.planning.changes import settings_of
+    from stillroom.rag.planning.validation import measure
+
+    scene = forecaster.scene
+    predicted = forecaster.forecast(found.chosen.split)
+    loaded = room.settings(config, {"runtime.model": model, **settings_of(found.chosen.split)})
+    with room.open_room(kb, loaded) as opened:
+        measured = measure(opened, scene.texts, scene.workload, answer_tokens, SystemClock())
+    if not as_json:
+        show_validation(predicted, measured)
+    return {"predicted": predicted.as_json(), "measured": measured.as_json()}

@@ -1,0 +1,189 @@
+"""Chooses how memory is split between the lists of the vector index and kept KV, and says what would change it
+(VectorLiteRAG 4.1, for index and KV together).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from stillroom.errors import PromptTooLongError, UsageError
+from stillroom.rag.planning.choice import Option, Target, choose
+from stillroom.rag.planning.constraints import Shortfall, Sufficient, smallest_hit_rate
+from stillroom.rag.planning.forecast import Forecast, Forecaster, Variation
+from stillroom.rag.planning.splits import Budgets, Split, candidates
+from stillroom.rag.planning.what_if import Effect, purchases, sensitivity
+from stillroom.retrieval.hit_rates import HitRates
+from stillroom.retrieval.partition import Partition, hottest
+from stillroom.retrieval.search_model import Division, hits_of, rate_by_hits
+from stillroom.retrieval.tiered_ivf import DISK, RAM
+
+_MOST_RATE = 64.0
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Why the target is missed."""
+
+    constraint: Literal["prefill", "search", "load"]
+    alone: Forecast
+    """One question at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is known of a choice."""
+
+    target: Target
+    rate: float
+    chosen: Option
+    options: tuple[Option, ...]
+    current: Option | None
+    """As configured now; None where that cannot run."""
+    sustained_rate: float
+    """Requests per second up to which the target is met; 0 where it is not even alone."""
+    binding: Binding | None
+    """None where the target is met."""
+    rule: Sufficient | Shortfall | None
+    """VectorLiteRAG's, of the search alone; None without lists."""
+    hits: HitRates | None
+    """Of the questions that count, with the chosen lists in RAM: a Beta-binomial (4.1); None without lists."""
+    sensitivity: tuple[Effect, ...]
+    purchases: tuple[Effect, ...]
+    """Best first."""
+
+    @property
+    def is_feasible(self) -> bool:
+        return self.binding is None
+
+
+def make_plan(
+    forecaster: Forecaster,
+    budgets: Budgets,
+    target: Target,
+    current: Split | None = None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Plan:
+    """Simulate the grid, choose, and vary the choice.
+
+    Raises:
+        UsageError: no split is possible: too little disk for the lists, or too little of the device for a prompt.
+    """
+    splits = candidates(budgets, forecaster.list_bytes, forecaster.fitted)
+    if not splits:
+        missing = forecaster.list_bytes - budgets.disk
+        raise UsageError(
+            f"the lists of the index do not fit: {missing:,} bytes are missing on disk; raise --disk by that"
+        )
+    progress = _Progress(tell, len(splits) + 24)
+    options = []
+    for split in splits:
+        try:
+            options.append(Option(split, forecaster.forecast(split)))
+        except PromptTooLongError as error:
+            raise UsageError(f"{error}; or give --device-memory more than {budgets.device:,} bytes") from None
+        progress.step()
+    chosen = choose(options, target.percent)
+    alone = forecaster.forecast(chosen.split, Variation(is_alone=True))
+    binding = None if target.is_met(chosen.forecast) else binding_constraint(alone, target)
+    plan = Plan(
+        target,
+        forecaster.scene.workload.rate,
+        chosen,
+        tuple(options),
+        _current(forecaster, current),
+        _sustained(forecaster, chosen.split, target, alone, progress),
+        binding,
+        _rule(forecaster, chosen.split, target, alone),
+        _hits(forecaster, chosen.split),
+        tuple(sensitivity(forecaster, chosen.split, progress.step)),
+        tuple(purchases(forecaster, budgets, chosen.split, target, progress.step)),
+    )
+    progress.end()
+    return plan
+
+
+def binding_constraint(alone: Forecast, target: Target) -> Binding:
+    """What keeps the target from being met: waiting for others, if one question at a time meets it; else the larger
+    part of what one takes, among the questions that miss it."""
+    if target.is_met(alone):
+        return Binding("load", alone)
+    late = alone.seconds > target.seconds
+    search = float(alone.search_seconds[late].mean())
+    return Binding("search" if 2 * search > float(alone.seconds[late].mean()) else "prefill", alone)
+
+
+class _Progress:
+    def __init__(self, tell: Callable[[int, int], None], total: int) -> None:
+        self._tell, self._total, self._done = tell, total, 0
+
+    def step(self) -> None:
+        self._done = min(self._done + 1, self._total)
+        self._tell(self._done, self._total)
+
+    def end(self) -> None:
+        self._tell(self._total, self._total)
+
+
+def _current(forecaster: Forecaster, current: Split | None) -> Option | None:
+    try:
+        return None if current is None else Option(current, forecaster.forecast(current))
+    except PromptTooLongError:
+        return None
+
+
+def _sustained(forecaster: Forecaster, split: Split, target: Target, alone: Forecast, progress: _Progress) -> float:
+    """By halving, to a twentieth."""
+    asked = forecaster.scene.workload.rate
+    if not target.is_met(alone):
+        return 0.0
+
+    def meets(times: float) -> bool:
+        progress.step()
+        return target.is_met(forecaster.forecast(split, Variation(rate=times)))
+
+    low, high = 0.0, 1.0
+    while high <= _MOST_RATE and meets(high):
+        low, high = high, 2 * high
+    if high > _MOST_RATE:
+        return low * asked
+    while high - low > 0.05 * high and high > 1 / _MOST_RATE:
+        middle = (low + high) / 2
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    return low * asked
+
+
+def _hits(forecaster: Forecaster, split: Split) -> HitRates | None:
+    index = forecaster.scene.index
+    if index is None:
+        return None
+    probed = np.stack([index.probed(number) for number in forecaster.scene.workload.asked])
+    return hits_of(forecaster.division(split.ram_lists), probed)
+
+
+def _rule(forecaster: Forecaster, split: Split, target: Target, alone: Forecast) -> Sufficient | Shortfall | None:
+    """Eq. 7 to 10: half of the questions say which lists are hot, the others how often those are hit."""
+    index = forecaster.scene.index
+    if index is None:
+        return None
+    profile, half = index.profile, len(index.profile.probed) // 2
+    probed = profile.probed[:, : index.nprobe]
+    accesses = profile.accesses(slice(0, max(1, half)))
+    at_once = forecaster.forecast(split, Variation(at_once=True))
+    prefill = float(np.percentile(alone.seconds - alone.search_seconds, target.percent))
+    known: dict[int, Division] = {}
+
+    def rate(hit_rate: float, batch_size: int) -> float:
+        held = hottest(accesses, hit_rate) if hit_rate < 1 else np.arange(len(profile.sizes))
+        if len(held) not in known:
+            shard_of = np.full(len(profile.sizes), DISK)
+            shard_of[held] = RAM
+            known[len(held)] = Division(profile.sizes, profile.bytes_per_vector, Partition(shard_of, 2))
+        hits = hits_of(known[len(held)], probed[half:])
+        return rate_by_hits(profile.model.times, hits, batch_size)
+
+    rest = target.seconds - prefill
+    if rest <= 0:
+        return Shortfall("latency", float("inf"), rate(1.0, 1))
+    return smallest_hit_rate(rate, profile.model.times.batch_sizes, at_once.requests_per_second, rest)

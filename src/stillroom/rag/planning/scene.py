@@ -1,0 +1,206 @@
+"""Everything that a plan is reckoned from, measured once: the model's costs, what each question finds and how long that
+takes, and, of an index that can be divided, its lists.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import faiss as _faiss
+import numpy as np
+
+from stillroom.config.settings import QueryCacheConfig, StillroomConfig
+from stillroom.core.clock import Clock
+from stillroom.core.document import SearchResult
+from stillroom.rag.generator import measured_costs
+from stillroom.rag.kv_cache import kv_shape
+from stillroom.rag.planning.workload import Questions, Workload
+from stillroom.rag.prompt import PromptBuilder, format_for
+from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import Prompt, System
+from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.partition import Lists
+from stillroom.retrieval.search_profile import Effort, SearchProfile, measure_profile, probed_lists
+from stillroom.retrieval.tiered_index import TieredIvfPqIndex
+from stillroom.retrieval.vector_index import VectorIndex
+
+faiss: Any = _faiss  # its type information lacks what is made at import
+
+SEARCH_BATCH = 1
+"""Questions that a knowledge base searches at a time: its dense index has one lock."""
+_NUM_TIMED = 20
+_EFFORT = Effort(batch_sizes=(1, 2, 4, 8), num_queries=24)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One question."""
+
+    prompt: Prompt
+    result: SearchResult
+    """With what embedding it and searching took."""
+    dense_seconds: float
+    """Of that, in the dense index, with everything in RAM."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexLists:
+    """An index whose lists can be divided."""
+
+    profile: SearchProfile
+    """Over twice as many probes as the knowledge base makes, so that more can be told too."""
+    nprobe: int
+    heat: "np.ndarray[Any, np.dtype[np.float64]]"
+    """Accesses of each list by the questions that come before those that count: [nlist]."""
+
+    def probed(self, question: int, share: float = 1.0) -> Lists:
+        """[p] of a question, nearest first."""
+        return self.profile.probed[question, : max(1, math.ceil(self.nprobe * share))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scene:
+    """See the module."""
+
+    plant: Plant
+    system: System
+    query_cache: QueryCacheConfig
+    found: tuple[Found, ...]
+    """Of each question."""
+    texts: tuple[str, ...]
+    workload: Workload
+    index: IndexLists | None
+    index_kind: str
+    model_name: str
+    is_calibrated: bool
+    """Whether `stillroom calibrate` measured the costs, or a quick pass just now."""
+
+
+def measure_scene(  # noqa: PLR0913  what it is measured from
+    kb: KnowledgeBase,
+    config: StillroomConfig,
+    questions: Questions,
+    workload: Workload,
+    answer_tokens: int,
+    clock: Clock,
+    say: Callable[[str], None] = lambda _: None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Scene:
+    """Measure.
+
+    Args:
+        say: told what begins.
+        tell: told how many of how many questions are searched.
+
+    Raises:
+        ModelError, ConfigError: the model cannot be used.
+        UsageError: too little memory to measure with.
+    """
+    say(f"loading {config.runtime.model}")
+    costs = measured_costs(config, kb.path, clock)
+    runtime, model = config.runtime, costs.model
+    spec = model.decoder.spec
+    plant = Plant(
+        costs=costs.profile,
+        bytes_per_token=kv_shape(model.decoder).bytes_per_token,
+        num_layers=spec.num_layers,
+        device_bytes=runtime.kv_bytes,
+        max_model_len=spec.max_positions,
+        max_seqs=runtime.max_num_seqs,
+        step_tokens=max(runtime.max_num_batched_tokens, runtime.max_num_seqs),
+        max_tokens=answer_tokens,
+        block_size=runtime.block_size,
+        sequence_seconds=costs.sequence_seconds,
+    )
+    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
+    say("searching")
+    found = _search(kb, config, questions.texts, prompts, spec.max_positions - answer_tokens, clock, tell)
+    index = None
+    if config.search.mode != "sparse":
+        index = _index_lists(kb, questions, workload, say)
+    system = System(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
+    prompts_of_warm = [found[number].prompt for number in workload.warm]
+    return Scene(
+        replace(plant, step_seconds=_deciding_seconds(plant, system, prompts_of_warm)),
+        system,
+        config.query_cache,
+        tuple(found),
+        questions.texts,
+        workload,
+        index,
+        kb.index_config.kind,
+        model.name,
+        costs.is_calibrated,
+    )
+
+
+def _deciding_seconds(plant: Plant, system: System, prompts: Sequence[Prompt]) -> float:
+    """Of a step, on this machine: the scheduler's decisions are as real in a simulation as anywhere."""
+    outcome = SimulatedRuntime(plant, system).ask(prompts[:_NUM_TIMED])
+    return float(np.median(outcome.scheduling_seconds))
+
+
+def _search(  # noqa: PLR0913  the parts
+    kb: KnowledgeBase,
+    config: StillroomConfig,
+    texts: Sequence[str],
+    prompts: PromptBuilder,
+    max_tokens: int,
+    clock: Clock,
+    tell: Callable[[int, int], None],
+) -> list[Found]:
+    for _ in range(2):  # loads the embedder and the indexes
+        kb.search("warm up")
+    index, found = _in_ram(kb), []
+    for number, text in enumerate(texts):
+        result = kb.search(text)
+        dense_seconds = 0.0
+        if config.search.mode != "sparse":
+            vector = kb.embed_question(text)
+            began = clock.monotonic()
+            index.search(vector, max(config.search.num_candidates, config.search.top_k))
+            dense_seconds = min(clock.monotonic() - began, result.search_seconds)
+        prompt = prompts.build([scored.chunk for scored in result.results], text, max_tokens)
+        parts = tuple(segment.token_ids for segment in prompt.segments)
+        found.append(Found(parts, result, dense_seconds))
+        tell(number + 1, len(texts))
+    return found
+
+
+def _index_lists(
+    kb: KnowledgeBase, questions: Questions, workload: Workload, say: Callable[[str], None]
+) -> IndexLists | None:
+    """None where the index has no lists: another kind, or one that is not trained yet."""
+    lists = lists_of(kb)
+    if lists is None:
+        return None
+    say("profiling the index")
+    vectors = np.stack([kb.embed_question(text) for text in questions.texts])
+    nprobe = min(kb.index_config.nprobe, int(lists.nlist))
+    profile = measure_profile(lists, vectors, nprobe, kb.path, _EFFORT)
+    wide = SearchProfile(
+        profile.sizes, profile.bytes_per_vector, probed_lists(lists, vectors, 2 * nprobe), profile.model
+    )
+    asked = wide.probed[list(workload.warm), :nprobe]  # those that count come later, as they will
+    heat = np.bincount(asked[asked >= 0].ravel(), minlength=len(wide.sizes)).astype(float)
+    return IndexLists(wide, nprobe, heat)
+
+
+def _in_ram(kb: KnowledgeBase) -> VectorIndex:
+    """The dense index; of one that has lists on disk, a copy in RAM."""
+    index = kb.dense_index()
+    if not isinstance(index, TieredIvfPqIndex):
+        return index
+    copy = IvfPqIndex(kb.dimension, kb.index_config)
+    copy.restore(index.to_arrays())
+    return copy
+
+
+def lists_of(kb: KnowledgeBase) -> Any | None:
+    """A copy of the trained lists of an `ivf_pq` index; None where it has none."""
+    if kb.index_config.kind != "ivf_pq":
+        return None
+    stored = kb.dense_index().to_arrays().get("ivf_pq")
+    return faiss.deserialize_index(stored) if stored is not None and len(stored) else None

@@ -1,0 +1,169 @@
+"""Measures what `search_model` fits: batches of real or given queries at several sizes, with all lists on disk, a
+random half of them in RAM, and all in RAM (VectorLiteRAG 4.1: "profiling is only required to be performed for a very
+small number of requests").
+
+Before each batch the pages of the lists on disk are dropped, so what is told is what a search costs that finds nothing
+in the system's page cache: the worst case, and the only one that a budget can promise.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.retrieval.partition import Lists, Partition
+from stillroom.retrieval.search_model import Counts, Division, Floats, Observed, ScanModel, fit
+from stillroom.retrieval.tiered_ivf import DISK, RAM, TieredLists, written
+from stillroom.retrieval.vector_index import one_thread
+
+Vectors = NDArray[np.float32]
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+_SHARES = (0.0, 0.5, 1.0)
+_LEAST_SECONDS = 1e-7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured."""
+
+    batch_sizes: Sequence[int] = BATCH_SIZES
+    num_queries: int = 64
+    """Of each group of like batches, at least two batches."""
+    num_found: int = 50
+    """Results of a search."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchProfile:
+    """What is known of an index and its queries."""
+
+    sizes: Counts
+    """Vectors in each list."""
+    bytes_per_vector: int
+    probed: Lists
+    """Lists that the queries probe, [n, p]."""
+    model: ScanModel
+
+    @property
+    def list_bytes(self) -> int:
+        return int(self.sizes.sum()) * self.bytes_per_vector
+
+    def accesses(self, rows: slice = slice(None)) -> Floats:
+        """How often each list is probed, by all queries or some: [nlist]."""
+        probed = self.probed[rows]
+        found: Floats = np.bincount(probed[probed >= 0].ravel(), minlength=len(self.sizes)).astype(float)
+        return found
+
+
+def probed_lists(lists: Any, queries: Vectors, nprobe: int) -> Lists:
+    """Lists [n, p] that queries [n, d] probe, nearest first."""
+    with one_thread():
+        found: Lists = lists.quantizer.search(np.ascontiguousarray(queries), min(nprobe, int(lists.nlist)))[1]
+    return found
+
+
+def measure_profile(
+    lists: Any,
+    queries: Vectors,
+    nprobe: int,
+    folder: Path,
+    effort: Effort | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> SearchProfile:
+    """Measure and fit.
+
+    Args:
+        lists: a trained IndexIVFPQ with vectors in it.
+        queries: [n, d], n at least 1; few are drawn several times.
+        folder: on the disk that lists would lie on; what is written there is removed again.
+    """
+    effort = effort or Effort()
+    rng = np.random.default_rng([effort.seed, 1])
+    place = rng.permutation(lists.nlist)
+    groups: list[list[Observed]] = []
+    for at, share in enumerate(_SHARES):
+        partition = Partition(np.where(place < round(share * lists.nlist), RAM, DISK), 2)
+
+        def tell(done: int, total: int, at: int = at) -> None:
+            on_progress(at * total + done, len(_SHARES) * total)
+
+        groups += observe(lists, partition, queries, nprobe, folder, effort, tell)
+    model = fit(groups)
+    return SearchProfile(*_shape(lists), probed_lists(lists, queries, nprobe), model)
+
+
+def observe(  # noqa: PLR0913  what is measured, and how
+    lists: Any,
+    partition: Partition,
+    queries: Vectors,
+    nprobe: int,
+    folder: Path,
+    effort: Effort,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[list[Observed]]:
+    """Groups of like batches with one division of the lists; arguments as of `measure_profile`."""
+    division = Division(*_shape(lists), partition)
+    rng = np.random.default_rng([effort.seed, 2, division.ram_bytes])
+    file = folder / f"profile-{time.monotonic_ns()}.ivf"
+    tiered = TieredLists(written(lists, file), partition.of(RAM))
+    plan = list(_groups(min(nprobe, int(lists.nlist)), effort.batch_sizes))
+    groups: list[list[Observed]] = []
+    try:
+        bench = _Bench(lists, tiered, division, queries, effort, rng)
+        bench.batch(*plan[0])  # threads start, pages are allocated
+        for size, probes in plan:
+            groups.append([bench.batch(size, probes) for _ in range(max(2, effort.num_queries // size))])
+            on_progress(len(groups), len(plan))
+    finally:
+        tiered.close()
+        file.unlink(missing_ok=True)
+    return groups
+
+
+def _shape(lists: Any) -> tuple[Counts, int]:
+    """Vectors in each list [nlist], and bytes of each: its code and its id."""
+    sizes = np.array([lists.invlists.list_size(number) for number in range(lists.nlist)], dtype=np.int64)
+    return sizes, int(lists.code_size) + 8
+
+
+def _groups(nprobe: int, batch_sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Batch sizes and probes: fewer probes too, or the cost of a query could not be told from that of its lists."""
+    for size in batch_sizes:
+        yield size, nprobe
+    for probes in sorted({max(1, nprobe // 2), max(1, nprobe // 4)} - {nprobe}):
+        yield batch_sizes[0], probes
+        yield batch_sizes[len(batch_sizes) // 2], probes
+
+
+class _Bench:
+    """One division."""
+
+    def __init__(
+        self,
+        lists: Any,
+        tiered: TieredLists,
+        division: Division,
+        queries: Vectors,
+        effort: Effort,
+        rng: np.random.Generator,
+    ) -> None:
+        self._lists, self._tiered, self._division = lists, tiered, division
+        self._queries, self._num_found, self._rng = queries, effort.num_found, rng
+
+    def batch(self, size: int, nprobe: int) -> Observed:
+        """Measure one of drawn queries."""
+        chosen = self._rng.choice(len(self._queries), size=size, replace=size > len(self._queries))
+        queries = np.ascontiguousarray(self._queries[chosen])
+        self._tiered.drop_pages()
+        began = time.perf_counter()
+        self._tiered.search_batch(queries, self._num_found, nprobe, lambda number, scored: None)
+        seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        probed = probed_lists(self._lists, queries, nprobe)
+        coarse = time.perf_counter() - began
+        return Observed(self._division, probed, min(coarse, seconds - _LEAST_SECONDS), seconds)

@@ -1,0 +1,132 @@
+"""`stillroom plan` over real knowledge bases and the bundled model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stillroom.cli.main import FAILED, WRONG_CALL
+from stillroom.cli.plan import MISSED
+from stillroom.config.load import load_config
+from stillroom.config.settings import IndexConfig, StillroomConfig
+from stillroom.rag import generator
+from stillroom.rag.room import Stillroom
+from tests.cli.harness import Run
+from tests.server.knowledge import QUESTION, write_knowledge
+
+SMALL = ("--requests", 6, "--different", 3, "--answer-tokens", 2, "--device-memory", "64MiB", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def kb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two documents, in a flat index."""
+    folder = tmp_path_factory.mktemp("plan")
+    with Stillroom.open(folder / "kb") as room:
+        room.add(write_knowledge(folder / "docs"))
+    return folder / "kb"
+
+
+@pytest.fixture(scope="module")
+def lists_kb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many short records as it takes to train lists."""
+    folder = tmp_path_factory.mktemp("lists")
+    records = [{"_id": f"r{number}", "text": f"key {number} of town {number * 37 % 101}"} for number in range(640)]
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = StillroomConfig(index=IndexConfig(kind="ivf_pq", nbits=4, nlist=16, nprobe=4))
+    with Stillroom.open(folder / "kb", config=config) as room:
+        room.add(folder / "records.jsonl")
+    return folder / "kb"
+
+
+@pytest.fixture(autouse=True)
+def no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What somebody calibrated on this machine is not looked at."""
+    monkeypatch.setattr(generator, "cache_root", lambda: tmp_path / "cache")
+
+
+def test_a_plan_for_kv_alone(run: Run, kb: Path) -> None:
+    found = run("plan", "--slo-ttft", "100s", "--rate", 2, "--kb", kb, *SMALL)
+
+    assert found.code == 0
+    assert "Met: p95 of at most 1 min 40 s at 2/s" in found.out and "What to get next" in found.out
+    assert "The index (flat) cannot be divided, so the plan is about KV alone." in found.out
+    assert "6 requests at 2/s" in found.out and "stillroom calibrate measures them well" in found.out
+
+
+def test_a_plan_for_index_and_kv(run: Run, lists_kb: Path) -> None:
+    found = run("plan", "--slo-ttft", "100s", "--kb", lists_kb, "--ram", "64MiB", "--json", *SMALL).json
+
+    assert found["index"] == "ivf_pq" and found["is_met"] and found["binding"] is None
+    lists = found["now"]["bytes"]["ram_lists"]
+    assert lists > 640 * 8
+    for option in found["options"]:
+        held = option["bytes"]
+        assert held["ram_lists"] <= held["disk_lists"] == lists
+        assert held["ram_lists"] + held["host_kv"] == 64 * 2**20
+    rates = [option["predicted"]["list_hit_rate"] for option in found["options"]]
+    assert rates == sorted(rates) and (rates[0], rates[-1]) == (0.0, 1.0)
+    best = min(option["predicted"]["p95_seconds"] for option in found["options"])
+    assert found["chosen"]["predicted"]["p95_seconds"] <= 1.01 * best
+    assert {"hit_rate", "binding"} & found["smallest_hit_rate"].keys()
+    assert found["search_model"]["per_query"] >= 0 and found["workload"]["requests"] == 6
+
+
+def test_a_target_that_cannot_be_met_says_what_binds_and_writes_nothing(run: Run, kb: Path) -> None:
+    found = run("plan", "--slo-ttft", "1us", "--kb", kb, *SMALL)
+    assert found.code == MISSED == FAILED
+    assert "Missed: p95 of at most 1 us at 1/s, by " in found.out and " binds: even one question at a time" in found.out
+
+    refused = run("plan", "--slo-ttft", "1us", "--kb", kb, "--apply", *SMALL)
+    assert refused.code == WRONG_CALL and "nothing was written" in refused.err
+    assert not Path("stillroom.toml").exists()
+
+
+def test_apply_writes_what_was_planned(run: Run, kb: Path) -> None:
+    Path("stillroom.toml").write_text("# ours\n[reuse]\nhost_bytes = 1\n")
+    flags = ("--ram", "3MiB", "--disk", "5MiB", "--apply")
+
+    first = run("plan", "--slo-ttft", "100s", "--kb", kb, *flags, *SMALL)
+    again = run("plan", "--slo-ttft", "100s", "--kb", kb, *flags, *SMALL)
+
+    assert first.code == again.code == 0
+    assert "stillroom.toml: reuse.host_bytes = 3145728 (was 1)" in first.out
+    assert "stillroom.toml: runtime.kv_bytes = 67108864 (was not set)" in first.out
+    assert "stillroom.toml says all of that already" in again.out
+    assert Path("stillroom.toml").read_text().startswith("# ours\n[reuse]\n")
+    loaded = load_config(env={})
+    assert (loaded.reuse.host_bytes, loaded.reuse.disk_bytes) == (3 * 2**20, 5 * 2**20)
+    assert loaded.runtime.kv_bytes == 64 * 2**20
+
+
+def test_validate_runs_the_same_questions_for_real(run: Run, kb: Path, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.txt"
+    asked.write_text(f"{QUESTION}\n{QUESTION}\nWho is it?\n")
+    flags = ("--questions", asked, "--rate", 50, "--validate", "--json")
+
+    found = run("plan", "--slo-ttft", "100s", "--kb", kb, *flags, *SMALL).json["validation"]
+
+    assert found["measured"].keys() <= found["predicted"].keys()
+    assert 0 < found["measured"]["p50_seconds"] <= found["measured"]["p99_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--slo-ttft", "300"), "--slo-ttft 300: give a time with its unit"),
+        (("--slo-ttft", "1s", "--ram", "much"), "--ram much: give a size such as"),
+        (("--slo-ttft", "1s", "--disk", "-4"), "--disk -4: give a size such as"),
+        (("--rate", "1"), "--slo-ttft"),
+        (("--slo-ttft", "1s", "--device-memory", "1KiB"), "runtime.kv_bytes"),
+    ],
+)
+def test_calls_that_cannot_work(run: Run, kb: Path, flags: tuple[str, ...], message: str) -> None:
+    found = run("plan", "--kb", kb, "--requests", 2, "--different", 2, "--quiet", *flags)
+    assert found.code == WRONG_CALL and message in found.err
+
+
+def test_there_must_be_a_knowledge_base_with_chunks(run: Run, tmp_path: Path) -> None:
+    assert run("plan", "--slo-ttft", "1s", "--kb", tmp_path / "none").code == WRONG_CALL
+    with Stillroom.open(tmp_path / "empty"):
+        pass
+    found = run("plan", "--slo-ttft", "1s", "--kb", tmp_path / "empty", "--quiet")
+    assert found.code == WRONG_CALL and "holds no chunks" in found.err

@@ -1,0 +1,81 @@
+"""A scene of made numbers: no model, no index, no file."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from stillroom.config.settings import QueryCacheConfig, ReuseConfig
+from stillroom.core.document import SearchResult
+from stillroom.core.kv import Tier
+from stillroom.kvcache.cost_model import Link, linear_profile
+from stillroom.rag.planning.scene import Found, IndexLists, Scene
+from stillroom.rag.planning.workload import Workload
+from stillroom.rag.simulation.simulated_runtime import Plant
+from stillroom.rag.simulation.stepped_engine import System
+from stillroom.retrieval.hit_rates import SearchTimes
+from stillroom.retrieval.search_model import ScanModel
+from stillroom.retrieval.search_profile import SearchProfile
+
+NUM_LISTS, LIST_BYTES = 10, 64
+LINKS = {Tier.HOST: Link(0.0, 1e5), Tier.DISK: Link(0.01, 1e4)}
+PLANT = Plant(
+    costs=linear_profile(0.01, 0.001, 0.0, LINKS),
+    bytes_per_token=1,
+    num_layers=2,
+    device_bytes=512,
+    max_model_len=400,
+    max_seqs=2,
+)
+
+
+def scene(
+    *,
+    has_lists: bool = True,
+    num_requests: int = 30,
+    rate: float = 1.0,
+    caches: bool = False,
+    window_seconds: float = 0.1,
+) -> Scene:
+    """Ten questions, each over a document of its own; question n probes lists n and n + 1.
+
+    Args:
+        window_seconds: what a list costs more that is on disk.
+    """
+    rng = np.random.default_rng(0)
+    found = tuple(
+        Found(
+            ((1,) * 16, tuple(rng.integers(2, 90, size=96).tolist()), (2, 3, number)),
+            SearchResult((), 0.001, 0.02),
+            0.01,
+        )
+        for number in range(10)
+    )
+    drawn = rng.choice(10, size=2 * num_requests, p=np.arange(10, 0, -1) / 55).tolist()
+    dues = np.sort(rng.uniform(0, num_requests / rate, size=num_requests)).tolist()
+    workload = Workload(tuple(drawn[:num_requests]), tuple(drawn[num_requests:]), tuple(dues), rate)
+    index = None
+    if has_lists:
+        probed = np.array([[n, (n + 1) % 10, (n + 2) % 10, (n + 3) % 10] for n in range(10)])
+        times = SearchTimes((1, 2, 4), (0.001, 0.001, 0.001), (0.2, 0.4, 0.8))
+        model = ScanModel(times, 0.0, 0.002, 0.001, 0.0, window_seconds, 0.0, LIST_BYTES, 0.0, 0.0, 0.0, 20)
+        profile = SearchProfile(np.full(NUM_LISTS, 8), 8, probed, model)
+        heat = np.bincount(probed[list(workload.warm), :2].ravel(), minlength=10).astype(float)
+        index = IndexLists(profile, 2, heat)
+    return Scene(
+        PLANT,
+        System(reuse=ReuseConfig(policy="lru")),
+        QueryCacheConfig() if caches else QueryCacheConfig(max_tokens=0),
+        found,
+        tuple(f"question {number}" for number in range(10)),
+        workload,
+        index,
+        "ivf_pq" if has_lists else "flat",
+        "made",
+        True,
+    )
+
+
+def with_costs(made: Scene, seconds_per_token: float) -> Scene:
+    """The same with a slower or faster decoder."""
+    costs = linear_profile(0.01, seconds_per_token, 0.0, LINKS)
+    return replace(made, plant=replace(made.plant, costs=costs))

@@ -1,0 +1,17 @@
+"""A split as settings."""
+
+from dataclasses import replace
+
+from stillroom.config.load import settings
+from stillroom.rag.planning.changes import settings_of
+from stillroom.rag.planning.splits import Split
+
+KV = {"runtime.kv_bytes": 1, "reuse.host_bytes": 2, "reuse.disk_bytes": 3}
+SPLIT = Split(device_kv=1, host_kv=2, disk_kv=3, ram_lists=40, disk_lists=100)
+
+
+def test_a_split_as_settings() -> None:
+    assert settings_of(SPLIT) == KV | {"index.hot_bytes": 40}
+    assert settings_of(replace(SPLIT, ram_lists=0)) == KV | {"index.hot_bytes": 1}, "0 would mean all of them"
+    assert settings_of(replace(SPLIT, ram_lists=0, disk_lists=0)) == KV, "an index without lists"
+    assert set(settings_of(SPLIT)) <= set(settings())

@@ -1,0 +1,61 @@
+"""Forecasts by hand, over a made scene."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stillroom.rag.planning.forecast import Forecaster, Variation
+from stillroom.rag.planning.splits import Split
+from tests.rag.planning.made import LIST_BYTES, NUM_LISTS, scene
+
+ALL = NUM_LISTS * LIST_BYTES
+ROOMY = Split(device_kv=512, host_kv=10_000, disk_kv=0, ram_lists=ALL)
+
+
+def test_one_question_alone_by_hand() -> None:
+    made = replace(scene(), workload=replace(scene().workload, warm=(3,), asked=(3,), dues=(5.0,)))
+    in_ram = Forecaster(made).forecast(ROOMY)
+    # embed 1 ms, search 20 ms of which 10 in the index; a step of 10 ms, and one token for each of the question's 3
+    assert in_ram.search_seconds.tolist() == pytest.approx([0.021])
+    assert in_ram.seconds.tolist() == pytest.approx([0.021 + 0.01 + 3 * 0.001], abs=1e-6)
+    assert in_ram.kept_share == pytest.approx(112 / 115)
+    # two lists on disk: a query and two lists cost the same there, and two windows 0.1 s each more
+    on_disk = Forecaster(made).forecast(replace(ROOMY, ram_lists=0, disk_lists=ALL))
+    assert on_disk.search_seconds.tolist() == pytest.approx([0.221])
+    assert (in_ram.list_hit_rate, on_disk.list_hit_rate) == (1.0, 0.0)
+
+
+def test_questions_wait_for_each_other_before_the_index() -> None:
+    asked = replace(scene().workload, warm=(), asked=(1, 5), dues=(0.0, 0.0))
+    found = Forecaster(replace(scene(), workload=asked)).forecast(ROOMY)
+    assert found.search_seconds.tolist() == pytest.approx([0.021, 0.031])
+
+
+def test_a_question_that_was_asked_before_is_not_searched() -> None:
+    asked = replace(scene().workload, warm=(3,), asked=(3, 4), dues=(5.0, 50.0))
+    found = Forecaster(replace(scene(caches=True), workload=asked)).forecast(ROOMY)
+    assert found.search_seconds.tolist() == pytest.approx([0.0, 0.021]) and found.cached_share == 0.5
+
+
+def test_more_probes_take_longer_and_fewer_shorter() -> None:
+    forecaster = Forecaster(scene())
+    split = replace(ROOMY, ram_lists=0, disk_lists=ALL)
+    half, whole, twice = (
+        forecaster.forecast(split, Variation(probes=probes)).search_seconds.mean() for probes in (0.5, 1.0, 2.0)
+    )
+    assert half < whole < twice
+
+
+def test_a_faster_decoder_and_a_lower_rate_wait_less() -> None:
+    forecaster = Forecaster(scene(rate=40.0))
+    plain = forecaster.forecast(ROOMY).percentile(95)
+    assert forecaster.forecast(ROOMY, Variation(speed=10.0)).percentile(95) < plain
+    assert forecaster.forecast(ROOMY, Variation(rate=0.1)).percentile(95) < plain
+    alone = forecaster.forecast(ROOMY, Variation(is_alone=True))
+    assert alone.percentile(95) <= plain and len(alone.seconds) == 30
+
+
+def test_forecasts_repeat() -> None:
+    one, other = (Forecaster(scene(rate=5.0)).forecast(ROOMY).seconds for _ in range(2))
+    assert np.array_equal(one, other)

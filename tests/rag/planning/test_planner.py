@@ -1,0 +1,116 @@
+"""The planner against brute force over its grid, and what it says where the target cannot be met."""
+
+from dataclasses import replace
+
+import pytest
+
+from stillroom.errors import UsageError
+from stillroom.rag.planning.as_json import plan_as_json
+from stillroom.rag.planning.choice import Option, Target, choose
+from stillroom.rag.planning.constraints import Sufficient
+from stillroom.rag.planning.forecast import Forecaster, Variation
+from stillroom.rag.planning.planner import make_plan
+from stillroom.rag.planning.splits import Budgets, Split, candidates
+from tests.rag.planning.made import LIST_BYTES, NUM_LISTS, scene, with_costs
+
+ALL = NUM_LISTS * LIST_BYTES
+BUDGETS = Budgets(device=512, ram=ALL + 300, disk=2 * ALL)
+EASY = Target(100.0, 95.0)
+
+
+@pytest.mark.parametrize("percent", [50.0, 95.0])
+def test_the_choice_is_the_best_of_all_splits(percent: float) -> None:
+    plan = make_plan(Forecaster(scene(rate=4.0)), BUDGETS, Target(100.0, percent))
+
+    fresh = Forecaster(scene(rate=4.0))
+    tried = {
+        split: fresh.forecast(split).percentile(percent)
+        for split in candidates(BUDGETS, fresh.list_bytes, fresh.fitted)
+    }
+    best = min(tried.values())
+    assert len(tried) == NUM_LISTS + 1 and plan.chosen.forecast.percentile(percent) <= 1.01 * best
+    nearly = [split.ram_lists for split, seconds in tried.items() if seconds <= 1.01 * best]
+    assert plan.chosen.split.ram_lists == min(nearly)
+
+
+def test_it_depends_on_the_costs_who_gets_the_memory() -> None:
+    """Where a list on disk costs nothing, RAM is for KV."""
+    free, dear = (
+        make_plan(Forecaster(scene(window_seconds=seconds)), BUDGETS, Target(1e3, 95.0)).chosen.split
+        for seconds in (0.0, 0.1)
+    )
+    assert free.ram_lists == 0 < dear.ram_lists and dear.host_kv < free.host_kv == BUDGETS.ram
+
+
+def test_equals_are_settled_for_kv() -> None:
+    forecast = Forecaster(scene()).forecast(Split(device_kv=512, host_kv=0, disk_kv=0, ram_lists=ALL))
+    options = [
+        Option(Split(device_kv=1, host_kv=kv, disk_kv=0, ram_lists=10 - kv), replace(forecast, seconds=seconds))
+        for kv, seconds in ((2, forecast.seconds * 1.005), (5, forecast.seconds), (9, forecast.seconds * 1.5))
+    ]
+    assert choose(options, 95.0).split.host_kv == 5
+
+
+def test_a_target_that_is_met_says_up_to_which_rate() -> None:
+    forecaster = Forecaster(scene(rate=1.0))
+    seconds = 2 * forecaster.forecast(Split(device_kv=512, host_kv=300, disk_kv=ALL, ram_lists=ALL)).percentile(95)
+    plan = make_plan(forecaster, BUDGETS, Target(seconds, 95.0))
+    assert plan.is_feasible and plan.sustained_rate >= 1.0
+    just = forecaster.forecast(plan.chosen.split, Variation(rate=plan.sustained_rate))
+    beyond = forecaster.forecast(plan.chosen.split, Variation(rate=1.15 * plan.sustained_rate))
+    assert plan.target.is_met(just) and not plan.target.is_met(beyond)
+
+
+def test_what_binds() -> None:
+    slow = make_plan(Forecaster(with_costs(scene(), 0.1)), BUDGETS, Target(0.05, 95.0)).binding
+    assert slow is not None and slow.constraint == "prefill"
+    on_disk = Budgets(device=512, ram=0, disk=2 * ALL)
+    searched = make_plan(Forecaster(with_costs(scene(), 1e-6)), on_disk, Target(0.05, 95.0)).binding
+    assert searched is not None and searched.constraint == "search"
+    forecaster = Forecaster(scene(rate=100.0))
+    split = Split(device_kv=512, host_kv=300, disk_kv=2 * ALL, ram_lists=ALL)
+    alone = forecaster.forecast(split, Variation(is_alone=True)).percentile(95)
+    crowded = make_plan(forecaster, BUDGETS, Target(1.5 * alone, 95.0))
+    assert crowded.binding is not None and crowded.binding.constraint == "load"
+    assert 0 < crowded.sustained_rate < 100
+
+
+def test_lists_that_fit_nowhere() -> None:
+    with pytest.raises(UsageError, match=f"{ALL - 100 // LIST_BYTES * LIST_BYTES - 50} bytes are missing on disk"):
+        make_plan(Forecaster(scene()), Budgets(device=512, ram=100, disk=50), EASY)
+
+
+def test_a_device_that_holds_no_prompt() -> None:
+    with pytest.raises(UsageError, match="--device-memory"):
+        make_plan(Forecaster(scene()), replace(BUDGETS, device=64), EASY)
+
+
+def test_every_choice_is_varied_and_purchases_come_best_first() -> None:
+    forecaster = Forecaster(scene(rate=4.0))
+    now = Split(device_kv=512, host_kv=300, disk_kv=ALL, ram_lists=ALL)
+    plan = make_plan(forecaster, BUDGETS, EASY, now)
+    names = [effect.name for effect in plan.sensitivity]
+    parts = ("the lists in RAM", "the KV on the device", "the KV in host memory", "the KV on disk", "the probes")
+    assert {f"{word} {part}" for word in ("half", "twice") for part in (*parts, "the requests")} == set(names)
+    gains = [effect.forecast.percentile(95) for effect in plan.purchases if effect.forecast]
+    assert gains == sorted(gains) and "twice the RAM" in [effect.name for effect in plan.purchases]
+    assert isinstance(plan.rule, Sufficient)
+    assert plan.current is not None and plan.current.forecast.list_hit_rate == 1.0
+    assert plan.hits is not None and plan.hits.num_probes == 2
+    assert plan.hits.mean == pytest.approx(plan.chosen.forecast.list_hit_rate, abs=1e-5)
+    payload = plan_as_json(plan, forecaster.scene)
+    assert payload["is_met"] and payload["chosen"]["bytes"]["ram_lists"] == plan.chosen.split.ram_lists
+    assert payload["search_model"]["eq_1_worst_error"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_index_without_lists_is_planned_for_kv_alone() -> None:
+    plan = make_plan(Forecaster(scene(has_lists=False)), BUDGETS, EASY)
+    assert len(plan.options) == 1 and plan.rule is None
+    assert plan.chosen.split == Split(device_kv=512, host_kv=ALL + 300, disk_kv=2 * ALL)
+    assert not any("probes" in effect.name or "lists" in effect.name for effect in plan.sensitivity)
+
+
+def test_progress_ends_where_it_said() -> None:
+    seen: list[tuple[int, int]] = []
+    make_plan(Forecaster(scene()), BUDGETS, EASY, tell=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
