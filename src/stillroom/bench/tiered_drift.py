@@ -22,9 +22,9 @@ import numpy as np
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
 from stillroom.bench.report import BenchResult
-from stillroom.bench.tiered import SKEWS, Questions, Scope, check_scope, made_lists, written
+from stillroom.bench.tiered import SKEWS, Questions, Scope, check_scope, made_lists
 from stillroom.retrieval.hot_lists import DriftRules, HotLists
-from stillroom.retrieval.tiered_ivf import TieredLists
+from stillroom.retrieval.tiered_ivf import TieredLists, written
 
 _NUM_FOUND = 50
 _RECOVERED = 0.9
