@@ -1,6 +1,7 @@
 """The dense index of a knowledge base with lists on disk: settings, files, other processes, damage, restarts."""
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.rows import StoredDocument
 from stillroom.retrieval.tiered_index import ListFigures
+from stillroom.retrieval.vector_index import VectorIndex
 
 D = 16
 RAM = IndexConfig(kind="ivf_pq", nbits=1, num_subquantizers=4, nprobe=2, refine=3, seed=3, nlist=8)
@@ -316,3 +318,23 @@ def test_threads_search_while_lists_move_and_documents_come_and_go(tmp_path: Pat
         assert all(one.result() == 5 * 110 for one in asking)
     indexes.close()
     assert found(indexes) == found(Indexes(tmp_path, corpus, RAM, D))
+
+
+def test_nobody_who_searches_by_words_waits_for_a_dense_search(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexes = opened()
+    indexes.write()
+    store = indexes._dense
+    began, go_on, current = threading.Event(), threading.Event(), store.current
+
+    def slow() -> VectorIndex:
+        began.set()
+        assert go_on.wait(30)
+        return current()
+
+    monkeypatch.setattr(store, "current", slow)
+    with ThreadPoolExecutor(1) as pool:
+        dense = pool.submit(indexes.search_dense, vectors(1, 5)[0], 5)
+        assert began.wait(30)
+        assert len(indexes.search_sparse("first 7", 3)) == 3 and not dense.done()
+        go_on.set()
+        assert len(dense.result(30)) == 5

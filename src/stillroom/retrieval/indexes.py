@@ -53,6 +53,8 @@ class Indexes:
         self._corpus = corpus
         self._sparse_folder = folder / "sparse"
         self._lock = Lock()
+        """Of the dense index."""
+        self._sparse_lock = Lock()
         self._dense: DenseStore | CollectionStore = (
             CollectionStore(folder, corpus, config, qdrant or QdrantConfig(), dimension)
             if config.kind == "qdrant"
@@ -91,9 +93,7 @@ class Indexes:
 
     def search_sparse(self, text: str, k: int) -> Ranking:
         """The k best chunks by BM25."""
-        with self._lock:
-            sparse = self._current_sparse()
-        return sparse.search(text, k)
+        return self._current_sparse().search(text, k)
 
     def complete(
         self, query: NDArray[np.float32], text: str, dense: Ranking, sparse: Ranking
@@ -104,21 +104,22 @@ class Indexes:
         found, vectors = self._corpus.embeddings([chunk_id for chunk_id in bm25 if chunk_id not in cosines])
         if len(found):
             cosines |= zip(map(ChunkId, found.tolist()), (vectors @ query).tolist(), strict=True)
-        with self._lock:
-            index = self._current_sparse()
+        index = self._current_sparse()
         missing = index.scores(text, [chunk_id for chunk_id in cosines if chunk_id not in bm25])
         return cosines, {chunk_id: bm25[chunk_id] if chunk_id in bm25 else missing[chunk_id] for chunk_id in cosines}
 
     def current(self) -> tuple[VectorIndex, Bm25Index]:
         """The dense and the sparse index, brought up to date; for looking at, while nobody writes."""
         with self._lock:
-            return self._dense.current(), self._current_sparse()
+            dense = self._dense.current()
+        return dense, self._current_sparse()
 
     def needs_write(self) -> bool:
         """Whether a file is missing, damaged or behind the corpus, so that `write` would help who comes next."""
+        if not self._is_sparse_current(self._current_sparse(), self._corpus.generation):
+            return True
         with self._lock:
-            generation = self._corpus.generation
-            return not self._is_sparse_current(self._current_sparse(), generation) or self._dense.needs_write()
+            return self._dense.needs_write()
 
     def write(self) -> None:
         """Bring both up to date. Only under the write lock.
@@ -133,8 +134,7 @@ class Indexes:
                 self._dense.discard()
             self._write_dense()
         finally:
-            with self._lock:
-                sparse = self._current_sparse()
+            sparse = self._current_sparse()
             if not self._is_sparse_current(sparse, self._corpus.generation):
                 self._write_sparse(sparse)
 
@@ -190,11 +190,13 @@ class Indexes:
     # Sparse
 
     def _current_sparse(self) -> Bm25Index:
-        if self._sparse is None:
-            self._sparse = Bm25Index(self._sparse_folder, self._corpus.corpus_id)
-        elif self._sparse.generation != self._corpus.generation:
-            self._sparse.refresh()
-        return self._sparse
+        """Nobody who searches by words waits for the dense index, which may be on a server."""
+        with self._sparse_lock:
+            if self._sparse is None:
+                self._sparse = Bm25Index(self._sparse_folder, self._corpus.corpus_id)
+            elif self._sparse.generation != self._corpus.generation:
+                self._sparse.refresh()
+            return self._sparse
 
     def _is_sparse_current(self, sparse: Bm25Index, generation: int) -> bool:
         return sparse.generation == generation and len(sparse) == self._corpus.num_chunks
