@@ -110,13 +110,17 @@ class Indexes:
         try:
             self._write_dense()
         except CorruptKnowledgeBaseError:
-            with self._lock:
-                self._dense.discard()
+            self.discard_dense()
             self._write_dense()
         with self._lock:
             sparse = self._current_sparse()
         if not self._is_sparse_current(sparse, self._corpus.generation):
             self._write_sparse(sparse)
+
+    def discard_dense(self) -> None:
+        """The dense index has turned out to be damaged in its file: whoever needs it next gets it made anew."""
+        with self._lock:
+            self._dense.discard()
 
     @property
     def list_figures(self) -> ListFigures | None:
