@@ -117,6 +117,12 @@ def test_where_lists_are_kept_does_not(make_file: MakeFile, docs: Path, open_kb:
     seen.append((unset.digest(), rankings(unset)))
     assert unset.list_figures is None
     assert seen[0] == seen[1] == seen[2]
+    lists = folder / "dense.lists"
+    content = bytearray(lists.read_bytes())
+    middle = len(content) // 2  # among the vectors
+    content[middle : middle + 9] = bytes(9)
+    lists.write_bytes(content)
+    assert open_kb(tiered).digest() == seen[0][0], "damage where nobody has looked yet"
     removed = [str(docs / f"{at:03}.txt") for at in range(0, 40, 3)]
     open_kb(tiered).remove(removed)
     after = [(one.digest(), rankings(one)) for one in (open_kb(tiered), open_kb(in_ram))]

@@ -130,8 +130,7 @@ class Indexes:
         try:
             self._write_dense()
         except CorruptKnowledgeBaseError:
-            with self._lock:
-                self._dense.discard()
+            self.discard_dense()
             self._write_dense()
         finally:
             sparse = self._current_sparse()
@@ -143,6 +142,11 @@ class Indexes:
         fall far behind. Only under the write lock. Raises as `write`."""
         if isinstance(self._dense, CollectionStore):
             self._write_dense()
+
+    def discard_dense(self) -> None:
+        """The dense index has turned out to be damaged in its file: whoever needs it next gets it made anew."""
+        with self._lock:
+            self._dense.discard()
 
     @property
     def list_figures(self) -> ListFigures | None:

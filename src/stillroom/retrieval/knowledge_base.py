@@ -247,7 +247,12 @@ class KnowledgeBase:
         """
         with self._write_lock():
             self._indexes.write()
-            return index_digest(self._manifest, self._corpus, *self._indexes.current())
+            try:
+                return index_digest(self._manifest, self._corpus, *self._indexes.current())
+            except CorruptKnowledgeBaseError:  # in a part of a file that nobody had asked for yet
+                self._indexes.discard_dense()
+                self._indexes.write()
+                return index_digest(self._manifest, self._corpus, *self._indexes.current())
 
     @property
     def list_figures(self) -> ListFigures | None:

@@ -279,7 +279,7 @@ class Spill:
 
     def append(self, vectors: Vectors) -> None:
         """Add [n, d]."""
-        content = np.ascontiguousarray(vectors, dtype=np.float32).data.cast("B")
+        content = memoryview(np.ascontiguousarray(vectors, dtype=np.float32).tobytes())
         at = 4 * self._dimension * self._count
         while content:  # a write may do less than all
             num_written = os.pwrite(self._descriptor, content, at)
