@@ -75,7 +75,8 @@ def plan(  # noqa: PLR0913  one parameter per flag
         typer.Option("--ram", metavar="SIZE", help="For lists of the index and KV in host memory; without it, as now."),
     ] = None,
     disk: Annotated[
-        SizeOption, typer.Option("--disk", metavar="SIZE", help="For other lists and KV on disk; without it, as now.")
+        SizeOption,
+        typer.Option("--disk", metavar="SIZE", help="For lists of the index and KV on disk; without it, as now."),
     ] = None,
     questions: Annotated[
         Path | None,
