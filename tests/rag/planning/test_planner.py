@@ -68,7 +68,7 @@ def test_what_binds() -> None:
     searched = make_plan(Forecaster(with_costs(scene(), 1e-6)), on_disk, Target(0.05, 95.0)).binding
     assert searched is not None and searched.constraint == "search"
     forecaster = Forecaster(scene(rate=100.0))
-    split = Split(device_kv=512, host_kv=300, disk_kv=2 * ALL, ram_lists=ALL)
+    split = Split(device_kv=512, host_kv=300, disk_kv=ALL, ram_lists=ALL, disk_lists=ALL)
     alone = forecaster.forecast(split, Variation(is_alone=True)).percentile(95)
     crowded = make_plan(forecaster, BUDGETS, Target(1.5 * alone, 95.0))
     assert crowded.binding is not None and crowded.binding.constraint == "load"
@@ -76,7 +76,7 @@ def test_what_binds() -> None:
 
 
 def test_lists_that_fit_nowhere() -> None:
-    with pytest.raises(UsageError, match=f"{ALL - 100 // LIST_BYTES * LIST_BYTES - 50} bytes are missing on disk"):
+    with pytest.raises(UsageError, match=f"{ALL - 50} bytes are missing on disk"):
         make_plan(Forecaster(scene()), Budgets(device=512, ram=100, disk=50), EASY)
 
 
