@@ -17,7 +17,7 @@ from stillroom.models.weights import LayerWeights
 from stillroom.ops import cpu_kernels
 from stillroom.ops.attention_watch import Watch
 from stillroom.ops.cpu_compiler import Floats
-from stillroom.ops.linear import MAX_ROWS, is_float32_faster
+from stillroom.ops.linear import is_float32_faster, least_rows_for_torch
 from stillroom.ops.rows import rms_norm
 
 # T packed tokens, B rows whose hidden states are wanted, M model dimension, S slots, H query heads, G key/value heads,
@@ -47,7 +47,7 @@ class PrefillPath:
 
     def takes(self, num_tokens: int) -> bool:
         """Whether there are enough rows for torch's products."""
-        return num_tokens > MAX_ROWS
+        return num_tokens >= least_rows_for_torch()
 
     def run(
         self,

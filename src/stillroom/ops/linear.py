@@ -10,6 +10,7 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,17 @@ _MAX_ROUNDED = 1 << 18
 
 
 _NUM_PAIRS = 15
+
+
+@functools.cache
+def least_rows_for_torch() -> int:
+    """Rows of a bfloat16 product from which torch beats our kernel: where a processor multiplies tiles (AMX), fewer
+    (docs/log.md)."""
+    try:
+        has_tiles = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        has_tiles = False
+    return 9 if has_tiles else MAX_ROWS + 1
 
 
 class Linear:
