@@ -9,6 +9,7 @@ from stillroom.bench.tiered_model import PREDICTORS, run_prediction, summary
 from stillroom.errors import UsageError
 
 
+@pytest.mark.slow  # half a minute
 def test_every_cell_is_predicted_and_measured(tmp_path: Path) -> None:
     scope = Scope(size=8000, nlist=64, nprobe=4, shares=(0.25,), batch_sizes=(1, 4), num_batches=2, repeat=2)
     result = run_prediction(tmp_path, scope)

@@ -184,7 +184,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(room: Stillroom) 
     with serving(room) as url:
         soak(url, room, 2 * NUM_CLIENTS, seed=0)
         before = _num_open_files()
-        ends = soak(url, room, 25 * NUM_CLIENTS, seed=1)
+        ends = soak(url, room, 15 * NUM_CLIENTS, seed=1)
         until(lambda: _num_open_files() <= before)
     assert ends["answered"] > 20 and ends["left"] > 20 and ends["late"], ends
     _check_books(room)
