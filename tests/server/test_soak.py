@@ -197,6 +197,7 @@ def test_thousands_of_connections_leave_nothing_behind(room: Stillroom) -> None:
         before = _memory()
         ends += soak(url, room, 1600, seed=3)
         growth = _memory() - before
+    _check_books(room)
     assert growth < MAX_GROWTH, f"{growth / 2**20:.1f} MiB more after 1,600 connections"
     assert sum(ends.values()) == 2000 and set(ends) == ENDS, ends
 
