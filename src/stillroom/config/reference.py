@@ -1,15 +1,16 @@
-"""The page of all settings, read from the source of `config.settings`, so that it cannot drift.
+"""The page of all settings, read from the source of their classes, so that it cannot drift.
 
 python -m stillroom.config.reference > docs/configuration.md
 """
 
 import ast
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import get_type_hints
 
-from stillroom.config import settings as settings_module
 from stillroom.config.load import Setting, settings
+from stillroom.config.settings import StillroomConfig
 
 _HEAD = """\
 # Configuration
@@ -70,22 +71,19 @@ class SectionDoc:
 
 def list_settings() -> tuple[SectionDoc, ...]:
     """Every section and setting with type, default and docstring, in the order of the source."""
-    classes = {node.name: node for node in _module().body if isinstance(node, ast.ClassDef)}
-    return tuple(
-        SectionDoc(
-            name=section,
-            description=ast.get_docstring(classes[class_name]) or "",
-            settings=tuple(
-                SettingDoc(settings()[f"{section}.{name}"], type_name, text)
-                for name, type_name, text in _fields(classes[class_name])
-            ),
-        )
-        for section, class_name, _ in _fields(classes["StillroomConfig"])
+    return tuple(_section(name, section_type) for name, section_type in get_type_hints(StillroomConfig).items())
+
+
+def _section(section: str, section_type: type) -> SectionDoc:
+    source = ast.parse(inspect.getsource(section_type)).body[0]
+    assert isinstance(source, ast.ClassDef)
+    return SectionDoc(
+        name=section,
+        description=ast.get_docstring(source) or "",
+        settings=tuple(
+            SettingDoc(settings()[f"{section}.{name}"], type_name, text) for name, type_name, text in _fields(source)
+        ),
     )
-
-
-def _module() -> ast.Module:
-    return ast.parse(Path(settings_module.__file__).read_text(encoding="utf-8"))
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:

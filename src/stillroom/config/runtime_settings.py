@@ -1,0 +1,146 @@
+"""Settings of the runtime in this process: the decoder and its step loop, kept KV, speculation.
+
+Users import them from `config.settings`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stillroom.config.retrieval_settings import Dtype
+from stillroom.errors import ConfigError
+
+BUNDLED_MODEL = "bundled"
+"""The model name that stands for the small model inside the package."""
+
+ReuseMode = Literal["exact", "anywhere", "off"]
+TokenSelector = Literal["question", "question_mean", "context", "received", "deviation", "first", "random"]
+RecomputeBudget = Literal["ratio", "cfo"]
+SchedulingPolicy = Literal["first_come", "cache_first", "shortest_first"]
+EvictionPolicy = Literal["prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm", "reusability"]
+LoadChoice = Literal["measured", "always"]
+Speculation = Literal["auto", "on", "off"]
+Preload = Literal["off", "layers"]
+Weights = Literal["checkpoint", "int8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """The decoder and its step loop."""
+
+    model: str = BUNDLED_MODEL
+    """`bundled`, a folder with a Hugging Face checkpoint, or a hub name."""
+    device: str = "auto"
+    """`auto`: cuda where there is a GPU, else cpu; or any torch device name."""
+    dtype: Dtype = "auto"
+    """`auto`: the checkpoint's own."""
+    weights: Weights = "checkpoint"
+    """`int8`: rounded to 8 bits while loading, half the memory of bfloat16 and faster decoding on a CPU; answers may
+    differ. Measured in docs/runtime-bench.md."""
+    max_model_len: int = 0
+    """Most tokens of a prompt with its answer. 0: the model's own limit; for a longrope model (Phi-3 128k) the length
+    it was first trained for, because longer ones need other rotary frequencies, and then for every prompt."""
+    block_size: int = 16
+    """Tokens per KV block. Larger: shorter block tables, coarser sharing."""
+    kv_bytes: int = 2 * 1024**3
+    """Memory for KV blocks on the device: of running requests, and what is kept there for the next ones. On a CPU pages
+    that were never written cost nothing."""
+    num_threads: int = 0
+    """CPU threads that compute. 0: as many as are fastest when the model is loaded, which beside other busy processes
+    can be fewer than there are cores; `OMP_NUM_THREADS` is respected."""
+    max_num_seqs: int = 32
+    """Requests that run at the same time; others wait."""
+    scheduling: SchedulingPolicy = "first_come"
+    """Who waits no longer: `first_come`; `cache_first`, who finds most of his prompt kept, for what is left to compute
+    (RAGCache 5.2); or `shortest_first`, who has least to compute. Requests of a higher priority (a lower number), and
+    tenants that were served less, go before that."""
+    starvation_window: int = 32
+    """Later requests that may be admitted before one that waits."""
+    max_waiting: int = 1024
+    """Requests that may wait; one more is refused (HTTP 429). 0: no limit."""
+    batch_delay_ms: float = 0.0
+    """How long the first request of an idle engine waits for others, so that they are computed together; less if they
+    fill a step before. 0: not at all."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step. Larger: faster prefill, longer gaps between the tokens of running requests."""
+    request_timeout_s: float = 600.0
+    """Seconds a request may take. One that takes longer is started again once, with its tokens and its kept KV, and
+    given up after as long again. 0: no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseConfig:
+    """KV that is kept for the next prompt that begins alike. See docs/knowledge-tree.md."""
+
+    mode: ReuseMode = "exact"
+    """`exact`: KV is reused where the same tokens stood after the same tokens; no answer changes. `anywhere`: beyond
+    that, a document's KV is reused wherever it stands in a prompt, and a share of its tokens is computed again; answers
+    may change (docs/chunk-reuse.md). `off`: every prompt is computed."""
+    recompute_ratio: float = 0.15
+    """With `anywhere`: share of the tokens of documents reused at another place that is computed again, in [0, 1]. More
+    is slower and closer to computing everything, which 1 is."""
+    recompute_budget: RecomputeBudget = "ratio"
+    """`ratio`: that share. `cfo`: each document's own share, by how much it owes to the documents that stood before it
+    and how few of them stand there again (Cache-Craft's CFO), times `alpha`."""
+    alpha: float = 1.0
+    """Scales the shares of `cfo`; `stillroom calibrate --quality` finds the smallest that is good enough."""
+    focus_window: int = 0
+    """Documents that the question does not look at, as so many layers in a row agree, are not repaired (Cache-Craft's
+    Algorithm 1). 0: all are."""
+    token_selector: TokenSelector = "question"
+    """Which tokens those are: by the question's attention, mostly its last token's (`question`) or all alike
+    (`question_mean`, as ProphetKV); those that had looked most at earlier documents when their KV was computed
+    (`context`, Cache-Craft's) or were most looked at (`received`, H2O); those whose values differ most in an early
+    layer (`deviation`, CacheBlend); the first of each document (`first`, EPIC), or any (`random`). All but the first
+    are for comparison."""
+    audit_share: float = 0.02
+    """With `anywhere`: share of such answers that is compared with a full prefill, when nobody waits. 0: none."""
+    max_disagreement: float = 0.25
+    """Share of audited answers whose first tokens may differ. When it is sure that more do, the recompute ratio is
+    doubled, and in the end only exact prefixes are reused."""
+    host_bytes: int = 2 * 1024**3
+    """Host memory for KV that had to leave the device (`runtime.kv_bytes`); taken as it fills. 0: none."""
+    disk_bytes: int = 4 * 1024**3
+    """Disk for KV, in the folder `kv` of the knowledge base; it survives restarts. 0: none."""
+    prefetch_bytes: int = 256 * 1024**2
+    """Host memory into which KV is read from disk while the question that will use it waits. 0: none."""
+    preload: Preload = "off"
+    """`layers`: on a CPU, kept KV is copied to its place layer by layer, by another thread, while earlier layers
+    compute. `off`: all of it before they do (docs/chunk-reuse.md)."""
+    policy: EvictionPolicy = "prefix_heat"
+    """Who leaves a full tier: by our own rule, by RAGCache's `pgdsf`, or by one of its baselines. Measured beside each
+    other in docs/policies-bench.md."""
+    window_s: float = 3600.0
+    """How far back uses of a document count for `pgdsf`, `gdsf` and `lfu`, in seconds."""
+    looks_ahead: bool = True
+    """What waiting requests will use leaves last."""
+    admits_by_frequency: bool = False
+    """A full disk keeps what is asked for more often than what comes: fewer writes, and fewer hits."""
+    load: LoadChoice = "measured"
+    """`measured`: KV on host or disk is loaded where that is faster than computing it, by the cost profile
+    (`stillroom calibrate`). `always`: whenever it is there."""
+    tail_blocks: int = 4
+    """The end of a prompt is kept in pieces of this many blocks, so that long ones (conversations, raw prompts) are
+    shared as far as they agree. Questions shorter than a piece are not kept."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.recompute_ratio <= 1.0:
+            raise ConfigError(f"reuse.recompute_ratio={self.recompute_ratio} must lie between 0 and 1")
+        if self.alpha < 0.0 or self.focus_window < 0:
+            raise ConfigError(
+                f"reuse.alpha={self.alpha} and reuse.focus_window={self.focus_window} must not be negative"
+            )
+        for name in ("audit_share", "max_disagreement"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"reuse.{name}={getattr(self, name)} must lie between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Beginning to read the likely documents while the search goes on (docs/pipelining.md)."""
+
+    mode: Speculation = "auto"
+    """`auto`: where it is measured to pay. `on`: every search runs in stages. No token depends on it."""
+    num_stages: int = 4
+    """Lists that a search gives, the last one included."""
+    max_prefill_batch: int = 1
+    """It is begun only while fewer prompts than this wait or are read. A GPU has room for more than one."""
