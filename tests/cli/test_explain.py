@@ -29,7 +29,7 @@ def answer(request_id: str, text: str) -> Answer:
         token_ids=(5,),
         finish_reason="stop",
         sources=(Source("docs/keys.md", CHUNK, "secret text", 0.9, {"dense": 0.8, "sparse": 5.0}, 1, "Keys", 3, 4),),
-        timing=Timing(0.01, 0.02, 0.0, 0.05),
+        timing=Timing(0.01, 0.02, 0.0, 0.05, 0.003, 0.001, 0.006),
         reuse=ReuseReport(
             30,
             10,
@@ -68,6 +68,7 @@ def test_the_last_question_segment_by_segment(run: Run) -> None:
         "       5  computed  always computed       question",
     ]
     assert lines[9] == "Saved: about 250 ms by the cost profile, 1 ms of loading deducted"
+    assert lines[10] == "Phases: search 10 ms, queue 3 ms, load 1 ms, prefill 6 ms, decode 30 ms"
 
 
 def test_an_earlier_one_by_its_id_as_json(run: Run) -> None:

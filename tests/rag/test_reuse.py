@@ -63,7 +63,11 @@ def test_every_answer_can_be_explained_later(docs: Path, tmp_path: Path) -> None
     ):
         found = log.get(answer.request_id)
         assert found is not None
-        trace = found[2]
+        trace, timing = found[2], answer.timing
+        assert timing.queue_seconds is not None and timing.load_seconds is not None
+        assert timing.prefill_seconds is not None
+        phases = (timing.retrieval_seconds, timing.queue_seconds, timing.load_seconds, timing.prefill_seconds)
+        assert min(phases) >= 0.0 and sum(phases) == pytest.approx(timing.ttft_seconds)
         assert (trace["question"], trace["text"]) == (question, answer.text)
         assert [segment["num_tokens"] for segment in trace["reuse"]["segments"]] == [
             segment.num_tokens for segment in answer.reuse.segments

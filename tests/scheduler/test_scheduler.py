@@ -7,7 +7,7 @@ import pytest
 from stillroom.core.batch import Batch, BlockCopy, StepResult
 from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.core.request import FinishReason, Request, SamplingParams
+from stillroom.core.request import Admission, FinishReason, Request, SamplingParams
 from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.manager import KVCacheManager
@@ -51,7 +51,7 @@ def run(
     updates = []
     if batch is not None:
         sampled = {spec.request_id: token for s in batch.sequences for spec in s.samples}
-        updates = [replace(update, reuse=None) for update in one.update(batch, StepResult(sampled))]
+        updates = [replace(update, reuse=None, admission=None) for update in one.update(batch, StepResult(sampled))]
     one.check_integrity()
     return shape(batch), updates
 
@@ -91,6 +91,21 @@ def test_seats_are_limited_and_the_queue_is_first_come_first_served() -> None:
     assert set(run(one)[0]) == {"a", "b"}
     assert set(run(one)[0]) == {"a", "b"}
     assert set(run(one)[0]) == {"c"}
+
+
+def test_an_update_says_when_its_request_got_its_turn_and_only_with_the_first_token() -> None:
+    one = scheduler(seqs=2)
+    leader = request("a", 4, max_tokens=2)
+    one.add(leader, replace(leader, request_id=RequestId("a/1")))
+    one.add(request("b", 4, max_tokens=1))
+    seen: dict[str, list[Admission | None]] = {"a": [], "a/1": [], "b": []}
+    for now in (1.0, 2.0, 3.0):
+        batch = one.schedule(now)
+        assert batch is not None
+        sampled = {spec.request_id: 5 for s in batch.sequences for spec in s.samples}
+        for update in one.update(batch, StepResult(sampled), now + 0.5):
+            seen[update.request_id].append(update.admission)
+    assert seen == {"a": [Admission(1.0, 1.5), None], "a/1": [Admission(1.0, 1.5), None], "b": [Admission(3.0, 3.5)]}
 
 
 def test_without_blocks_the_youngest_is_preempted_and_runs_again_later() -> None:

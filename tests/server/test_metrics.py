@@ -28,6 +28,7 @@ def observe(metrics: Metrics, *, num_generated_tokens: int) -> None:
         num_prompt_tokens=100,
         num_cached_tokens=64,
         num_generated_tokens=num_generated_tokens,
+        phase_seconds={"queue": 0.02, "load": None, "prefill": 0.17},
     )
 
 
@@ -46,6 +47,8 @@ def test_answer_is_counted_in_every_metric() -> None:
     assert seen["stillroom_time_to_first_token_seconds_bucket{le=0.1}"] == 0
     assert seen["stillroom_time_per_output_token_seconds_count"] == 1
     assert seen["stillroom_request_seconds_sum"] == 0.5
+    assert seen["stillroom_phase_seconds_sum{phase=queue}"] == 0.02
+    assert "stillroom_phase_seconds_sum{phase=load}" not in seen
 
 
 def test_times_that_did_not_happen_are_not_observed() -> None:

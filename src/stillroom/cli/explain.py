@@ -87,10 +87,17 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
         line(f"Repaired: {ratio:.0%} of the tokens of documents that were reused at another place, computed again")
     if overlap := _describe_overlap(trace.get("speculation"), timing):
         line(f"Overlap: {overlap}")
+    if timing.get("queue_seconds") is not None:
+        parts = ", ".join(f"{name} {duration(timing[f'{name}_seconds'])}" for name in ("queue", "load", "prefill"))
+        line(f"Phases: search {duration(timing['retrieval_seconds'])}, {parts}, decode {_decoding(timing)}")
     line(
         f"Timing: retrieval {duration(timing['retrieval_seconds'])}, first token {duration(timing['ttft_seconds'])}, "
         f"total {duration(timing['total_seconds'])} for {count(trace['num_generated_tokens'], 'token')}"
     )
+
+
+def _decoding(timing: dict[str, Any]) -> str:
+    return duration(timing["total_seconds"] - timing["ttft_seconds"])
 
 
 def _describe_overlap(speculation: dict[str, Any] | None, timing: dict[str, Any]) -> str:

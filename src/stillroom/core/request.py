@@ -132,6 +132,17 @@ class Request:
     """At the beginning of an answer; never advanced, every sequence works on a copy."""
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """When a request first got its turn, in seconds on the engine's monotonic clock. A later preemption changes none of
+    it."""
+
+    admitted_at: float
+    """It waited until then; from then on its KV was loaded."""
+    began_at: float
+    """Computing began. Between the two also lie loads for requests that were admitted in the same step."""
+
+
 def seed_of_sample(seed: int, index: int) -> int:
     """The seed of the `index`-th of several samples of one request: the seed itself for the first, else one derived
     from both."""

@@ -87,6 +87,7 @@ class Engine:
         batch = self.scheduler.schedule(self.clock.monotonic())
         if batch is None:
             return expired
+        began = self.clock.monotonic()
         try:
             result = self.runner.execute(batch)
         except DeviceLostError:
@@ -103,8 +104,9 @@ class Engine:
                 now,
                 logprobs=update.logprobs,
                 reuse=update.reuse,
+                admission=update.admission,
             )
-            for update in self.scheduler.update(batch, result)
+            for update in self.scheduler.update(batch, result, began)
         ]
         for event in events:
             if event.finish_reason is not None:

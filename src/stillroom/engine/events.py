@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason
+from stillroom.core.request import Admission, FinishReason
 from stillroom.core.reuse import PromptReuse
 
 
@@ -40,6 +40,8 @@ class TokenEvent:
     """Of the new token, if the request wants them."""
     reuse: PromptReuse | None = None
     """How much of the prompt's KV was kept; from our own engine."""
+    admission: Admission | None = None
+    """When its turn came; from our own engine, with the first token."""
 
 
 Listener = Callable[[TokenEvent], None]

@@ -72,6 +72,13 @@ class Timing:
     tpot_seconds: float
     """Time per output token after the first: (total - TTFT) / (tokens - 1); 0 for a single token."""
     total_seconds: float
+    queue_seconds: float | None = None
+    """From the end of the search until the engine took it on: prompt tokenised, waiting for others. Null, like the next
+    two, where an engine elsewhere does not say."""
+    load_seconds: float | None = None
+    """Until computing began: kept KV loaded, of this question and of those taken on with it."""
+    prefill_seconds: float | None = None
+    """Until the first token: search, queue, load and prefill add up to TTFT; the rest of the total is decoding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,6 +252,11 @@ class Pipeline:
             num_prompt_tokens=answer.reuse.num_prompt_tokens,
             num_cached_tokens=answer.reuse.num_cached_tokens,
             num_generated_tokens=answer.num_generated_tokens,
+            phase_seconds={
+                "queue": answer.timing.queue_seconds,
+                "load": answer.timing.load_seconds,
+                "prefill": answer.timing.prefill_seconds,
+            },
         )
 
     def _publish_load(self) -> None:

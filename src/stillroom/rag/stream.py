@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId, format_chunk_id
 from stillroom.core.kv import Tier
-from stillroom.core.request import FinishReason
+from stillroom.core.request import Admission, FinishReason
 from stillroom.core.reuse import PromptReuse, Variant
 from stillroom.engine.events import TokenEvent, Usage
 from stillroom.errors import RequestAbortedError, UsageError
@@ -65,6 +65,7 @@ class AnswerCollector:
         self._pieces: list[str] = []
         self._first_at: float | None = None
         self._reuse: PromptReuse | None = None
+        self._admission: Admission | None = None
 
     def feed(self, event: TokenEvent) -> str:
         """The text this event completes. At a stop string the answer is complete, before the engine says so.
@@ -77,6 +78,7 @@ class AnswerCollector:
         if self._first_at is None:
             self._first_at = event.at
         self._reuse = event.reuse or self._reuse
+        self._admission = self._admission or event.admission
         piece = self._text(event)
         self._pieces.append(piece)
         reason = FinishReason.STOP if self._matcher.is_matched else event.finish_reason
@@ -128,12 +130,26 @@ class AnswerCollector:
                 ttft_seconds=first - started.arrival,
                 tpot_seconds=(at - first) / (count - 1) if count > 1 else 0.0,
                 total_seconds=at - started.arrival,
+                **_phases(self._admission, started.arrival + started.retrieval_seconds, first),
             ),
             reuse=_reuse_report(usage, self._reuse),
             num_generated_tokens=count,
             logprobs=tuple(self.scores) if self.scores else None,
             speculation=started.speculation,
         )
+
+
+def _phases(admission: Admission | None, searched_at: float, first_at: float) -> dict[str, float]:
+    """What lies between search and first token. What was begun before the search had ended counts from its end."""
+    if admission is None:
+        return {}
+    admitted_at = max(admission.admitted_at, searched_at)
+    began_at = max(admission.began_at, admitted_at)
+    return {
+        "queue_seconds": admitted_at - searched_at,
+        "load_seconds": began_at - admitted_at,
+        "prefill_seconds": first_at - began_at,
+    }
 
 
 def _reuse_report(usage: Usage, reuse: PromptReuse | None) -> ReuseReport:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import Batch, BlockCopy, ScheduledSequence, StepResult, TokenLogprobs
 from stillroom.core.ids import BlockId, ChunkId, RequestId
-from stillroom.core.request import FinishReason, Request
+from stillroom.core.request import Admission, FinishReason, Request
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.kvcache.manager import KVCacheManager
@@ -54,6 +54,8 @@ class SequenceUpdate:
     """Of the new token, if the request wants them."""
     reuse: PromptReuse | None = None
     """With the first token: how much of its prompt was kept."""
+    admission: Admission | None = None
+    """With the first token: when its turn came."""
 
 
 class Scheduler:
@@ -180,16 +182,21 @@ class Scheduler:
                 scheduled.append(take(sequence, budget))
                 budget -= scheduled[-1].num_scheduled_tokens
         # Blocks that a preemption has just freed are for those who keep running.
-        while budget > 0 and not has_preempted and (admitted := self._try_admit()) is not None:
+        while budget > 0 and not has_preempted and (admitted := self._try_admit(now)) is not None:
             scheduled.append(take(admitted, budget))
             budget -= scheduled[-1].num_scheduled_tokens
         return Batch(tuple(scheduled), tuple(copies)) if scheduled else None
 
-    def update(self, batch: Batch, result: StepResult) -> list[SequenceUpdate]:
-        """Record that a step ran; returns what became of each sequence that sampled a token."""
+    def update(self, batch: Batch, result: StepResult, began: float = 0.0) -> list[SequenceUpdate]:
+        """Record that a step ran; returns what became of each sequence that sampled a token.
+
+        Args:
+            began: when its computing began.
+        """
         updates = []
         for entry in batch.sequences:
             sequence = self._running[entry.request_id]
+            sequence.began_at = began if sequence.began_at is None else sequence.began_at
             if entry.request_id in result.masses:
                 self.kv.weigh(sequence.lease, _positions(entry), result.masses[entry.request_id])
             if sequence.lease.repair is not None:
@@ -233,12 +240,14 @@ class Scheduler:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(sequence, reason)
+        is_first = sequence.num_generated <= 1
         return SequenceUpdate(
             sequence.request_id,
             token_id if is_answer else None,
             reason,
             result.logprobs.get(sequence.request_id) if is_answer else None,
-            sequence.lease.reuse if sequence.num_generated <= 1 else None,
+            sequence.lease.reuse if is_first else None,
+            sequence.admission if is_first else None,
         )
 
     @property
@@ -265,6 +274,7 @@ class Scheduler:
         follower.num_computed = leader.num_computed
         follower.to_compute = leader.to_compute
         follower.status = leader.status
+        follower.admitted_at, follower.began_at = leader.admitted_at, leader.began_at
 
     def _leave(self, request_id: RequestId) -> Sequence | None:
         """Take a follower out of its group; None if there is none of that name."""
@@ -352,7 +362,7 @@ class Scheduler:
         self._waiting.push(sequence)
         self.kv.expect(sequence.lease)
 
-    def _try_admit(self) -> Sequence | None:
+    def _try_admit(self, now: float) -> Sequence | None:
         """The first waiting sequence, if there is a seat and blocks for all of its tokens."""
         self._waiting.reorder(self.kv.take_changes())
         sequence = self._waiting.first()
@@ -362,6 +372,7 @@ class Scheduler:
         if num_cached is None:
             return None
         sequence.num_computed = num_cached
+        sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
         self._waiting.admit(sequence)
         sequence.status = Status.RUNNING
         self._running[sequence.request_id] = sequence

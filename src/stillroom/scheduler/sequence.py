@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason, Request
+from stillroom.core.request import Admission, FinishReason, Request
 from stillroom.kvcache.block_table import BlockTable
 from stillroom.kvcache.lease import Lease
 
@@ -29,8 +29,10 @@ class Sequence:
 
     __slots__ = (
         "_token_ids",
+        "admitted_at",
         "arrival",
         "arrived_at",
+        "began_at",
         "constraint",
         "finish_reason",
         "followers",
@@ -49,6 +51,10 @@ class Sequence:
         """Number of the request, in the order in which they came."""
         self.arrived_at = arrived_at
         """When it came, in seconds."""
+        self.admitted_at: float | None = None
+        """When it first got its turn."""
+        self.began_at: float | None = None
+        """When computing it began first."""
         self.lease = lease
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
@@ -90,6 +96,13 @@ class Sequence:
     def is_complete(self) -> bool:
         """Nothing can follow by the request's constraint."""
         return self.constraint is not None and self.constraint.is_complete
+
+    @property
+    def admission(self) -> Admission | None:
+        """None before computing began."""
+        if self.admitted_at is None or self.began_at is None:
+            return None
+        return Admission(self.admitted_at, self.began_at)
 
     @property
     def segment_lengths(self) -> list[int]:

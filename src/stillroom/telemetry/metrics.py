@@ -61,6 +61,13 @@ SPECS = (
         buckets=_REQUEST_BUCKETS,
     ),
     MetricSpec(
+        "stillroom_phase_seconds",
+        "histogram",
+        "Of questions: queue, from the search to the engine's turn; load, of kept KV; prefill, to the first token.",
+        ("phase",),
+        buckets=_REQUEST_BUCKETS,
+    ),
+    MetricSpec(
         "stillroom_speculations_total",
         "counter",
         "Questions, by what became of beginning to read before the search had ended.",
@@ -216,6 +223,7 @@ class Metrics:
         self._ttft = self._histogram("stillroom_time_to_first_token_seconds")
         self._tpot = self._histogram("stillroom_time_per_output_token_seconds")
         self._total = self._histogram("stillroom_request_seconds")
+        self._phases = self._histogram("stillroom_phase_seconds")
         self._speculations = self._counter("stillroom_speculations_total")
         self._ahead = self._counter("stillroom_speculation_ahead_seconds_total")
         self._kv_blocks = self._gauge("stillroom_kv_blocks")
@@ -239,14 +247,18 @@ class Metrics:
         num_prompt_tokens: int,
         num_cached_tokens: int,
         num_generated_tokens: int,
+        phase_seconds: Mapping[str, float | None],
     ) -> None:
-        """Count a question that ended; `outcome` is its finish reason."""
+        """Count a question that ended; `outcome` is its finish reason. Phases of which nothing is known are None."""
         self._requests.labels(outcome).inc()
         self._prompt_tokens.inc(num_prompt_tokens)
         self._cached_tokens.inc(num_cached_tokens)
         self._generated_tokens.inc(num_generated_tokens)
         self._retrieval.observe(retrieval_seconds)
         self._total.observe(total_seconds)
+        for phase, seconds in phase_seconds.items():
+            if seconds is not None:
+                self._phases.labels(phase).observe(seconds)
         if num_generated_tokens > 0:
             self._ttft.observe(ttft_seconds)
         if num_generated_tokens > 1:  # a single token has no time between tokens

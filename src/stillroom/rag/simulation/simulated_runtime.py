@@ -153,9 +153,9 @@ class _TimedScheduler(Scheduler):
         self.seconds.append(time.perf_counter() - started)
         return batch
 
-    def update(self, batch: Batch, result: StepResult) -> list[SequenceUpdate]:
+    def update(self, batch: Batch, result: StepResult, began: float = 0.0) -> list[SequenceUpdate]:
         started = time.perf_counter()
-        updates = super().update(batch, result)
+        updates = super().update(batch, result, began)
         self.seconds[-1] += time.perf_counter() - started
         return updates
 
