@@ -132,6 +132,7 @@ def test_list_as_json(run: Run, room: EditableRoom) -> None:
                 "num_chunks": 1,
                 "num_bytes": 36,
                 "added_at": 1_700_000_000.0,
+                "metadata": {},
             }
         ]
     }

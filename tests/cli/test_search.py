@@ -37,6 +37,8 @@ def test_json_is_that_of_the_server(run: Run, opened: Opened) -> None:
         "heading",
         "start_line",
         "end_line",
+        "start_page",
+        "end_page",
     ]
     assert list(body["timing"]) == ["embed_seconds", "search_seconds", "total_seconds"]
 

@@ -1,7 +1,8 @@
 """The real embedder, loaded once, and small folders of documents."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -57,6 +58,16 @@ def open_kb(tmp_path: Path, embedder: Embedder, monkeypatch: pytest.MonkeyPatch)
     yield open_one
     for kb in opened:
         kb.close()
+
+
+@pytest.fixture
+def refuse_to_embed(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From when it is called on, embedding a document fails the test."""
+
+    def refuse(texts: Sequence[str], *_: object) -> NoReturn:
+        raise AssertionError(f"embedded again: {texts}")
+
+    return lambda: monkeypatch.setattr(embedder, "embed_documents", refuse)
 
 
 def _shared(config: EmbedderConfig, embedder: Embedder) -> Embedder:

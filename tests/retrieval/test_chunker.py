@@ -50,6 +50,16 @@ def test_limits_hold(embedder: Embedder, paragraphs: tuple[Paragraph, ...], titl
         assert 1 <= chunk.start_line <= chunk.end_line <= 9 or chunk.start_line == 0
 
 
+def test_pages_are_carried_to_the_chunks(embedder: Embedder) -> None:
+    short = [Paragraph(f"Short text {page}.", ("A",), 0, 0, page, page + 1) for page in (4, 2)]
+    joined = chunker(embedder).chunks(document(*short, Paragraph("No page.", ("A",))))
+    assert [(chunk.start_page, chunk.end_page) for chunk in joined] == [(2, 5)]
+    long = Paragraph("Many words. " * 60, (), 0, 0, 7, 8)
+    parts = chunker(embedder).chunks(document(long, Paragraph("No page.", ("B",))))
+    assert len(parts) > 3
+    assert [(chunk.start_page, chunk.end_page) for chunk in parts] == [(7, 8)] * (len(parts) - 1) + [(0, 0)]
+
+
 @settings(max_examples=40, deadline=None)
 @given(PARAGRAPHS)
 def test_short_words_are_never_cut(embedder: Embedder, paragraphs: tuple[Paragraph, ...]) -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId, chunk_id_of
+from stillroom.core.metadata import Metadata
 from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.rows import Source, SourceUpdate, StoredDocument
+from stillroom.retrieval.rows import Changes, Source, SourceUpdate, StoredDocument
 
 
 def stored(name: str, *texts: str, title: str = "T", first_line: int = 1) -> StoredDocument:
@@ -74,6 +75,25 @@ def test_an_edit_touches_only_the_chunks_that_read_differently(corpus: Corpus) -
     assert [chunk.start_line for chunk, _ in corpus.chunks_of(DocumentId("a"))] == [10, 11, 12]
 
 
+def test_pages_change_without_a_new_vector(corpus: Corpus) -> None:
+    before = stored("a", "one", "two")
+    corpus.commit([before])
+    moved = tuple(dataclasses.replace(chunk, start_page=3, end_page=4) for chunk in before.chunks)
+    corpus.commit([dataclasses.replace(before, chunks=moved)])
+    assert [(chunk.start_page, chunk.end_page) for chunk, _ in corpus.chunks_of(DocumentId("a"))] == [(3, 4)] * 2
+    assert (corpus.generation, corpus.changes_since(1)) == (1, Changes(1, (), ()))
+
+
+def test_metadata_is_kept_and_a_change_of_it_is_a_generation_without_work_for_an_index(corpus: Corpus) -> None:
+    metadata: Metadata = {"team": "legal", "year": 2024, "tags": ("a", 1, 2.5, True), "is_draft": False}
+    document = stored("a", "one")
+    corpus.commit([dataclasses.replace(document, metadata=metadata)])
+    assert corpus.documents()[0].metadata == metadata
+    corpus.commit([dataclasses.replace(document, metadata={"team": "sales"})])
+    assert corpus.documents()[0].metadata == {"team": "sales"}
+    assert corpus.changes_since(1) == Changes(2, (), ())
+
+
 def test_a_new_title_is_a_new_text_for_every_chunk(corpus: Corpus) -> None:
     corpus.commit([stored("a", "one")])
     renamed = stored("a", "one", title="Other")
@@ -99,7 +119,7 @@ def test_a_failing_commit_leaves_nothing_behind(corpus: Corpus) -> None:
 
 
 def test_files_are_noted_and_forgotten_without_a_new_generation(corpus: Corpus) -> None:
-    source = Source("a", 10, 99, "hash")
+    source = Source("a", 10, 99, "hash", {"team": "legal"})
     corpus.commit(sources=[SourceUpdate("a", source)])
     assert (corpus.sources(), corpus.generation) == ({"a": source}, 0)
     corpus.commit([stored("a", "one")])

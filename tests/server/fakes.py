@@ -242,6 +242,8 @@ def _source(position: int, scored: ScoredChunk) -> Source:
         heading=chunk.heading,
         start_line=chunk.start_line,
         end_line=chunk.end_line,
+        start_page=chunk.start_page,
+        end_page=chunk.end_page,
     )
 
 

@@ -502,6 +502,8 @@ def test_search_returns_results_and_timing(client: httpx.Client) -> None:
         "heading": "Keys > Rotation",
         "start_line": 3,
         "end_line": 4,
+        "start_page": 0,
+        "end_page": 0,
     }
     assert set(body["timing"]) == {"embed_seconds", "search_seconds", "total_seconds"}
 

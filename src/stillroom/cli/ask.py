@@ -201,7 +201,7 @@ def _show_sources(answer: "Answer") -> None:
     line()
     line("Sources:")
     for source in answer.sources:
-        where = place(source.document, source.start_line, source.end_line)
+        where = place(source.document, (source.start_line, source.end_line), (source.start_page, source.end_page))
         line(f"  {source.position}. {source.score:.4f}  {where}" + (f"  {source.heading}" if source.heading else ""))
 
 

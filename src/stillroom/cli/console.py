@@ -63,12 +63,18 @@ def short_path(document: str) -> str:
     return relative if len(relative) < len(document) else document
 
 
-def place(document: str, start_line: int, end_line: int) -> str:
-    """`docs/a.md:3-7`; without lines where the format has none."""
-    path = short_path(document)
-    if start_line <= 0:
-        return path
-    return f"{path}:{start_line}" if end_line <= start_line else f"{path}:{start_line}-{end_line}"
+def place(document: str, lines: tuple[int, int], pages: tuple[int, int]) -> str:
+    """`docs/a.md:3-7` or `docs/a.pdf, p. 3-4`; without lines or pages where the format has none."""
+    where = short_path(document)
+    if lines[0] > 0:
+        where += f":{_span(*lines)}"
+    if pages[0] > 0:
+        where += f", p. {_span(*pages)}"
+    return where
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first}" if last <= first else f"{first}-{last}"
 
 
 def duration(seconds: float) -> str:

@@ -135,7 +135,8 @@ def _describe_variant(variant: dict[str, Any], by_chunk: dict[str, dict[str, Any
 
 
 def _name(source: dict[str, Any]) -> str:
-    return place(source["document"], source["start_line"], source["end_line"])
+    pages = (source.get("start_page", 0), source.get("end_page", 0))  # a trace of an earlier version has none
+    return place(source["document"], (source["start_line"], source["end_line"]), pages)
 
 
 def _describe(source: dict[str, Any]) -> str:

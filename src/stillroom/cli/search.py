@@ -69,7 +69,7 @@ def search(  # noqa: PLR0913  one parameter per flag
 def _show(rank: int, scored: "ScoredChunk") -> None:
     chunk = scored.chunk
     parts = ", ".join(f"{name} {score:.4g}" for name, score in scored.scores.items())
-    line(f"{rank}. {place(chunk.document_id, chunk.start_line, chunk.end_line)}")
+    line(f"{rank}. {place(chunk.document_id, (chunk.start_line, chunk.end_line), (chunk.start_page, chunk.end_page))}")
     line(f"   score {scored.score:.4f}" + (f" ({parts})" if parts else ""))
     if chunk.heading:
         line(f"   {chunk.heading}")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.core.metadata import Metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,10 @@ class Paragraph:
     """First line in the file, counted from 1; 0 where the format has no lines."""
     end_line: int = 0
     """Last line, inclusive."""
+    start_page: int = 0
+    """First page (or slide), counted from 1; 0 where the format has no pages."""
+    end_page: int = 0
+    """Last page, inclusive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,8 @@ class Document:
     paragraphs: tuple[Paragraph, ...]
     record_id: str | None = None
     """The record's own `_id` in a JSONL corpus (BEIR layout), else None."""
+    metadata: Metadata = field(default_factory=dict)
+    """What the file itself says about it, as `clean_metadata` leaves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,9 @@ class Chunk:
     start_line: int = 0
     end_line: int = 0
     record_id: str | None = None
+    start_page: int = 0
+    """0 where the format has no pages."""
+    end_page: int = 0
 
     @property
     def heading(self) -> str:
@@ -90,3 +100,4 @@ class DocumentInfo:
     """Size of the source text in bytes."""
     added_at: float
     """Unix time in seconds."""
+    metadata: Metadata = field(default_factory=dict)

@@ -60,6 +60,9 @@ class Source:
     start_line: int
     """First line in the file, from 1; 0 where the format has no lines."""
     end_line: int
+    start_page: int = 0
+    """First page of the file, from 1; 0 where the format has no pages."""
+    end_page: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,6 +289,8 @@ def _sources(found: Sequence[ScoredChunk]) -> tuple[Source, ...]:
             heading=scored.chunk.heading,
             start_line=scored.chunk.start_line,
             end_line=scored.chunk.end_line,
+            start_page=scored.chunk.start_page,
+            end_page=scored.chunk.end_page,
         )
         for position, scored in enumerate(found, start=1)
     )

@@ -40,6 +40,8 @@ class _Piece:
     num_tokens: int
     start_line: int
     end_line: int
+    start_page: int = 0
+    end_page: int = 0
 
 
 class Chunker:
@@ -88,6 +90,8 @@ class Chunker:
             num_tokens=self._count(piece.text),
             start_line=piece.start_line,
             end_line=piece.end_line,
+            start_page=piece.start_page,
+            end_page=piece.end_page,
         )
 
     def _count(self, text: str) -> int:
@@ -121,7 +125,9 @@ class Chunker:
         num_tokens = self._count(text)
         if num_tokens > limit:  # tokenizers whose tokens span blank lines do not add up
             return run
-        return [_Piece(text, num_tokens, run[0].start_line, max(piece.end_line for piece in run))]
+        pages = [page for piece in run for page in (piece.start_page, piece.end_page) if page] or [0]
+        end_line = max(piece.end_line for piece in run)
+        return [_Piece(text, num_tokens, run[0].start_line, end_line, min(pages), max(pages))]
 
     def _pieces(self, paragraph: Paragraph, limit: int) -> list[_Piece]:
         """The paragraph itself if it fits, else its parts, each within `limit`."""
@@ -129,18 +135,27 @@ class Chunker:
         measure = _Measure(text, self._tokenizer)
         total = measure.cost(0, len(text))
         if total <= limit:
-            return [_Piece(text, total, paragraph.start_line, paragraph.end_line)] if text.strip() else []
+            return [_piece_of(paragraph, 0, len(text), total)] if text.strip() else []
         num_parts = -(-total // limit)
         spans = measure.split(0, len(text), limit, target=-(-total // num_parts))
         return [_piece_of(paragraph, start, end, measure.cost(start, end)) for start, end in spans]
 
 
 def _piece_of(paragraph: Paragraph, start: int, end: int, num_tokens: int) -> _Piece:
-    """One part of a paragraph, with the lines it stands on if the paragraph keeps the lines of its file."""
+    """A stretch of a paragraph, with the lines it stands on if the paragraph keeps the lines of its file, and with
+    the paragraph's pages."""
     text = paragraph.text
+    is_whole = (start, end) == (0, len(text))
     first = min(paragraph.start_line + text.count("\n", 0, start), paragraph.end_line)
     last = min(paragraph.start_line + text.count("\n", 0, end), paragraph.end_line)
-    return _Piece(text[start:end], num_tokens, first, last)
+    return _Piece(
+        text[start:end],
+        num_tokens,
+        paragraph.start_line if is_whole else first,
+        paragraph.end_line if is_whole else last,
+        paragraph.start_page,
+        paragraph.end_page,
+    )
 
 
 class _Measure:

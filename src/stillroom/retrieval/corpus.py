@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import ChunkId, DocumentId
-from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError
+from stillroom.errors import CorruptKnowledgeBaseError, IncompatibleKnowledgeBaseError, KnowledgeBaseBusyError
 from stillroom.retrieval import rows
 from stillroom.retrieval.rows import Changes, Source, SourceUpdate, StoredDocument
 
@@ -37,6 +37,7 @@ class Corpus:
 
         Raises:
             CorruptKnowledgeBaseError: the file is damaged or no such database.
+            IncompatibleKnowledgeBaseError: a later version of Stillroom wrote it.
         """
         self._path = path
         self._lock = threading.RLock()
@@ -44,11 +45,9 @@ class Corpus:
         with self._reporting():
             self._connection = self._connect()
             try:
-                self._connection.executescript(rows.SCHEMA)
-                with contextlib.suppress(sqlite3.IntegrityError):
-                    self._connection.execute("INSERT INTO state VALUES (0, 0, ?)", (uuid.uuid4().hex,))
+                self._upgrade()
                 self.corpus_id = str(self._connection.execute("SELECT corpus_id FROM state").fetchone()[0])
-            except sqlite3.Error:
+            except (sqlite3.Error, IncompatibleKnowledgeBaseError):
                 self._connection.close()
                 raise
 
@@ -80,7 +79,7 @@ class Corpus:
     def sources(self) -> dict[str, Source]:
         """What is known of each file that was read to its end, by path."""
         with self._reading() as connection:
-            return {row[0]: Source(*row) for row in connection.execute("SELECT * FROM sources")}
+            return {row[0]: rows.source(row) for row in connection.execute(rows.SELECT_SOURCES)}
 
     def document_ids(self, path: str) -> dict[DocumentId, str]:
         """The documents of one file, with the hash of what each says."""
@@ -172,6 +171,31 @@ class Corpus:
 
     # Inside
 
+    def _upgrade(self) -> None:
+        """Make the tables, or bring those of an earlier version up to date; in one transaction, so that whoever is
+        killed here, or comes at the same time, leaves the old tables or the new ones."""
+        if self._version() == rows.SCHEMA_VERSION:
+            return
+        with self._writing() as connection:
+            version = self._version()  # now that nobody else can change it
+            if version > rows.SCHEMA_VERSION:
+                raise IncompatibleKnowledgeBaseError(
+                    f"{self._path} has version {version}, this Stillroom reads up to {rows.SCHEMA_VERSION}; "
+                    "use the Stillroom that made it, or make the knowledge base again"
+                )
+            for statement in rows.SCHEMA:
+                connection.execute(statement)
+            for table, column, definition in rows.ADDED_COLUMNS:
+                if column not in {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}:
+                    connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} {definition}")
+            if version < rows.SCHEMA_VERSION:
+                connection.execute("DELETE FROM sources")  # the next `add` looks into every file for its metadata
+            connection.execute("INSERT OR IGNORE INTO state VALUES (0, 0, ?)", (uuid.uuid4().hex,))
+            connection.execute(f"PRAGMA user_version = {rows.SCHEMA_VERSION}")
+
+    def _version(self) -> int:
+        return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
+
     def _count(self) -> tuple[int, int, int]:
         """Generation, documents, chunks; counted once per generation."""
         generation = self.generation
@@ -250,14 +274,17 @@ class _Writer:
         """Replace a document. A chunk that reads the same keeps its row's generation: no index need look at it."""
         found = self._connection.execute(rows.SELECT_CHUNKS_OF, (document.document_id,)).fetchall()
         old: Mapping[int, Chunk] = {row[0]: rows.chunk(row) for row in found}
+        known_as = self._connection.execute(rows.SELECT_KNOWN_AS, (document.document_id,)).fetchone()
+        if known_as != rows.known_as(document):
+            self._num_changes += 1
         self._connection.execute(rows.PUT_DOCUMENT, rows.document_row(document, self._generation))
         new = {chunk.chunk_id for chunk in document.chunks}
         self._remove_chunks([chunk_id for chunk_id in old if chunk_id not in new])
         for chunk, vector in zip(document.chunks, document.vectors, strict=True):
             known = old.get(chunk.chunk_id)
             if known is not None and known.indexed_text == chunk.indexed_text:
-                lines = (chunk.start_line, chunk.end_line, chunk.chunk_id)
-                self._connection.execute("UPDATE chunks SET start_line = ?, end_line = ? WHERE chunk_id = ?", lines)
+                where = (chunk.start_line, chunk.end_line, chunk.start_page, chunk.end_page, chunk.chunk_id)
+                self._connection.execute(rows.MOVE_CHUNK, where)
                 continue
             self._num_changes += 1
             self._connection.execute("DELETE FROM tombstones WHERE chunk_id = ?", (chunk.chunk_id,))
@@ -283,9 +310,7 @@ class _Writer:
         """Forget a file's record, or replace it."""
         self._connection.execute("DELETE FROM sources WHERE path = ?", (update.path,))
         if update.source is not None:
-            source = update.source
-            row = (source.path, source.size, source.mtime_ns, source.content_hash)
-            self._connection.execute("INSERT INTO sources VALUES (?, ?, ?, ?)", row)
+            self._connection.execute("INSERT INTO sources VALUES (?, ?, ?, ?, ?)", rows.source_row(update.source))
 
     def finish(self) -> None:
         if self._num_changes:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk, Document
 from stillroom.core.ids import DocumentId
+from stillroom.core.metadata import metadata_to_json
 from stillroom.errors import DocumentError
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
@@ -80,7 +81,7 @@ class _Pending:
     content_hash: str
     num_bytes: int
     outcome: Literal["added", "updated", "unchanged"]
-    """What the report counts it as. `unchanged`: it says the same, on other lines."""
+    """What the report counts it as. `unchanged`: it says the same, on other lines or pages."""
     chunks: list[Chunk]
     known: dict[str, NDArray[np.float32]]
     """Embeddings from the document's last version, by the text that was embedded."""
@@ -268,6 +269,7 @@ def _stored(pending: _Pending, vectors: Iterator[NDArray[np.float32]], now: floa
         added_at=now,
         chunks=tuple(pending.chunks),
         vectors=np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32),
+        metadata=document.metadata,
     )
 
 
@@ -314,10 +316,17 @@ def _look_at(path: Path, known: Source | None) -> Source:
 
 
 def _content_hash(document: Document) -> str:
-    """SHA-256 of what the document says (title, headings, paragraphs), and after a colon of the lines it says it on."""
-    says = [document.title, [(paragraph.text, paragraph.heading_path) for paragraph in document.paragraphs]]
-    lines = [(paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
-    return ":".join(hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in (says, lines))
+    """SHA-256 of what the document says (title, headings, paragraphs, metadata), and after a colon of the lines and
+    pages that it says it on. A document without metadata and pages has the hash that it had before there were any."""
+    says: list[object] = [
+        document.title,
+        [(paragraph.text, paragraph.heading_path) for paragraph in document.paragraphs],
+    ]
+    says += [metadata_to_json(document.metadata)] if document.metadata else []
+    where: list[object] = [(paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
+    if any(paragraph.end_page for paragraph in document.paragraphs):
+        where += [(paragraph.start_page, paragraph.end_page) for paragraph in document.paragraphs]
+    return ":".join(hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in (says, where))
 
 
 def _outcome(known_hash: str | None, content_hash: str) -> Literal["added", "updated", "unchanged"]:

@@ -11,6 +11,7 @@ One writer at a time, any number of readers, in any mix of threads and processes
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport
-from stillroom.retrieval.manifest import Manifest, load_manifest, new_manifest
+from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
@@ -98,6 +99,8 @@ class KnowledgeBase:
             raise CorruptKnowledgeBaseError(
                 f"{path / _CORPUS} is missing; restore it from a backup, or make the knowledge base again"
             )
+        if manifest.format_version != FORMAT_VERSION:
+            manifest = _upgraded(path, manifest)
         return cls(path, manifest, config, clock or SystemClock())
 
     @property
@@ -348,6 +351,18 @@ def _create(path: Path, config: StillroomConfig) -> None:
         manifest.save(path / _MANIFEST)
     except OSError as error:
         raise KnowledgeBaseError(f"{path} cannot be made: {error.strerror or error}; choose another folder") from error
+
+
+def _upgraded(path: Path, manifest: Manifest) -> Manifest:
+    """Claim the folder for this version, so that no earlier one opens it. The corpus knows by itself how far it is."""
+    try:
+        manifest.save(path / _MANIFEST)
+    except OSError as error:
+        raise KnowledgeBaseError(
+            f"{path} was made by an earlier Stillroom and has to be written to once: {error.strerror or error}; "
+            "open it where it can be written"
+        ) from error
+    return dataclasses.replace(manifest, format_version=FORMAT_VERSION)
 
 
 def _matches(target: str, known: dict[str, list[DocumentId]]) -> list[DocumentId]:

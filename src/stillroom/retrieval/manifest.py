@@ -19,7 +19,8 @@ from stillroom.errors import (
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.index_file import write_atomically
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 had no metadata and no pages. Opening a knowledge base of an earlier version makes it one of this version."""
 
 _GOALS = ("ann_recall", "search_budget_s")
 SEARCHING = ("ef_search", "nprobe", *_GOALS)
@@ -39,6 +40,8 @@ class Manifest:
     dimension: int
     chunker: ChunkerConfig
     index: IndexConfig
+    format_version: int = FORMAT_VERSION
+    """As it was read."""
 
     def save(self, path: Path) -> None:
         """Write the manifest, whole or not at all."""
@@ -109,7 +112,7 @@ def load_manifest(path: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["format_version"]
-        if version == FORMAT_VERSION:
+        if version in range(1, FORMAT_VERSION + 1):
             return _from_json(content)
     except FileNotFoundError as error:
         raise KnowledgeBaseNotFoundError(f"there is no knowledge base in {path.parent}; add documents first") from error
@@ -118,7 +121,7 @@ def load_manifest(path: Path) -> Manifest:
             f"{path} cannot be read ({type(error).__name__}: {error}); restore it, or make the knowledge base again"
         ) from error
     raise IncompatibleKnowledgeBaseError(
-        f"{path.parent} has format version {version}, this Stillroom reads {FORMAT_VERSION}; "
+        f"{path.parent} has format version {version}, this Stillroom reads up to {FORMAT_VERSION}; "
         "use the Stillroom that made it, or make the knowledge base again"
     )
 
@@ -131,4 +134,5 @@ def _from_json(content: dict[str, Any]) -> Manifest:
         dimension=int(embedder["dimension"]),
         chunker=ChunkerConfig(**content["chunker"]),
         index=IndexConfig(**content["index"]),
+        format_version=int(content["format_version"]),
     )

@@ -1,7 +1,10 @@
-"""The corpus' tables, its statements, and the values that go in and come out. No connection here."""
+"""The corpus' tables, its statements, and the values that go in and come out. No connection here.
+
+The tables' own number (`PRAGMA user_version`) is `SCHEMA_VERSION`, or 0 as the first version left it.
+"""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,43 +12,59 @@ from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.core.metadata import Metadata, metadata_from_json, metadata_to_json
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS state (
-    one INTEGER PRIMARY KEY CHECK (one = 0), generation INTEGER NOT NULL, corpus_id TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS sources (
-    path TEXT PRIMARY KEY, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, content_hash TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS documents (
-    document_id TEXT PRIMARY KEY, path TEXT NOT NULL, record_id TEXT, title TEXT NOT NULL,
-    content_hash TEXT NOT NULL, num_bytes INTEGER NOT NULL, num_chunks INTEGER NOT NULL, added_at REAL NOT NULL,
-    generation INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS documents_by_path ON documents (path);
-CREATE TABLE IF NOT EXISTS chunks (
-    chunk_id INTEGER PRIMARY KEY, document_id TEXT NOT NULL, ordinal INTEGER NOT NULL, text TEXT NOT NULL,
-    title TEXT NOT NULL, heading_path TEXT NOT NULL, num_tokens INTEGER NOT NULL, start_line INTEGER NOT NULL,
-    end_line INTEGER NOT NULL, record_id TEXT);
-CREATE INDEX IF NOT EXISTS chunks_by_document ON chunks (document_id, ordinal);
-CREATE TABLE IF NOT EXISTS vectors (
-    chunk_id INTEGER PRIMARY KEY, generation INTEGER NOT NULL, vector BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS vectors_by_generation ON vectors (generation);
-CREATE TABLE IF NOT EXISTS tombstones (chunk_id INTEGER PRIMARY KEY, generation INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS tombstones_by_generation ON tombstones (generation);
-"""
+SCHEMA_VERSION = 2
+
+SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS state (
+        one INTEGER PRIMARY KEY CHECK (one = 0), generation INTEGER NOT NULL, corpus_id TEXT NOT NULL)""",
+    """CREATE TABLE IF NOT EXISTS sources (
+        path TEXT PRIMARY KEY, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, content_hash TEXT NOT NULL)""",
+    """CREATE TABLE IF NOT EXISTS documents (
+        document_id TEXT PRIMARY KEY, path TEXT NOT NULL, record_id TEXT, title TEXT NOT NULL,
+        content_hash TEXT NOT NULL, num_bytes INTEGER NOT NULL, num_chunks INTEGER NOT NULL, added_at REAL NOT NULL,
+        generation INTEGER NOT NULL)""",
+    "CREATE INDEX IF NOT EXISTS documents_by_path ON documents (path)",
+    """CREATE TABLE IF NOT EXISTS chunks (
+        chunk_id INTEGER PRIMARY KEY, document_id TEXT NOT NULL, ordinal INTEGER NOT NULL, text TEXT NOT NULL,
+        title TEXT NOT NULL, heading_path TEXT NOT NULL, num_tokens INTEGER NOT NULL, start_line INTEGER NOT NULL,
+        end_line INTEGER NOT NULL, record_id TEXT)""",
+    "CREATE INDEX IF NOT EXISTS chunks_by_document ON chunks (document_id, ordinal)",
+    """CREATE TABLE IF NOT EXISTS vectors (
+        chunk_id INTEGER PRIMARY KEY, generation INTEGER NOT NULL, vector BLOB NOT NULL)""",
+    "CREATE INDEX IF NOT EXISTS vectors_by_generation ON vectors (generation)",
+    "CREATE TABLE IF NOT EXISTS tombstones (chunk_id INTEGER PRIMARY KEY, generation INTEGER NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS tombstones_by_generation ON tombstones (generation)",
+)
+"""As the first version made them; what came since is in `ADDED_COLUMNS`, for new tables and old ones alike."""
+
+ADDED_COLUMNS = (
+    ("sources", "metadata", "TEXT NOT NULL DEFAULT '{}'"),
+    ("documents", "metadata", "TEXT NOT NULL DEFAULT '{}'"),
+    ("chunks", "start_page", "INTEGER NOT NULL DEFAULT 0"),
+    ("chunks", "end_page", "INTEGER NOT NULL DEFAULT 0"),
+)
+"""Table, column, definition. What `add --meta` says of a file is in `sources`, and with it in `documents`."""
 
 _CHUNK = """c.chunk_id, c.document_id, c.ordinal, c.text, c.title, c.heading_path, c.num_tokens, c.start_line,
-    c.end_line, c.record_id"""
+    c.end_line, c.record_id, c.start_page, c.end_page"""
 SELECT_CHUNKS = f"SELECT {_CHUNK} FROM chunks c WHERE c.chunk_id IN ({{}})"
 SELECT_CHUNKS_OF = f"""SELECT {_CHUNK}, v.vector FROM chunks c JOIN vectors v USING (chunk_id)
     WHERE c.document_id = ? ORDER BY c.ordinal"""
 SELECT_VECTORS = "SELECT chunk_id, vector FROM vectors WHERE chunk_id IN ({})"
 SELECT_EXISTING = "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})"
-SELECT_INFOS = "SELECT document_id, title, num_chunks, num_bytes, added_at FROM documents ORDER BY document_id"
+SELECT_INFOS = """SELECT document_id, title, num_chunks, num_bytes, added_at, metadata FROM documents
+    ORDER BY document_id"""
+SELECT_KNOWN_AS = "SELECT path, title, metadata FROM documents WHERE document_id = ?"
+SELECT_SOURCES = "SELECT path, size, mtime_ns, content_hash, metadata FROM sources"
 SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? AND generation <= ? ORDER BY generation, chunk_id"
 SELECT_REMOVED = "SELECT chunk_id FROM tombstones WHERE generation > ? AND generation <= ? ORDER BY chunk_id"
 SELECT_NTH_ADDED = "SELECT generation FROM vectors WHERE generation > ? ORDER BY generation LIMIT 1 OFFSET ?"
 COUNT_ADDED = "SELECT count(*) FROM vectors WHERE generation > ?"
-PUT_DOCUMENT = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-PUT_CHUNK = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+PUT_DOCUMENT = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+PUT_CHUNK = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+MOVE_CHUNK = "UPDATE chunks SET start_line = ?, end_line = ?, start_page = ?, end_page = ? WHERE chunk_id = ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +76,8 @@ class Source:
     """Bytes."""
     mtime_ns: int
     content_hash: str
+    metadata: Metadata = field(default_factory=dict)
+    """What was said of the file when it was added (`add --meta`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +104,7 @@ class StoredDocument:
     chunks: tuple[Chunk, ...]
     vectors: NDArray[np.float32]
     """[len(chunks), d]"""
+    metadata: Metadata = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +119,8 @@ class Changes:
 
 
 def chunk(row: tuple[Any, ...]) -> Chunk:
-    chunk_id, document_id, ordinal, text, title, heading_path, num_tokens, start_line, end_line, record_id = row[:10]
+    chunk_id, document_id, ordinal, text, title, heading_path, num_tokens, *where = row[:12]
+    start_line, end_line, record_id, start_page, end_page = where
     return Chunk(
         chunk_id=ChunkId(chunk_id),
         document_id=DocumentId(document_id),
@@ -109,6 +132,8 @@ def chunk(row: tuple[Any, ...]) -> Chunk:
         start_line=start_line,
         end_line=end_line,
         record_id=record_id,
+        start_page=start_page,
+        end_page=end_page,
     )
 
 
@@ -124,6 +149,8 @@ def chunk_row(chunk: Chunk) -> tuple[object, ...]:
         chunk.start_line,
         chunk.end_line,
         chunk.record_id,
+        chunk.start_page,
+        chunk.end_page,
     )
 
 
@@ -138,9 +165,24 @@ def document_row(document: StoredDocument, generation: int) -> tuple[object, ...
         len(document.chunks),
         document.added_at,
         generation,
+        metadata_to_json(document.metadata),
     )
 
 
+def known_as(document: StoredDocument) -> tuple[object, ...]:
+    """What a filter may ask about a document, as `SELECT_KNOWN_AS` gives it."""
+    return (document.path, document.title, metadata_to_json(document.metadata))
+
+
 def document_info(row: tuple[Any, ...]) -> DocumentInfo:
-    document_id, title, num_chunks, num_bytes, added_at = row
-    return DocumentInfo(DocumentId(document_id), title, num_chunks, num_bytes, added_at)
+    document_id, title, num_chunks, num_bytes, added_at, metadata = row
+    return DocumentInfo(DocumentId(document_id), title, num_chunks, num_bytes, added_at, metadata_from_json(metadata))
+
+
+def source(row: tuple[Any, ...]) -> Source:
+    path, size, mtime_ns, content_hash, metadata = row
+    return Source(path, size, mtime_ns, content_hash, metadata_from_json(metadata))
+
+
+def source_row(source: Source) -> tuple[object, ...]:
+    return (source.path, source.size, source.mtime_ns, source.content_hash, metadata_to_json(source.metadata))

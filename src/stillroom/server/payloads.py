@@ -41,6 +41,8 @@ def _result(scored: ScoredChunk) -> Payload:
         "heading": chunk.heading,
         "start_line": chunk.start_line,
         "end_line": chunk.end_line,
+        "start_page": chunk.start_page,
+        "end_page": chunk.end_page,
     }
 
 
@@ -75,4 +77,5 @@ def document_payload(info: DocumentInfo) -> Payload:
         "num_chunks": info.num_chunks,
         "num_bytes": info.num_bytes,
         "added_at": info.added_at,
+        "metadata": dict(info.metadata),
     }

@@ -3,6 +3,7 @@
 No readable text is dropped: a heading with nothing under it becomes a paragraph itself.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,4 +123,4 @@ class Outline:
 def _without(title: str, paragraph: Paragraph) -> Paragraph:
     if paragraph.heading_path[:1] != (title,):
         return paragraph
-    return Paragraph(paragraph.text, paragraph.heading_path[1:], paragraph.start_line, paragraph.end_line)
+    return dataclasses.replace(paragraph, heading_path=paragraph.heading_path[1:])

@@ -1,0 +1,84 @@
+"""What is known about a document besides its text: names with plain values, as filters compare them.
+
+A value is a text, a number, a truth value, or a list of those; a date is a text in ISO 8601. Whatever a file or caller
+says is brought into that form once (`clean_metadata`), so that the same metadata is the same JSON everywhere.
+"""
+
+import datetime
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Scalar = str | int | float | bool
+MetaValue = Scalar | tuple[Scalar, ...]
+Metadata = Mapping[str, MetaValue]
+
+MAX_FIELDS = 256
+MAX_NAME_CHARS = 200
+MAX_VALUE_CHARS = 10_000
+MAX_ITEMS = 1000
+_MAX_DEPTH = 8
+_MAX_INTEGER = 2**63 - 1
+"""What SQLite compares exactly; a larger number is kept as a float."""
+
+
+def clean_metadata(raw: Mapping[Any, object]) -> Metadata:
+    """What can be kept of `raw`, by name in order. A mapping within becomes dotted names (`author.name`), dates become
+    ISO 8601, and what is no value (null, blank, not finite) or far too long is left out."""
+    found: dict[str, MetaValue] = {}
+    for name, value in _flat(raw, "", 0):
+        kept = _value(value)
+        if kept is not None and 0 < len(name) <= MAX_NAME_CHARS and len(found) < MAX_FIELDS:
+            found[name] = kept
+    return dict(sorted(found.items()))
+
+
+def metadata_to_json(metadata: Metadata) -> str:
+    """Equal metadata gives equal text."""
+    return json.dumps(metadata, sort_keys=True, ensure_ascii=False, allow_nan=False)
+
+
+def metadata_from_json(text: str) -> Metadata:
+    """The inverse of `metadata_to_json`."""
+    found = json.loads(text)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _flat(raw: Mapping[Any, object], prefix: str, depth: int) -> Iterator[tuple[str, object]]:
+    for key, value in raw.items():
+        name = prefix + " ".join(_text(str(key)).split())
+        if isinstance(value, Mapping):
+            if depth < _MAX_DEPTH:
+                yield from _flat(value, f"{name}.", depth + 1)
+        else:
+            yield name, value
+
+
+def _value(value: object) -> MetaValue | None:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items: Sequence[object] = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+        kept = tuple(item for item in (_scalar(item) for item in items[:MAX_ITEMS]) if item is not None)
+        return kept or None
+    return _scalar(value)
+
+
+def _scalar(value: object) -> Scalar | None:
+    match value:
+        case bool():
+            return value
+        case int():
+            return value if abs(value) <= _MAX_INTEGER else float(value) if value.bit_length() < 1000 else None
+        case float():
+            return value if math.isfinite(value) else None
+        case datetime.date() | datetime.time():  # a datetime is a date
+            return value.isoformat()
+        case str():
+            return _text(value).strip()[:MAX_VALUE_CHARS] or None
+        case _:
+            return None
+
+
+def _text(value: str) -> str:
+    """Without what no file in UTF-8 can hold, and without NUL, at which SQLite would end it."""
+    return value.encode("utf-8", "replace").decode().replace("\0", "")

@@ -1,0 +1,57 @@
+"""Whatever is said about a document becomes plain values, always the same ones."""
+
+import datetime
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stillroom.core.metadata import MAX_FIELDS, clean_metadata, metadata_from_json, metadata_to_json
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.dates(), st.datetimes(), st.times(), st.binary()
+)
+ANYTHING = st.dictionaries(
+    st.text(max_size=8),
+    st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=4), inner), max_leaves=8),
+    max_size=6,
+)
+
+
+@given(ANYTHING)
+def test_whatever_is_said_is_kept_the_same_through_json(raw: dict[str, object]) -> None:
+    kept = clean_metadata(raw)
+    text = metadata_to_json(kept)
+    assert metadata_from_json(text) == kept
+    assert clean_metadata(json.loads(text)) == kept
+    text.encode()
+
+
+def test_values_of_every_kind() -> None:
+    raw = {
+        "year": 2024,
+        "author": {"name": " Ada ", "born": datetime.date(1815, 12, 10)},
+        "tags": ["x", None, 2, {"no": "value"}],
+        "is_draft": False,
+        "nothing": None,
+        "blank": "  ",
+        "infinite": float("inf"),
+        3: "three",
+    }
+    assert clean_metadata(raw) == {
+        "3": "three",
+        "author.born": "1815-12-10",
+        "author.name": "Ada",
+        "is_draft": False,
+        "tags": ("x", 2),
+        "year": 2024,
+    }
+
+
+def test_there_is_a_limit() -> None:
+    assert len(clean_metadata({str(number): number for number in range(1000)})) == MAX_FIELDS
+    nested: dict[str, object] = {"x": 1}
+    for _ in range(100):
+        nested = {"x": nested}
+    assert clean_metadata(nested) == {}
+    assert clean_metadata({"n": 2**70, "m": 2**5000}) == {"n": float(2**70)}

@@ -1,0 +1,123 @@
+"""A knowledge base of format 1 becomes one of format 2 when it is opened, and nobody ever sees half of that."""
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stillroom.errors import IncompatibleKnowledgeBaseError
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.rows import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION
+from tests.retrieval.conftest import MakeFile, OpenKb
+
+# ends itself at the n-th column; by a signal that nothing can catch
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from stillroom.retrieval import rows
+from stillroom.retrieval.corpus import Corpus
+
+def dying(columns, at):
+    for number, column in enumerate(columns):
+        if number == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield column
+    os.kill(os.getpid(), signal.SIGKILL)
+
+rows.ADDED_COLUMNS = dying(rows.ADDED_COLUMNS, int(sys.argv[2]))
+Corpus(Path(sys.argv[1]))
+"""
+
+
+def make_old(folder: Path) -> None:
+    """Take from a knowledge base what format 1 did not have."""
+    database = sqlite3.connect(folder / "corpus.sqlite3")
+    with database:
+        for table, column, _ in ADDED_COLUMNS:
+            database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        database.execute("PRAGMA user_version = 0")
+    database.close()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format_version": 1}))
+
+
+def shape(path: Path) -> tuple[int, list[tuple[str, ...]]]:
+    database = sqlite3.connect(path)
+    version = database.execute("PRAGMA user_version").fetchone()[0]
+    columns = [
+        (table, *(row[1] for row in database.execute(f"PRAGMA table_info({table})")))
+        for table in ("documents", "chunks", "sources")
+    ]
+    database.close()
+    return version, columns
+
+
+@pytest.fixture
+def old(open_kb: OpenKb, make_file: MakeFile, tmp_path: Path) -> Path:
+    """The folder of a knowledge base of format 1 with two documents."""
+    kb = open_kb()
+    kb.add([make_file("keys.md", "# Keys\n\nRotate the keys.\n"), make_file("cats.txt", "Cats sleep.")])
+    kb.close()
+    make_old(tmp_path / "kb")
+    return tmp_path / "kb"
+
+
+def test_an_old_knowledge_base_is_brought_up_to_date_on_opening(
+    old: Path, open_kb: OpenKb, docs: Path, refuse_to_embed: Callable[[], None]
+) -> None:
+    assert shape(old / "corpus.sqlite3")[0] == 0
+    kb = open_kb(create=False)
+    assert [Path(info.document_id).name for info in kb.documents()] == ["cats.txt", "keys.md"]
+    best = kb.search("rotate keys").results[0].chunk
+    assert (best.start_line, best.start_page, best.end_page, dict(kb.documents()[0].metadata)) == (3, 0, 0, {})
+    refuse_to_embed()
+    report = kb.add([docs])
+    assert (report.num_unchanged, report.num_updated, report.failures) == (2, 0, ())
+    assert json.loads((old / "manifest.json").read_text())["format_version"] == 2
+    fresh = Corpus(old.parent / "fresh.sqlite3")
+    fresh.close()
+    assert shape(old / "corpus.sqlite3") == shape(old.parent / "fresh.sqlite3")
+
+
+@pytest.mark.parametrize("at", [0, 2, len(ADDED_COLUMNS)])
+def test_killed_while_it_is_brought_up_to_date_it_is_as_before(old: Path, open_kb: OpenKb, at: int) -> None:
+    before = shape(old / "corpus.sqlite3")
+    killed = subprocess.run([sys.executable, "-c", _KILLED, old / "corpus.sqlite3", str(at)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert shape(old / "corpus.sqlite3") == before
+    kb = open_kb(create=False)
+    assert (kb.num_documents, shape(old / "corpus.sqlite3")[0]) == (2, SCHEMA_VERSION)
+
+
+def test_killed_between_the_manifest_and_the_corpus(old: Path, open_kb: OpenKb) -> None:
+    manifest = old / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
+    assert open_kb(create=False).num_documents == 2
+    assert shape(old / "corpus.sqlite3")[0] == SCHEMA_VERSION
+
+
+def test_tables_of_the_first_version_without_a_row_are_finished(tmp_path: Path) -> None:
+    """Version 1 made its tables in several transactions."""
+    database = sqlite3.connect(tmp_path / "corpus.sqlite3")
+    for statement in SCHEMA[:3]:
+        database.execute(statement)
+    database.close()
+    corpus = Corpus(tmp_path / "corpus.sqlite3")
+    assert (corpus.generation, corpus.num_documents, len(corpus.corpus_id)) == (0, 0, 32)
+    corpus.close()
+
+
+def test_tables_of_the_future_are_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.sqlite3"
+    Corpus(path).close()
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(IncompatibleKnowledgeBaseError, match="version 99.* up to 2"):
+        Corpus(path)
+    assert shape(path)[0] == 99
