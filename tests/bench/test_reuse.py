@@ -17,7 +17,7 @@ from stillroom.bench.reuse import ReuseOptions, run_reuse
 from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS, RATIOS, OurRuntime
 from stillroom.bench.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Cell, Figures, sustained_rate
 from stillroom.bench.reuse_index import LEAST_VECTORS
-from stillroom.bench.reuse_search import Searched
+from stillroom.bench.reuse_search import FaissSearch, Searched
 from stillroom.bench.reuse_traffic import Traffic, budget_for, made_pool
 from stillroom.bench.reuse_worker import common_prefix
 from stillroom.bench.runtime import Shape, write_checkpoint
@@ -266,7 +266,7 @@ def test_prompts_come_after_their_search_in_their_order(dues: list[float] | None
     index.add(vectors)
     faiss.write_index(index, str(tmp_path / "index"))
     echo = Echo()
-    searched = Searched(echo, str(tmp_path / "index"), 1, os.sched_getaffinity(0))
+    searched = Searched(echo, FaissSearch(str(tmp_path / "index"), 1, os.sched_getaffinity(0)))
     for _ in range(2):
         found = drive(searched, [[[1]]] * 5, dues)
         assert echo.came == list(range(5)) and min(found["seconds"]) > 0.0

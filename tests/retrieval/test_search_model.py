@@ -1,5 +1,7 @@
 """The model of divided searches: work by hand and page by page, and a fit that finds the costs it was made from."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -124,6 +126,18 @@ def test_a_fit_finds_what_it_was_made_from() -> None:
     for name in ("per_batch", "per_query", "per_list", "per_code", "per_window", "per_byte", "overlap"):
         assert getattr(found, name) == pytest.approx(getattr(made, name), rel=0.02, abs=1e-12), name
     assert found.block_sd < 1e-3 and found.batch_sd < 1e-3
+
+
+def test_a_coarse_search_that_was_interrupted_changes_little() -> None:
+    observed = observations(truth(), 0.05, 1)
+    alone = fit(observed)
+    for number, group in enumerate(observed):
+        group[number % len(group)] = replace(group[number % len(group)], coarse_seconds=group[0].seconds)
+
+    found = fit(observed)
+
+    for name in ("per_batch", "per_code", "per_window", "block_sd"):
+        assert getattr(found, name) == pytest.approx(getattr(alone, name), rel=0.05, abs=1e-12), name
 
 
 def test_the_interval_holds_what_comes() -> None:

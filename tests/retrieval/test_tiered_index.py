@@ -16,6 +16,7 @@ from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
 from stillroom.retrieval.hot_lists import DriftRules
 from stillroom.retrieval.ivf_pq import IvfPqIndex
 from stillroom.retrieval.list_file import ListFile
+from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.tiered_index import ListFigures, TieredIvfPqIndex
 
 Vectors = NDArray[np.float32]
@@ -54,6 +55,10 @@ def assert_same(one: Any, other: Any, queries: Vectors, k: int = 10, effort: int
     assert len(one) == len(other) and one.nlist == other.nlist and one.structure == other.structure
     for query in queries:
         assert other.search(query, k, effort) == one.search(query, k, effort)
+    if isinstance(other, TieredIvfPqIndex):
+        found: dict[int, Ranking] = {}
+        other.search_batch(queries, k, found.__setitem__, effort)
+        assert found == {number: one.search(query, k, effort) for number, query in enumerate(queries)}
 
 
 def figures_of(index: TieredIvfPqIndex) -> ListFigures:

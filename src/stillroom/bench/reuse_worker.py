@@ -172,7 +172,9 @@ def serve(name: str, folder: Path, num_threads: int, settings: dict[str, Any]) -
     began, cores = time.perf_counter(), os.sched_getaffinity(0)
     runtime = PEERS.get(name, _ours)(name, folder, settings, num_threads)
     if settings["index"]:
-        runtime = sibling("reuse_search").Searched(runtime, settings["index"], settings["nprobe"], cores)
+        searches = sibling("reuse_search")
+        search = searches.FaissSearch(settings["index"], settings["nprobe"], cores)
+        runtime = searches.Searched(runtime, search)
     print(json.dumps({"load_seconds": time.perf_counter() - began}), file=answers, flush=True)
     for line in sys.stdin:
         question = json.loads(line)

@@ -29,6 +29,7 @@ TIERED_HELP = help_text(
         "stillroom bench tiered --size 500000 --lists 1024 --share 0.2 --batch 1 --batch 16 --output tiered.json",
         "stillroom bench tiered --drift --size 500000 --lists 1024 --share 0.2 --half-life 500 --half-life 1000",
         "stillroom bench tiered --predict --output tiered-model.json",
+        "stillroom bench tiered --answers --probes 256 --repeat 3",
     ),
 )
 
@@ -56,6 +57,13 @@ def tiered(  # noqa: PLR0913  one parameter per flag
     ] = None,
     predict: Annotated[
         bool, typer.Option("--predict", help="Predicted beside measured throughput, and nothing else.")
+    ] = False,
+    answers: Annotated[
+        bool,
+        typer.Option(
+            "--answers",
+            help="Times to first token with a model of 135 million parameters behind the search, for several targets.",
+        ),
     ] = False,
     repeat: RepeatOption = 5,
     seed: SeedOption = 0,
@@ -86,6 +94,10 @@ def tiered(  # noqa: PLR0913  one parameter per flag
 
         share, lives = (shares or [DriftScope().share])[0], tuple(half_lives or DriftScope().half_lives)
         result = run_drift(folder, scope, DriftScope(share=share, half_lives=lives), on_progress)
+    elif answers:
+        from stillroom.bench.tiered_answers import AnswerScope, run_answers
+
+        result = run_answers(folder, scope, AnswerScope(), on_progress=on_progress)
     else:
         result = (run_prediction if predict else run_tiered)(folder, scope, on_progress)
     deliver(result, Delivery(as_json, output, html, compare))

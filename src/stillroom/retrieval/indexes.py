@@ -24,6 +24,7 @@ from stillroom.retrieval.dense_store import DenseStore
 from stillroom.retrieval.hot_lists import Spawn
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.tiered_index import ListFigures, TieredIvfPqIndex
+from stillroom.retrieval.together import OnFound, Together
 from stillroom.retrieval.tuning import Tuner
 from stillroom.retrieval.vector_index import VectorIndex
 
@@ -60,6 +61,8 @@ class Indexes:
             if config.kind == "qdrant"
             else DenseStore(folder, corpus, config, dimension, spawn)
         )
+        self._has_tiers = config.kind == "ivf_pq" and config.hot_bytes > 0
+        self._together = Together(self._lock, self._search_together)
         self._sparse: Bm25Index | None = None
         self._tuner = Tuner(folder / "tuning.json", config, corpus.corpus_id)
 
@@ -69,12 +72,17 @@ class Indexes:
         Raises:
             ConfigError: the recall or the time that the configuration asks for cannot be had.
         """
-        with self._lock:
-            return self._search_dense(query, k)
+        return next(self.search_dense_staged(query, k, 1))
 
     def search_dense_staged(self, query: NDArray[np.float32], k: int, num_stages: int) -> Iterator[Ranking]:
         """`search_dense` in stages (see `staged`). Between two of them nobody waits for this search; where the index
-        has changed there, the rest is one plain search. Raises as `search_dense`, with the first list."""
+        has changed there, the rest is one plain search. With lists on disk, who would have to wait gets the last list
+        only, from a search for all who wait (see `together`). Raises as `search_dense`, with the first list."""
+        if self._has_tiers and self._lock.locked():
+            ranking = self._together.search(query, k)
+            if ranking is not None:
+                yield ranking
+                return
         with self._lock:
             dense = self._dense.current()
             generation = self._dense.generation
@@ -175,6 +183,17 @@ class Indexes:
         self._dense.discard()
         dense = self._dense.current()
         return dense.search(query, k, self._effort(dense))
+
+    def _search_together(self, queries: Sequence[NDArray[np.float32]], k: int, on_found: OnFound) -> None:
+        """Under the lock."""
+        try:
+            dense = self._dense.current()
+            assert isinstance(dense, TieredIvfPqIndex)
+            dense.search_batch(np.stack(queries), k, on_found, self._effort(dense))
+        except CorruptKnowledgeBaseError:
+            self._dense.discard()
+            for number, query in enumerate(queries):
+                on_found(number, self._search_dense(query, k))
 
     def _effort(self, dense: VectorIndex) -> int | None:
         with _uncounted(dense):

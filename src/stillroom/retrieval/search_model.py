@@ -172,6 +172,7 @@ def _students_t(num_blocks: int) -> float:
 def fit(observed: Sequence[Sequence[Observed]]) -> ScanModel:
     """From groups of like batches: same size, probes and division. Among the divisions there must be all lists on disk
     and all in RAM; one in between tells how much shards hold each other up."""
+    observed = _with_usual_coarse_seconds(observed)
     everything = [one for group in observed for one in group]
     whole = max(one.probed.shape[1] for one in everything)
     in_ram = [one for one in everything if one.division.disk_bytes == 0]
@@ -179,7 +180,9 @@ def fit(observed: Sequence[Sequence[Observed]]) -> ScanModel:
     divided = [one for one in everything if one.division.ram_bytes and one.division.disk_bytes]
     assert in_ram and on_disk
     works = [np.concatenate([[1.0], _total(one, RAM, WINDOWS[0])[:3]]) for one in in_ram]
-    per_batch, *scan_costs = _least_squares(works, [_scan(one) for one in in_ram]).tolist()
+    per_batch, *scan_costs = _least_squares(
+        works, [_scan(one) for one in in_ram], [one.seconds for one in in_ram]
+    ).tolist()
     window_bytes, file_costs = _file_costs(on_disk, per_batch, np.array(scan_costs))
     costs = np.array([*scan_costs, *file_costs])
     overlap = _overlap(divided, per_batch, costs, window_bytes)
@@ -207,6 +210,18 @@ def fit(observed: Sequence[Sequence[Observed]]) -> ScanModel:
     return replace(model, block_sd=block_sd, batch_sd=batch_sd)
 
 
+def _with_usual_coarse_seconds(observed: Sequence[Sequence[Observed]]) -> list[list[Observed]]:
+    """Coarse search takes the same wherever lists are, so its median over all batches of a size is subtracted: one that
+    was interrupted would leave next to nothing for the scan, and relative errors of that would rule the fit."""
+    by_size: dict[int, list[float]] = {}
+    for one in (one for group in observed for one in group):
+        by_size.setdefault(len(one.probed), []).append(one.coarse_seconds)
+    usual = {size: float(np.median(seconds)) for size, seconds in by_size.items()}
+    return [
+        [replace(one, coarse_seconds=min(usual[len(one.probed)], one.seconds)) for one in group] for group in observed
+    ]
+
+
 def _scan(one: Observed) -> float:
     return max(one.seconds - one.coarse_seconds, 1e-9)
 
@@ -216,9 +231,9 @@ def _total(one: Observed, shard: int, window_bytes: int) -> Floats:
     return found
 
 
-def _least_squares(rows: Sequence[Floats], seconds: Sequence[float], scale: Sequence[float] | None = None) -> Floats:
-    """Costs of at least 0 with the least sum of squared relative errors."""
-    weights = 1 / np.maximum(np.array(seconds if scale is None else scale), 1e-9)
+def _least_squares(rows: Sequence[Floats], seconds: Sequence[float], scale: Sequence[float]) -> Floats:
+    """Costs of at least 0 with the least sum of squared errors, each relative to `scale`."""
+    weights = 1 / np.maximum(np.array(scale), 1e-9)
     matrix = np.array(rows) * weights[:, None]
     units = np.maximum(np.abs(matrix).max(axis=0), 1e-300)  # columns of like size, for its stopping rule
     solved, _ = optimize.nnls(matrix / units, np.array(seconds) * weights)
@@ -229,14 +244,15 @@ def _least_squares(rows: Sequence[Floats], seconds: Sequence[float], scale: Sequ
 def _file_costs(on_disk: Sequence[Observed], per_batch: float, scan_costs: Floats) -> tuple[int, Floats]:
     """The window that fits best, and what a window and a byte of the file cost."""
     totals = [_scan(one) for one in on_disk]
+    scale = [one.seconds for one in on_disk]
     best: tuple[float, int, Floats] | None = None
     for window_bytes in WINDOWS:
         works = [_total(one, DISK, window_bytes) for one in on_disk]
         scanned = [per_batch + float(work[:3] @ scan_costs) for work in works]
         rest = [max(total - one, 0.0) for total, one in zip(totals, scanned, strict=True)]
-        costs = _least_squares([work[3:] for work in works], rest, totals)
+        costs = _least_squares([work[3:] for work in works], rest, scale)
         told = np.array([one + float(work[3:] @ costs) for one, work in zip(scanned, works, strict=True)])
-        error = float(np.mean((told / np.array(totals) - 1) ** 2))
+        error = float(np.mean(((told - np.array(totals)) / np.array(scale)) ** 2))
         if best is None or error < best[0]:
             best = error, window_bytes, costs
     assert best is not None

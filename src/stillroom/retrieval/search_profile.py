@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.retrieval.partition import Lists, Partition
-from stillroom.retrieval.search_model import Counts, Division, Floats, Observed, ScanModel, fit
+from stillroom.retrieval.hit_rates import HitRates
+from stillroom.retrieval.partition import Lists, Partition, hottest
+from stillroom.retrieval.search_model import Counts, Division, Floats, Observed, ScanModel, fit, hits_of, rate_by_hits
 from stillroom.retrieval.tiered_ivf import DISK, RAM, TieredLists, written
 from stillroom.retrieval.vector_index import one_thread
 
@@ -58,6 +59,26 @@ class SearchProfile:
         probed = self.probed[rows]
         found: Floats = np.bincount(probed[probed >= 0].ravel(), minlength=len(self.sizes)).astype(float)
         return found
+
+
+def rate_at(profile: SearchProfile, nprobe: int) -> Callable[[float, int], float]:
+    """Queries per second at a mean hit rate and a batch size (Eq. 6): half of the queries say which lists are hot, the
+    others how often those are hit."""
+    half = len(profile.probed) // 2
+    probed = profile.probed[:, :nprobe]
+    accesses = profile.accesses(slice(0, max(1, half)))
+    known: dict[int, HitRates] = {}
+
+    def rate(hit_rate: float, batch_size: int) -> float:
+        held = hottest(accesses, hit_rate) if hit_rate < 1 else np.arange(len(profile.sizes))
+        if len(held) not in known:
+            shard_of = np.full(len(profile.sizes), DISK)
+            shard_of[held] = RAM
+            division = Division(profile.sizes, profile.bytes_per_vector, Partition(shard_of, 2))
+            known[len(held)] = hits_of(division, probed[half:])
+        return rate_by_hits(profile.model.times, known[len(held)], batch_size)
+
+    return rate
 
 
 def probed_lists(lists: Any, queries: Vectors, nprobe: int) -> Lists:

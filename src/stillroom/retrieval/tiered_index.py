@@ -147,8 +147,49 @@ class TieredIvfPqIndex:
             scores = np.append(scores, more_scores)
             order = np.lexsort((ids, -scores))[:num_fetched]
             found, ids, scores = found[order], ids[order], scores[order]
-            exact = rows.vectors(found) @ query if self._config.refine else scores
-            yield ranked_arrays(ids, exact)[:k]
+            yield self._ranking(query, k, found, ids, scores)
+
+    def search_batch(
+        self,
+        queries: NDArray[np.float32],
+        k: int,
+        on_found: Callable[[int, Ranking], None],
+        effort: int | None = None,
+    ) -> None:
+        """`search` for each of queries [q, d]: the shards scan for all of them at the same time.
+
+        Args:
+            on_found: told the number of a query and its ranking, once each, as soon as its own last list is scanned.
+
+        Raises:
+            CorruptKnowledgeBaseError: what one of them asks for is damaged in the file.
+        """
+        if self._young is not None:
+            for number, query in enumerate(queries):
+                on_found(number, self._young.search(query, k, effort))
+            return
+        rows, num_fetched = self._rows, max(k, k * self._config.refine)
+        nearness, probed = rows.tiers.probe(queries, effort or self._config.nprobe)
+        windows = [self._hot.note(lists) for lists in probed] if self._is_counting else []
+        if any(windows):
+            self._on_window()
+        for number, (found, scores) in rows.best_of_batch(queries, num_fetched, probed, nearness):
+            ids = rows.ids_of(found)
+            order = np.lexsort((ids, -scores))[:num_fetched]
+            on_found(number, self._ranking(queries[number], k, found[order], ids[order], scores[order]))
+
+    def _ranking(
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        found: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        scores: NDArray[np.float32],
+    ) -> Ranking:
+        """Of rows found, under their ids, with approximate scores: the best k, by their full vectors where those are
+        kept."""
+        exact = self._rows.vectors(found) @ query if self._config.refine else scores
+        return ranked_arrays(ids, exact)[:k]
 
     # Tuning (see `tuning.TunableIndex`)
 

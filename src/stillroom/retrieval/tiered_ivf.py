@@ -15,7 +15,7 @@ as `ivf_pq` merges the stages of a search.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -193,17 +193,44 @@ class TieredLists:
         return nearness, probed
 
     def search_batch(self, queries: Vectors, num: int, nprobe: int, on_found: Callable[[int, Scored], None]) -> None:
-        """The best `num` for each of queries [q, d].
+        """The best `num` for each of queries [q, d], and no more.
 
         Args:
             on_found: told the number of a query and what was found, once each, as soon as its last list is scanned; in
                 a thread of a shard, so it must return quickly.
         """
+        nearness, probed = self.probe(queries, nprobe)
+
+        def release(number: int, scored: Scored) -> None:
+            on_found(number, first_arrays(*scored, num))
+
+        running = self.start_batch(queries, num, probed, nearness, release)
+        wait(running)
+        for one in running:
+            one.result()
+
+    def start_batch(
+        self,
+        queries: Vectors,
+        num: int,
+        probed: Lists,
+        nearness: Nearness,
+        on_found: Callable[[int, Scored], None],
+        allowed: Any = None,
+    ) -> list[Future[None]]:
+        """Have the shards scan for queries [q, d] in lists [q, p] as near as `nearness` [q, p].
+
+        Args:
+            on_found: as of `search_batch`, and told those that equal the last of the best `num` too.
+            allowed: as of the function `scan`.
+
+        Returns:
+            The shards' work, an error of which is that of a damaged list.
+        """
         ram = self._ram
         on_host = np.where(ram.is_held, RAM, DISK)
         shard_of = np.where(self._device_of >= 0, FIRST_DEVICE + self._device_of, on_host)
         partition = Partition(shard_of, FIRST_DEVICE + len(self._devices))
-        nearness, probed = self.probe(queries, nprobe)
         num_in = partition.num_in(probed)
         pending = [_Pending(int((row > 0).sum())) for row in num_in]
         lock = Lock()
@@ -215,7 +242,7 @@ class TieredLists:
                 if len(one.parts) < one.num_shards:
                     return
             ids, scores = (np.concatenate(arrays) for arrays in zip(*one.parts, strict=True))
-            on_found(number, first_arrays(ids, scores, num))
+            on_found(number, (ids, scores))
 
         def run_device(shard: int) -> None:
             """All of the batch at once."""
@@ -234,15 +261,12 @@ class TieredLists:
                 if shard == DISK:
                     self.file.will_need(lists)
                     self.file.check_lists(lists)
-                finish(number, scan(index, queries[number], num, lists, near[number, : len(lists)]))
+                finish(number, scan(index, queries[number], num, lists, near[number, : len(lists)], allowed))
 
         if self._pool is None:
             self._pool = ThreadPoolExecutor(partition.num_shards, thread_name_prefix="stillroom-shard")
         running = [self._pool.submit(run, shard) for shard in (RAM, DISK)]
-        running += [self._pool.submit(run_device, FIRST_DEVICE + number) for number in range(len(self._devices))]
-        wait(running)
-        for one in running:
-            one.result()
+        return running + [self._pool.submit(run_device, FIRST_DEVICE + number) for number in range(len(self._devices))]
 
     # Inside
 

@@ -5,7 +5,9 @@ the file masks it, and a new file leaves it out.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import faiss as _faiss
@@ -74,11 +76,41 @@ class Rows:
         Raises:
             CorruptKnowledgeBaseError: a list is damaged in the file.
         """
-        rows, scores = self.tiers.scan(query, num, probed, nearness, self._selector and self._selector[0])
-        if self._recent.ntotal:
-            more_rows, more_scores = scan(self._recent, query, num, probed, nearness)
-            rows, scores = np.append(rows, more_rows), np.append(scores, more_scores)
-        return rows, scores
+        found = self.tiers.scan(query, num, probed, nearness, self._selector and self._selector[0])
+        return self._with_recent(found, query, num, probed, nearness)
+
+    def best_of_batch(
+        self, queries: Vectors, num: int, probed: Lists, nearness: Nearness
+    ) -> Iterator[tuple[int, Scored]]:
+        """The number of each of queries [q, d] and what `best` gives for it in lists [q, p] as near as `nearness`
+        [q, p], in the order in which their last lists are scanned. Raises as `best`."""
+        told: SimpleQueue[tuple[int, Scored] | BaseException] = SimpleQueue()
+
+        def on_end(one: Future[None]) -> None:
+            error = one.exception()
+            if error is not None:
+                told.put(error)
+
+        running = self.tiers.start_batch(
+            queries, num, probed, nearness, lambda *found: told.put(found), self._selector and self._selector[0]
+        )
+        try:
+            for one in running:
+                one.add_done_callback(on_end)
+            for _ in queries:
+                next_one = told.get()
+                if isinstance(next_one, BaseException):
+                    raise next_one
+                number, found = next_one
+                yield number, self._with_recent(found, queries[number], num, probed[number], nearness[number])
+        finally:
+            wait(running)  # they look at what the next change may replace
+
+    def _with_recent(self, found: Scored, query: Vectors, num: int, probed: Lists, nearness: Nearness) -> Scored:
+        if not self._recent.ntotal:
+            return found
+        rows, scores = scan(self._recent, query, num, probed, nearness)
+        return np.append(found[0], rows), np.append(found[1], scores)
 
     def ids_of(self, rows: Ids) -> Ids:
         """Chunk ids [r] of rows [r]."""

@@ -15,9 +15,8 @@ from stillroom.rag.planning.forecast import Forecast, Forecaster, Variation
 from stillroom.rag.planning.splits import Budgets, Split, candidates
 from stillroom.rag.planning.what_if import Effect, purchases, sensitivity
 from stillroom.retrieval.hit_rates import HitRates
-from stillroom.retrieval.partition import Partition, hottest
-from stillroom.retrieval.search_model import Division, hits_of, rate_by_hits
-from stillroom.retrieval.tiered_ivf import DISK, RAM
+from stillroom.retrieval.search_model import hits_of
+from stillroom.retrieval.search_profile import rate_at
 
 _MOST_RATE = 64.0
 
@@ -163,26 +162,13 @@ def _hits(forecaster: Forecaster, split: Split) -> HitRates | None:
 
 
 def _rule(forecaster: Forecaster, split: Split, target: Target, alone: Forecast) -> Sufficient | Shortfall | None:
-    """Eq. 7 to 10: half of the questions say which lists are hot, the others how often those are hit."""
+    """Eq. 7 to 10."""
     index = forecaster.scene.index
     if index is None:
         return None
-    profile, half = index.profile, len(index.profile.probed) // 2
-    probed = profile.probed[:, : index.nprobe]
-    accesses = profile.accesses(slice(0, max(1, half)))
+    profile, rate = index.profile, rate_at(index.profile, index.nprobe)
     at_once = forecaster.forecast(split, Variation(at_once=True))
     prefill = float(np.percentile(alone.seconds - alone.search_seconds, target.percent))
-    known: dict[int, Division] = {}
-
-    def rate(hit_rate: float, batch_size: int) -> float:
-        held = hottest(accesses, hit_rate) if hit_rate < 1 else np.arange(len(profile.sizes))
-        if len(held) not in known:
-            shard_of = np.full(len(profile.sizes), DISK)
-            shard_of[held] = RAM
-            known[len(held)] = Division(profile.sizes, profile.bytes_per_vector, Partition(shard_of, 2))
-        hits = hits_of(known[len(held)], probed[half:])
-        return rate_by_hits(profile.model.times, hits, batch_size)
-
     rest = target.seconds - prefill
     if rest <= 0:
         return Shortfall("latency", float("inf"), rate(1.0, 1))
