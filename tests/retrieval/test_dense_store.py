@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.rows import StoredDocument
-from stillroom.retrieval.tiered_index import ListFigures
+from stillroom.retrieval.tiered_index import ListFigures, TieredIvfPqIndex
 from stillroom.retrieval.vector_index import VectorIndex
 
 D = 16
@@ -96,6 +97,15 @@ def found(indexes: Indexes) -> list[Ranking]:
     return [indexes.search_dense(query, 20) for query in vectors(10, 5)]
 
 
+def found_together(indexes: Indexes) -> list[Ranking]:
+    """The same by threads that have all come while the index was busy."""
+    with ThreadPoolExecutor(10) as pool, indexes._lock:
+        asking = [pool.submit(indexes.search_dense, query, 20) for query in vectors(10, 5)]
+        while indexes._together.num_waiting < 10:
+            threading.Event().wait(0.001)
+    return [one.result() for one in asking]
+
+
 def test_lists_are_in_a_file_and_what_is_found_is_the_same(
     opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -124,6 +134,25 @@ def test_staged_searches_end_with_the_plain_one(opened: Open) -> None:
     for query in vectors(10, 6):
         lists = list(indexes.search_dense_staged(query, 10, 2))
         assert len(lists) == 2 and lists[-1] == indexes.search_dense(query, 10)
+
+
+def test_who_waits_is_searched_for_together_and_finds_the_same(
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = []
+    search_batch = TieredIvfPqIndex.search_batch
+
+    def counted(index: TieredIvfPqIndex, queries: NDArray[np.float32], *rest: Any) -> None:
+        batches.append(len(queries))
+        search_batch(index, queries, *rest)
+
+    monkeypatch.setattr(TieredIvfPqIndex, "search_batch", counted)
+    indexes = opened()
+    indexes.write()
+    assert found_together(indexes) == oracle()
+    corpus.commit([document("second", 30, 2)], removed=[DocumentId("nothing")])
+    assert found_together(indexes) == oracle(), "with chunks that came since the file was written"
+    assert batches == [10, 10]
 
 
 def test_the_setting_can_be_changed_at_any_time(
@@ -197,7 +226,11 @@ def test_damage_that_shows_while_searching_is_repaired(
     middle = len(content) // 2  # among the vectors
     content[middle - 5000 : middle + 4000] = bytes(9000)
     path.write_bytes(content)
-    for search in (found, lambda indexes: [list(indexes.search_dense_staged(q, 20, 2))[-1] for q in vectors(10, 5)]):
+
+    def found_in_stages(indexes: Indexes) -> list[Ranking]:
+        return [list(indexes.search_dense_staged(query, 20, 2))[-1] for query in vectors(10, 5)]
+
+    for search in (found, found_in_stages, found_together):
         indexes = opened()
         assert not indexes.needs_write(), "nobody has looked there yet"
         assert search(indexes) == oracle()

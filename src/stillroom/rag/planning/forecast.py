@@ -217,7 +217,8 @@ class Forecaster:
             return own
 
         ready = (dues + search[:, 0])[waiting]
-        found[waiting] = np.array(released(ready.tolist(), releases, SEARCH_BATCH)) + search[waiting, 2]
+        max_batch = 1 if self.scene.index is None else SEARCH_BATCH
+        found[waiting] = np.array(released(ready.tolist(), releases, max_batch)) + search[waiting, 2]
         return found
 
     def _list_hit_rate(self, split: Split, probes: float) -> float:
