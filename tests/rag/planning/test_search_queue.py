@@ -30,6 +30,17 @@ def test_those_who_wait_are_searched_together_and_released_by_themselves() -> No
     assert released([2.0, 0.0], Each([1.0, 5.0])) == [6.0, 5.0], "in the order of time"
 
 
+def test_who_finds_the_index_idle_is_searched_for_alone() -> None:
+    seen = []
+
+    def at_once(batch: Sequence[int]) -> NDArray[np.float64]:
+        seen.append(list(batch))
+        return np.full(len(batch), 2.0)
+
+    assert released([0.0, 0.0, 1.0, 9.0], at_once, max_batch=8) == [2.0, 4.0, 4.0, 11.0]
+    assert seen == [[0], [1, 2], [3]]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5)), min_size=1, max_size=8),
     st.integers(1, 3),

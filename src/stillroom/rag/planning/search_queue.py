@@ -16,14 +16,16 @@ def released(ready: Sequence[float], releases: Releases, max_batch: int = 1) -> 
 
     Args:
         ready: when each may be searched; in any order, served in the order of time.
-        max_batch: queries that are searched together.
+        max_batch: queries that are searched together, of those that come while the server is busy; who finds it idle is
+            served alone.
     """
     found = [0.0] * len(ready)
     order = sorted(range(len(ready)), key=lambda number: ready[number])
     free, at = 0.0, 0
     while at < len(order):
         start = max(free, ready[order[at]])
-        batch = [number for number in order[at : at + max_batch] if ready[number] <= start]
+        most = max_batch if ready[order[at]] < free else 1
+        batch = [number for number in order[at : at + most] if ready[number] <= start]
         seconds = releases(batch)
         for number, one in zip(batch, seconds.tolist(), strict=True):
             found[number] = start + one
