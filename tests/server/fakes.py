@@ -179,9 +179,16 @@ class FakeRoom:
         first = self.stream(question, options)
         return [first, *(FakeStream(self, question, options or AskOptions(), first.sources) for _ in range(n - 1))]
 
-    async def acontinue(self, prompt: str | Sequence[int], options: AskOptions | None = None) -> FakeStream:
-        text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
-        return FakeStream(self, text, options or AskOptions(), ())
+    async def acontinue(
+        self, prompt: str | Sequence[int], options: AskOptions | None = None, *, n: int = 1
+    ) -> list[FakeStream]:
+        text = prompt if isinstance(prompt, str) else await self.atext_of(prompt)
+        options = options or AskOptions()
+        self.asked.append((text, options))
+        return [FakeStream(self, text, options, ()) for _ in range(n)]
+
+    async def atext_of(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
 
     def ask(self, question: str, options: AskOptions | None = None) -> Answer:
         stream = self.stream(question, options)

@@ -1,15 +1,20 @@
 """A real uvicorn server on a free port, in a thread, for as long as a `with` block lasts."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import httpx
 
 from stillroom.server.app import create_app
 from stillroom.server.run import HttpServer
 
 if TYPE_CHECKING:
     from stillroom.rag.room import Stillroom
+
+QUESTION = {"messages": [{"role": "user", "content": "How do I rotate keys?"}]}
 
 
 @contextmanager
@@ -33,3 +38,11 @@ def serving(room: "Stillroom") -> Iterator[str]:
     """The server's address."""
     with running(room) as server:
         yield server.url
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of a response's server-sent events."""
+    lines = [line for line in response.text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    payloads = [line.removeprefix("data: ") for line in lines]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]

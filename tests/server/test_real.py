@@ -209,7 +209,7 @@ def test_log_probabilities_are_those_of_the_model(client: OpenAI) -> None:
 
 def test_what_the_model_cannot_do_is_refused(url: str) -> None:
     for change, complaint in (
-        ({"n": 1000}, "n=1000 exceeds the 32 sequences"),
+        ({"n": 100}, "n=100 exceeds the 32 sequences"),
         ({"logit_bias": {"5000000": 1}}, "logit_bias names token 5000000"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9"),
     ):

@@ -95,11 +95,12 @@ class Backend(Protocol):
         """
         ...
 
-    def draft_raw(self, prompt: str | Sequence[int]) -> Draft:
-        """A prompt that is continued as it is: text, in which special tokens count as such, or tokens.
+    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
+        """A prompt that is continued as it is: text, in which special tokens count as such, or tokens. With a schema
+        the continuation is JSON.
 
         Raises:
-            UsageError: it is empty, or a token is none of the model's.
+            UsageError: it is empty, or a token is none of the model's, or the schema cannot be enforced.
         """
         ...
 

@@ -83,10 +83,9 @@ class Generator:
     def draft(
         self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None
     ) -> Draft:
-        constraint = None if schema is None else self.constraints.compile(schema)
-        return self._draft(self.prompts.build(chunks, question, max_tokens), constraint)
+        return self._draft(self.prompts.build(chunks, question, max_tokens), self._constraint(schema))
 
-    def draft_raw(self, prompt: str | Sequence[int]) -> Draft:
+    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
         """Text without the model's begin token gets one, as everywhere."""
         ids = self._tokens(prompt) if isinstance(prompt, str) else tuple(prompt)
         num_known = self.model.decoder.spec.vocab_size
@@ -94,7 +93,7 @@ class Generator:
             raise UsageError("the prompt is empty")
         if not all(0 <= token_id < num_known for token_id in ids):
             raise UsageError(f"the prompt holds a token that the model does not have; it has 0 to {num_known - 1}")
-        return self._draft(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)))
+        return self._draft(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), self._constraint(schema))
 
     def cancel(self, request_id: RequestId) -> None:
         self.engine.cancel(request_id)
@@ -109,6 +108,9 @@ class Generator:
     @property
     def cache_figures(self) -> CacheFigures | None:
         return self.cache.figures()
+
+    def _constraint(self, schema: Mapping[str, Any] | None) -> TokenConstraint | None:
+        return None if schema is None else self.constraints.compile(schema)
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         begin = self.tokenizer.bos_token

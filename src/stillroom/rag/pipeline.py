@@ -84,18 +84,31 @@ class Pipeline:
             raise
         return self._astreams(prepared)
 
-    async def acontinue(self, prompt: str | Sequence[int], options: AskOptions) -> AsyncAnswerStream:
-        """Continue a prompt as it is, without any search.
+    async def acontinue(
+        self, prompt: str | Sequence[int], options: AskOptions, num_samples: int = 1
+    ) -> list[AsyncAnswerStream]:
+        """Continue a prompt as it is, without any search; so many times.
 
         Raises:
             UsageError: the prompt or an option is not possible.
         """
         arrival = self._clock.monotonic()
         _check(options)
-        draft = self._backend.draft_raw(prompt)
-        attempt = Attempt(draft, self._wanted(draft, options, arrival, 1))
+        draft = self._backend.draft_raw(prompt, options.json_schema)
+        attempt = Attempt(draft, self._wanted(draft, options, arrival, num_samples))
         report = SpeculationReport(SpeculationOutcome.OFF)
-        return self._astreams(self._prepared("", attempt, options, arrival, arrival, [], report))[0]
+        return self._astreams(self._prepared("", attempt, options, arrival, arrival, [], report))
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """What tokens read as, without special ones.
+
+        Raises:
+            UsageError: a token is none of the model's, or the model is elsewhere.
+        """
+        if self._backend.tokenizer is None:
+            raise UsageError("an engine elsewhere has the tokenizer; give the prompt as text")
+        self._backend.draft_raw(token_ids)  # refuses what is no token
+        return self._backend.tokenizer.decode(token_ids)
 
     def _astreams(self, prepared: _Prepared) -> list[AsyncAnswerStream]:
         loop = asyncio.get_running_loop()

@@ -49,14 +49,14 @@ class RemoteGenerator:
         self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None
     ) -> Draft:
         """Every chunk is sent: what the server has room for, it says itself."""
-        if schema is not None:
-            raise UsageError("an engine elsewhere is not asked for JSON of a schema; set engine.kind to builtin")
+        _refuse(schema)
         if self._order is not None:
             by_id = {chunk.chunk_id: chunk for chunk in chunks}
             chunks = [by_id[chunk_id] for chunk_id in self._order.arrange(list(by_id))]
         return self._draft(tuple(chunk.chunk_id for chunk in chunks), self._write(chunks, question))
 
-    def draft_raw(self, prompt: str | Sequence[int]) -> Draft:
+    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
+        _refuse(schema)
         if not prompt:
             raise UsageError("the prompt is empty")
         return self._draft((), prompt if isinstance(prompt, str) else tuple(prompt))
@@ -81,6 +81,11 @@ class RemoteGenerator:
                 self._engine.submit(request, sample.listener)
 
         return Draft(chunk_ids, len(prompt) if isinstance(prompt, tuple) else None, start)
+
+
+def _refuse(schema: Mapping[str, Any] | None) -> None:
+    if schema is not None:
+        raise UsageError("an engine elsewhere is not asked for JSON of a schema; set engine.kind to builtin")
 
 
 def connect(config: EngineConfig, model: str, clock: Clock) -> RemoteGenerator:

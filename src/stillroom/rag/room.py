@@ -214,15 +214,22 @@ class Stillroom:
         pipeline = await asyncio.to_thread(self._pipeline)
         return await pipeline.astreams(question, options or AskOptions(), n)
 
-    async def acontinue(self, prompt: str | Sequence[int], options: AskOptions | None = None) -> "AsyncAnswerStream":
-        """Continue a prompt, text or tokens, as it is: without a search, sources or a prompt format.
+    async def acontinue(
+        self, prompt: str | Sequence[int], options: AskOptions | None = None, *, n: int = 1
+    ) -> "list[AsyncAnswerStream]":
+        """`n` continuations of a prompt, text or tokens, as it is: without a search, sources or a prompt format.
 
         Raises:
             UsageError: the prompt is empty or does not fit the model, or an option is out of range.
             ModelError: the model cannot be loaded.
         """
         pipeline = await asyncio.to_thread(self._pipeline)
-        return await pipeline.acontinue(prompt, options or AskOptions())
+        return await pipeline.acontinue(prompt, options or AskOptions(), n)
+
+    async def atext_of(self, token_ids: Sequence[int]) -> str:
+        """What tokens of the model read as. Raises UsageError for those that are none."""
+        pipeline = await asyncio.to_thread(self._pipeline)
+        return pipeline.text_of(token_ids)
 
     # Life
 

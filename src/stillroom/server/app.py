@@ -13,23 +13,25 @@ from fastapi import APIRouter, FastAPI, Request, Response
 
 from stillroom import __version__
 from stillroom.errors import UsageError
-from stillroom.server import chat, completions, errors
-from stillroom.server.chat import AnswerEvents, ask_options, whole_answers
-from stillroom.server.errors import ModelNotServed
+from stillroom.server import chat, errors
+from stillroom.server.answering import AnswerEvents, whole_answers
+from stillroom.server.chat import ask_options
+from stillroom.server.completions import Completions
+from stillroom.server.errors import model_not_served
+from stillroom.server.json_body import JsonRoute
 from stillroom.server.middleware import Observed
 from stillroom.server.payloads import Payload, search_payload
-from stillroom.server.protocol import (
+from stillroom.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SearchRequest
+from stillroom.server.replies import (
     ChatCompletion,
-    ChatCompletionRequest,
     Completion,
-    CompletionRequest,
     Embedding,
     EmbeddingList,
-    EmbeddingRequest,
     EmbeddingUsage,
+    Health,
     Model,
     ModelList,
-    SearchRequest,
+    SearchReply,
 )
 from stillroom.telemetry.metrics import CONTENT_TYPE
 
@@ -59,7 +61,7 @@ class _Api:
         self._started_at = int(time.time())
 
     def router(self) -> APIRouter:
-        router = APIRouter()
+        router = APIRouter(route_class=JsonRoute)
         router.add_api_route(
             "/v1/chat/completions", self.chat_completions, methods=["POST"], response_model=ChatCompletion
         )
@@ -67,8 +69,10 @@ class _Api:
         router.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"])
         router.add_api_route("/v1/models", self.models, methods=["GET"])
         router.add_api_route("/v1/models/{model:path}", self.model, methods=["GET"])
-        router.add_api_route("/v1/search", self.search, methods=["POST"])
-        router.add_api_route("/healthz", self.healthz, methods=["GET"])
+        router.add_api_route("/v1/search", self.search, methods=["POST"], response_model=SearchReply)
+        router.add_api_route(
+            "/healthz", self.healthz, methods=["GET"], response_model=Health, response_model_exclude_none=True
+        )
         router.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=Response)
         return router
 
@@ -79,18 +83,15 @@ class _Api:
         streams = await self._room.astreams(body.question, ask_options(body), n=body.n or 1)
         model = self._room.model_name
         if body.stream:
-            return AnswerEvents(streams, chat.chat_events(streams, model, include_usage=body.includes_usage))
+            return AnswerEvents(streams, chat.chat_events(streams, model, includes_usage=body.includes_usage))
         return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         self._check_model(body.model, [self._room.model_name])
-        stream = await self._room.acontinue(body.prompt, chat.generation_options(body))
-        model = self._room.model_name
+        found = await Completions.begin(self._room, body)
         if body.stream:
-            return AnswerEvents(
-                [stream], completions.completion_events(stream, model, include_usage=body.includes_usage)
-            )
-        return await whole_answers([stream], request, lambda answers: completions.whole_completion(answers[0], model))
+            return AnswerEvents(found.streams, found.events(includes_usage=body.includes_usage))
+        return await whole_answers(found.streams, request, found.whole)
 
     async def embeddings(self, body: EmbeddingRequest) -> EmbeddingList:
         embedder = self._room.config.embedder.model
@@ -146,7 +147,7 @@ class _Api:
     def _check_model(self, model: str | None, served: list[str]) -> None:
         """An answer by another model than the one asked for would be a silent mistake."""
         if model not in (None, ALIAS, *served):
-            raise ModelNotServed(str(model), served)
+            raise model_not_served(str(model), served)
 
 
 def _encode(vector: "NDArray[Any]", encoding_format: str) -> list[float] | str:

@@ -54,11 +54,20 @@ def error_body(message: str, kind: str, *, code: str | None = None, param: str |
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class ModelNotServed(Exception):
-    """The request names a model that this server does not have. Never leaves the application."""
+class Refused(Exception):
+    """A request that a route cannot take. Never leaves the application."""
 
-    def __init__(self, model: str, served: list[str]) -> None:
-        super().__init__(f"the model {model!r} is not served here; this server has {', '.join(map(repr, served))}")
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+def model_not_served(model: str, served: list[str]) -> Refused:
+    """The request names a model that this server does not have."""
+    message = f"the model {model!r} is not served here; this server has {', '.join(map(repr, served))}"
+    return Refused(404, "model_not_found", message, "model")
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -84,9 +93,10 @@ def install(app: FastAPI) -> None:
     async def on_stillroom_error(_: Request, error: Exception) -> JSONResponse:
         return error_response(error)
 
-    async def on_model_not_served(_: Request, error: Exception) -> JSONResponse:
-        body = error_body(str(error), _INVALID, code="model_not_found", param="model")
-        return JSONResponse(body, status_code=404)
+    async def on_refused(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, Refused)
+        body = error_body(str(error), _INVALID, code=error.code, param=error.param)
+        return JSONResponse(body, status_code=error.status)
 
     async def on_invalid_request(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -97,17 +107,17 @@ def install(app: FastAPI) -> None:
         return _http_exception(request, error)
 
     app.add_exception_handler(StillroomError, on_stillroom_error)
-    app.add_exception_handler(ModelNotServed, on_model_not_served)
+    app.add_exception_handler(Refused, on_refused)
     app.add_exception_handler(RequestValidationError, on_invalid_request)
     app.add_exception_handler(HTTPException, on_http_exception)
 
 
 def _invalid_request(error: RequestValidationError) -> JSONResponse:
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(place) if first["type"] != "json_invalid" else None
-    reason = first["msg"] if param is None else f"{param}: {first['msg']}"
-    return JSONResponse(error_body(reason, _INVALID, code="invalid_value", param=param or None), status_code=400)
+    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    message = first["msg"].removeprefix("Value error, ")
+    body = error_body(f"{param}: {message}" if param else message, _INVALID, code="invalid_value", param=param or None)
+    return JSONResponse(body, status_code=400)
 
 
 def _http_exception(request: Request, error: HTTPException) -> JSONResponse:

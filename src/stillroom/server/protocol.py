@@ -1,33 +1,82 @@
-"""The bodies of requests and responses: OpenAI's types, plus one field of ours called `stillroom`.
+"""The bodies of requests: OpenAI's types, plus one field of ours called `stillroom`.
 
-Fields of OpenAI's that are not here are ignored, so that its clients work; an unknown field inside `stillroom` is an
-error, because it is ours and can only be a mistake. Which fields mean what: docs/http.md
+Types are strict: a number in quotes is no number. Fields of OpenAI's that are not here are ignored, so that its clients
+work; an unknown field inside `stillroom` is an error, because it is ours and can only be a mistake. The bodies of
+responses: `replies`. Which fields mean what: docs/http.md
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from stillroom.config.settings import SearchMode
 
-TopK = Annotated[int, Field(ge=1)]
-StopStrings = Annotated[
-    list[Annotated[str, Field(min_length=1)]], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)
-]
-MaxTokens = Annotated[int, Field(ge=1)]
-
 MAX_EMBEDDING_INPUTS = 2048
 """Most texts in one request for embeddings; OpenAI's own limit."""
+MAX_PROMPTS = 128
+"""Most prompts in one request for completions."""
+MAX_CHOICES = 128
+"""Most answers to one prompt; OpenAI's own limit. `runtime.max_num_seqs` may allow less."""
+MAX_STOPS = 64
+"""Most stop texts; OpenAI's own limit is 4."""
 
 
-class TextPart(BaseModel):
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_prompts(value: object) -> object:
+    """One prompt is a list of one."""
+    is_tokens = isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+    return [value] if isinstance(value, str) or is_tokens else value
+
+
+def _is_prompt(value: object) -> str | list[int]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(type(one) is int and 0 <= one < 2**31 for one in value):
+        return value
+    raise ValueError("a prompt is a text or a list of tokens, and not empty")
+
+
+TopK = Annotated[int, Field(ge=1, lt=2**31)]
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1)]
+StopTexts = Annotated[
+    list[StopText],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(_as_list, json_schema_input_type=StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)]),
+]
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Prompt = Annotated[str | list[int], BeforeValidator(_is_prompt, json_schema_input_type=Text | Tokens)]
+_MANY = Field(min_length=1, max_length=MAX_PROMPTS)
+Prompts = Annotated[
+    list[Prompt],
+    _MANY,
+    BeforeValidator(
+        _as_prompts,
+        json_schema_input_type=Text | Tokens | Annotated[list[Text], _MANY] | Annotated[list[Tokens], _MANY],
+    ),
+]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
+class Body(BaseModel):
+    """JSON has types; they count."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class TextPart(Body):
     """A piece of a message. Other kinds (images, audio) are refused."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Body):
     role: str
     content: str | list[TextPart] | None = None
 
@@ -38,11 +87,11 @@ class ChatMessage(BaseModel):
         return self.content or ""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     include_usage: bool = False
 
 
-class SearchOptions(BaseModel):
+class SearchOptions(Body):
     """Our extension of the request."""
 
     model_config = ConfigDict(extra="forbid")
@@ -51,13 +100,13 @@ class SearchOptions(BaseModel):
     mode: SearchMode | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Body):
     name: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
     """Empty: any JSON."""
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
@@ -69,7 +118,7 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(Body):
     """What both kinds of completion take."""
 
     model: str | None = None
@@ -77,22 +126,30 @@ class GenerationRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Not OpenAI's, but usual: tokens to sample from. The number of chunks is `stillroom.top_k`."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Not OpenAI's, but usual: of requests that wait, those with the lower number go first."""
     deadline_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Ours: how long the request may take until its last token."""
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: StopStrings | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: StopTexts | None = None
     """A text or a list of texts."""
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _options_are_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streams; set stream to true, or leave it out")
+        return self
 
     @property
     def includes_usage(self) -> bool:
@@ -101,20 +158,33 @@ class GenerationRequest(BaseModel):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[int]
-    """Text, in which special tokens count as such, or tokens."""
-    n: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    prompt: Prompts
+    """Text, in which special tokens count as such, or tokens; or a list of either."""
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of is not possible here; ask for n answers with logprobs, and choose among them")
+        if self.suffix:
+            raise ValueError("suffix is not possible here; leave it out")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo and logprobs exclude each other: the prompt's log probabilities are not computed")
+        return self
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        return self.prompt
 
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
-    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
     stillroom: SearchOptions | None = None
 
     @property
@@ -124,115 +194,7 @@ class ChatCompletionRequest(GenerationRequest):
         return next(texts, "")
 
 
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class TopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChoiceLogprobs(BaseModel):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class Choice(BaseModel):
-    index: int = 0
-    message: AssistantMessage
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: str
-
-
-class ChatCompletion(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage
-    stillroom: dict[str, Any]
-    """`request_id`, `sources`, `timing`, `reuse`, `speculation`."""
-
-
-class CompletionChoice(BaseModel):
-    index: int = 0
-    text: str
-    logprobs: None = None
-    finish_reason: str | None = None
-
-
-class Completion(BaseModel):
-    """The whole response, or one event of a stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-    stillroom: dict[str, Any] | None = None
-    """Of a whole response: `request_id`, `timing`, `reuse`, `speculation`."""
-
-
-class Delta(BaseModel):
-    """What a chunk adds to the message; unset fields are left out."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChunkChoice(BaseModel):
-    index: int = 0
-    delta: Delta
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class ChatCompletionChunk(BaseModel):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
-    stillroom: dict[str, Any] | None = None
-    """First chunk: `request_id`, `sources`. The one with the finish reason: `request_id`, `timing`, `reuse`,
-    `speculation`."""
-
-
-class Model(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "stillroom"
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(Body):
     input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
@@ -241,27 +203,6 @@ class EmbeddingRequest(BaseModel):
     @property
     def texts(self) -> list[str]:
         return [self.input] if isinstance(self.input, str) else self.input
-
-
-class Embedding(BaseModel):
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
-    """Numbers, or base64 of little-endian float32."""
-
-
-class EmbeddingUsage(BaseModel):
-    """Always 0: the embedder does not report tokens. The fields are there because clients expect them."""
-
-    prompt_tokens: int = 0
-    total_tokens: int = 0
-
-
-class EmbeddingList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingUsage
 
 
 class SearchRequest(SearchOptions):

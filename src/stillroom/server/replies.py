@@ -1,0 +1,236 @@
+"""The bodies of responses: OpenAI's types, plus one field of ours called `stillroom`.
+
+What the field holds are the dataclasses of `rag.answer`, so that HTTP, the command line and Python say the same. The
+bodies of requests: `protocol`.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from stillroom.config.settings import SearchMode
+from stillroom.rag.answer import ReuseReport, Source, SpeculationReport, Timing
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, and what to do about it."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field at fault."""
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """Every error of every route, in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+    """Of the prompt: taken from kept KV."""
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AnswerDetails(BaseModel):
+    """Ours, of a whole response. `sources`: of a chat only."""
+
+    request_id: str
+    sources: list[Source] | None = None
+    timing: Timing
+    reuse: ReuseReport
+    speculation: SpeculationReport
+
+
+class StreamDetails(BaseModel):
+    """Ours, of a stream. The first chunk: `request_id`, `sources`. The one with the finish reason: the others."""
+
+    request_id: str
+    sources: list[Source] | None = None
+    timing: Timing | None = None
+    reuse: ReuseReport | None = None
+    speculation: SpeculationReport | None = None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class Choice(BaseModel):
+    index: int = 0
+    message: AssistantMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    stillroom: AnswerDetails
+
+
+class Delta(BaseModel):
+    """What a chunk adds to the message; unset fields are left out."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(BaseModel):
+    index: int = 0
+    delta: Delta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    stillroom: StreamDetails | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Four lists of the same length."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+    """Where each token begins in the choice's text, in characters."""
+
+
+class CompletionChoice(BaseModel):
+    index: int = 0
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(BaseModel):
+    """The whole response, or one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    stillroom: AnswerDetails | None = None
+    """Of a whole response."""
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "stillroom"
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+    """Numbers, or base64 of little-endian float32."""
+
+
+class EmbeddingUsage(BaseModel):
+    """Always 0: the embedder does not report tokens. The fields are there because clients expect them."""
+
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Found(BaseModel):
+    """A chunk that a search found; what `stillroom search --json` prints."""
+
+    model_config = ConfigDict(extra="allow")
+
+    document: str
+    chunk_id: str
+    text: str
+    score: float
+    scores: dict[str, float]
+    heading: str
+    start_line: int
+    end_line: int
+    start_page: int
+    end_page: int
+
+
+class SearchTiming(BaseModel):
+    embed_seconds: float
+    search_seconds: float
+    total_seconds: float
+
+
+class SearchReply(BaseModel):
+    query: str
+    mode: SearchMode
+    results: list[Found]
+    timing: SearchTiming
+
+
+class Blocks(BaseModel):
+    free: int
+    total: int
+
+
+class IndexLists(BaseModel):
+    ram: int
+    total: int
+
+
+class Health(BaseModel):
+    status: Literal["ok"] = "ok"
+    model: str
+    documents: int
+    kv_blocks: Blocks
+    index_lists: IndexLists | None = None
+    """With `index.hot_bytes`, once something was searched."""

@@ -1,0 +1,102 @@
+"""Bodies that are no JSON, or JSON that nobody should have to think of: refused, in OpenAI's shape, never 500."""
+
+import json
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stillroom.server.errors import Refused
+from stillroom.server.json_body import MAX_DEPTH, parse
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b'{"query": "a"} x', "Extra data"),
+        (b"\xff\xfe", "not UTF-8, from byte 0"),
+        (b'{"query": "\xc3"}', "not UTF-8, from byte 11"),
+        (b'{"query": "a", "top_k": NaN}', "NaN is not a number"),
+        (b'{"query": "a", "top_k": -Infinity}', "-Infinity is not a number"),
+        (b'{"query": "a", "x": 1e999}', "a number is too large"),
+        (b'{"query": "a", "x": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+        (b'{"query": "a", "query": "b"}', "'query' stands twice"),
+        (b'{"query": "a", "x": {"y": 1, "y": 1}}', "'y' stands twice"),
+        (b'{"query": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"query": "a", "\\udfff": 1}', "half of a surrogate pair"),
+        (b"[" * 100_000, "deeper than 100"),
+        (b'{"query": "a", "x": ' + b"[" * 101 + b"]" * 101 + b"}", "deeper than 100"),
+        (b'{"a":' * 5_000 + b"1" + b"}" * 5_000, "deeper than 100"),
+    ],
+)
+def test_what_is_no_plain_json_is_400(any_client: httpx.Client, content: bytes, said: str) -> None:
+    response = any_client.post("/v1/search", content=content, headers=JSON)
+
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_json", None)
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "json", "application/jsonx", None])
+def test_other_content_types_are_415(any_client: httpx.Client, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+
+    response = any_client.post("/v1/search", content=b'{"query": "a"}', headers=headers)
+
+    assert response.status_code == 415
+    assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.a+json"])
+def test_json_by_its_other_names_is_read(any_client: httpx.Client, kind: str) -> None:
+    assert any_client.post("/v1/search", content=b'{"query": "a"}', headers={"content-type": kind}).status_code == 200
+
+
+@pytest.mark.parametrize("content", [b"null", b"[]", b'"text"', b"1"])
+def test_json_that_is_no_object_is_400(any_client: httpx.Client, content: bytes) -> None:
+    response = any_client.post("/v1/search", content=content, headers=JSON)
+
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_value")
+
+
+def test_large_bodies_are_read_elsewhere_and_say_the_same(any_client: httpx.Client) -> None:
+    query = "word " * 60_000
+    assert any_client.post("/v1/search", json={"query": query}).json()["query"] == query
+    assert any_client.post("/v1/search", content=b"{" + b" " * 300_000, headers=JSON).status_code == 400
+
+
+def test_types_count(any_client: httpx.Client) -> None:
+    for change in ({"top_k": "3"}, {"top_k": 3.5}, {"top_k": True}, {"query": 1}, {"mode": "HYBRID"}):
+        assert any_client.post("/v1/search", json={"query": "a"} | change).status_code == 400
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(values)
+def test_plain_json_is_read_as_the_parser_of_python_does(value: object) -> None:
+    assert parse(json.dumps(value).encode()) == value
+    assert parse(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=60) | st.text(alphabet='{}[]",:\\ud800e19.-NaInfty ', max_size=60).map(str.encode))
+def test_whatever_comes_is_a_value_or_refused(body: bytes) -> None:
+    try:
+        parse(body)
+    except Refused as error:
+        assert error.status == 400 and str(error)
+
+
+def test_as_deep_as_may_be() -> None:
+    assert parse(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)

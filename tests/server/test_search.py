@@ -1,0 +1,37 @@
+"""`/v1/search`, over a real server and a fake room."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from stillroom.core.ids import parse_chunk_id
+
+
+def test_search_returns_results_and_timing(client: httpx.Client) -> None:
+    body = client.post("/v1/search", json={"query": "keys", "mode": "dense", "top_k": 1}).json()
+
+    assert (body["query"], body["mode"]) == ("keys", "dense")
+    [result] = body["results"]
+    parse_chunk_id(result.pop("chunk_id"))
+    assert result == {
+        "document": "docs/keys.md",
+        "text": "Rotate keys with care.\nTwice a year.",
+        "score": 1.0,
+        "scores": {"dense": 0.5, "sparse": 2.0},
+        "heading": "Keys > Rotation",
+        "start_line": 3,
+        "end_line": 4,
+        "start_page": 0,
+        "end_page": 0,
+    }
+    assert set(body["timing"]) == {"embed_seconds", "search_seconds", "total_seconds"}
+
+
+def test_search_without_a_mode_names_the_configured_one(client: httpx.Client) -> None:
+    assert client.post("/v1/search", json={"query": "keys"}).json()["mode"] == "hybrid"
+
+
+@pytest.mark.parametrize("request_body", [{}, {"query": " "}, {"query": "x", "top_k": 0}, {"query": "x", "k": 3}])
+def test_impossible_search_is_400(client: httpx.Client, request_body: dict[str, Any]) -> None:
+    assert client.post("/v1/search", json=request_body).status_code == 400
