@@ -1,7 +1,7 @@
 """`stillroom add`, `remove` and `list` over a fake room."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,17 @@ class EditableRoom(FakeRoom):
         super().__init__()
         self.failures = failures
         self.added: list[Path] = []
+        self.metadata: Mapping[str, object] | None = None
         self.reports_progress = False
 
-    def add(self, *paths: Path, progress: Callable[[AddProgress], None] | None = None) -> AddReport:
+    def add(
+        self,
+        *paths: Path,
+        progress: Callable[[AddProgress], None] | None = None,
+        metadata: Mapping[str, object] | None = None,
+    ) -> AddReport:
         self.added += paths
+        self.metadata = metadata
         self.reports_progress = progress is not None
         return AddReport(3, 1, 10, 2, num_chunks=57, failures=self.failures, seconds=4.2)
 
@@ -121,6 +128,28 @@ def test_list_is_a_table(run: Run, room: EditableRoom, tmp_path: Path) -> None:
         ["1", "1", "B", "/b.md"],
         ["1", "2.9", "KiB", "docs/a.md"],
     ]
+
+
+def test_meta_goes_to_the_documents_with_its_type(run: Run, room: EditableRoom) -> None:
+    flags = ["team=legal", "year=2024", "score=0.5", "code=007", "is_draft=true", "tag=a", "tag=b", "old=", "x=a=b"]
+    assert run("add", "docs", *(part for flag in flags for part in ("--meta", flag))).code == 0
+    assert room.metadata == {
+        "team": "legal",
+        "year": 2024,
+        "score": 0.5,
+        "code": "007",
+        "is_draft": True,
+        "tag": ["a", "b"],
+        "old": None,
+        "x": "a=b",
+    }
+
+
+@pytest.mark.parametrize("flag", ["team", "=legal"])
+def test_meta_that_is_no_pair_is_refused(run: Run, room: EditableRoom, flag: str) -> None:
+    result = run("add", "docs", "--meta", flag)
+    assert result.code == 2 and "NAME=VALUE" in result.err
+    assert room.added == []
 
 
 def test_list_as_json(run: Run, room: EditableRoom) -> None:

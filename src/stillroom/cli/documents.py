@@ -10,6 +10,8 @@ from stillroom.cli import room
 from stillroom.cli.console import count, duration, line, note, print_json, short_path, size
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
 from stillroom.cli.progress import showing_progress
+from stillroom.core.metadata import typed
+from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
     from stillroom.retrieval.ingest import AddReport
@@ -22,6 +24,7 @@ ADD_HELP = help_text(
     examples=(
         "stillroom add docs/ --kb ./kb",
         "stillroom add handbook.md notes/ corpus.jsonl",
+        "stillroom add contracts/ --meta team=legal --meta year=2024",
         "stillroom add docs/ --json | jq .failures",
     ),
 )
@@ -44,6 +47,15 @@ DIGEST_HELP = help_text(
 
 def add(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", exists=True, help="Files and folders.")],
+    meta: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--meta",
+            metavar="NAME=VALUE",
+            help="Metadata of all these files, to filter by; repeat it. It holds until they are removed; NAME= takes "
+            "it back.",
+        ),
+    ] = None,
     kb: KbOption = DEFAULT_KB,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -53,7 +65,7 @@ def add(
         room.open_room(kb, room.settings(config), create=True) as opened,
         showing_progress(is_shown=not (quiet or as_json)) as progress,
     ):
-        report = opened.add(*paths, progress=progress)
+        report = opened.add(*paths, progress=progress, metadata=_metadata(meta or []))
     if as_json:
         print_json(_report_payload(report))
     elif not quiet:
@@ -67,6 +79,21 @@ def add(
             for path, reason in report.failures:
                 note(f"  {short_path(str(path))}: {reason}")
         raise typer.Exit(1)
+
+
+def _metadata(pairs: list[str]) -> dict[str, object]:
+    """What `--meta` says; a name that is there twice has a list.
+
+    Raises:
+        UsageError: a pair is none.
+    """
+    found: dict[str, list[object]] = {}
+    for pair in pairs:
+        name, separator, text = pair.partition("=")
+        if not separator or not name.strip():
+            raise UsageError(f"--meta {pair}: give NAME=VALUE, such as --meta team=legal")
+        found.setdefault(name.strip(), []).append(typed(text) if text.strip() else None)
+    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
 
 
 def _report_payload(report: "AddReport") -> dict[str, object]:

@@ -7,7 +7,9 @@ says is brought into that form once (`clean_metadata`), so that the same metadat
 import datetime
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 Scalar = str | int | float | bool
@@ -19,6 +21,7 @@ MAX_NAME_CHARS = 200
 MAX_VALUE_CHARS = 10_000
 MAX_ITEMS = 1000
 _MAX_DEPTH = 8
+_MAX_VISITED = 4096
 _MAX_INTEGER = 2**63 - 1
 """What SQLite compares exactly; a larger number is kept as a float."""
 
@@ -27,7 +30,7 @@ def clean_metadata(raw: Mapping[Any, object]) -> Metadata:
     """What can be kept of `raw`, by name in order. A mapping within becomes dotted names (`author.name`), dates become
     ISO 8601, and what is no value (null, blank, not finite) or far too long is left out."""
     found: dict[str, MetaValue] = {}
-    for name, value in _flat(raw, "", 0):
+    for name, value in islice(_flat(raw, "", 0), _MAX_VISITED):
         kept = _value(value)
         if kept is not None and 0 < len(name) <= MAX_NAME_CHARS and len(found) < MAX_FIELDS:
             found[name] = kept
@@ -47,12 +50,10 @@ def metadata_from_json(text: str) -> Metadata:
 
 def _flat(raw: Mapping[Any, object], prefix: str, depth: int) -> Iterator[tuple[str, object]]:
     for key, value in raw.items():
-        name = prefix + " ".join(_text(str(key)).split())
-        if isinstance(value, Mapping):
-            if depth < _MAX_DEPTH:
-                yield from _flat(value, f"{name}.", depth + 1)
-        else:
-            yield name, value
+        name = prefix + _name(str(key)[: MAX_NAME_CHARS + 1])
+        yield name, value  # a mapping, too, which is no value: so that what visits can stop
+        if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+            yield from _flat(value, f"{name}.", depth + 1)
 
 
 def _value(value: object) -> MetaValue | None:
@@ -77,6 +78,24 @@ def _scalar(value: object) -> Scalar | None:
             return _text(value).strip()[:MAX_VALUE_CHARS] or None
         case _:
             return None
+
+
+def typed(text: str) -> Scalar:
+    """A text that is written as a truth value or a number, as that; `007` and `1e400` stay texts."""
+    text = text.strip()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if re.fullmatch(r"-?(0|[1-9][0-9]{0,17})", text):
+        return int(text)
+    if re.fullmatch(r"-?(0|[1-9][0-9]{0,17})\.[0-9]{1,20}", text):
+        return float(text)
+    return text
+
+
+def _name(text: str) -> str:
+    """Printable, on one line, and without the marks that a path in JSON is quoted with."""
+    kept = "".join(letter for letter in " ".join(_text(text).split()) if letter.isprintable() and letter not in '"\\')
+    return kept.strip()
 
 
 def _text(value: str) -> str:

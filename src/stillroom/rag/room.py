@@ -5,7 +5,7 @@ Opening is cheap: the embedder loads with the first search or add, the model wit
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -93,18 +93,27 @@ class Stillroom:
 
     # Documents
 
-    def add(self, *paths: str | Path, progress: Callable[[AddProgress], None] | None = None) -> AddReport:
+    def add(
+        self,
+        *paths: str | Path,
+        progress: Callable[[AddProgress], None] | None = None,
+        metadata: Mapping[str, object] | None = None,
+    ) -> AddReport:
         """Index files and folders; what has not changed since the last time costs nothing.
 
         Files that cannot be read are listed in the report and do not stop the others. Interrupting loses nothing that
         was finished; adding the same paths again does the rest.
+
+        Args:
+            metadata: of every file that is added, for filters. It goes before what the file says itself and holds until
+                the file is removed; None as a value takes back what was said before.
 
         Raises:
             KnowledgeBaseBusyError: another process is writing to this knowledge base.
             UsageError: a path does not exist.
         """
         try:
-            return self._kb.add([Path(path) for path in paths], progress=progress)
+            return self._kb.add([Path(path) for path in paths], progress=progress, metadata=metadata)
         finally:
             self._corpus_changed()
 

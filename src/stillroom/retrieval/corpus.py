@@ -297,13 +297,11 @@ class _Writer:
         found = self._connection.execute("SELECT chunk_id FROM chunks WHERE document_id = ?", (document_id,))
         chunk_ids = [row[0] for row in found]
         self._remove_chunks(chunk_ids)
-        self._connection.execute(
-            "DELETE FROM sources WHERE path = (SELECT path FROM documents WHERE document_id = ?)",
-            (document_id,),
-        )
-        self._num_changes += self._connection.execute(
-            "DELETE FROM documents WHERE document_id = ?", (document_id,)
-        ).rowcount
+        gone = self._connection.execute("DELETE FROM documents WHERE document_id = ? RETURNING path", (document_id,))
+        for (path,) in gone.fetchall():
+            self._num_changes += 1
+            self._connection.execute(rows.UNREAD_SOURCE, (path,))  # what was said of it holds for its other documents
+            self._connection.execute(rows.DELETE_EMPTY_SOURCE, (path, path))
         return len(chunk_ids)
 
     def note(self, update: SourceUpdate) -> None:

@@ -5,6 +5,7 @@ a document that says the same is not cut, a chunk that reads the same is not emb
 an interrupted run loses only the batch it was in, and a repeat continues from there.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,12 +20,13 @@ from numpy.typing import NDArray
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk, Document
 from stillroom.core.ids import DocumentId
-from stillroom.core.metadata import metadata_to_json
+from stillroom.core.metadata import Metadata, metadata_to_json
 from stillroom.errors import DocumentError
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.loaders.load import Discovery, discover, load
+from stillroom.retrieval.loaders.metadata import Said, sidecar_metadata, sidecar_of
 from stillroom.retrieval.rows import Source, SourceUpdate, StoredDocument
 
 _WINDOW = 512
@@ -113,7 +115,10 @@ class Ingest:
         embedder: Embedder,
         clock: Clock,
         progress: Callable[[AddProgress], None] | None = None,
+        said: Said | None = None,
     ) -> None:
+        """`said`: of every file that is added, for as long as it is in the corpus; None takes back what was said."""
+        self._said = said or {}
         self._corpus = corpus
         self._chunker = chunker
         self._embedder = embedder
@@ -152,7 +157,8 @@ class Ingest:
 
     def _add_file(self, path: Path, known: Source | None, num_known: int) -> None:
         source = _look_at(path, known)
-        if known is not None and known.content_hash == source.content_hash:
+        source = dataclasses.replace(source, metadata=_with(known.metadata if known else {}, self._said))
+        if known is not None and known.content_hash == source.content_hash and known.metadata == source.metadata:
             if source != known:
                 self._batch.sources.append(SourceUpdate(str(path), source))
             self._counts["unchanged"] += num_known
@@ -162,8 +168,11 @@ class Ingest:
             for _ in load(path):  # a malformed line at the end must not leave half of the file behind
                 pass
         known_hashes = self._corpus.document_ids(str(path))
+        said = {**sidecar_metadata(path), **source.metadata}
         num_bytes = 0
         for document in load(path):
+            if said:
+                document = dataclasses.replace(document, metadata=_with(document.metadata, said))
             num_bytes += self._add_document(path, document, known_hashes)
         self._counts["removed"] += len(known_hashes)  # those that are left were not seen again
         self._batch.removed += known_hashes
@@ -296,23 +305,37 @@ def _is_gone(path: str) -> bool:
 
 
 def _look_at(path: Path, known: Source | None) -> Source:
-    """The file as it is now. Its content is read only if size or time differ from what is known.
+    """The file as it is now, with what describes it beside it. Its content is read only if size or time differ from
+    what is known.
 
     Raises:
         DocumentError: the file cannot be read, or its name is no text.
     """
     try:
         str(path).encode()
-        status = path.stat()
-        if known is not None and (known.size, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
+        beside = sidecar_of(path)
+        files = [path, beside] if beside.is_file() else [path]
+        states = [file.stat() for file in files]
+        size, mtime_ns = sum(state.st_size for state in states), sum(state.st_mtime_ns for state in states)
+        if known is not None and (known.size, known.mtime_ns) == (size, mtime_ns):
             return known
-        with path.open("rb") as stream:
-            content_hash = hashlib.file_digest(stream, "sha256").hexdigest()
+        content_hash = ":".join(map(_file_hash, files))
     except UnicodeEncodeError as error:
         raise DocumentError(f"{path!a}: the name is not UTF-8; rename the file") from error
     except OSError as error:
         raise DocumentError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return Source(str(path), status.st_size, status.st_mtime_ns, content_hash)
+    return Source(str(path), size, mtime_ns, content_hash)
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _with(metadata: Metadata, said: Said) -> Metadata:
+    """What is said in addition goes before; None takes a field away."""
+    both = {**metadata, **said}
+    return {name: value for name, value in sorted(both.items()) if value is not None}
 
 
 def _content_hash(document: Document) -> str:

@@ -11,9 +11,8 @@ One writer at a time, any number of readers, in any mix of threads and processes
 """
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -42,7 +41,8 @@ from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport
-from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest
+from stillroom.retrieval.loaders.metadata import said_metadata
+from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
@@ -100,7 +100,7 @@ class KnowledgeBase:
                 f"{path / _CORPUS} is missing; restore it from a backup, or make the knowledge base again"
             )
         if manifest.format_version != FORMAT_VERSION:
-            manifest = _upgraded(path, manifest)
+            manifest = upgraded(path / _MANIFEST, manifest)
         return cls(path, manifest, config, clock or SystemClock())
 
     @property
@@ -110,11 +110,21 @@ class KnowledgeBase:
 
     # Documents
 
-    def add(self, paths: Sequence[Path], *, progress: Callable[[AddProgress], None] | None = None) -> AddReport:
+    def add(
+        self,
+        paths: Sequence[Path],
+        *,
+        progress: Callable[[AddProgress], None] | None = None,
+        metadata: Mapping[str, object] | None = None,
+    ) -> AddReport:
         """Index files and folders; what has not changed since the last time costs nothing.
 
         Files that cannot be read are in the report and do not stop the others. An interruption loses only the batch it
         falls into; adding the same paths again does the rest.
+
+        Args:
+            metadata: of every file that is added. It goes before what the file says itself and holds until the file is
+                removed; None as a value takes back what was said before.
 
         Raises:
             KnowledgeBaseBusyError: somebody else is writing.
@@ -122,10 +132,11 @@ class KnowledgeBase:
             IndexUnavailableError: the dense index is on a server that cannot be reached. What was committed until then
                 is kept, and goes there next time.
         """
+        said = said_metadata(metadata or {})
         with self._write_lock():
             self._indexes.write_collection()
             following = _Following(self._corpus, self._indexes, progress)
-            ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), self._clock, following)
+            ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), self._clock, following, said)
             try:
                 return ingest.run(paths)
             finally:
@@ -351,18 +362,6 @@ def _create(path: Path, config: StillroomConfig) -> None:
         manifest.save(path / _MANIFEST)
     except OSError as error:
         raise KnowledgeBaseError(f"{path} cannot be made: {error.strerror or error}; choose another folder") from error
-
-
-def _upgraded(path: Path, manifest: Manifest) -> Manifest:
-    """Claim the folder for this version, so that no earlier one opens it. The corpus knows by itself how far it is."""
-    try:
-        manifest.save(path / _MANIFEST)
-    except OSError as error:
-        raise KnowledgeBaseError(
-            f"{path} was made by an earlier Stillroom and has to be written to once: {error.strerror or error}; "
-            "open it where it can be written"
-        ) from error
-    return dataclasses.replace(manifest, format_version=FORMAT_VERSION)
 
 
 def _matches(target: str, known: dict[str, list[DocumentId]]) -> list[DocumentId]:

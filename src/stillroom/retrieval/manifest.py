@@ -13,6 +13,7 @@ from stillroom.config.settings import ChunkerConfig, EmbedderConfig, IndexConfig
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
     IncompatibleKnowledgeBaseError,
+    KnowledgeBaseError,
     KnowledgeBaseNotFoundError,
     ModelNotFoundError,
 )
@@ -124,6 +125,22 @@ def load_manifest(path: Path) -> Manifest:
         f"{path.parent} has format version {version}, this Stillroom reads up to {FORMAT_VERSION}; "
         "use the Stillroom that made it, or make the knowledge base again"
     )
+
+
+def upgraded(path: Path, manifest: Manifest) -> Manifest:
+    """Claim the folder for this version, so that no earlier one opens it. The corpus knows by itself how far it is.
+
+    Raises:
+        KnowledgeBaseError: it cannot be written.
+    """
+    try:
+        manifest.save(path)
+    except OSError as error:
+        raise KnowledgeBaseError(
+            f"{path.parent} was made by an earlier Stillroom and has to be written to once: {error.strerror or error}; "
+            "open it where it can be written"
+        ) from error
+    return dataclasses.replace(manifest, format_version=FORMAT_VERSION)
 
 
 def _from_json(content: dict[str, Any]) -> Manifest:

@@ -58,6 +58,8 @@ SELECT_INFOS = """SELECT document_id, title, num_chunks, num_bytes, added_at, me
     ORDER BY document_id"""
 SELECT_KNOWN_AS = "SELECT path, title, metadata FROM documents WHERE document_id = ?"
 SELECT_SOURCES = "SELECT path, size, mtime_ns, content_hash, metadata FROM sources"
+UNREAD_SOURCE = "UPDATE sources SET size = -1, content_hash = '' WHERE path = ?"
+DELETE_EMPTY_SOURCE = "DELETE FROM sources WHERE path = ? AND NOT EXISTS (SELECT 1 FROM documents WHERE path = ?)"
 SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? AND generation <= ? ORDER BY generation, chunk_id"
 SELECT_REMOVED = "SELECT chunk_id FROM tombstones WHERE generation > ? AND generation <= ? ORDER BY chunk_id"
 SELECT_NTH_ADDED = "SELECT generation FROM vectors WHERE generation > ? ORDER BY generation LIMIT 1 OFFSET ?"
@@ -69,12 +71,13 @@ MOVE_CHUNK = "UPDATE chunks SET start_line = ?, end_line = ?, start_page = ?, en
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file as it was when it was read to its end."""
+    """A file as it was when it was read to its end, with the file beside it that describes it, if there is one."""
 
     path: str
     size: int
-    """Bytes."""
+    """Bytes of both; -1 if it has to be read again."""
     mtime_ns: int
+    """Of both, added up."""
     content_hash: str
     metadata: Metadata = field(default_factory=dict)
     """What was said of the file when it was added (`add --meta`)."""

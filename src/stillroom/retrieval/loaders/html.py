@@ -8,6 +8,8 @@ from bs4.element import NavigableString, PreformattedString, Tag
 
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
+from stillroom.core.metadata import Metadata
+from stillroom.retrieval.loaders.metadata import named_texts
 from stillroom.retrieval.loaders.source import Outline
 
 _DROPPED = frozenset({"script", "style", "nav", "template", "svg", "head", "title"})
@@ -16,6 +18,11 @@ _INLINE = frozenset(
     | {"ins", "kbd", "label", "mark", "q", "rp", "rt", "ruby", "s", "samp", "small", "span", "strike", "strong", "sub"}
     | {"sup", "time", "tt", "u", "var", "wbr"}
 )
+_TECHNICAL = frozenset(
+    {"viewport", "robots", "generator", "theme-color", "color-scheme", "referrer", "format-detection", "csrf-token"}
+)
+"""Names of `meta` elements that are about the page's technique."""
+
 _HEADING = re.compile(r"h[1-6]\Z")
 
 
@@ -26,7 +33,20 @@ def parse_html(path: Path, text: str) -> Document:
     _Blocks(outline).read(soup)
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     title, paragraphs = outline.finish(title, path.stem)
-    return Document(DocumentId(str(path)), title, paragraphs)
+    return Document(DocumentId(str(path)), title, paragraphs, metadata=_metadata(soup))
+
+
+def _metadata(soup: BeautifulSoup) -> Metadata:
+    """What `meta` elements say about the document, by name in small letters. Keywords are a list."""
+    pairs: list[tuple[str, str]] = []
+    for element in soup("meta"):
+        name = str(element.get("name") or element.get("property") or "").strip().lower()
+        content = str(element.get("content") or "")
+        if name == "keywords":
+            pairs += [(name, word) for word in content.split(",")]
+        elif name and name not in _TECHNICAL:
+            pairs.append((name, content))
+    return named_texts(pairs)
 
 
 class _Blocks:

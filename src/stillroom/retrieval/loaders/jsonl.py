@@ -1,4 +1,4 @@
-"""JSONL in BEIR layout: one document per line with `_id`, `title` and `text`."""
+"""JSONL in BEIR layout: one document per line with `_id`, `title`, `text` and perhaps an object `metadata`."""
 
 import json
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from typing import Any
 
 from stillroom.core.document import Document, Paragraph
 from stillroom.core.ids import DocumentId
+from stillroom.core.metadata import clean_metadata
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders.source import blank_line_paragraphs, decode
 
@@ -64,4 +65,6 @@ def _document(path: Path, number: int, record: dict[str, Any]) -> Document:
     paragraphs = tuple(Paragraph(part.text, (), number, number) for part in blank_line_paragraphs(record["text"]))
     if not paragraphs and title:
         paragraphs = (Paragraph(title, (), number, number),)
-    return Document(DocumentId(f"{path}#{record_id}"), title, paragraphs, record_id)
+    metadata = record.get("metadata")
+    said = clean_metadata(metadata) if isinstance(metadata, dict) else {}
+    return Document(DocumentId(f"{path}#{record_id}"), title, paragraphs, record_id, said)

@@ -10,6 +10,7 @@ from stillroom.errors import DocumentError, UsageError
 from stillroom.retrieval.loaders.html import parse_html
 from stillroom.retrieval.loaders.jsonl import looks_like_corpus, parse_jsonl
 from stillroom.retrieval.loaders.markdown import parse_markdown
+from stillroom.retrieval.loaders.metadata import is_sidecar
 from stillroom.retrieval.loaders.rst import parse_rst
 from stillroom.retrieval.loaders.source import read_text
 from stillroom.retrieval.loaders.text import parse_text
@@ -92,7 +93,7 @@ def _walk(folder: Path, failures: list[tuple[Path, str]]) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)
-            if not name.startswith(".") and _is_document(path):
+            if not name.startswith(".") and _is_document(path) and not is_sidecar(path):
                 yield path
 
 

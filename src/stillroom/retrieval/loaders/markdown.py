@@ -9,28 +9,28 @@ from markdown_it.token import Token
 
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
+from stillroom.core.metadata import Metadata
+from stillroom.retrieval.loaders.metadata import front_matter
 from stillroom.retrieval.loaders.source import Outline
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
-_FRONT_TITLE = re.compile(r"^title:[ \t]*(['\"]?)(.+?)\1[ \t]*$", re.MULTILINE)
 
 
 def parse_markdown(path: Path, text: str) -> Document:
     """The title is the front matter's, else a first heading without an equal, else the file's name."""
-    body, title = _split_front_matter(text)
+    body, title, metadata = _split_front_matter(text)
     outline = Outline()
     _Blocks(outline).read(MarkdownIt("commonmark").enable("table").parse(body))
     title, paragraphs = outline.finish(title, path.stem)
-    return Document(DocumentId(str(path)), title, paragraphs)
+    return Document(DocumentId(str(path)), title, paragraphs, metadata=metadata)
 
 
-def _split_front_matter(text: str) -> tuple[str, str]:
-    """The text with its front matter blanked, so that line numbers hold; and the title named there, or ""."""
+def _split_front_matter(text: str) -> tuple[str, str, Metadata]:
+    """The text with its front matter blanked, so that line numbers hold; the title named there, or ""; and the rest."""
     match = _FRONT_MATTER.match(text)
     if match is None:
-        return text, ""
-    title = _FRONT_TITLE.search(match.group(1))
-    return "\n" * match.group().count("\n") + text[match.end() :], title.group(2) if title else ""
+        return text, "", {}
+    return "\n" * match.group().count("\n") + text[match.end() :], *front_matter(match.group(1))
 
 
 class _Blocks:

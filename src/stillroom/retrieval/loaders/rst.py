@@ -18,6 +18,8 @@ from docutils.utils import new_document
 
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
+from stillroom.core.metadata import Metadata
+from stillroom.retrieval.loaders.metadata import named_texts
 from stillroom.retrieval.loaders.source import Outline, blank_line_paragraphs
 
 _HEADER = re.compile(r"\A(?:[A-Za-z][A-Za-z0-9-]*:[ \t]*.*\n(?:[ \t]+\S.*\n)*){2,}(?=[ \t]*\n)")
@@ -40,29 +42,34 @@ _SETTINGS = {
 
 def parse_rst(path: Path, text: str) -> Document:
     """The title is that of a leading RFC 2822 header, else a lone first heading, else the file's name."""
-    body, title = _split_header(text)
+    body, title, metadata = _split_header(text)
     outline = Outline()
     try:
         _Blocks(outline, body).read(_parse(body))
     except Exception:  # docutils fails on some inputs in ways it does not document
-        return Document(DocumentId(str(path)), title or path.stem, tuple(blank_line_paragraphs(body)))
+        return Document(
+            DocumentId(str(path)), title or path.stem, tuple(blank_line_paragraphs(body)), metadata=metadata
+        )
     title, paragraphs = outline.finish(title, path.stem)
-    return Document(DocumentId(str(path)), title, paragraphs)
+    return Document(DocumentId(str(path)), title, paragraphs, metadata=metadata)
 
 
-def _split_header(text: str) -> tuple[str, str]:
-    """The text with a leading header blanked, so that line numbers hold; and the header's title, or "".
+def _split_header(text: str) -> tuple[str, str, Metadata]:
+    """The text with a leading header blanked, so that line numbers hold; the header's title, or ""; and its other
+    fields, their names in small letters.
 
     A PEP's number stands before its title, for that is how people name it: `PEP 8: Style Guide for Python Code`.
     """
     match = _HEADER.match(text)
     fields = HeaderParser().parsestr(match.group()) if match else None
     if match is None or fields is None or "title" not in fields:
-        return text, ""
+        return text, "", {}
     title = " ".join(str(fields["title"]).split())
     if "pep" in fields:
         title = f"PEP {str(fields['pep']).strip()}: {title}"
-    return "\n" * match.group().count("\n") + text[match.end() :], title
+    others = ((name.lower(), " ".join(str(value).split())) for name, value in fields.items())
+    metadata = named_texts(pair for pair in others if pair[0] != "title")
+    return "\n" * match.group().count("\n") + text[match.end() :], title, metadata
 
 
 class _AnyDirective(Directive):  # type: ignore[misc]

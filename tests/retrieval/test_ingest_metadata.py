@@ -1,0 +1,66 @@
+"""Metadata on its way into the knowledge base, and what a change of it costs: no embedding."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from stillroom.core.metadata import Metadata
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+from tests.retrieval.conftest import MakeFile, OpenKb
+
+
+def metadata(kb: KnowledgeBase) -> dict[str, Metadata]:
+    return {Path(info.document_id).name: info.metadata for info in kb.documents()}
+
+
+def test_what_is_said_goes_before_what_the_file_says_and_holds(
+    open_kb: OpenKb, docs: Path, make_file: MakeFile, refuse_to_embed: Callable[[], None]
+) -> None:
+    path = make_file("a.md", "---\nteam: sales\nyear: 2020\n---\nText.\n")
+    make_file("b.txt", "Other text.")
+    kb = open_kb()
+    kb.add([docs])
+    assert metadata(kb) == {"a.md": {"team": "sales", "year": 2020}, "b.txt": {}}
+    generation = kb.generation
+    refuse_to_embed()
+    assert kb.add([docs], metadata={"team": "legal"}).num_updated == 2
+    legal: Metadata = {"team": "legal"}
+    assert metadata(kb) == {"a.md": {"team": "legal", "year": 2020}, "b.txt": legal}
+    assert kb.generation > generation, "what was cached of filters and questions is no longer right"
+    assert kb.add([docs]).num_unchanged == 2
+    path.write_text("---\nteam: sales\nyear: 2021\n---\nText.\n")
+    assert kb.add([docs]).num_updated == 1
+    assert metadata(kb)["a.md"] == {"team": "legal", "year": 2021}
+    assert kb.add([path], metadata={"team": None}).num_updated == 1
+    assert metadata(kb) == {"a.md": {"team": "sales", "year": 2021}, "b.txt": legal}
+
+
+def test_a_file_beside_is_noticed_changed_and_gone(
+    open_kb: OpenKb, make_file: MakeFile, refuse_to_embed: Callable[[], None]
+) -> None:
+    path = make_file("a.txt", "Text.")
+    kb = open_kb()
+    kb.add([path])
+    refuse_to_embed()
+    for year in (2020, 2021):
+        beside = make_file("a.txt.metadata.json", json.dumps({"year": year}))
+        assert kb.add([path]).num_updated == 1
+        assert metadata(kb) == {"a.txt": {"year": year}}
+    beside.write_text("{")
+    report = kb.add([path])
+    assert len(report.failures) == 1 and metadata(kb) == {"a.txt": {"year": 2021}}
+    beside.unlink()
+    assert kb.add([path]).num_updated == 1
+    assert metadata(kb) == {"a.txt": {}}
+
+
+def test_a_removed_record_does_not_cost_the_others_what_was_said(open_kb: OpenKb, make_file: MakeFile) -> None:
+    path = make_file("c.jsonl", '{"_id": "a", "text": "x"}\n{"_id": "b", "text": "y", "metadata": {"year": 1}}\n')
+    kb = open_kb()
+    kb.add([path], metadata={"team": "legal"})
+    kb.remove([f"{path}#a"])
+    assert (kb.add([path]).num_added, kb.num_documents) == (1, 2)
+    assert metadata(kb) == {"c.jsonl#a": {"team": "legal"}, "c.jsonl#b": {"team": "legal", "year": 1}}
+    kb.remove([str(path)])
+    kb.add([path])
+    assert metadata(kb)["c.jsonl#a"] == {}, "a forgotten file is forgotten with what was said of it"
