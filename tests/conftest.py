@@ -1,6 +1,8 @@
 """Fixtures for all tests; offline, whatever the machine's environment says."""
 
+import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,19 @@ settings.load_profile("stillroom")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
+def chromium() -> str | None:
+    """The browser's program, if there is one and what drives it."""
+    if importlib.util.find_spec("playwright") is None:
+        return None
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs the shared data, or a GPU, where there is none."""
+    """Skip what needs the shared data, or a GPU, where there is none, or no browser."""
     skips = {
         "shared": None if SHARED.is_dir() else pytest.mark.skip(reason="needs ../shared"),
         "gpu": None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device"),
+        "browser": None if chromium() else pytest.mark.skip(reason="needs Chromium and playwright"),
     }
     for item in items:
         for marker, skip in skips.items():

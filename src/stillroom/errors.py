@@ -4,7 +4,8 @@
     |-- ConfigError                     a setting is unknown or impossible
     |-- UsageError                      a call or request that can never work as written
     |   |-- PromptTooLongError          the prompt and its answer do not fit the model
-    |   `-- UnknownDocumentError        no such document in the knowledge base
+    |   |-- UnknownDocumentError        no such document in the knowledge base
+    |   `-- UnknownRequestError         no such question is remembered
     |-- ModelError                      a checkpoint could not be used
     |   |-- ModelNotFoundError          no such folder, hub name or file
     |   `-- UnsupportedModelError       the checkpoint needs something that is not implemented
@@ -49,6 +50,10 @@ class PromptTooLongError(UsageError):
 
 class UnknownDocumentError(UsageError):
     """The knowledge base holds no document of that name."""
+
+
+class UnknownRequestError(UsageError):
+    """The question was never asked here, or so long ago that others have taken its place."""
 
 
 class ModelError(StillroomError):

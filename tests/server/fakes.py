@@ -20,8 +20,10 @@ from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResu
 from stillroom.core.ids import ChunkId, DocumentId, RequestId, format_chunk_id
 from stillroom.errors import EmptyKnowledgeBaseError, RequestAbortedError, StillroomError, UsageError
 from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing, TokenScore
+from stillroom.rag.records import Records
 from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.telemetry.metrics import Metrics
+from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 NUM_BLOCKS = 64
 DIMENSION = 4
@@ -114,6 +116,7 @@ class FakeRoom:
         self.gate.set()
         self.fails_at = ""
         self.failure: Exception = StillroomError("the fake failed on purpose")
+        self.records = Records(TraceLog(Path("nowhere") / TRACE_FILE, keep=0), lambda chunk_ids: {})
         self.is_closed = False
         self.is_warm = False
         self._running: set[int] = set()

@@ -33,7 +33,7 @@ def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_curl_examples_are_answered() -> None:
     commands = [shlex.split(block) for block in blocks("sh") if block.startswith("curl ")]
-    assert len(commands) == 6
+    assert len(commands) == 7
 
     with serving(as_room(FakeRoom())) as url:
         for words in commands:

@@ -21,6 +21,7 @@ from stillroom.errors import EngineClosedError
 from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.query_cache import QueryCache
+from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -62,6 +63,8 @@ class Stillroom:
         self._answering: Pipeline | None = None
         self._is_closed = False
         self._traces = TraceLog(kb.path / TRACE_FILE, config.trace.keep)
+        self.records = Records(self._traces, kb.chunks)
+        """What was asked before."""
         metrics.watch_cache(lambda: self._backend.cache_figures if self._backend else None)
         metrics.watch_index(lambda: _index_figures(kb))
         self._publish_corpus()

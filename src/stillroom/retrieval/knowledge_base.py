@@ -226,6 +226,10 @@ class KnowledgeBase:
         """Those of the chunks that are in the knowledge base now."""
         return self._corpus.existing(chunk_ids)
 
+    def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
+        """The chunks of these ids; those that are gone are left out."""
+        return self._corpus.chunks(chunk_ids)
+
     def chunks_of(self, document_id: DocumentId) -> list[Chunk]:
         """A document's chunks in order; none where there is no such document."""
         return [chunk for chunk, _ in self._corpus.chunks_of(document_id)]

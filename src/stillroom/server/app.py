@@ -17,6 +17,7 @@ from stillroom.server import chat, errors
 from stillroom.server.answering import AnswerEvents, whole_answers
 from stillroom.server.chat import ask_options
 from stillroom.server.completions import Completions
+from stillroom.server.console import routes as console
 from stillroom.server.errors import model_not_served
 from stillroom.server.json_body import JsonRoute
 from stillroom.server.middleware import Observed
@@ -48,6 +49,7 @@ def create_app(room: "Stillroom") -> FastAPI:
     """The application. The room stays the caller's: whoever opened it closes it, after the server has stopped."""
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(_Api(room).router())
+    app.include_router(console.router(room))
     errors.install(app)
     app.add_middleware(Observed, metrics=room.metrics)
     return app

@@ -22,6 +22,7 @@ from stillroom.errors import (
     RequestTimeoutError,
     StillroomError,
     UnknownDocumentError,
+    UnknownRequestError,
     UsageError,
 )
 
@@ -35,6 +36,7 @@ _KINDS: tuple[tuple[type[StillroomError], int, str, str], ...] = (
     # exception, status, type, code; the first that fits, so a subclass stands before its base
     (PromptTooLongError, 400, _INVALID, "context_length_exceeded"),
     (UnknownDocumentError, 404, _INVALID, "document_not_found"),
+    (UnknownRequestError, 404, _INVALID, "request_not_found"),
     (UsageError, 400, _INVALID, "invalid_value"),
     (EmptyKnowledgeBaseError, 409, "conflict_error", "knowledge_base_empty"),
     (KnowledgeBaseBusyError, 503, _UNAVAILABLE, "knowledge_base_busy"),

@@ -74,6 +74,14 @@ class TraceLog:
             row = connection.execute(f"SELECT * FROM traces {where} ORDER BY at DESC LIMIT 1", values).fetchone()
         return None if row is None else (row[0], row[1], json.loads(row[2]))
 
+    def recent(self, limit: int) -> list[tuple[str, float, dict[str, Any]]]:
+        """Request id, time and trace of the last questions, latest first. Raises as `get`."""
+        if not self._path.is_file():
+            return []
+        with self._lock, self._open() as connection:
+            rows = connection.execute("SELECT * FROM traces ORDER BY at DESC, rowid DESC LIMIT ?", (limit,)).fetchall()
+        return [(request_id, at, json.loads(trace)) for request_id, at, trace in rows]
+
     def questions(self) -> list[tuple[str, int]]:
         """Every remembered question with the number of tokens of its answer, oldest first; none where the file is
         damaged or missing, and prompts that were continued without a question left out."""

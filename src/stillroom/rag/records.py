@@ -1,0 +1,102 @@
+"""What a face shows of past questions: the diary of `telemetry.trace`, with the text of documents that are still there.
+
+Reads only. What the diary does not hold, because it was not kept or was removed, is an error that says so.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId, parse_chunk_id
+from stillroom.errors import CorruptKnowledgeBaseError, UnknownRequestError
+from stillroom.telemetry.trace import TraceLog
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSummary:
+    """One past question in a list."""
+
+    request_id: str
+    at: float
+    """Seconds since 1970, when it was answered."""
+    model: str
+    question: str
+    """Empty where a prompt was continued without a question."""
+    finish_reason: str
+    num_sources: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    timing: dict[str, float | None]
+    """The fields of `rag.answer.Timing`."""
+
+
+class Records:
+    """Past questions of one knowledge base. Thread-safe."""
+
+    def __init__(self, log: TraceLog, chunks: Callable[[Sequence[ChunkId]], dict[ChunkId, Chunk]]) -> None:
+        """
+        Args:
+            chunks: those of some ids that are still there.
+        """
+        self._log = log
+        self._chunks = chunks
+
+    def recent(self, limit: int = 50) -> list[RecordSummary]:
+        """The last questions, latest first.
+
+        Raises:
+            CorruptKnowledgeBaseError: the diary is damaged.
+        """
+        with _damage_reported():
+            return [_summary(*found) for found in self._log.recent(limit)]
+
+    def get(self, request_id: str) -> dict[str, Any]:
+        """All that is remembered of a question: what `stillroom explain --json` prints, and each source's `text`, null
+        where the document has changed or is gone.
+
+        Raises:
+            UnknownRequestError: it is not remembered.
+            CorruptKnowledgeBaseError: the diary is damaged.
+        """
+        with _damage_reported():
+            found = self._log.get(request_id) if request_id else None
+            if found is None:
+                raise UnknownRequestError(
+                    f"{request_id!r} is not among the questions remembered; trace.keep says how many are"
+                )
+            name, at, trace = found
+            ids = [parse_chunk_id(source["chunk_id"]) for source in trace["sources"]]
+            chunks = self._chunks(ids)
+            texts = [chunks[chunk_id].text if chunk_id in chunks else None for chunk_id in ids]
+            sources = [source | {"text": text} for source, text in zip(trace["sources"], texts, strict=True)]
+            return {"request_id": name, "at": at, **trace, "sources": sources}
+
+
+def _summary(request_id: str, at: float, trace: dict[str, Any]) -> RecordSummary:
+    return RecordSummary(
+        request_id=request_id,
+        at=at,
+        model=trace["model"],
+        question=trace["question"],
+        finish_reason=trace["finish_reason"],
+        num_sources=len(trace["sources"]),
+        num_prompt_tokens=trace["reuse"]["num_prompt_tokens"],
+        num_cached_tokens=trace["reuse"]["num_cached_tokens"],
+        num_generated_tokens=trace["num_generated_tokens"],
+        timing=trace["timing"],
+    )
+
+
+@contextmanager
+def _damage_reported() -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, ValueError, KeyError, TypeError) as error:
+        raise CorruptKnowledgeBaseError(
+            f"the record of past questions cannot be read ({error}); remove traces.sqlite from the knowledge base, it "
+            "holds nothing but explanations"
+        ) from error

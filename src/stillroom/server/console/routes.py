@@ -1,0 +1,102 @@
+"""The console: a page at `/`, its files, and what it asks for beyond the routes that everybody uses.
+
+The files are read once, by name, so that no path of a request reaches the file system. They hold nothing of the
+knowledge base; that comes from `/v1`, like anybody's. The page runs no script but its own files and cannot make HTML of
+text: both are the browser's to enforce (`SECURITY_HEADERS`). Design: docs/console.md
+"""
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from starlette.exceptions import HTTPException
+
+from stillroom.rag.records import RecordSummary
+
+if TYPE_CHECKING:
+    from stillroom.rag.room import Stillroom
+
+PAGE = "index.html"
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "'self'",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
+}
+
+SECURITY_HEADERS = {
+    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Of the page and its files."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def router(room: "Stillroom") -> APIRouter:
+    """The page and the routes of past questions."""
+    static = _read_files()
+    router = APIRouter()
+
+    async def page(request: Request) -> Response:
+        return _respond(request, static[PAGE])
+
+    async def file(name: str, request: Request) -> Response:
+        if name == PAGE or name not in static:
+            raise HTTPException(404)
+        return _respond(request, static[name])
+
+    async def requests(limit: Annotated[int, Query(ge=1, le=500)] = 50) -> list[RecordSummary]:
+        return await asyncio.to_thread(room.records.recent, limit)
+
+    async def one_request(request_id: str) -> dict[str, Any]:
+        return await asyncio.to_thread(room.records.get, request_id)
+
+    router.add_api_route("/", page, methods=["GET", "HEAD"], include_in_schema=False)
+    router.add_api_route("/console/{name}", file, methods=["GET", "HEAD"], include_in_schema=False)
+    router.add_api_route("/v1/requests", requests, methods=["GET"])
+    router.add_api_route("/v1/requests/{request_id}", one_request, methods=["GET"])
+    return router
+
+
+def _respond(request: Request, file: _File) -> Response:
+    headers = SECURITY_HEADERS | {"Cache-Control": "no-cache", "ETag": file.etag}
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)
+
+
+def _read_files() -> dict[str, _File]:
+    found = {}
+    for entry in (files(__package__) / "static").iterdir():
+        suffix = entry.name[entry.name.rfind(".") :]
+        if suffix in _TYPES:
+            content = entry.read_bytes()
+            found[entry.name] = _File(content, _TYPES[suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return found

@@ -1,0 +1,169 @@
+// What an answer cost: its phases on a line, and where each part of its prompt came from.
+
+import { el } from "./dom.js";
+import { count, duration, percent, splitPath } from "./format.js";
+
+/** Names, lengths and meanings of the phases, in order; those of which nothing is known are one. */
+export function phases(timing) {
+  const found = [["search", "Search", timing.retrieval_seconds]];
+  if (timing.prefill_seconds === null || timing.prefill_seconds === undefined) {
+    found.push(["prefill", "To the first token", timing.ttft_seconds - timing.retrieval_seconds]);
+  } else {
+    found.push(["queue", "Queue", timing.queue_seconds]);
+    found.push(["load", "Load", timing.load_seconds]);
+    found.push(["prefill", "Prefill", timing.prefill_seconds]);
+  }
+  found.push(["decode", "Decode", timing.total_seconds - timing.ttft_seconds]);
+  return found.map(([kind, name, seconds]) => ({ kind, name, seconds: Math.max(seconds, 0) }));
+}
+
+/** A bar of proportional parts. It repeats what is written beside it, so it is hidden from screen readers. */
+export function bar(parts, classes = "bar") {
+  const line = el("div", { class: classes, "aria-hidden": "true" });
+  const sum = parts.reduce((all, { size }) => all + size, 0);
+  for (const { kind, size, title } of parts) {
+    if (!size) continue;
+    const part = el("span", { class: `part ${kind}`, title });
+    part.style.flexGrow = (1000 * size) / sum;
+    line.append(part);
+  }
+  return line;
+}
+
+export const phaseBar = (timing, classes) =>
+  bar(
+    phases(timing).map(({ kind, name, seconds }) => ({ kind, size: seconds, title: `${name}: ${duration(seconds)}` })),
+    classes,
+  );
+
+/** "Where the time went" and "Where the prompt came from". */
+export function account(answer) {
+  const { timing, reuse, sources } = answer;
+  return [timeline(answer), reuse.segments?.length ? origins(reuse, sources) : plainOrigins(reuse, timing)];
+}
+
+const MEANINGS = {
+  search: "finding the passages",
+  queue: "waiting for the model",
+  load: "fetching what was kept",
+  prefill: "reading the prompt",
+  decode: "writing the answer",
+};
+
+function timeline({ timing, speculation, num_generated_tokens: generated }) {
+  const rows = phases(timing).map(({ kind, name, seconds }) =>
+    el(
+      "div",
+      {},
+      el("dt", {}, el("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), name),
+      el("dd", {}, el("b", { text: duration(seconds) }), el("small", { text: MEANINGS[kind] })),
+    ),
+  );
+  const per = timing.tpot_seconds ? `, then ${duration(timing.tpot_seconds)} per token` : "";
+  const written = generated ? ` for ${count(generated, "token")}` : "";
+  return el(
+    "section",
+    { class: "account" },
+    el("h3", { text: "Where the time went" }),
+    phaseBar(timing),
+    el("dl", { class: "legend" }, ...rows),
+    el("p", {
+      class: "sum",
+      text: `First token after ${duration(timing.ttft_seconds)}${per}; ${duration(timing.total_seconds)} in all${written}.`,
+    }),
+    overlap(speculation),
+  );
+}
+
+function overlap(speculation) {
+  if (!speculation) return null;
+  if (speculation.outcome === "right" && speculation.ahead_seconds > 0)
+    return el("p", {
+      class: "sum",
+      text: `The model began to read ${duration(speculation.ahead_seconds)} before the search had ended.`,
+    });
+  if (speculation.outcome === "wrong")
+    return el("p", {
+      class: "sum",
+      text: `${count(speculation.num_started, "prompt")} begun before the search had ended, for nothing: it ended with other passages.`,
+    });
+  return null;
+}
+
+/** Where a segment's KV came from, as one word: its tier, `placed` or `computed`. */
+const origin = (segment) => (segment.reason === "placed" ? "placed" : segment.source);
+
+const ORIGINS = {
+  device: "device",
+  host: "host memory",
+  disk: "disk",
+  computed: "computed",
+};
+
+function origins(reuse, sources) {
+  const byChunk = new Map(sources.map((source) => [source.chunk_id, source]));
+  const name = (segment) => {
+    const source = byChunk.get(segment.chunk_id);
+    if (!source) return { system: "Instructions", question: "Question", chunk: "Passage" }[segment.kind] ?? segment.kind;
+    return `${source.position}. ${splitPath(source.document).name}`;
+  };
+  const rows = reuse.segments.map((segment) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row", text: name(segment) }),
+      el("td", { class: "number", text: segment.num_tokens.toLocaleString("en") }),
+      el(
+        "td",
+        {},
+        el("span", { class: `swatch ${origin(segment)}`, "aria-hidden": "true" }),
+        ORIGINS[segment.source] ?? segment.source,
+      ),
+      el("td", { text: reason(segment) }),
+    ),
+  );
+  return el(
+    "section",
+    { class: "account" },
+    el("h3", { text: "Where the prompt came from" }),
+    bar(
+      reuse.segments.map((segment) => ({
+        kind: origin(segment),
+        size: segment.num_tokens,
+        title: `${name(segment)}: ${count(segment.num_tokens, "token")}, ${segment.source}`,
+      })),
+    ),
+    el("p", { class: "sum", text: savings(reuse) }),
+    el(
+      "table",
+      { class: "rows parts" },
+      el("caption", { class: "hidden", text: "Parts of the prompt" }),
+      el("thead", {}, el("tr", {}, ...["Part", "Tokens", "From", "Why"].map((text) => el("th", { scope: "col", text })))),
+      el("tbody", {}, ...rows),
+    ),
+  );
+}
+
+function reason(segment) {
+  const again = segment.num_recomputed ? `, ${count(segment.num_recomputed, "token")} computed again` : "";
+  const words = {
+    hit: "kept from an earlier question",
+    placed: "kept from another place in a prompt",
+  };
+  return (words[segment.reason] ?? segment.reason) + again;
+}
+
+function savings(reuse) {
+  if (!reuse.num_cached_tokens) return `All ${count(reuse.num_prompt_tokens, "token")} of the prompt were computed.`;
+  const share = percent(reuse.num_cached_tokens / reuse.num_prompt_tokens);
+  const saved = reuse.saved_seconds > 0.0005 ? `, which saved about ${duration(reuse.saved_seconds)}` : "";
+  return (
+    `${reuse.num_cached_tokens.toLocaleString("en")} of ${count(reuse.num_prompt_tokens, "token")} (${share}) ` +
+    `were kept from earlier questions${saved}.`
+  );
+}
+
+function plainOrigins(reuse) {
+  if (!reuse.num_prompt_tokens) return null;
+  return el("section", { class: "account" }, el("h3", { text: "Where the prompt came from" }), el("p", { class: "sum", text: savings(reuse) }));
+}

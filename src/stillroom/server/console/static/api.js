@@ -1,0 +1,90 @@
+// Talking to the server: JSON, streams of events, errors in its own words, and the key of this tab.
+
+const KEY = "stillroom-key";
+
+/** A response that is not what was asked for. `message` is the server's. */
+export class ServerError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function key() {
+  try {
+    return sessionStorage.getItem(KEY) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+export function setKey(value) {
+  try {
+    if (value) sessionStorage.setItem(KEY, value);
+    else sessionStorage.removeItem(KEY);
+  } catch {
+    // storage is switched off: the key lasts as long as nobody asks again
+  }
+}
+
+/** A request; relative to the page, so that it works behind a proxy's path too. Raises ServerError. */
+export async function request(path, options = {}) {
+  const headers = { ...options.headers };
+  if (key()) headers.Authorization = `Bearer ${key()}`;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("The server cannot be reached. Is it still running?", 0);
+  }
+  if (response.ok) return response;
+  if (response.status === 401) document.dispatchEvent(new CustomEvent("stillroom:unauthorised"));
+  throw new ServerError(await complaint(response), response.status);
+}
+
+export const getJson = async (path) => (await request(path)).json();
+
+export const getText = async (path) => (await request(path)).text();
+
+async function complaint(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `The server answered with status ${response.status}.`;
+  }
+}
+
+/** The events of a streamed answer, as objects. Raises ServerError if one of them is an error, or the end is missing. */
+export async function* events(body, signal) {
+  const response = await request("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true }),
+    signal,
+  });
+  for await (const data of dataLines(response.body)) {
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new ServerError(event.error.message, response.status);
+    yield event;
+  }
+  throw new ServerError("The connection ended before the answer was complete.", 0);
+}
+
+function broken(error) {
+  if (error.name === "AbortError") throw error;
+  throw new ServerError("The connection broke before the answer was complete.", 0);
+}
+
+async function* dataLines(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read().catch(broken);
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6);
+  }
+}

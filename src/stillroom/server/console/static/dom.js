@@ -1,0 +1,43 @@
+// Making elements. Text always arrives as text nodes: nothing here, or anywhere in the console, parses HTML.
+
+/** An element with attributes (`text` is its text, `on...` its listeners; false and null leave one out) and children. */
+export function el(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "text") element.textContent = value;
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** The element of this id. */
+export const byId = (id) => document.getElementById(id);
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** A line through values (null is a gap) in a box of 100 x 30, scaled to the largest. */
+export function sparkline(values, label) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", "0 0 100 30");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("class", "sparkline");
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", label);
+  const largest = Math.max(...values.filter((value) => value !== null), 0);
+  const step = 100 / Math.max(values.length - 1, 1);
+  let path = "";
+  let pen = "M";
+  values.forEach((value, index) => {
+    if (value === null) return;
+    const height = largest ? 28 - (value / largest) * 25 : 28;
+    path += `${pen}${(index * step).toFixed(2)} ${height.toFixed(2)}`;
+    pen = "L";
+  });
+  const line = document.createElementNS(SVG, "path");
+  line.setAttribute("d", path || "M0 28");
+  line.setAttribute("vector-effect", "non-scaling-stroke");
+  svg.append(line);
+  return svg;
+}

@@ -1,0 +1,135 @@
+// Live figures: the differences between readings of /metrics, two seconds apart.
+
+import { getText } from "./api.js";
+import { byId, el, sparkline } from "./dom.js";
+import { duration, percent, trim } from "./format.js";
+
+const PERIOD_MS = 2000;
+const KEPT = 60;
+
+let readings = [];
+let timer = null;
+
+/** Begin to read, until `stopLive`. */
+export async function startLive() {
+  stopLive();
+  const own = setInterval(() => {
+    if (document.visibilityState === "visible") read().catch(() => {});
+  }, PERIOD_MS);
+  timer = own;
+  try {
+    await read();
+  } catch (error) {
+    clearInterval(own);
+    throw error;
+  }
+}
+
+export function stopLive() {
+  clearInterval(timer);
+  timer = null;
+}
+
+async function read() {
+  const reading = parse(await getText("metrics"));
+  reading.at = performance.now() / 1000;
+  readings = [...readings, reading].slice(-KEPT - 1);
+  show();
+}
+
+/** Sums over all labels, by metric; by metric and label as well. */
+export function parse(text) {
+  const values = {};
+  for (const line of text.split("\n")) {
+    const found = /^([a-z_]+)(\{.*\})? (\S+)$/.exec(line);
+    if (!found) continue;
+    const [, name, labels, value] = found;
+    values[name] = (values[name] ?? 0) + Number(value);
+    if (labels) values[name + labels] = Number(value);
+  }
+  return values;
+}
+
+const steps = (name) =>
+  readings.slice(1).map((reading, index) => {
+    const before = readings[index];
+    return { seconds: reading.at - before.at, grown: Math.max((reading[name] ?? 0) - (before[name] ?? 0), 0) };
+  });
+
+const grown = (name) => steps(name).reduce((sum, step) => sum + step.grown, 0);
+
+/** Per interval; null where nothing happened. */
+function ratios(above, below) {
+  const bottoms = steps(below);
+  return steps(above).map((step, index) => (bottoms[index].grown ? step.grown / bottoms[index].grown : null));
+}
+
+/** The mean of the last five intervals: answers are counted when they end. */
+function rates(name) {
+  const all = steps(name);
+  return all.map((_, index) => {
+    const window = all.slice(Math.max(index - 4, 0), index + 1);
+    return window.reduce((sum, step) => sum + step.grown, 0) / window.reduce((sum, step) => sum + step.seconds, 0);
+  });
+}
+
+function show() {
+  const now = readings[readings.length - 1];
+  const of = (name) => now[name] ?? 0;
+  const ttft = "stillroom_time_to_first_token_seconds";
+  const answers = grown(`${ttft}_count`);
+  const speed = rates("stillroom_generated_tokens_total");
+  const prompt = of("stillroom_prompt_tokens_total");
+  const used = of('stillroom_kv_blocks{state="used"}');
+  const total = of("stillroom_kv_blocks");
+  const active = readings.map((reading) => reading.stillroom_active_requests ?? 0);
+  byId("live").replaceChildren(
+    tile(
+      "First token",
+      answers ? duration(grown(`${ttft}_sum`) / answers) : "\u2013",
+      answers ? `mean of ${answers} in two minutes` : "no answers in two minutes",
+      ratios(`${ttft}_sum`, `${ttft}_count`),
+    ),
+    tile(
+      "Written",
+      `${trim(speed.length ? speed[speed.length - 1] : 0)} tokens/s`,
+      `${of("stillroom_generated_tokens_total").toLocaleString("en")} tokens since the start`,
+      speed,
+    ),
+    tile(
+      "Requests",
+      `${of('stillroom_active_requests{state="running"}')} running`,
+      `${of('stillroom_active_requests{state="waiting"}')} waiting, ${of("stillroom_requests_total")} answered`,
+      active,
+    ),
+    tile(
+      "Kept",
+      prompt ? percent(of("stillroom_cached_tokens_total") / prompt) : "\u2013",
+      "of prompt tokens since the start were not computed",
+      ratios("stillroom_cached_tokens_total", "stillroom_prompt_tokens_total"),
+    ),
+    tile(
+      "KV memory",
+      total ? percent(used / total) : "\u2013",
+      total ? `${used.toLocaleString("en")} of ${total.toLocaleString("en")} blocks in use` : "no question yet",
+      readings.map((reading) => reading['stillroom_kv_blocks{state="used"}'] ?? 0),
+    ),
+    tile(
+      "Documents",
+      of("stillroom_documents").toLocaleString("en"),
+      `${of("stillroom_chunks").toLocaleString("en")} passages`,
+      null,
+    ),
+  );
+}
+
+function tile(name, value, detail, values) {
+  return el(
+    "div",
+    { class: "tile" },
+    el("h2", { text: name }),
+    el("p", { class: "value", text: value }),
+    el("p", { class: "hint", text: detail }),
+    values && values.length > 1 ? sparkline(values, `${name}, the last two minutes`) : null,
+  );
+}

@@ -1,0 +1,109 @@
+// Which view is shown, the theme, the key, and what is served.
+
+import { getJson, key, setKey } from "./api.js";
+import { showEarlier, start } from "./ask.js";
+import { showDocuments } from "./documents.js";
+import { byId, el } from "./dom.js";
+import { count } from "./format.js";
+import { startLive, stopLive } from "./live.js";
+import { showRequest, showRequests } from "./requests.js";
+
+const VIEWS = {
+  ask: showEarlier,
+  requests: showRequests,
+  request: showRequest,
+  documents: showDocuments,
+  live: startLive,
+};
+
+async function route({ moves = true } = {}) {
+  const [first, rest] = decodeURIComponent(location.hash.slice(1)).split("/", 2);
+  const name = first === "requests" && rest ? "request" : first in VIEWS && first !== "request" ? first : "ask";
+  stopLive();
+  for (const other of Object.keys(VIEWS)) byId(`view-${other}`).hidden = other !== name;
+  const current = name === "request" ? "requests" : name;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === `#${current}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = name === "ask" ? "Stillroom" : `${byId(`${name}-title`).textContent} \u2013 Stillroom`;
+  if (moves) byId("main").focus({ preventScroll: true });
+  else if (name === "ask") byId("question").focus();
+  try {
+    await VIEWS[name](rest);
+  } catch (error) {
+    byId(name).replaceChildren(el("p", { class: "notice", role: "alert", text: error.message }));
+  }
+}
+
+async function showServing() {
+  try {
+    const health = await getJson("healthz");
+    const served = health.documents === undefined ? health.model : `${health.model}, ${count(health.documents, "document")}`;
+    byId("serving").textContent = served ?? "";
+    if (health.documents === 0)
+      byId("ask-lead").replaceChildren(
+        "There are no documents yet. Add some with ",
+        el("code", { text: "stillroom add PATH --kb DIR" }),
+        ".",
+      );
+  } catch {
+    byId("serving").textContent = "";
+  }
+}
+
+function startTheme() {
+  const button = byId("theme-button");
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+  const name = () => {
+    button.textContent = isDark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Switch to the ${isDark() ? "light" : "dark"} theme`);
+  };
+  button.addEventListener("click", () => {
+    const theme = isDark() ? "light" : "dark";
+    document.documentElement.dataset.theme = theme;
+    try {
+      localStorage.setItem("stillroom-theme", theme);
+    } catch {
+      // it lasts as long as the page
+    }
+    name();
+  });
+  system.addEventListener("change", name);
+  name();
+}
+
+function startKey() {
+  const dialog = byId("key-dialog");
+  const open = () => {
+    byId("key-button").hidden = false;
+    byId("key").value = key();
+    if (!dialog.open) dialog.showModal();
+  };
+  const use = (value) => {
+    setKey(value);
+    dialog.close();
+    showServing();
+    route();
+  };
+  byId("key-button").hidden = !key();
+  byId("key-button").addEventListener("click", open);
+  byId("key-forget").addEventListener("click", () => use(""));
+  byId("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    use(byId("key").value.trim());
+  });
+  document.addEventListener("stillroom:unauthorised", open);
+}
+
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  byId("main").focus();
+});
+addEventListener("hashchange", () => route());
+startTheme();
+startKey();
+start();
+showServing();
+route({ moves: false });

@@ -1,0 +1,70 @@
+// Past questions: a list, and one of them with all that is remembered.
+
+import { account, phaseBar } from "./account.js";
+import { getJson } from "./api.js";
+import { byId, el } from "./dom.js";
+import { duration, moment, percent } from "./format.js";
+import { sourceList } from "./sources.js";
+
+export async function showRequests() {
+  const found = await getJson("v1/requests");
+  const place = byId("requests");
+  if (!found.length) {
+    place.replaceChildren(el("p", { class: "hint", text: "Nothing was asked yet." }));
+    return;
+  }
+  const longest = Math.max(...found.map((one) => one.timing.total_seconds));
+  const columns = ["When", "Question", "Phases", "First token", "In all", "Kept"];
+  place.replaceChildren(
+    el(
+      "table",
+      { class: "rows wide" },
+      el("caption", { class: "hidden", text: "Requests, latest first" }),
+      el("thead", {}, el("tr", {}, ...columns.map((text) => el("th", { scope: "col", text })))),
+      el("tbody", {}, ...found.map((one) => row(one, longest))),
+    ),
+  );
+}
+
+function row(one, longest) {
+  const phases = phaseBar(one.timing, "bar thin");
+  phases.style.width = `${Math.max((100 * one.timing.total_seconds) / longest, 8)}%`;
+  const kept = one.num_prompt_tokens ? percent(one.num_cached_tokens / one.num_prompt_tokens) : "";
+  const cell = (label, text) => el("td", { "data-label": label, class: "number", text });
+  return el(
+    "tr",
+    {},
+    el("td", { "data-label": "When", class: "when", text: moment(one.at) }),
+    el(
+      "th",
+      { scope: "row" },
+      el("a", { href: `#requests/${one.request_id}`, text: one.question || "(a prompt, continued)" }),
+    ),
+    el("td", { class: "phases" }, phases),
+    cell("First token", duration(one.timing.ttft_seconds)),
+    cell("In all", duration(one.timing.total_seconds)),
+    cell("Kept", kept),
+  );
+}
+
+export async function showRequest(id) {
+  const place = byId("request");
+  place.replaceChildren();
+  const found = await getJson(`v1/requests/${encodeURIComponent(id)}`);
+  if (!location.hash.endsWith(id)) return; // somebody has gone on meanwhile
+  place.replaceChildren(
+    el(
+      "div",
+      { class: "beside" },
+      el(
+        "article",
+        { class: "panel" },
+        el("p", { class: "asked", text: found.question || "(a prompt, continued)" }),
+        el("div", { class: "answer", text: found.text }),
+        ...account(found).filter(Boolean),
+        el("p", { class: "hint", text: `${found.request_id}, ${moment(found.at)}, ${found.model}` }),
+      ),
+      el("aside", { "aria-label": "Sources" }, el("h2", { text: "Sources" }), sourceList(found.sources)),
+    ),
+  );
+}

@@ -1,0 +1,58 @@
+"""Past questions as faces show them."""
+
+from pathlib import Path
+
+import pytest
+
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId, DocumentId, RequestId, format_chunk_id
+from stillroom.errors import CorruptKnowledgeBaseError, UnknownRequestError
+from stillroom.rag.answer import Answer, ReuseReport, Source, Timing, trace_of
+from stillroom.rag.records import Records
+from stillroom.telemetry.trace import TRACE_FILE, TraceLog
+
+CHUNKS = {ChunkId(1): Chunk(ChunkId(1), DocumentId("a.md"), 0, "still there")}
+
+
+def answer(name: str) -> Answer:
+    sources = tuple(
+        Source("a.md", format_chunk_id(ChunkId(number)), "text", 0.5, {}, number, "A", 1, 2) for number in (1, 2)
+    )
+    return Answer(RequestId(name), f"of {name}", (), "stop", sources, Timing(0.1, 0.2, 0.0, 0.3), ReuseReport(9, 4), 2)
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    log = TraceLog(tmp_path / TRACE_FILE, keep=10)
+    for at, name in enumerate(("req-1", "req-2", "req-3")):
+        log.add(name, float(at // 2), trace_of(f"about {name}?", "small", answer(name)))
+    return Records(log, lambda chunk_ids: {one: CHUNKS[one] for one in chunk_ids if one in CHUNKS})
+
+
+def test_the_latest_come_first_and_no_more_than_asked_for(records: Records) -> None:
+    found = records.recent(2)
+
+    assert [one.request_id for one in found] == ["req-3", "req-2"]
+    assert (found[0].question, found[0].num_sources, found[0].num_cached_tokens) == ("about req-3?", 2, 4)
+    assert found[0].timing["ttft_seconds"] == 0.2
+
+
+def test_one_has_the_text_of_what_is_still_there(records: Records) -> None:
+    found = records.get("req-2")
+
+    assert (found["request_id"], found["text"]) == ("req-2", "of req-2")
+    assert [source["text"] for source in found["sources"]] == ["still there", None]
+
+
+@pytest.mark.parametrize("name", ["req-4", ""])
+def test_one_that_is_not_remembered(records: Records, name: str) -> None:
+    with pytest.raises(UnknownRequestError, match="not among the questions remembered"):
+        records.get(name)
+
+
+def test_nothing_was_asked_and_a_damaged_file(tmp_path: Path) -> None:
+    records = Records(TraceLog(tmp_path / TRACE_FILE, keep=10), lambda chunk_ids: {})
+    assert records.recent() == []
+    (tmp_path / TRACE_FILE).write_bytes(b"no database" * 100)
+    with pytest.raises(CorruptKnowledgeBaseError, match=r"remove traces\.sqlite"):
+        records.recent()

@@ -1,0 +1,49 @@
+"""A browser for all tests, and a page on a server with a fake room."""
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conftest import chromium
+from tests.server.fakes import FakeRoom, as_room
+from tests.server.harness import serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator["Browser"]:
+    from playwright.sync_api import sync_playwright
+
+    # Chromium's sandbox cannot be had by root
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def url(room: FakeRoom) -> Iterator[str]:
+    with serving(as_room(room)) as url:
+        yield url
+
+
+@pytest.fixture
+def page(browser: "Browser") -> Iterator["Page"]:
+    """A page that must neither log an error nor ask anybody but the server it came from."""
+    with browser.new_context(color_scheme="light", reduced_motion="reduce") as context:
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        complaints: list[str] = []
+        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        hosts: set[str] = set()
+        page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+        yield page
+        expected = [text for text in complaints if "Failed to load resource" not in text]  # a status, which tests check
+        assert not expected
+        assert len(hosts) <= 1, "works without a network"

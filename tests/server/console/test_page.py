@@ -1,0 +1,242 @@
+"""The console in a real Chromium, over a fake room whose answers are known."""
+
+import json
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from stillroom.errors import QueueFullError
+from stillroom.server.console.routes import SECURITY_HEADERS
+from tests.server.fakes import NUM_BLOCKS, FakeRoom, until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script><b>bold</b> &amp; {{7*7}}'
+
+browser_test = pytest.mark.browser
+
+
+def ask(page: "Page", question: str) -> None:
+    page.fill("#question", question)
+    page.press("#question", "Enter")
+
+
+def test_the_page_and_its_files_come_with_a_strict_policy(any_client: httpx.Client) -> None:
+    page = any_client.get("/")
+    names = [part.split('"')[0] for part in page.text.split('"console/')[1:]]
+
+    assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+    assert {"console.css", "main.js", "theme.js", "icon.svg"} <= set(names)
+    for response in (page, *(any_client.get(f"/console/{name}") for name in names)):
+        assert response.status_code == 200
+        assert {name: response.headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
+    assert "unsafe" not in page.headers["content-security-policy"]
+    assert "style=" not in page.text and "<script>" not in page.text and "//" not in page.text.split("<body>")[0]
+
+
+def test_an_unchanged_file_is_not_sent_again(any_client: httpx.Client) -> None:
+    etag = any_client.get("/console/main.js").headers["etag"]
+
+    again = any_client.get("/console/main.js", headers={"If-None-Match": etag})
+
+    assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize("name", ["index.html", "routes.py", "../routes.py", "..%2froutes.py", "%2e%2e/routes.py", ""])
+def test_no_other_file_can_be_had(any_client: httpx.Client, name: str) -> None:
+    assert any_client.get(f"/console/{name}").status_code == 404
+
+
+@browser_test
+def test_an_answer_is_written_as_it_comes_with_its_sources_beside_it(page: "Page", url: str, room: FakeRoom) -> None:
+    room.gate.clear()
+    page.goto(url)
+    ask(page, "How do I rotate keys?")
+
+    page.wait_for_selector(".source")  # known before the first word
+    assert page.get_attribute("#answer", "aria-busy") == "true" and page.inner_text("#answer") == ""
+    room.gate.set()
+    page.wait_for_selector("#account .legend")
+
+    assert page.inner_text("#answer") == "How do I rotate keys?"
+    assert page.get_attribute("#answer", "aria-busy") == "false"
+    assert page.text_content("#spoken") == "How do I rotate keys?"
+    source = page.inner_text(".source")
+    assert "keys.md" in source and "Keys > Rotation" in source and "lines 3\u20134" in source and "score 1" in source
+    assert not page.is_visible(".passage")
+    page.click(".source summary")
+    assert page.inner_text(".passage") == "Rotate keys with care.\nTwice a year."
+    account = page.inner_text("#account")
+    assert "First token after 20 ms, then 1 ms per token; 50 ms in all for 5 tokens." in account
+    assert "40 of 100 tokens (40 %) were kept from earlier questions." in account
+
+
+@browser_test
+def test_what_documents_and_answers_hold_is_text(page: "Page", url: str, room: FakeRoom) -> None:
+    room.texts = {f"docs/{HOSTILE.replace('/', '')}.md": HOSTILE}
+    page.goto(url)
+    ask(page, HOSTILE)
+    page.wait_for_selector("#account .legend")
+    page.click(".source summary")
+
+    assert page.inner_text(".passage") == page.inner_text("#answer") == HOSTILE
+    assert page.inner_text(".source-name b").startswith("<img src=x")
+    assert page.title() == "Stillroom"
+    assert page.locator("#result :is(img, script, .passage b, .answer b)").count() == 0
+
+
+@browser_test
+def test_the_browser_runs_no_script_but_the_page_s_own(browser: "Browser", url: str) -> None:
+    page = browser.new_page()
+    page.goto(url)
+    blocked = page.evaluate(
+        """async () => {
+            const seen = [];
+            document.addEventListener("securitypolicyviolation", (event) => seen.push(event.effectiveDirective));
+            const script = document.createElement("script");
+            try { document.body.innerHTML = "<b>made of text</b>"; } catch (error) { seen.push(error.name); }
+            const style = document.createElement("style");
+            style.append("body { color: red }");
+            document.head.append(style);
+            await fetch("http://127.0.0.1:9/").catch(() => {});
+            await new Promise((resolve) => setTimeout(resolve));
+            return seen;
+        }"""
+    )
+
+    page.close()
+    assert {"TypeError", "require-trusted-types-for", "style-src-elem", "connect-src"} <= set(blocked)
+
+
+@browser_test
+def test_stopping_frees_what_the_answer_held(page: "Page", url: str, room: FakeRoom) -> None:
+    room.gate.clear()
+    page.goto(url)
+    ask(page, "How do I rotate keys?")
+    page.wait_for_selector(".source")
+    assert room.num_free_blocks < NUM_BLOCKS
+
+    page.click("#stop")
+
+    page.wait_for_selector("text=Stopped.")
+    until(lambda: room.num_free_blocks == NUM_BLOCKS)
+    assert not page.is_visible("#stop")
+
+
+@browser_test
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_refusal_is_shown_in_the_server_s_words(page: "Page", url: str, room: FakeRoom, is_begun: bool) -> None:
+    if is_begun:
+        room.fails_at, room.failure = "rotate", QueueFullError("<b>as many</b> wait as may", 3.0)
+    else:
+        room.texts = {}
+    page.goto(url)
+    ask(page, "How do I rotate keys?")
+
+    page.wait_for_selector("#ask-error:visible")
+    message = "<b>as many</b> wait as may" if is_begun else "the knowledge base is empty"
+    assert message in page.inner_text("#ask-error")
+    assert page.inner_text("#answer") == ("How do I" if is_begun else "")
+
+
+@browser_test
+def test_the_form_s_options_reach_the_server(page: "Page", url: str, room: FakeRoom) -> None:
+    page.goto(url)
+    page.click("text=Options")
+    page.fill("#top-k", "3")
+    page.select_option("#mode", "sparse")
+    page.fill("#max-tokens", "2")
+    page.fill("#temperature", "0.5")
+    ask(page, "How do I rotate keys?")
+    page.wait_for_selector("text=Cut: the longest answer allowed was reached.")
+
+    _, options = room.asked[-1]
+    assert (options.top_k, options.mode, options.max_tokens, options.temperature) == (3, "sparse", 2, 0.5)
+
+
+@browser_test
+def test_everything_can_be_reached_and_done_with_the_keyboard(page: "Page", url: str) -> None:
+    page.goto(url)
+    page.keyboard.type("keys?")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#account .legend")
+    page.reload()
+    order: list[str] = []
+    while "question" not in order and len(order) < 20:  # from the field, where it begins, around and back to it
+        page.keyboard.press("Tab")
+        order.append(page.evaluate("document.activeElement.getAttribute('id') || document.activeElement.textContent"))
+
+    first = order.index("Skip to the content")
+    assert order[first:] == [
+        "Skip to the content",
+        *("Stillroom", "Ask", "Requests", "Documents", "Live"),
+        *("theme-button", "question"),
+    ]
+    assert order[:2] == ["Options", "ask-button"]
+
+
+@browser_test
+def test_the_theme_follows_the_system_until_somebody_chooses(page: "Page", url: str) -> None:
+    page.goto(url)
+
+    def paper() -> str:
+        found: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return found
+
+    light = paper()
+    page.emulate_media(color_scheme="dark")
+    dark = paper()
+    page.click("#theme-button")
+    chosen = paper()
+    page.reload()
+
+    assert light != dark and light == chosen == paper()
+    assert page.get_attribute("#theme-button", "aria-label") == "Switch to the dark theme"
+
+
+@browser_test
+def test_a_key_is_asked_for_sent_and_forgotten_with_the_tab(page: "Page", url: str) -> None:
+    sent: list[str | None] = []
+
+    def locked(route, request) -> None:  # type: ignore[no-untyped-def]  # playwright's types are not for arguments
+        sent.append(request.headers.get("authorization"))
+        if sent[-1] == "Bearer sk-right":
+            route.continue_()
+        else:
+            error = {"error": {"message": "a key is needed", "type": "authentication_error"}}
+            route.fulfill(status=401, content_type="application/json", body=json.dumps(error))
+
+    page.route("**/v1/**", locked)
+    page.goto(url)
+    ask(page, "How do I rotate keys?")
+    page.wait_for_selector("#key-dialog[open]")
+    page.fill("#key", "sk-right")
+    page.keyboard.press("Enter")
+    ask(page, "How do I rotate keys?")
+    page.wait_for_selector("#account .legend")
+
+    assert sent[0] is None and sent[-1] == "Bearer sk-right"
+    assert page.evaluate("sessionStorage.length") == 1 and page.evaluate("localStorage.length") == 0
+
+
+@browser_test
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), pytest.param(1280, "light", marks=pytest.mark.slow)])
+def test_no_barriers_and_nothing_sideways(page: "Page", url: str, width: int, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto(url)
+    ask(page, "How do I rotate keys? " + "x" * 200)
+    page.wait_for_selector("#account .legend")
+    page.click(".source summary")
+    for view in ("ask", "requests", "documents", "live"):
+        page.click(f'nav a[href="#{view}"]')
+        page.wait_for_selector(f"#view-{view}:visible")
+        page.wait_for_load_state("networkidle")
+        results = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]})
+        assert not results.response["violations"], results.generate_report()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width

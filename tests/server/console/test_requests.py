@@ -1,0 +1,93 @@
+"""Past questions: the routes, and the views of a real answer in a real browser."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from stillroom.rag.room import Stillroom
+from tests.server.harness import serving
+from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+
+@pytest.fixture(scope="module")
+def real_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a server that was asked the same question twice, the bundled model's."""
+    folder = tmp_path_factory.mktemp("console")
+    with Stillroom.open(folder / "kb") as room:
+        room.add(write_knowledge(folder / "docs"))
+        for _ in range(2):
+            room.ask(QUESTION)
+        with serving(room) as url:
+            yield url
+
+
+def test_the_list_and_one_of_it(real_url: str) -> None:
+    listed = httpx.get(f"{real_url}/v1/requests", params={"limit": 1}).json()
+    (latest,) = listed
+
+    assert (latest["question"], latest["finish_reason"]) == (QUESTION, "stop")
+    assert 0 < latest["num_cached_tokens"] < latest["num_prompt_tokens"]
+    one = httpx.get(f"{real_url}/v1/requests/{latest['request_id']}").json()
+    assert one["text"] == ANSWER and one["timing"] == latest["timing"]
+    assert one["sources"][0]["text"].startswith("The mentor of Dola Kenric")
+    timing = one["timing"]
+    phases = [timing[f"{name}_seconds"] for name in ("retrieval", "queue", "load", "prefill")]
+    assert sum(phases) == pytest.approx(timing["ttft_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [
+        ("requests/req-unknown", 404, "request_not_found"),
+        ("requests?limit=0", 400, "invalid_value"),
+        ("requests?limit=9999", 400, "invalid_value"),
+    ],
+)
+def test_what_is_not_there_is_said_so(any_client: httpx.Client, path: str, status: int, code: str) -> None:
+    response = any_client.get(f"/v1/{path}")
+
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.browser
+def test_the_timeline_and_the_origin_of_each_part(page: "Page", real_url: str) -> None:
+    page.goto(f"{real_url}/#requests")
+    page.click("#requests tbody tr:first-child a")
+    page.wait_for_selector("#request .legend")
+
+    names = page.locator("#request .legend dt").all_inner_texts()
+    assert names == ["Search", "Queue", "Load", "Prefill", "Decode"]
+    assert ANSWER in page.inner_text("#request .answer")
+    parts = page.locator("#request .parts tbody tr")
+    kept = [row.split("\t")[2:] for row in parts.all_inner_texts()]
+    assert kept[0] == ["device", "kept from an earlier question"]
+    assert kept[-1] == ["computed", "always computed"]
+    assert "people.md" in parts.nth(1).inner_text()
+    assert page.title() == "Request \u2013 Stillroom"
+
+
+@pytest.mark.browser
+def test_an_earlier_question_is_asked_again_and_the_figures_move(page: "Page", real_url: str) -> None:
+    page.goto(real_url)
+    page.click(f"#earlier-list >> text={QUESTION}")
+    page.wait_for_selector("#account .legend")
+    assert page.inner_text("#answer") == ANSWER
+
+    page.click("nav >> text=Live")
+    page.wait_for_selector(".tile")
+    tiles = {name: value for name, value, *_ in (t.split("\n\n") for t in page.locator(".tile").all_inner_texts())}
+    assert tiles["REQUESTS"] == "0 running" and tiles["KV MEMORY"] == "0 %"
+    assert float(tiles["KEPT"].removesuffix(" %")) > 10
+
+
+@pytest.mark.browser
+def test_a_request_that_is_not_remembered(page: "Page", real_url: str) -> None:
+    page.goto(f"{real_url}/#requests/req-<b>unknown")
+    page.wait_for_selector("#request [role=alert]")
+
+    assert "'req-<b>unknown' is not among the questions remembered" in page.inner_text("#request")
