@@ -135,7 +135,7 @@ def test_error_names_the_environment_variable() -> None:
     ("text", "hint"),
     [
         ("[serach]\ntop_k = 3\n", "unknown section 'serach'; did you mean 'search'?"),
-        ("[zzz]\n", "unknown section 'zzz'; the sections are chunker, embedder"),
+        ("[zzz]\n", "unknown section 'zzz'; the sections are documents, chunker"),
         ("[search]\ntopk = 3\n", "unknown setting 'topk' in section 'search'; did you mean 'top_k'?"),
         ("[search]\nport = 3\n", "unknown setting 'port' in section 'search'; 'port' is a setting of 'server'"),
         ("[server]\nzzz = 3\n", "unknown setting 'zzz' in section 'server'; its settings are host, port"),

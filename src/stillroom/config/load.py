@@ -64,6 +64,8 @@ _RANGES = {
     "runtime.max_waiting": Range(0),
     "reuse.window_s": Range(0, is_low_open=True),
     "trace.keep": Range(0),
+    "documents.num_workers": Range(0),
+    "documents.timeout_s": Range(0, is_low_open=True),
     "engine.connect_timeout_s": Range(0, is_low_open=True),
     "engine.read_timeout_s": Range(0, is_low_open=True),
     "engine.max_retries": Range(0),

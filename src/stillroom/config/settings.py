@@ -6,6 +6,7 @@ A field's docstring gives unit and consequence; `config.load` fills the fields i
 
 from dataclasses import dataclass, field
 
+from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.config.generation_settings import (
     DocumentOrder,
     EngineConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "BUNDLED_MODEL",
     "ChunkerConfig",
     "DocumentOrder",
+    "DocumentsConfig",
     "Dtype",
     "EmbedderConfig",
     "EngineConfig",
@@ -83,6 +85,7 @@ __all__ = [
 class StillroomConfig:
     """All settings, by section. A section is a table of the same name in `stillroom.toml`."""
 
+    documents: DocumentsConfig = field(default_factory=DocumentsConfig)
     chunker: ChunkerConfig = field(default_factory=ChunkerConfig)
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
     index: IndexConfig = field(default_factory=IndexConfig)

@@ -24,8 +24,9 @@ from stillroom.core.metadata import Metadata, metadata_to_json
 from stillroom.errors import DocumentError
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.discovery import Discovery, discover
 from stillroom.retrieval.embedder import Embedder
-from stillroom.retrieval.loaders.load import Discovery, discover, load
+from stillroom.retrieval.loaders.load import load
 from stillroom.retrieval.loaders.metadata import Said, sidecar_metadata, sidecar_of
 from stillroom.retrieval.rows import Source, SourceUpdate, StoredDocument
 

@@ -1,4 +1,4 @@
-"""JSONL corpora, and which files are documents."""
+"""JSONL corpora, and files whose names do not tell their format."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stillroom.core.document import Paragraph
-from stillroom.errors import DocumentError, UsageError
-from stillroom.retrieval.loaders.load import discover, load
+from stillroom.errors import DocumentError
+from stillroom.retrieval.loaders.load import load
 
 
 def write_jsonl(path: Path, *records: object) -> Path:
@@ -38,41 +38,13 @@ def test_a_malformed_line_is_an_error_that_names_it(tmp_path: Path, line: str) -
         list(load(path))
 
 
-def test_a_folder_is_walked_in_order_without_what_is_hidden_or_unknown(tmp_path: Path) -> None:
-    for name in ("b.md", "a.txt", "sub/c.rst", "x.bin", ".hidden.md", ".git/d.md", "README", "sub/page.HTML"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("text")
-    found = discover([tmp_path])
-    names = [path.relative_to(tmp_path).as_posix() for path in found.files]
-    assert names == ["a.txt", "b.md", "sub/c.rst", "sub/page.HTML"]
-    assert found.folders == (tmp_path,)
-
-
-def test_only_jsonl_files_with_texts_are_documents_in_a_folder(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "corpus.jsonl", {"_id": "a", "text": "x"})
-    write_jsonl(tmp_path / "queries.jsonl", {"_id": "q", "text": "a question"})
-    write_jsonl(tmp_path / "events.jsonl", {"level": "info"})
-    assert [path.name for path in discover([tmp_path]).files] == ["corpus.jsonl"]
-
-
-def test_queries_alone_are_documents(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "queries.jsonl", {"_id": "q", "text": "a question"})
-    assert [path.name for path in discover([tmp_path]).files] == ["queries.jsonl"]
-
-
 def test_a_named_file_of_unknown_extension_is_text_if_it_is_utf_8(tmp_path: Path) -> None:
-    path = tmp_path / "LICENSE"
+    path = tmp_path / "terms.unknown"
     path.write_text("Do as you like.")
-    assert discover([path, tmp_path / "." / "LICENSE"]).files == (path,)
     assert [document.paragraphs[0].text for document in load(path)] == ["Do as you like."]
     path.write_bytes(b"\xff\xfe\x80")
     with pytest.raises(DocumentError):
         list(load(path))
-
-
-def test_a_path_that_does_not_exist_is_a_mistake_of_the_call(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nowhere does not exist"):
-        discover([tmp_path / "nowhere"])
 
 
 def test_a_file_that_cannot_be_read_is_a_document_error(tmp_path: Path) -> None:

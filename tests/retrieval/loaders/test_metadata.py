@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from stillroom.errors import DocumentError, UsageError
+from stillroom.retrieval.discovery import discover
 from stillroom.retrieval.loaders.html import parse_html
-from stillroom.retrieval.loaders.load import discover, load
+from stillroom.retrieval.loaders.load import load
 from stillroom.retrieval.loaders.markdown import parse_markdown
 from stillroom.retrieval.loaders.metadata import front_matter, said_metadata, sidecar_metadata
 from stillroom.retrieval.loaders.rst import parse_rst

@@ -1,9 +1,10 @@
 """HTML: headings become heading paths, block elements become paragraphs, and each text node is read exactly once."""
 
 import re
+import warnings
 from pathlib import Path
 
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning
 from bs4.element import NavigableString, PreformattedString, Tag
 
 from stillroom.core.document import Document
@@ -28,12 +29,24 @@ _HEADING = re.compile(r"h[1-6]\Z")
 
 def parse_html(path: Path, text: str) -> Document:
     """The title is the title element's, else a first heading without an equal, else the file's name."""
-    soup = BeautifulSoup(text, "html.parser")
+    soup = soup_of(text)
     outline = Outline()
-    _Blocks(outline).read(soup)
+    read_html(outline, soup)
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     title, paragraphs = outline.finish(title, path.stem)
     return Document(DocumentId(str(path)), title, paragraphs, metadata=_metadata(soup))
+
+
+def soup_of(text: str) -> BeautifulSoup:
+    """The tree of a page; XHTML is read as HTML."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", XMLParsedAsHTMLWarning)
+        return BeautifulSoup(text, "html.parser")
+
+
+def read_html(outline: Outline, soup: BeautifulSoup, *, keep_lines: bool = True) -> None:
+    """Add a page to an outline; without its lines where it is a part of a file."""
+    _Blocks(outline, keep_lines=keep_lines).read(soup)
 
 
 def _metadata(soup: BeautifulSoup) -> Metadata:
@@ -52,8 +65,9 @@ def _metadata(soup: BeautifulSoup) -> Metadata:
 class _Blocks:
     """Walks the tree; inline text gathers until a block element begins or ends."""
 
-    def __init__(self, outline: Outline) -> None:
+    def __init__(self, outline: Outline, *, keep_lines: bool) -> None:
         self._outline = outline
+        self._keep_lines = keep_lines
         self._run: list[str] = []
         self._line = 1
 
@@ -83,13 +97,13 @@ class _Blocks:
 
     def _read_block(self, tag: Tag) -> None:
         if _HEADING.match(tag.name):
-            self._outline.heading(int(tag.name[1]), tag.get_text(" "), self._line)
+            self._outline.heading(int(tag.name[1]), tag.get_text(" "), self._line if self._keep_lines else 0)
         elif tag.name == "pre":
             text = tag.get_text()
-            self._outline.paragraph(text, self._line, self._line + text.count("\n"))
+            self._paragraph(text, self._line, self._line + text.count("\n"))
         elif tag.name == "tr":
             cells = [" ".join(cell.get_text(" ").split()) for cell in tag(["td", "th"])]
-            self._outline.paragraph(" | ".join(cells), self._line, self._line)
+            self._paragraph(" | ".join(cells), self._line, self._line)
         else:
             if tag.name == "li":
                 self._run.append("- ")
@@ -99,5 +113,8 @@ class _Blocks:
         raw, self._run = "".join(self._run), []
         text = " ".join(raw.split())
         if text and text != "-":
-            self._outline.paragraph(text, self._line, self._line + raw.strip().count("\n"))
+            self._paragraph(text, self._line, self._line + raw.strip().count("\n"))
         self._line += raw.count("\n")
+
+    def _paragraph(self, text: str, start_line: int, end_line: int) -> None:
+        self._outline.paragraph(text, *((start_line, end_line) if self._keep_lines else (0, 0)))

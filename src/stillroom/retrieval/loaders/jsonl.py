@@ -2,47 +2,53 @@
 
 import json
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document, Paragraph
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import clean_metadata
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.source import blank_line_paragraphs, decode
+from stillroom.retrieval.loaders.source import blank_line_paragraphs, check_text, decode, opened
+
+_MAX_FIRST_BYTES = 1 << 24
 
 
-def parse_jsonl(path: Path) -> Iterator[Document]:
+def parse_jsonl(path: Path, config: DocumentsConfig) -> Iterator[Document]:
     """One document per line, read as a stream. Blank lines are skipped; a record without `_id` is named by its line.
 
     Raises:
-        DocumentError: the file cannot be read, or a line is no record; the message names the line.
+        DocumentError: the file cannot be read, or a line is no record or too long; the message names the line.
     """
     seen: set[str] = set()
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                document = _parse_line(path, number, line)
-                assert document.record_id is not None
-                if document.record_id in seen:
-                    raise DocumentError(
-                        f"{path}:{number}: the _id {document.record_id!r} is there twice; make it unique"
-                    )
-                seen.add(document.record_id)
-                yield document
-    except OSError as error:
-        raise DocumentError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with opened(path) as (stream, _):
+        for number, line in enumerate(_lines(stream, config.max_text_bytes), start=1):
+            if not line.strip():
+                continue
+            check_text(Path(f"{path}:{number}"), len(line), config)
+            document = _parse_line(path, number, line)
+            assert document.record_id is not None
+            if document.record_id in seen:
+                raise DocumentError(f"{path}:{number}: the _id {document.record_id!r} is there twice; make it unique")
+            seen.add(document.record_id)
+            yield document
+
+
+def _lines(stream: BufferedReader, max_bytes: int) -> Iterator[bytes]:
+    """Lines, of one that is too long a little more than it may have."""
+    while line := stream.readline(max_bytes + 1):
+        yield line
 
 
 def looks_like_corpus(path: Path) -> bool:
     """Whether the first record of a JSONL file has a `text`; false where it cannot be read."""
     try:
-        with path.open("rb") as lines:
-            first = next((line for line in lines if line.strip()), b"")
+        with opened(path) as (stream, _):
+            first = next((line for line in _lines(stream, _MAX_FIRST_BYTES) if line.strip()), b"")
         record = json.loads(first.decode("utf-8-sig"))
-    except (OSError, ValueError):
+    except (DocumentError, ValueError, RecursionError):
         return False
     return isinstance(record, dict) and isinstance(record.get("text"), str)
 
@@ -51,6 +57,8 @@ def _parse_line(path: Path, number: int, line: bytes) -> Document:
     where = f"{path}:{number}"
     try:
         record = json.loads(decode(line, where))
+    except RecursionError as error:
+        raise DocumentError(f"{where}: nested too deeply to be read") from error
     except ValueError as error:
         raise DocumentError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):

@@ -20,9 +20,14 @@ def parse_markdown(path: Path, text: str) -> Document:
     """The title is the front matter's, else a first heading without an equal, else the file's name."""
     body, title, metadata = _split_front_matter(text)
     outline = Outline()
-    _Blocks(outline).read(MarkdownIt("commonmark").enable("table").parse(body))
+    read_markdown(outline, body)
     title, paragraphs = outline.finish(title, path.stem)
     return Document(DocumentId(str(path)), title, paragraphs, metadata=metadata)
+
+
+def read_markdown(outline: Outline, text: str, *, keep_lines: bool = True) -> None:
+    """Add Markdown to an outline; without its lines where it is a part of a file."""
+    _Blocks(outline, keep_lines=keep_lines).read(MarkdownIt("commonmark").enable("table").parse(text))
 
 
 def _split_front_matter(text: str) -> tuple[str, str, Metadata]:
@@ -36,17 +41,18 @@ def _split_front_matter(text: str) -> tuple[str, str, Metadata]:
 class _Blocks:
     """Reads markdown-it's flat token list into an outline."""
 
-    def __init__(self, outline: Outline) -> None:
+    def __init__(self, outline: Outline, *, keep_lines: bool) -> None:
         self._outline = outline
+        self._keep_lines = keep_lines
         self._heading_level = 0
         self._bullet = ""
         """Mark of a list item whose first paragraph has not come yet."""
         self._table: list[list[str]] | None = None
 
     def read(self, tokens: list[Token]) -> None:
-        lines = (1, 1)
+        lines = (1, 1) if self._keep_lines else (0, 0)
         for token in tokens:
-            if token.map is not None:
+            if token.map is not None and self._keep_lines:
                 lines = (token.map[0] + 1, token.map[1])
             self._read_token(token, lines)
 
@@ -70,7 +76,9 @@ class _Blocks:
                 self._table.append([])
             case "table_close" if self._table is not None:
                 rows, self._table = self._table, None
-                self._outline.paragraph("\n".join(" | ".join(row) for row in rows), lines[0] - len(rows), lines[1])
+                self._outline.paragraph(
+                    "\n".join(" | ".join(row) for row in rows), max(0, lines[0] - len(rows)), lines[1]
+                )
             case _:
                 pass
 

@@ -5,6 +5,7 @@ it is there for nothing else, so what cannot be read in it is an error.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 
 from stillroom.core.metadata import Metadata, MetaValue, Scalar, clean_metadata, typed
 from stillroom.errors import DocumentError, UsageError
+from stillroom.retrieval.loaders.source import opened
 
 Said = Mapping[str, MetaValue | None]
 """Of a file by whoever adds it; None takes back what was said before."""
@@ -22,6 +24,7 @@ SIDECAR = ".metadata.json"
 """Beside `report.pdf`: `report.pdf.metadata.json`."""
 
 _MAX_FRONT_MATTER_CHARS = 65_536
+_MAX_SIDECAR_BYTES = 1 << 20
 _FRONT_TITLE = re.compile(r"^title:[ \t]*(['\"]?)(.+?)\1[ \t]*$", re.MULTILINE)
 
 
@@ -70,10 +73,11 @@ def sidecar_metadata(path: Path) -> Metadata:
     """
     beside = sidecar_of(path)
     try:
-        found = json.loads(beside.read_text(encoding="utf-8-sig"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
+        if not os.path.lexists(beside):
+            return {}
+        with opened(beside) as (stream, _):
+            found = json.loads(stream.read(_MAX_SIDECAR_BYTES).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise DocumentError(f"{beside}: cannot be read as JSON: {error}; repair or remove it") from error
     if isinstance(found, dict) and isinstance(found.get("metadataAttributes"), dict):
         found = found["metadataAttributes"]

@@ -1,43 +1,199 @@
-"""What all loaders share: bytes to text, and an outline that turns headings and blocks into paragraphs.
+"""What all loaders share: files to bytes, bytes to text, and an outline that turns headings and blocks into paragraphs.
 
 No readable text is dropped: a heading with nothing under it becomes a paragraph itself.
 """
 
+import codecs
 import dataclasses
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
-from stillroom.core.document import Paragraph
+from stillroom.config.documents_settings import DocumentsConfig
+from stillroom.core.document import Document, Paragraph
+from stillroom.core.ids import DocumentId
+from stillroom.core.metadata import clean_metadata
 from stillroom.errors import DocumentError
 
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_DECLARED = re.compile(rb"""(?:charset|encoding|coding)\s*[:=]\s*["']?\s*([A-Za-z0-9][\w.:-]*)""", re.IGNORECASE)
+_DECLARED_WITHIN = 1024
+_LATIN_1 = frozenset({"iso-8859-1", "iso8859-1", "latin-1", "latin1", "us-ascii", "ascii"})
+"""What files say that mean Windows-1252, which has quotation marks and dashes; browsers read it so too."""
+_NO_CHARSETS = frozenset({"idna", "punycode", "unicode-escape", "raw-unicode-escape", "utf-7", "undefined"})
+"""What Python takes for an encoding and no file is written in."""
+_SAMPLE = 1 << 16
+"""Bytes from which an encoding is guessed."""
 
-def read_text(path: Path, *, strict: bool = False) -> str:
-    """The text of a file, with universal newlines: UTF-8 (a byte order mark is dropped), else Latin-1.
 
-    Args:
-        strict: refuse Latin-1, under which any bytes are text; for files whose name does not say that they are text.
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file on its way through a loader."""
+
+    path: Path
+    """Absolute."""
+    data: bytes
+    config: DocumentsConfig
+
+    @property
+    def name(self) -> str:
+        """Of the file without its extension: the title of a document that names none."""
+        return self.path.stem
+
+    def document(self, title: str, paragraphs: tuple[Paragraph, ...], metadata: Mapping[str, object]) -> Document:
+        """What a loader returns. A title among the metadata is left out: it is the document's."""
+        kept = {name: value for name, value in metadata.items() if name != "title"}
+        return Document(DocumentId(str(self.path)), title, paragraphs, metadata=clean_metadata(kept))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BufferedReader, os.stat_result]]:
+    """A regular file, open for reading; whatever else has a name is refused without waiting for it.
 
     Raises:
-        DocumentError: the file cannot be read, or holds no text.
+        DocumentError: it is no regular file, or cannot be read.
     """
     try:
-        data = path.read_bytes()
+        # without O_NONBLOCK, opening a pipe waits for somebody who writes to it
+        with open(path, "rb", opener=_open_without_waiting) as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise DocumentError(f"{path}: not a regular file (a pipe, socket or device)")
+            yield stream, status
     except OSError as error:
-        raise DocumentError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return decode(data, str(path), strict=strict)
+        reason = "a symbolic link that leads to itself" if error.errno == errno.ELOOP else error.strerror or str(error)
+        raise DocumentError(f"{path}: cannot be read: {reason}") from error
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+
+
+def read_file(path: Path, config: DocumentsConfig) -> File:
+    """A file whole.
+
+    Raises:
+        DocumentError: it cannot be read or is larger than `documents.max_file_bytes`.
+    """
+    with opened(path) as (stream, status):
+        check_size(path, status.st_size, config)
+        data = stream.read(max(status.st_size, _SAMPLE))  # what is added to it meanwhile is for the next time
+    return File(path, data, config)
+
+
+def check_size(path: Path, num_bytes: int, config: DocumentsConfig) -> None:
+    """Raises:
+    DocumentError: the file is larger than `documents.max_file_bytes`.
+    """
+    if num_bytes > config.max_file_bytes:
+        raise DocumentError(
+            f"{path}: larger than documents.max_file_bytes ({_mib(config.max_file_bytes)}); split it or raise the limit"
+        )
+
+
+def check_text(path: Path, num_bytes: int, config: DocumentsConfig) -> None:
+    """Raises:
+    DocumentError: there is more text than `documents.max_text_bytes`.
+    """
+    if num_bytes > config.max_text_bytes:
+        raise DocumentError(
+            f"{path}: more text than documents.max_text_bytes ({_mib(config.max_text_bytes)}); "
+            "split it, make it a JSONL file, or raise the limit"
+        )
+
+
+def text_of(file: File, *, strict: bool = False) -> str:
+    """The text of a file of text; see `decode`."""
+    check_text(file.path, len(file.data), file.config)
+    return decode(file.data, str(file.path), strict=strict)
 
 
 def decode(data: bytes, name: str, *, strict: bool = False) -> str:
-    """Bytes to text as in `read_text`; `name` is for the error."""
-    if b"\0" in data:
-        raise DocumentError(f"{name}: binary data, not text; convert it to text, Markdown or HTML first")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        if strict:
-            raise DocumentError(f"{name}: not UTF-8 text; convert it, or give it a known extension") from error
-        text = data.decode("latin-1")
+    """Bytes to text with universal newlines: UTF-8, else what a byte order mark or the file itself declares, else what
+    the bytes look like.
+
+    Args:
+        name: for the error.
+        strict: guess nothing; for files whose name does not say that they are text.
+
+    Raises:
+        DocumentError: these bytes are no text.
+    """
+    text = _marked(data, name)
+    if text is None and b"\0" in data:
+        text = _wide(data)
+        if text is None:
+            raise DocumentError(f"{name}: binary data, not text")
+    if text is None:
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            if strict:
+                raise DocumentError(f"{name}: not UTF-8 text; convert it, or give it a known extension") from error
+            text = _declared(data) or _guessed(data)
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _marked(data: bytes, name: str) -> str | None:
+    """Text that says with its first bytes that it is UTF-16 or UTF-32."""
+    for mark, encoding in _BYTE_ORDER_MARKS:
+        if data.startswith(mark):
+            try:
+                return data.decode(encoding)
+            except UnicodeDecodeError as error:
+                raise DocumentError(f"{name}: begins as {encoding.upper()} text, but is none") from error
+    return None
+
+
+def _wide(data: bytes) -> str | None:
+    """UTF-16 without a byte order mark: of ordinary text nearly every second byte is NUL."""
+    sample = data[:_SAMPLE]
+    for encoding, at in (("utf-16-le", 1), ("utf-16-be", 0)):
+        if sample[at::2].count(0) * 2 > len(sample[at::2]) and not sample[1 - at :: 2].count(0):
+            try:
+                return data.decode(encoding)
+            except UnicodeDecodeError:
+                return None
+    return None
+
+
+def _declared(data: bytes) -> str | None:
+    """By what the file says at its beginning, as HTML, XML and source code can."""
+    match = _DECLARED.search(data[:_DECLARED_WITHIN])
+    if match is None:
+        return None
+    name = match.group(1).decode("ascii").lower().replace("_", "-")
+    try:
+        return data.decode("cp1252" if name in _LATIN_1 else name) if name not in _NO_CHARSETS else None
+    except (LookupError, UnicodeError, ValueError):
+        return None
+
+
+def _guessed(data: bytes) -> str:
+    """By what it looks like, as a browser would: any bytes are text in some encoding."""
+    from chardetng_py import EncodingDetector
+
+    detector = EncodingDetector()
+    detector.feed(data[:_SAMPLE], last=True)
+    try:
+        return data.decode(detector.guess(tld=None, allow_utf8=False), "replace")
+    except LookupError:  # browsers know some that Python does not
+        return data.decode("latin-1")
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.4g} MiB"
 
 
 def blank_line_paragraphs(text: str, first_line: int = 1) -> list[Paragraph]:
@@ -58,6 +214,7 @@ class _Heading:
     level: int
     text: str
     line: int
+    page: int
     is_used: bool = False
     """Something stands under it, so its text is in some heading path."""
 
@@ -66,11 +223,13 @@ class Outline:
     """Collects headings and blocks in reading order; `finish` gives title and paragraphs."""
 
     def __init__(self) -> None:
+        self.page = 0
+        """Where what comes next stands, from 1; 0 where the format has no pages."""
         self._open: list[_Heading] = []
         self._all: list[_Heading] = []
         self._paragraphs: list[Paragraph] = []
 
-    def heading(self, level: int, text: str, line: int) -> None:
+    def heading(self, level: int, text: str, line: int = 0) -> None:
         """Start a section; `level` 1 is outermost."""
         text = " ".join(text.split())
         if not text:
@@ -78,11 +237,11 @@ class Outline:
         self._close(level)
         for outer in self._open:
             outer.is_used = True
-        heading = _Heading(level, text, line)
+        heading = _Heading(level, text, line, self.page)
         self._open.append(heading)
         self._all.append(heading)
 
-    def paragraph(self, text: str, start_line: int, end_line: int) -> None:
+    def paragraph(self, text: str, start_line: int = 0, end_line: int = 0, end_page: int = 0) -> None:
         """Add a block under the current headings; blank blocks are ignored. Indentation is kept."""
         text = text.strip("\n").rstrip()
         if not text.strip():
@@ -90,7 +249,8 @@ class Outline:
         for heading in self._open:
             heading.is_used = True
         path = tuple(heading.text for heading in self._open)
-        self._paragraphs.append(Paragraph(text, path, start_line, max(start_line, end_line)))
+        lines = (start_line, max(start_line, end_line))
+        self._paragraphs.append(Paragraph(text, path, *lines, self.page, max(self.page, end_page)))
 
     def finish(self, title: str, fallback_title: str) -> tuple[str, tuple[Paragraph, ...]]:
         """Title and paragraphs.
@@ -117,7 +277,8 @@ class Outline:
             heading = self._open.pop()
             if not heading.is_used:
                 path = tuple(outer.text for outer in self._open)
-                self._paragraphs.append(Paragraph(heading.text, path, heading.line, heading.line))
+                where = (heading.line, heading.line, heading.page, heading.page)
+                self._paragraphs.append(Paragraph(heading.text, path, *where))
 
 
 def _without(title: str, paragraph: Paragraph) -> Paragraph:

@@ -1,0 +1,81 @@
+"""Which loader reads a file, told by its name. Loaders are imported with the first file that needs them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+JSONL = frozenset({".jsonl", ".ndjson"})
+
+_TEXT = ".txt .text .tex .org .adoc .asciidoc"
+_CODE = """
+    .py .pyi .pyw .js .jsx .mjs .cjs .ts .tsx .vue .svelte .java .kt .kts .scala .groovy .gradle .c .h .cc .cpp .cxx
+    .hh .hpp .cu .cs .fs .vb .go .rs .swift .m .mm .rb .php .pl .pm .lua .r .jl .dart .ex .exs .erl .hs .ml .mli .clj
+    .lisp .el .scm .sh .bash .zsh .fish .ps1 .bat .sql .proto .graphql .css .scss .less .cmake .tf .yaml .yml .toml .ini
+    .cfg"""
+_TEXT_NAMES = "readme license licence copying notice authors contributors changelog changes install todo"
+_CODE_NAMES = "makefile dockerfile containerfile jenkinsfile rakefile gemfile justfile"
+_MADE_BY_PROGRAMS = (".min.js", ".min.css", ".bundle.js", "_pb2.py", "_pb2.pyi")
+"""Source code that nobody wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A loader, by name."""
+
+    module: str
+    function: str
+    is_text: bool
+    """Whether the function takes path and text; else it takes the `File`."""
+
+    def parser(self) -> Callable[..., Any]:
+        """The function."""
+        found: Callable[..., Any] = getattr(import_module(f"stillroom.retrieval.loaders.{self.module}"), self.function)
+        return found
+
+
+PLAIN = Format("text", "parse_text", is_text=True)
+_SOURCE = Format("code", "parse_code", is_text=True)
+
+_FORMATS = {
+    **dict.fromkeys(_TEXT.split(), PLAIN),
+    **dict.fromkeys(_CODE.split(), _SOURCE),
+    **dict.fromkeys((".md", ".markdown", ".mkd"), Format("markdown", "parse_markdown", is_text=True)),
+    **dict.fromkeys((".rst", ".rest"), Format("rst", "parse_rst", is_text=True)),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), Format("html", "parse_html", is_text=True)),
+    **dict.fromkeys((".csv", ".tsv"), Format("table", "parse_table", is_text=True)),
+    ".ipynb": Format("notebook", "parse_notebook", is_text=True),
+    ".pdf": Format("pdf", "parse_pdf", is_text=False),
+    ".docx": Format("word", "parse_word", is_text=False),
+    ".pptx": Format("slides", "parse_slides", is_text=False),
+    **dict.fromkeys((".xlsx", ".xlsm"), Format("sheets", "parse_sheets", is_text=False)),
+    ".epub": Format("epub", "parse_epub", is_text=False),
+}
+
+UNREADABLE = {
+    **dict.fromkeys((".doc", ".dot", ".docm"), "save it as .docx"),
+    **dict.fromkeys((".ppt", ".pps", ".pptm"), "save it as .pptx"),
+    ".xls": "save it as .xlsx",
+    **dict.fromkeys((".odt", ".rtf", ".pages", ".wpd"), "save it as .docx or .pdf"),
+    ".ods": "save it as .xlsx",
+    ".odp": "save it as .pptx",
+    **dict.fromkeys((".mobi", ".azw", ".azw3", ".djvu"), "convert it to .epub or .pdf"),
+}
+"""Documents of formats that no loader reads, and what to do: somebody who adds them should know."""
+
+
+_NAMES = {**dict.fromkeys(_TEXT_NAMES.split(), PLAIN), **dict.fromkeys(_CODE_NAMES.split(), _SOURCE)}
+
+
+def format_of(path: Path) -> Format | None:
+    """The loader of a file; None where the name does not tell, or tells that no loader reads it."""
+    name = path.name.lower()
+    if name.endswith(_MADE_BY_PROGRAMS):
+        return None
+    return _FORMATS.get(path.suffix.lower()) or _NAMES.get(name)
+
+
+def is_jsonl(path: Path) -> bool:
+    """Whether each line of the file is a document of its own."""
+    return path.suffix.lower() in JSONL

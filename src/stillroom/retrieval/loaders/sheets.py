@@ -1,0 +1,73 @@
+"""XLSX: a sheet's name is its heading, and each row reads with the names of its columns. Lines are row numbers.
+
+Values are those that were stored when the file was saved; hidden sheets are left out.
+"""
+
+import datetime
+import warnings
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from typing import Any
+
+import openpyxl
+
+from stillroom.core.document import Document
+from stillroom.errors import DocumentError
+from stillroom.retrieval.loaders.labelled_rows import labelled
+from stillroom.retrieval.loaders.office import core_metadata
+from stillroom.retrieval.loaders.package import open_package
+from stillroom.retrieval.loaders.source import File, Outline, check_text
+
+_MAX_COLUMNS = 1000
+
+
+def parse_sheets(file: File) -> Document:
+    """The title is the workbook's own, else the file's name."""
+    with open_package(file), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what openpyxl does not keep when it writes
+        try:
+            book = openpyxl.load_workbook(BytesIO(file.data), read_only=True, data_only=True, keep_links=False)
+        except (KeyError, ValueError) as error:
+            raise DocumentError(f"{file.path}: no workbook inside: {error}") from error
+        metadata = core_metadata(book.properties)
+        outline = Outline()
+        num_bytes = 0
+        try:
+            for sheet in book.worksheets:
+                if sheet.sheet_state != "visible":
+                    continue
+                outline.heading(1, sheet.title)
+                for number, text in _rows(sheet):
+                    num_bytes += len(text.encode())
+                    check_text(file.path, num_bytes, file.config)
+                    outline.paragraph(text, number, number)
+        finally:
+            book.close()
+    title = str(metadata.get("title") or file.name)
+    return file.document(title, outline.finish(title, title)[1], metadata)
+
+
+def _rows(sheet: Any) -> Iterator[tuple[int, str]]:
+    sheet.reset_dimensions()  # what a file says of its own size may be wrong
+    cells = ((number, [_text(value) for value in row]) for number, row in enumerate(_values(sheet), start=1))
+    yield from labelled((number, row) for number, row in cells if any(row))
+
+
+def _values(sheet: Any) -> Iterator[Sequence[object]]:
+    yield from sheet.iter_rows(values_only=True, max_col=_MAX_COLUMNS)
+
+
+def _text(value: object) -> str:
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.12g}"
+        case datetime.datetime() if value.time() == datetime.time():
+            return value.date().isoformat()
+        case datetime.datetime() | datetime.date() | datetime.time():
+            return value.isoformat()
+        case _:
+            return " ".join(str(value).split())

@@ -1,0 +1,37 @@
+"""CSV and TSV: each row reads with the names of its columns. Lines are those of the file."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+from stillroom.core.document import Document, Paragraph
+from stillroom.core.ids import DocumentId
+from stillroom.errors import DocumentError
+from stillroom.retrieval.loaders.labelled_rows import labelled
+
+_DELIMITERS = ",;\t|"
+
+
+def parse_table(path: Path, text: str) -> Document:
+    """The file's name without its extension is the title. The first line tells what stands between cells.
+
+    Raises:
+        DocumentError: a cell is too long to be one, as where a quotation mark is never closed.
+    """
+    first = next((line for line in text.split("\n") if line.strip()), "")
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(_DELIMITERS, key=first.count)
+    try:
+        rows = list(labelled(_rows(text, delimiter)))
+    except csv.Error as error:
+        raise DocumentError(f"{path}: not a table of comma-separated values: {error}") from error
+    paragraphs = tuple(Paragraph(row, (), number, number) for number, row in rows)
+    return Document(DocumentId(str(path)), path.stem, paragraphs)
+
+
+def _rows(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Rows that say something, with the line on which each ends."""
+    reader = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
+    for row in reader:
+        cells = [" ".join(cell.split()) for cell in row]
+        if any(cells):
+            yield reader.line_num, cells
