@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stillroom.telemetry.metrics import SPECS, AuditMetrics, CacheFigures, IndexFigures, Metrics, reference
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "http.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -171,4 +171,4 @@ def test_nothing_else_is_rendered() -> None:
 
 
 def test_page_has_the_table() -> None:
-    assert reference() in PAGE.read_text(encoding="utf-8"), f"put this into docs/http.md:\n{reference()}"
+    assert reference() in PAGE.read_text(encoding="utf-8"), f"put this into docs/metrics.md:\n{reference()}"

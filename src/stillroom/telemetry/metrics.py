@@ -1,7 +1,7 @@
 """Every metric name of Stillroom, and the only place that may name one.
 
 Callers hand over plain numbers, so that nothing here knows a request, an answer or a server. Names end in `_seconds`,
-`_bytes`, `_ratio` or `_total`; a gauge that counts things has no unit. The table in docs/http.md is `reference()`.
+`_bytes`, `_ratio` or `_total`; a gauge that counts things has no unit. The table in docs/metrics.md is `reference()`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

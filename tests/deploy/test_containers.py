@@ -1,0 +1,117 @@
+"""The image's recipe and the compose file, as far as text can be checked where nothing runs them."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stillroom.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+
+
+def compose() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    return found
+
+
+def instructions(stage: int = -1) -> list[tuple[str, str]]:
+    """Of the image's last stage, or another one."""
+    text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
+    lines = [line.partition(" ") for line in text.splitlines() if line and not line.startswith("#")]
+    stages: list[list[tuple[str, str]]] = []
+    for name, _, rest in lines:
+        if name == "FROM":
+            stages.append([])
+        stages[-1].append((name, rest.strip()))
+    return stages[stage]
+
+
+def test_compose_follows_its_specification() -> None:
+    command = ["check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(DEPLOY / "compose.yaml")]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_only_this_machine_reaches_what_compose_starts() -> None:
+    for name, service in compose()["services"].items():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+        assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"], name
+        assert not service.get("privileged") and service.get("network_mode") != "host", name
+
+
+def test_images_are_of_a_fixed_version_and_files_that_are_mounted_exist() -> None:
+    services = compose()["services"]
+    for service in services.values():
+        assert re.fullmatch(r"stillroom:local|[\w./-]+:v?\d+\.\d+\.\d+", service["image"])
+        for volume in service["volumes"]:
+            source = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":")[0]
+            assert (DEPLOY / source).exists() if source.startswith(".") else source in compose()["volumes"]
+    assert (DEPLOY / services["stillroom"]["build"]["context"] / "Dockerfile").is_file()
+
+
+def test_prometheus_asks_and_grafana_shows_the_services_that_there_are() -> None:
+    services = compose()["services"]
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    (job,) = scraped["scrape_configs"]
+    host, port = job["static_configs"][0]["targets"][0].split(":")
+    assert host in services and services[host]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert all((DEPLOY / "prometheus" / name).is_file() for name in scraped["rule_files"])
+    source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())
+    assert source["datasources"][0]["url"] == "http://prometheus:9090" and "prometheus" in services
+    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/stillroom.yml").read_text())["providers"][0]
+    mounts = [volume.split(":")[1] for volume in services["grafana"]["volumes"]]
+    assert provider["options"]["path"] in mounts
+
+
+def test_the_image_runs_as_nobody_special_and_tells_whether_it_lives() -> None:
+    final = instructions()
+    names = [name for name, _ in final]
+    assert names.index("USER") < names.index("ENTRYPOINT")
+    assert dict(final)["USER"] not in ("root", "0")
+    check = json.loads(dict(final)["HEALTHCHECK"].partition("CMD ")[2])
+    assert check[:2] == ["python", "-c"]
+    compile(check[2], "HEALTHCHECK", "exec")
+    assert "/healthz" in check[2]
+    assert not any(name == "ADD" for name, _ in [*instructions(0), *final])
+    assert not any(word in rest for _, rest in final for word in ("safetensors", "COPY src", "pip install"))
+
+
+def test_the_image_s_settings_are_settings() -> None:
+    pairs = dict(word.split("=", 1) for name, rest in instructions() if name == "ENV" for word in shlex.split(rest))
+    environment = {key: value for key, value in pairs.items() if key.startswith("STILLROOM_")}
+    for service in compose()["services"].values():
+        for key, value in service.get("environment", {}).items():
+            if key.startswith("STILLROOM_"):
+                environment[key] = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
+
+    config = load_config(env=environment)
+
+    assert (config.server.host, config.runtime.model) == ("0.0.0.0", "bundled")
+
+
+def test_what_is_copied_into_the_image_is_not_ignored() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [rest.split()[:-1] for name, rest in instructions(0) if name == "COPY"]
+    for source in (one for sources in copied for one in sources):
+        assert source.removeprefix("./") in kept and (ROOT / source).exists()
+
+
+def test_torch_is_installed_in_the_range_that_the_package_allows() -> None:
+    allowed = re.search(r'"(torch[^"]*)"', (ROOT / "pyproject.toml").read_text())
+    assert allowed is not None
+    assert any(f"'{allowed[1]}'" in rest for name, rest in instructions(0) if name == "RUN")
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint, which is not a dependency")
+def test_hadolint_has_no_complaint() -> None:
+    done = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

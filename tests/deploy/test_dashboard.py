@@ -1,0 +1,100 @@
+"""The Grafana dashboard and the alarms: Grafana's own types take it, and queries are about metrics that exist."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
+
+from stillroom.telemetry.metrics import SPECS
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "stillroom.json"
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+
+LABELS = {
+    name: {*spec.labels, "job", *({"le"} if name.endswith("_bucket") else set())}
+    for spec in SPECS
+    for name in (
+        [f"{spec.name}_{part}" for part in ("bucket", "sum", "count")] if spec.kind == "histogram" else [spec.name]
+    )
+} | {"up": {"job"}}
+"""By series, the labels that it has."""
+
+
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    return found
+
+
+def queries() -> Iterator[str]:
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            yield target["expr"].replace("$__rate_interval", "1m")
+    for group in yaml.safe_load(ALERTS.read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["expr"]
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    for block in re.findall(r"```promql\n(.*?)```", page, re.DOTALL):
+        yield from (query for query in block.split("\n") if query and not query.startswith("#"))
+
+
+def selectors(query: str) -> list[tuple[str, set[str]]]:
+    """Series and the labels that they are chosen by."""
+    found = re.findall(r"\b((?:stillroom_\w+)|up)\b(?:\{([^}]*)\})?", query)
+    return [(name, set(re.findall(r"(\w+)\s*[=!]~?", chosen))) for name, chosen in found]
+
+
+def test_there_are_queries_of_all_three() -> None:
+    assert len(list(queries())) > 35
+
+
+@pytest.mark.parametrize("query", sorted(set(queries())))
+def test_a_query_is_valid_and_about_series_and_labels_that_exist(query: str) -> None:
+    promql_parser.parse(query)  # raises
+
+    found = selectors(query)
+    assert found
+    for name, chosen in found:
+        assert name in LABELS, name
+        assert chosen <= LABELS[name], (name, chosen)
+    known = set().union(*(LABELS[name] for name, _ in found))
+    for grouped in re.findall(r"\b(?:by|without|ignoring|on) \(([^)]*)\)", query):
+        assert {label.strip() for label in grouped.split(",")} <= known, grouped
+
+
+def test_grafana_s_types_take_the_dashboard() -> None:
+    raw = json.loads(DASHBOARD.read_text())
+    dashboard = Dashboard.from_json(raw)
+
+    assert dashboard.uid == "stillroom-overview" and dashboard.schema_version >= 39
+    written = json.loads(json.dumps(dashboard.to_json(), default=lambda value: value.to_json()))
+    assert {key for key, value in raw.items() if value} <= set(written), "a field that Grafana does not know"
+    assert all(isinstance(panel, Panel) or panel.type_val == "row" for panel in dashboard.panels or ())
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+    ids = [panel["id"] for panel in panels()]
+    assert len(set(ids)) == len(ids)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels():
+        at = panel["gridPos"]
+        own = {(at["x"] + dx, at["y"] + dy) for dx in range(at["w"]) for dy in range(at["h"])}
+        assert not own & cells and at["x"] + at["w"] <= 24, panel["title"]
+        cells |= own
+
+
+def test_every_panel_asks_the_source_that_was_chosen_and_is_explained() -> None:
+    for panel in panels():
+        if panel["type"] == "row":
+            continue
+        assert panel["title"] and panel["description"]
+        for source in (panel["datasource"], *(target["datasource"] for target in panel["targets"])):
+            assert source == {"type": "prometheus", "uid": "${datasource}"}
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references)
