@@ -14,6 +14,7 @@
     |   |-- IncompatibleKnowledgeBaseError  other format version, embedder or chunker
     |   |-- CorruptKnowledgeBaseError   a file of it is damaged
     |   |-- KnowledgeBaseBusyError      another process is writing to it
+    |   |-- StorageError                its disk is full, fails or may not be written
     |   |-- IndexUnavailableError       the server that holds its dense index cannot be reached, or refuses
     |   `-- EmptyKnowledgeBaseError     it holds no documents yet
     |-- DocumentError                   one document could not be read; the others go on
@@ -86,6 +87,10 @@ class CorruptKnowledgeBaseError(KnowledgeBaseError):
 
 class KnowledgeBaseBusyError(KnowledgeBaseError):
     """Another process is writing to the knowledge base."""
+
+
+class StorageError(KnowledgeBaseError):
+    """The disk of the knowledge base is full, fails or may not be written. What was committed before is kept."""
 
 
 class IndexUnavailableError(KnowledgeBaseError):

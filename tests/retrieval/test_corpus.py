@@ -140,5 +140,5 @@ def test_another_connection_sees_the_last_commit(corpus: Corpus, tmp_path: Path)
 def test_a_damaged_file_is_said_to_be_damaged(tmp_path: Path) -> None:
     path = tmp_path / "corpus.sqlite3"
     path.write_bytes(b"not a database at all" * 100)
-    with pytest.raises(CorruptKnowledgeBaseError, match="restore"):
+    with pytest.raises(CorruptKnowledgeBaseError, match="backup"):
         Corpus(path)

@@ -488,3 +488,67 @@ def test_closing_twice_does_no_harm(open_kb: OpenKb) -> None:
     kb = open_kb()
     kb.close()
     kb.close()
+
+
+def test_who_is_refused_learns_who_writes_and_a_stale_note_is_not_believed(open_kb: OpenKb, three: Path) -> None:
+    writer, other = open_kb(), open_kb()
+    (writer.path / "writer.json").write_text('{"pid": 1, "host": "gone", "what": "add", "since": 0}')
+    (writer.path / ".dense.npz.1.tmp").write_bytes(b"half of a file, of a process that was killed")
+    said: list[str] = []
+
+    def write_too(_: AddProgress) -> None:
+        with pytest.raises(KnowledgeBaseBusyError) as refused:
+            other.remove([str(three)])
+        said.append(str(refused.value))
+
+    writer.add([three], progress=write_too)
+    assert all(f"process {os.getpid()} on " in one and "(add, since " in one for one in said)
+    assert not (writer.path / "writer.json").exists() and not (writer.path / ".dense.npz.1.tmp").exists()
+
+
+def test_what_an_interrupted_making_left_is_no_obstacle(open_kb: OpenKb, tmp_path: Path) -> None:
+    (tmp_path / "kb").mkdir()
+    (tmp_path / "kb" / ".manifest.json.42.tmp").write_text("{")
+    (tmp_path / "kb" / "write.lock").touch()
+    assert open_kb().num_documents == 0
+
+
+def test_an_emptied_corpus_is_not_taken_for_a_new_one(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+    kb = open_kb()
+    kb.add([three])
+    kb.close()
+    (tmp_path / "kb" / "corpus.sqlite3").write_bytes(b"")
+    with pytest.raises(CorruptKnowledgeBaseError, match="is empty, and with it every document"):
+        open_kb()
+
+
+def test_indexes_of_a_later_state_are_not_believed_after_a_restored_backup(
+    open_kb: OpenKb, three: Path, make_file: MakeFile, tmp_path: Path
+) -> None:
+    kb = open_kb()
+    kb.add([three / "keys.md"])
+    kb.close()
+    shutil.copy(tmp_path / "kb" / "corpus.sqlite3", tmp_path / "backup")
+    kb = open_kb()
+    kb.add([three / "cats.md"])
+    kb.add([three / "sub"])
+    kb.close()
+    shutil.copy(tmp_path / "backup", tmp_path / "kb" / "corpus.sqlite3")
+    kb = open_kb()
+    for number in range(3):  # as many commits as the indexes have seen, and one more
+        kb.add([make_file(f"other{number}.md", f"# Other\n\nSubject {number}.\n")])
+    for mode in MODES:
+        found = names(kb.search("cats hunt at night, bread is baked, keys rotate", mode=mode, top_k=9))
+        assert "keys.md" in found and not found & {"cats.md", "bread.md"}
+    assert len(kb.dense_index()) == kb.num_chunks == 4
+
+
+def test_a_searcher_keeps_its_words_while_the_writer_makes_them_anew(open_kb: OpenKb, three: Path) -> None:
+    kb, reader = open_kb(), open_kb()
+    kb.add([three])
+    assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
+    shutil.rmtree(kb.path / "sparse")
+    assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
+    kb.add([three])
+    assert (kb.path / "sparse" / "meta.json").exists(), "who writes looks at the disk"
+    assert first_name(reader.search("cats", mode="sparse")) == "cats.md"

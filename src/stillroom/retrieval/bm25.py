@@ -5,7 +5,10 @@ everyone may search, and `refresh` shows what the writer has done since. A gener
 is; it is written after the commit, so a crash in between repeats changes, which does no harm.
 """
 
+import errno
 import json
+import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -65,23 +68,28 @@ class Bm25Index:
         """Removals in proportion to what was added; where it is high, a rebuild makes the statistics true again."""
         return self._view.num_removed / max(1, self._view.num_removed + len(self))
 
-    def refresh(self) -> None:
-        """See what the writer has committed. Reads one small file if nothing has changed."""
+    def refresh(self, *, is_strict: bool = False) -> None:
+        """See what the writer has committed. Reads one small file if nothing has changed.
+
+        Args:
+            is_strict: see nothing where nothing usable is there. Else, while an index is being made anew, searches go
+                on in what they saw before.
+        """
         state = self._read_state()
         is_ours = (state.get("corpus_id"), state.get("format")) == (self._corpus_id, _FORMAT)
         generation = int(state.get("generation", 0)) if is_ours else 0
         view = self._view
         if generation == view.generation:
             return
-        if generation == 0:
-            self._view = _View()
-            return
         try:
-            index = view.index or _open(self._folder)
+            if generation == 0:
+                raise ValueError("there is no index of this corpus")
+            index = (view.index if not is_strict else None) or _open(self._folder)
             index.reload()
             self._view = _View(index, index.searcher(), generation, int(state.get("num_removed", 0)))
         except (ValueError, OSError):  # damaged, or just being rebuilt by the writer
-            self._view = _View()
+            if is_strict:
+                self._view = _View()
 
     def clear(self) -> None:
         """Throw the index away. Only under the write lock."""
@@ -97,8 +105,17 @@ class Bm25Index:
             is_rebuild: remove everything first. Searches go on in the old state until the new one is complete.
 
         Raises:
-            ValueError: the index is damaged or cannot be written.
+            ValueError: the index is damaged.
+            OSError: it cannot be written; what was there is still there.
         """
+        try:
+            self._apply(removed, added, generation, is_rebuild=is_rebuild)
+        except ValueError as error:
+            if (number := _disk_error(str(error))) is not None:
+                raise OSError(number, os.strerror(number), str(self._folder)) from error
+            raise
+
+    def _apply(self, removed: Sequence[int], added: Iterable[Chunk], generation: int, *, is_rebuild: bool) -> None:
         index = self._view.index
         num_removed = 0 if is_rebuild else self._view.num_removed + len(removed)
         is_new = index is None
@@ -107,19 +124,19 @@ class Bm25Index:
             self._folder.mkdir(parents=True)
             index = tantivy.Index(self._schema, path=str(self._folder))
         writer = index.writer(_WRITER_BYTES, 1)
-        if is_rebuild:
-            writer.delete_all_documents()
-        for chunk_id in removed:
-            writer.delete_documents_by_term("chunk_id", int(chunk_id))
-        for chunk in added:
-            if not (is_new or is_rebuild):
-                writer.delete_documents_by_term("chunk_id", int(chunk.chunk_id))
-            document = tantivy.Document()
-            document.add_integer("chunk_id", int(chunk.chunk_id))
-            document.add_text("body", searched_text(chunk))
-            writer.add_document(document)
-        writer.commit()
-        writer.wait_merging_threads()
+        try:
+            if is_rebuild:
+                writer.delete_all_documents()
+            for chunk_id in removed:
+                writer.delete_documents_by_term("chunk_id", int(chunk_id))
+            for chunk in added:
+                if not (is_new or is_rebuild):
+                    writer.delete_documents_by_term("chunk_id", int(chunk.chunk_id))
+                writer.add_document(_document(chunk))
+            writer.commit()
+            writer.wait_merging_threads()
+        finally:
+            del writer  # it holds tantivy's lock, and an exception would hold it
         state = {
             "format": _FORMAT,
             "generation": generation,
@@ -179,6 +196,26 @@ def _hits(searcher: Any, query: Any, n: int) -> Ranking:
     hits = searcher.search(query, n, count=False).hits
     ids = searcher.fast_field_values("chunk_id", [address for _, address in hits])
     return [(ChunkId(int(chunk_id)), float(hit[0])) for chunk_id, hit in zip(ids, hits, strict=True)]
+
+
+def _document(chunk: Chunk) -> Any:
+    document = tantivy.Document()
+    document.add_integer("chunk_id", int(chunk.chunk_id))
+    document.add_text("body", searched_text(chunk))
+    return document
+
+
+def _disk_error(message: str) -> int | None:
+    """The number of the system's error that tantivy speaks of, where it is the disk's and not of what lies on it."""
+    found = re.search(r"(?:os error |code: )(\d+)", message)
+    if found is not None:
+        return int(found[1]) if int(found[1]) in _DISK_ERRORS else None
+    return errno.EIO if "worker thread" in message else None  # it does not say, but supposes so
+
+
+_DISK_ERRORS = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE)
+)
 
 
 def _open(folder: Path) -> Any:

@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import ChunkId, DocumentId
-from stillroom.errors import CorruptKnowledgeBaseError, IncompatibleKnowledgeBaseError, KnowledgeBaseBusyError
+from stillroom.errors import (
+    CorruptKnowledgeBaseError,
+    IncompatibleKnowledgeBaseError,
+    KnowledgeBaseBusyError,
+    KnowledgeBaseError,
+    StorageError,
+)
 from stillroom.retrieval import rows
 from stillroom.retrieval.rows import Changes, Source, SourceUpdate, StoredDocument
 
@@ -220,9 +226,8 @@ class Corpus:
         connection = sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute(
-                "PRAGMA synchronous = NORMAL"
-            )  # in WAL mode a power cut loses commits, never consistency
+            # each commit is on the disk before it returns: what was reported as done outlives a power cut
+            connection.execute("PRAGMA synchronous = FULL")
         except sqlite3.Error:
             connection.close()
             raise
@@ -241,7 +246,8 @@ class Corpus:
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:  # SQLite ends it by itself where the disk is full
+                    self._connection.execute("ROLLBACK")
                 raise
 
     @contextlib.contextmanager
@@ -249,17 +255,35 @@ class Corpus:
         """SQLite's errors in our words."""
         try:
             yield
-        except sqlite3.OperationalError as error:
-            if "locked" in str(error):
-                raise KnowledgeBaseBusyError(f"{self._path} is locked by another process; try again later") from error
-            raise CorruptKnowledgeBaseError(f"{self._path} cannot be used: {error}; {_ADVICE}") from error
         except sqlite3.DatabaseError as error:
             if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)):
                 raise
-            raise CorruptKnowledgeBaseError(f"{self._path} is damaged: {error}; {_ADVICE}") from error
+            raise self._explained(error) from error
+
+    def _explained(self, error: sqlite3.DatabaseError) -> KnowledgeBaseError:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # without what is more special
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return KnowledgeBaseBusyError(f"{self._path} is locked by another process; try again later")
+        if code in _STORAGE_CODES:
+            return StorageError(
+                f"{self._path}: {error}; what was committed before is safe. Free some space or see to the disk and the "
+                "folder's rights, then run the same command again: it does the rest"
+            )
+        folder = self._path.parent
+        return CorruptKnowledgeBaseError(
+            f"{self._path} is damaged: {error}; `stillroom verify --kb {folder}` says how far. Put it back from a "
+            "backup, or remove the folder and add the documents again"
+        )
 
 
-_ADVICE = "check the disk and its free space, restore the file from a backup, or make the knowledge base again"
+_STORAGE_CODES = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_NOMEM,
+)
 
 
 class _Writer:

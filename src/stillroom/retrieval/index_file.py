@@ -21,9 +21,19 @@ def write_atomically(path: Path, content: bytes) -> None:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        replace_durably(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def replace_durably(new: Path, path: Path) -> None:
+    """Rename a file that is on the disk, and see that the name is, too."""
+    os.replace(new, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -34,7 +44,7 @@ def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
             np.savez(stream, allow_pickle=False, **dict(arrays))
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        replace_durably(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig, QdrantConfig
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
-from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
+from stillroom.errors import ConfigError, CorruptKnowledgeBaseError, StorageError
 from stillroom.retrieval.bm25 import Bm25Index
 from stillroom.retrieval.collection_store import CollectionStore
 from stillroom.retrieval.corpus import Corpus
@@ -52,6 +52,7 @@ class Indexes:
             qdrant: where the collection is, if the dense index is of that kind; None takes the defaults.
         """
         self._corpus = corpus
+        self._folder = folder
         self._sparse_folder = folder / "sparse"
         self._lock = Lock()
         """Of the dense index."""
@@ -134,16 +135,27 @@ class Indexes:
 
         Raises:
             IndexUnavailableError: the dense index is on a server that cannot be reached; the sparse one is written.
+            StorageError: a file cannot be written. What is searched is as good as before.
         """
         try:
-            self._write_dense()
-        except CorruptKnowledgeBaseError:
-            self.discard_dense()
-            self._write_dense()
+            with self._reporting():
+                self._write_dense()
         finally:
-            sparse = self._current_sparse()
-            if not self._is_sparse_current(sparse, self._corpus.generation):
-                self._write_sparse(sparse)
+            with self._reporting():
+                self._write_sparse()
+
+    def prepare_write(self) -> None:
+        """Before the corpus changes: take leave of files that show another corpus or a state that it never had, for
+        after the change that would no longer show. Only under the write lock. Raises as `write`."""
+        if isinstance(self._dense, CollectionStore):
+            self.write_collection()
+        else:
+            with self._lock:
+                self._dense.current()
+        with self._reporting():
+            sparse = self._strict_sparse()
+            if sparse.generation > self._corpus.generation:
+                sparse.clear()
 
     def write_collection(self) -> None:
         """Bring the collection up to date, if the dense index is one; while documents are added, so that it does not
@@ -200,6 +212,13 @@ class Indexes:
             return self._tuner.effort(dense)
 
     def _write_dense(self) -> None:
+        try:
+            self._write_dense_as_it_is()
+        except CorruptKnowledgeBaseError:
+            self.discard_dense()
+            self._write_dense_as_it_is()
+
+    def _write_dense_as_it_is(self) -> None:
         with self._lock:
             write = self._dense.writing()
             if isinstance(self._dense, DenseStore):
@@ -221,10 +240,19 @@ class Indexes:
                 self._sparse.refresh()
             return self._sparse
 
+    def _strict_sparse(self) -> Bm25Index:
+        """As it is on disk, for whoever is about to write there."""
+        sparse = self._current_sparse()
+        sparse.refresh(is_strict=True)
+        return sparse
+
     def _is_sparse_current(self, sparse: Bm25Index, generation: int) -> bool:
         return sparse.generation == generation and len(sparse) == self._corpus.num_chunks
 
-    def _write_sparse(self, sparse: Bm25Index) -> None:
+    def _write_sparse(self) -> None:
+        sparse = self._strict_sparse()
+        if self._is_sparse_current(sparse, self._corpus.generation):
+            return
         if sparse.generation >= self._corpus.generation:  # from another corpus, or damaged
             sparse.clear()
         is_rebuild = sparse.share_removed > _MAX_SHARE_REMOVED
@@ -242,6 +270,17 @@ class Indexes:
             batch = chunk_ids[start : start + _BATCH]
             found = self._corpus.chunks(batch)
             yield from (found[chunk_id] for chunk_id in batch if chunk_id in found)
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """A disk's errors in our words."""
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"the indexes in {self._folder} cannot be written: {error.strerror or error}; the documents are safe. "
+                "Free some space or see to the disk: the next `stillroom add` or search then completes the indexes"
+            ) from error
 
 
 def _uncounted(dense: VectorIndex) -> contextlib.AbstractContextManager[None]:

@@ -5,19 +5,19 @@
     kb/dense.npz         projection: the dense index; dense.lists where its lists are on disk
     kb/sparse/           projection: the BM25 index
     kb/qdrant/           in place of dense.npz: a dense index of the kind qdrant, embedded
-    kb/write.lock        held while writing
+    kb/write.lock        held while writing; writer.json says by whom
 
 One writer at a time, any number of readers, in any mix of threads and processes. More: docs/retrieval.md
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
 import numpy as np
-from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig, SearchMode, StillroomConfig
@@ -31,25 +31,24 @@ from stillroom.errors import (
     KnowledgeBaseBusyError,
     KnowledgeBaseError,
     KnowledgeBaseNotFoundError,
+    StorageError,
     UnknownDocumentError,
 )
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.dense_store import DENSE_FILES
 from stillroom.retrieval.digest import IndexDigest, index_digest
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport
+from stillroom.retrieval.kb_folder import CORPUS, MANIFEST, WriteLock, check_corpus_is_there, check_may_be_made
 from stillroom.retrieval.loaders.metadata import said_metadata
 from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
 
-_MANIFEST = "manifest.json"
-_CORPUS = "corpus.sqlite3"
-_LOCK = "write.lock"
+logger = logging.getLogger(__name__)
 
 
 class KnowledgeBase:
@@ -62,10 +61,11 @@ class KnowledgeBase:
         self._config = manifest.applied_to(config)
         self._clock = clock
         self._embedder = Embedder(self._config.embedder)
-        self._corpus = Corpus(path / _CORPUS)
+        self._corpus = Corpus(path / CORPUS)
         self._dimension = manifest.dimension
         self._indexes = Indexes(path, self._corpus, self._config.index, manifest.dimension, qdrant=self._config.qdrant)
         self._search = HybridSearch(self._corpus, self._indexes, self._embedder, self._config.search, clock)
+        self._lock = WriteLock(path, clock)
         self._checking = Lock()
         self._is_embedder_checked = False
         self._are_indexes_checked = False
@@ -87,21 +87,19 @@ class KnowledgeBase:
             CorruptKnowledgeBaseError: a file of it is damaged or missing.
             ModelNotFoundError: a new one was to be made and its embedder is not there.
         """
-        path = Path(os.path.abspath(path))
-        if not (path / _MANIFEST).exists():
+        path, clock = Path(os.path.abspath(path)), clock or SystemClock()
+        if not (path / MANIFEST).exists():
             if not create:
                 raise KnowledgeBaseNotFoundError(
                     f"there is no knowledge base in {path}; make one with: stillroom add PATH --kb {path}"
                 )
-            _create(path, config)
-        manifest = load_manifest(path / _MANIFEST)
-        if not (path / _CORPUS).exists() and any((path / name).exists() for name in DENSE_FILES):
-            raise CorruptKnowledgeBaseError(
-                f"{path / _CORPUS} is missing; restore it from a backup, or make the knowledge base again"
-            )
+            _create(path, config, clock)
+        manifest = load_manifest(path / MANIFEST)
+        check_corpus_is_there(path)
         if manifest.format_version != FORMAT_VERSION:
-            manifest = upgraded(path / _MANIFEST, manifest)
-        return cls(path, manifest, config, clock or SystemClock())
+            with WriteLock(path, clock).held_to_open("upgrade"):
+                manifest = upgraded(path / MANIFEST, manifest)
+        return cls(path, manifest, config, clock)
 
     @property
     def path(self) -> Path:
@@ -133,14 +131,10 @@ class KnowledgeBase:
                 is kept, and goes there next time.
         """
         said = said_metadata(metadata or {})
-        with self._write_lock():
-            self._indexes.write_collection()
+        with self._writing("add"):
             following = _Following(self._corpus, self._indexes, progress)
             ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), self._clock, following, said)
-            try:
-                return ingest.run(paths)
-            finally:
-                self._indexes.write()
+            return ingest.run(paths)
 
     def remove(self, targets: Sequence[str]) -> RemoveReport:
         """Forget documents: each target is a document id, a file (absolute or from the working folder) or a folder.
@@ -149,13 +143,10 @@ class KnowledgeBase:
             UnknownDocumentError: a target matches nothing; then nothing is removed.
             KnowledgeBaseBusyError: somebody else is writing.
         """
-        with self._write_lock():
+        with self._writing("remove"):
             known = self._corpus.paths()
             doomed = {document_id: None for target in targets for document_id in _matches(target, known)}
-            try:
-                return RemoveReport(len(doomed), self._corpus.commit(removed=doomed))
-            finally:
-                self._indexes.write()
+            return RemoveReport(len(doomed), self._corpus.commit(removed=doomed))
 
     def documents(self) -> list[DocumentInfo]:
         """What is indexed, by document id."""
@@ -263,7 +254,7 @@ class KnowledgeBase:
         Raises:
             KnowledgeBaseBusyError: somebody is writing.
         """
-        with self._write_lock():
+        with self._lock.held("digest"):
             self._indexes.write()
             try:
                 return index_digest(self._manifest, self._corpus, *self._indexes.current())
@@ -318,24 +309,30 @@ class KnowledgeBase:
         Somebody else who writes will do it himself, and a folder that cannot be written is searched as it is.
         """
         self._are_indexes_checked = True
-        with contextlib.suppress(KnowledgeBaseBusyError, OSError):
+        try:
             if self._indexes.needs_write():
-                with self._write_lock():
+                with self._lock.held("repair"):
                     self._indexes.write()
+        except KnowledgeBaseBusyError:
+            pass
+        except StorageError as error:
+            logger.warning("%s; what words find may lack the last changes until then", error)
 
     @contextlib.contextmanager
-    def _write_lock(self) -> Iterator[None]:
-        lock = FileLock(self._path / _LOCK, timeout=0)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            raise KnowledgeBaseBusyError(
-                f"somebody else is writing to {self._path}; wait until that has finished, then try again"
-            ) from error
-        try:
-            yield
-        finally:
-            lock.release()
+    def _writing(self, what: str) -> Iterator[None]:
+        """Change documents in here. Before it the indexes are known to show this corpus and not, say, a later state of
+        it that was replaced by a backup; afterwards they show what was committed, however it ended."""
+        with self._lock.held(what):
+            self._indexes.prepare_write()
+            try:
+                yield
+            except BaseException:
+                try:
+                    self._indexes.write()
+                except (KnowledgeBaseError, OSError) as error:  # what comes first says more
+                    logger.warning("%s", error)
+                raise
+            self._indexes.write()
 
 
 class _Following:
@@ -356,16 +353,18 @@ class _Following:
             self._progress(done)
 
 
-def _create(path: Path, config: StillroomConfig) -> None:
-    """An empty knowledge base in a missing or empty folder."""
-    if path.exists() and (not path.is_dir() or any(entry.name != _LOCK for entry in path.iterdir())):
-        raise KnowledgeBaseError(f"{path} is not empty and no knowledge base; give a new or an empty folder")
+def _create(path: Path, config: StillroomConfig, clock: Clock) -> None:
+    """An empty knowledge base in a missing or empty folder, unless somebody else has just made one."""
+    check_may_be_made(path)
     manifest = new_manifest(config, Embedder(config.embedder))
     try:
         path.mkdir(parents=True, exist_ok=True)
-        manifest.save(path / _MANIFEST)
-    except OSError as error:
-        raise KnowledgeBaseError(f"{path} cannot be made: {error.strerror or error}; choose another folder") from error
+        with WriteLock(path, clock).held_to_open("create"):
+            if not (path / MANIFEST).exists():
+                manifest.save(path / MANIFEST)
+    except (OSError, StorageError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise KnowledgeBaseError(f"{path} cannot be made: {reason}; choose another folder") from error
 
 
 def _matches(target: str, known: dict[str, list[DocumentId]]) -> list[DocumentId]:

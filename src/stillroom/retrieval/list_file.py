@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.retrieval.index_file import replace_durably
 from stillroom.retrieval.partition import Lists
 
 faiss: Any = _faiss  # its type information lacks what is made at import
@@ -238,7 +239,7 @@ def write_list_file(
             _Writer(stream).write(origin, shell, lists, ids, vectors)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        replace_durably(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -207,7 +207,8 @@ class QdrantCollection:
         said = f"{self.where} cannot be used: {reason}"
         if self._config.api_key:
             said = said.replace(self._config.api_key, "...")  # a server may quote it
-        return IndexUnavailableError(f"{said}; see that the server runs, and qdrant.url. {_WORDS_ALONE}")
+        advice = "to the disk and its free space" if self._is_embedded else "that the server runs, and qdrant.url"
+        return IndexUnavailableError(f"{said}; see {advice}. {_WORDS_ALONE}")
 
 
 def _is_missing(error: Exception) -> bool:

@@ -1,0 +1,159 @@
+"""The folder of a knowledge base as a place: its files, who may write, and what a killed process left behind.
+
+One writes at a time. The lock is the system's and ends with its process, however that ends, so a stale one cannot be;
+who holds it says so in `writer.json`, which is believed only while the lock is held.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from stillroom.core.clock import Clock
+from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+CORPUS = "corpus.sqlite3"
+PROJECTIONS = ("dense.npz", "dense.lists", "sparse", "qdrant")
+"""What is made from the corpus, so that there was one where any of them is."""
+
+_LOCK = "write.lock"
+_WRITER = "writer.json"
+
+_OF_WRITERS = (".*.tmp", "sparse/.*.tmp", "sparse/.tmp*")
+"""Half-written files. Whoever holds the lock may remove them: nobody else writes any."""
+
+_OF_ANYBODY = (".list_heat.npz.*.tmp", ".scratch-*")
+"""Those that readers write too."""
+
+_MAX_AGE_S = 3600.0
+"""Nobody needs one of those for so long."""
+
+_OPENING_TIMEOUT_S = 10.0
+
+
+def check_may_be_made(path: Path) -> None:
+    """Refuse a folder with anything in it but what an interrupted making left behind.
+
+    Raises:
+        KnowledgeBaseError: it holds something.
+    """
+    if path.exists() and (not path.is_dir() or any(not _is_own(entry.name) for entry in path.iterdir())):
+        raise KnowledgeBaseError(f"{path} is not empty and no knowledge base; give a new or an empty folder")
+
+
+def check_corpus_is_there(path: Path) -> None:
+    """Refuse a folder whose corpus was lost: SQLite would make an empty one.
+
+    Raises:
+        CorruptKnowledgeBaseError: it is missing or empty, and there are indexes of it.
+    """
+    corpus = path / CORPUS
+    if corpus.exists() and corpus.stat().st_size:
+        return
+    if any((path / name).exists() for name in PROJECTIONS):
+        state = "empty" if corpus.exists() else "missing"
+        raise CorruptKnowledgeBaseError(
+            f"{corpus} is {state}, and with it every document; put it back from a backup, or remove the folder "
+            f"and make the knowledge base again: stillroom add PATH --kb {path}"
+        )
+
+
+def leftovers(path: Path, now: float) -> list[Path]:
+    """What processes that were killed left half written. Exact only while the lock is held.
+
+    Args:
+        now: Unix time in seconds.
+    """
+    found = {one for pattern in _OF_WRITERS for one in path.glob(pattern)}
+    shared = {one for pattern in _OF_ANYBODY for one in path.glob(pattern)}
+    return sorted((found - shared) | {one for one in shared if _age(one, now) > _MAX_AGE_S})
+
+
+def sweep(path: Path, now: float) -> None:
+    """Remove `leftovers`. Only under the lock; what cannot be removed stays."""
+    for one in leftovers(path, now):
+        if one.is_dir():
+            shutil.rmtree(one, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                one.unlink()
+
+
+class WriteLock:
+    """The right to write to one folder."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self._folder = folder
+        self._clock = clock
+
+    @contextlib.contextmanager
+    def held(self, what: str, *, timeout_s: float = 0.0) -> Iterator[None]:
+        """Write in here. What a killed writer left half written is removed first.
+
+        Args:
+            what: is done, for whoever is refused meanwhile.
+            timeout_s: how long to wait for somebody else.
+
+        Raises:
+            KnowledgeBaseBusyError: somebody else is writing; it says who.
+            StorageError: the folder cannot be written.
+        """
+        lock = FileLock(self._folder / _LOCK, timeout=timeout_s)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise KnowledgeBaseBusyError(
+                f"somebody else is writing to {self._folder}{self._who()}; wait until that has finished, then try again"
+            ) from error
+        except OSError as error:
+            raise StorageError(
+                f"{self._folder} cannot be written: {error.strerror or error}; see to the disk and the folder's rights"
+            ) from error
+        try:
+            self._sign(what)
+            sweep(self._folder, self._clock.unix())
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                (self._folder / _WRITER).unlink(missing_ok=True)
+            lock.release()
+
+    def held_to_open(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """As `held`, for what is done once and quickly when a folder is opened; who comes second waits."""
+        return self.held(what, timeout_s=_OPENING_TIMEOUT_S)
+
+    def _sign(self, what: str) -> None:
+        content = {"pid": os.getpid(), "host": socket.gethostname(), "what": what, "since": self._clock.unix()}
+        with contextlib.suppress(OSError):  # on a full disk nobody learns who it is
+            (self._folder / _WRITER).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    def _who(self) -> str:
+        """`: process 42 on alba (add, since 14:03:10)`; empty where that is unknown."""
+        try:
+            found = json.loads((self._folder / _WRITER).read_text(encoding="utf-8"))
+            since = time.strftime("%H:%M:%S", time.localtime(float(found["since"])))
+            return f": process {int(found['pid'])} on {found['host']} ({found['what']}, since {since})"
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+
+def _is_own(name: str) -> bool:
+    """Whether an interrupted making may have left it."""
+    return name in (_LOCK, _WRITER) or (name.startswith(f".{MANIFEST}.") and name.endswith(".tmp"))
+
+
+def _age(path: Path, now: float) -> float:
+    try:
+        return now - path.stat().st_mtime
+    except OSError:
+        return 0.0

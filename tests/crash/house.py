@@ -1,0 +1,262 @@
+"""Documents in two versions, the worker that is killed, and what every kill has to leave behind."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.crash import oracle
+from tests.retrieval.test_migration import make_old
+
+HERE = Path(__file__).parent
+NUM_FILES = 30
+SCENES = ("add", "remove", "rebuild", "migrate", "update")
+
+Said = dict[str, Any]
+
+_OF_READERS = (".scratch-", ".list_heat.", ".managed.json", ".tantivy-", ".lock")
+"""Hidden files that stay, for an hour or for good."""
+
+
+def build_faults(folder: Path) -> Path | None:
+    """The library of `faults.c`; None where there is no C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        return None
+    target = folder / "faults.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", target, HERE / "faults.c", "-ldl"], check=True)
+    return target
+
+
+class Worker:
+    """The process of `worker.py`."""
+
+    def __init__(self, faults: Path | None) -> None:
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+        if faults is not None:
+            environment["LD_PRELOAD"] = str(faults)
+        command = [sys.executable, "-m", "tests.crash.worker"]
+        root = HERE.parents[1]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=root, text=True
+        )
+
+    def start(self, job: str, **settings: Any) -> None:
+        """Begin a job and do not wait for it."""
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"job": job, **settings}) + "\n")
+        self._process.stdin.flush()
+
+    def finish(self) -> Said:
+        """How the job ended that was started last."""
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        assert line, "the worker has ended"
+        ended: Said = json.loads(line)
+        return ended
+
+    def run(self, job: str, **settings: Any) -> Said:
+        self.start(job, **settings)
+        return self.finish()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+def last(ended: Said, name: str, default: Any = None) -> Any:
+    """What a job said last under a name."""
+    return next((one[name] for one in reversed(ended["said"]) if name in one), default)
+
+
+def check_done(ended: Said) -> None:
+    assert last(ended, "error") is None, last(ended, "message")
+    assert ended["signal"] == 0 and last(ended, "done")
+
+
+def word(number: int, version: int) -> str:
+    """One that only this file says, in this version."""
+    return f"zq{'abcdefghij'[number // 10]}{'abcdefghij'[number % 10]}{'klmnopqrst'[version]}x"
+
+
+def write_docs(folder: Path, version: int) -> None:
+    """Version 1 has files 0 to 29; version 2 lacks some of them, has others edited, and some new."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for number in range(NUM_FILES + 4 if version == 2 else NUM_FILES):
+        if version == 2 and number % 7 == 3:
+            continue
+        says = version if number % 3 == 0 or number >= NUM_FILES else 1
+        path = folder / ("old" if number % 4 == 0 else "new") / f"file{number:02}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sections = "".join(
+            f"## Part {part}\n\nThe {word(number, says if part == 1 else 1)} of part {part} weighs {number} stones.\n\n"
+            for part in range(4)
+        )
+        path.write_text(f"# File {number}\n\n{sections}", encoding="utf-8")
+    lines = [
+        {
+            "_id": f"r{number}",
+            "title": f"Record {number}",
+            "text": f"Record {number} says {word(90 + number, version)}.",
+        }
+        for number in range(6)
+    ]
+    (folder / "records").mkdir()
+    (folder / "records" / "records.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
+
+
+@dataclass
+class Scene:
+    """One command on one knowledge base, and what may be there before and after it."""
+
+    name: str
+    kind: str
+    job: str
+    settings: dict[str, Any]
+    template: Path | None
+    """The knowledge base before; None: there is none."""
+    before: oracle.Documents
+    after: oracle.Documents
+    files: list[str]
+    """In the order in which they are read."""
+    num_operations: int = 0
+    seconds: float = 0.0
+
+
+class House:
+    """Everything a crash test needs, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.docs = folder / "docs"
+        self.faults = build_faults(folder)
+        self.worker = Worker(self.faults)
+        self._count = 0
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def fresh(self, template: Path | None) -> Path:
+        """A copy to be maltreated."""
+        self._count += 1
+        kb = self.folder / f"case{self._count}" / "kb"
+        kb.parent.mkdir()
+        if template is not None:
+            shutil.copytree(template, kb)
+        return kb
+
+    def _copy(self, template: Path, name: str) -> Path:
+        kb = self.folder / name / "kb"
+        shutil.rmtree(kb.parent, ignore_errors=True)
+        shutil.copytree(template, kb)
+        return kb
+
+    def drop(self, kb: Path) -> None:
+        shutil.rmtree(kb.parent)
+
+    def scenes(self, kind: str, names: tuple[str, ...] = SCENES) -> Iterator[Scene]:
+        """In turn; while one is used the documents are those that it needs."""
+        write_docs(self.docs, 1)
+        first = self.folder / f"template-{kind}" / "kb"
+        shutil.rmtree(first.parent, ignore_errors=True)
+        first.parent.mkdir()
+        check_done(self.worker.run("add", kb=str(first), kind=kind, docs=str(self.docs)))
+        one = oracle.documents(first)
+        oracle.check_projections(first)
+        files = sorted(str(path) for path in self.docs.rglob("*") if path.is_file())
+        docs = {"docs": str(self.docs)}
+        if "add" in names:
+            yield self._measured(Scene("add", kind, "add", docs, None, {}, one, files))
+        if "remove" in names:
+            gone = str(self.docs / "old")
+            left = {name: about for name, about in one.items() if not name.startswith(gone + os.sep)}
+            yield self._measured(Scene("remove", kind, "remove", {"target": gone}, first, one, left, []))
+        if "rebuild" in names:
+            bare = self._copy(first, f"bare-{kind}")
+            shutil.rmtree(bare / "sparse")
+            for path in (*bare.glob("dense.*"), bare / "qdrant"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            yield self._measured(Scene("rebuild", kind, "search", {"queries": [word(1, 1)]}, bare, one, one, []))
+        if "migrate" in names:
+            old = self._copy(first, f"old-{kind}")
+            make_old(old)
+            yield self._measured(Scene("migrate", kind, "search", {"queries": [word(1, 1)]}, old, one, one, []))
+        if "update" in names:
+            write_docs(self.docs, 2)
+            files = sorted(str(path) for path in self.docs.rglob("*") if path.is_file())
+            yield self._measured(Scene("update", kind, "add", docs, first, one, {}, files))
+
+    def _measured(self, scene: Scene) -> Scene:
+        """Run it undisturbed: what it leaves, how many operations on files it takes, and how long."""
+        kb = self.fresh(scene.template)
+        fault = {"fault": ["count", 0]} if self.faults else {}
+        ended = self.worker.run(scene.job, kb=str(kb), kind=scene.kind, **scene.settings, **fault)
+        check_done(ended)
+        oracle.check_projections(kb)
+        scene.after = scene.after or oracle.documents(kb)
+        assert oracle.documents(kb) == scene.after
+        scene.num_operations, scene.seconds = last(ended, "num_operations", 0), ended["seconds"]
+        self.drop(kb)
+        return scene
+
+    def strike(self, scene: Scene, how: dict[str, Any]) -> Said:
+        """Run it, disturb it, and check everything that has to hold. Returns how it ended."""
+        kb = self.fresh(scene.template)
+        ended = self.worker.run(scene.job, kb=str(kb), kind=scene.kind, **scene.settings, **how)
+        self.check_after(scene, kb, ended)
+        self.drop(kb)
+        return ended
+
+    def check_after(self, scene: Scene, kb: Path, ended: Said, mend: Callable[[], object] = lambda: None) -> None:
+        """Args: mend: what was done to the disk is undone."""
+        assert last(ended, "error") != "unexpected", last(ended, "message")
+        mend()
+        check_whole(scene, oracle.documents(kb), ended)
+        if (kb / "manifest.json").exists():
+            self._check_reopened(scene, kb)
+        self._check_completed(scene, kb)
+
+    def _check_reopened(self, scene: Scene, kb: Path) -> None:
+        """The first search finds what is there and nothing else, and brings vectors and postings up to date."""
+        found = oracle.documents(kb)
+        queries = [chunks[0][2] for *_, chunks in list(found.values())[:3]]
+        reopened = self.worker.run("search", kb=str(kb), kind=scene.kind, queries=queries or ["nothing"])
+        check_done(reopened)
+        for query, said in zip(queries, (one["found"] for one in reopened["said"] if "found" in one), strict=False):
+            for mode, results in said.items():
+                assert query in [text for _, text in results], (mode, query, results)
+        assert oracle.documents(kb) == found
+        oracle.check_projections(kb)
+
+    def _check_completed(self, scene: Scene, kb: Path) -> None:
+        """The same command does the rest."""
+        again = self.worker.run(scene.job, kb=str(kb), kind=scene.kind, **scene.settings)
+        if scene.job != "remove" or last(again, "error") != "UnknownDocumentError":  # all of it was done already
+            check_done(again)
+        assert oracle.documents(kb) == scene.after
+        oracle.check_projections(kb)
+        left = [path.name for path in kb.rglob(".*") if not path.name.startswith(_OF_READERS)]
+        assert not left, "half-written files stay for ever"
+
+
+def check_whole(scene: Scene, found: oracle.Documents, ended: Said) -> None:
+    """Every document is as it was before or as it is after, and what was acknowledged is as after."""
+    for name in {*found, *scene.before, *scene.after}:
+        assert found.get(name) in (scene.before.get(name), scene.after.get(name)), f"{name} is half there"
+    acknowledged = set(scene.files[: last(ended, "num_files", 0)]) if scene.job == "add" else set()
+    for name in {*found, *scene.before, *scene.after}:
+        path = name.partition("#")[0]
+        if last(ended, "done") or path in acknowledged:
+            assert found.get(name) == scene.after.get(name), f"{name} was acknowledged"
+
+
+def spread(count: int, total: int, rng: random.Random) -> list[int]:
+    """Numbers from 1 to `total`, one in each of `count` equal parts."""
+    return [1 + int((number + rng.random()) * total / count) for number in range(count)]

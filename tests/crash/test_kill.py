@@ -1,0 +1,97 @@
+"""Killed at any moment, or out of disk: documents are there or not, what was acknowledged stays, a repeat completes it.
+
+The moments are operations on files, counted in SQLite, tantivy and Python alike (`faults.c`); and random times. What
+holds afterwards is checked by `House.strike`, against the files themselves.
+"""
+
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.crash.house import SCENES, House, Scene, last, spread
+
+KINDS = ("flat", "hnsw", "ivf_pq", "tiered", "qdrant")
+SEED = 20261122
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    found = House(tmp_path_factory.mktemp("house"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def faulty(house: House) -> House:
+    if house.faults is None:
+        pytest.skip("needs a C compiler and Linux, to count operations on files")
+    return house
+
+
+def kill_everywhere(house: House, kind: str, num_kills: int, num_faults: int, rng: random.Random) -> int:
+    """In every scene of one kind: so many kills, and so many full or failing disks. Returns how many kills struck."""
+    num_struck = 0
+    for scene in house.scenes(kind):
+        for at in spread(num_kills, scene.num_operations, rng):
+            num_struck += house.strike(scene, {"fault": ["kill", at]})["signal"] == 9
+        for number, at in enumerate(spread(num_faults, scene.num_operations, rng)):
+            ended = house.strike(scene, {"fault": [("full", "failing")[number % 2], at]})
+            assert last(ended, "done") or last(ended, "message")
+    return num_struck
+
+
+def test_a_dozen_kills_and_some_full_disks(faulty: House) -> None:
+    assert kill_everywhere(faulty, "flat", 3, 1, random.Random(SEED)) >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_kills_at_every_part_of_the_work_and_disks_that_fail(faulty: House, kind: str) -> None:
+    """In all 200 kills and 60 disks."""
+    num_struck = kill_everywhere(faulty, kind, 8, 3, random.Random(f"{SEED} {kind}"))
+    assert num_struck >= 8 * len(SCENES) - 4, "threads may do some operations more, or less"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_kills_at_random_times(house: House, kind: str) -> None:
+    rng = random.Random(f"{SEED} {kind} times")
+    for scene in house.scenes(kind):
+        for _ in range(4):
+            house.strike(scene, {"kill_after_s": rng.random() * 1.2 * scene.seconds})
+
+
+def first_scene(house: House, name: str) -> Scene:
+    return next(house.scenes("flat", (name,)))
+
+
+@pytest.mark.parametrize("max_file_bytes", [30_000, 80_000])
+def test_files_that_cannot_grow_further(house: House, max_file_bytes: int) -> None:
+    scene = first_scene(house, "add")
+    ended = house.strike(scene, {"max_file_bytes": max_file_bytes})
+    assert last(ended, "error") == "StorageError"
+    assert "the same command again" in last(ended, "message")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", [40, 150, 300, 450, 700])
+def test_a_disk_that_is_really_full(house: House, tmp_path: Path, kilobytes: int) -> None:
+    scene = first_scene(house, "add")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = f"size={kilobytes}k"
+    if not shutil.which("mount") or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", disk]).returncode:
+        pytest.skip("may not mount a small disk")
+    try:
+        kb = disk / "kb"
+        ended = house.worker.run("add", kb=str(kb), kind="flat", **scene.settings)
+        assert last(ended, "error") in ("StorageError", "KnowledgeBaseError"), ended["said"]
+        house.check_after(
+            scene, kb, ended, lambda: subprocess.run(["mount", "-o", "remount,size=9m", disk], check=True)
+        )
+    finally:
+        subprocess.run(["umount", disk], check=True)
