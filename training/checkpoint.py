@@ -1,0 +1,62 @@
+"""A run's state on disk, written whole or not at all; and its log, which never runs ahead of it after a crash."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CHECKPOINT = "checkpoint.pt"
+LOG = "log.jsonl"
+
+
+class ResumeError(Exception):
+    """The checkpoint belongs to another run."""
+
+
+def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
+    """Atomic: whoever is killed while writing leaves the checkpoint before it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, scratch = folder / CHECKPOINT, folder / f"{CHECKPOINT}.tmp"
+    with scratch.open("wb") as file:
+        torch.save(dict(state), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """None where the run has none yet."""
+    path = folder / CHECKPOINT
+    if not path.exists():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+class Log:
+    """JSON lines. What was written after the checkpoint that a run goes on from is dropped: it happens again."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / LOG
+        kept = [line for line in read_log(folder) if line.get("step", 0) <= step] if step else []
+        self._path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(line)) + "\n")
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Lines of a run; one that was cut off by a crash is left out."""
+    path = folder / LOG
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

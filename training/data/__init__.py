@@ -1,0 +1,1 @@
+"""From licensed text to rows of tokens."""

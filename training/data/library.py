@@ -1,0 +1,98 @@
+"""What training draws from: passages with their questions, and made-up worlds. Read once, never changed."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+from training.data.shards import read_shards
+from training.data.spans import SpanKind, find_spans
+from training.data.worlds import World, WorldQuestion
+
+Split = Literal["train", "eval"]
+
+SOURCE_WEIGHTS: Mapping[str, float] = {
+    "xquad": 0.15,
+    "nq-gold": 0.25,
+    "wikipedia-passages": 0.4,
+    "musique": 0.02,
+    "peps": 0.1,
+    "rust-book": 0.08,
+}
+"""How often a passage is of each source: encyclopaedic text first, since that is what is asked about most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    number: int
+    """Its place in the library, and its id as a chunk."""
+    source: str
+    title: str
+    text: str
+    near: tuple[int, ...]
+    """Passages that could be mistaken for it, likest first."""
+    asked: tuple[tuple[str, str], ...]
+    """Questions by people, with an answer that stands in the text."""
+    worded: tuple[tuple[str, str, str], ...]
+    """Question, answer and kind, as `wording` made them."""
+
+
+class Library:
+    """The passages and worlds of one split. Everything drawn depends on the given random numbers only."""
+
+    def __init__(self, passages: Sequence[Passage], worlds: Sequence[World]) -> None:
+        self.passages = passages
+        self.worlds = worlds
+        by_source: dict[str, list[int]] = {}
+        for passage in passages:
+            by_source.setdefault(passage.source, []).append(passage.number)
+        self._of_source = list(by_source.values())
+        self._bounds = list(accumulate(SOURCE_WEIGHTS.get(name, 0.05) for name in by_source))
+        self._asked = [passage.number for passage in passages if passage.asked]
+
+    @classmethod
+    def read(cls, folder: Path, split: Split) -> "Library":
+        """Raises FileNotFoundError where `python -m training data` has not been."""
+        passages = [_passage(number, row) for number, row in enumerate(read_shards(folder, f"{split}-passages"))]
+        worlds = [_world(row) for row in read_shards(folder, f"{split}-worlds")]
+        return cls(passages, worlds)
+
+    def any_passage(self, rng: random.Random) -> Passage:
+        """By the weights of the sources."""
+        at = rng.random() * self._bounds[-1]
+        group = next(place for place, bound in enumerate(self._bounds) if at < bound)
+        return self.passages[rng.choice(self._of_source[group])]
+
+    def any_asked(self, rng: random.Random) -> Passage:
+        """One that people asked about, if there is any."""
+        return self.passages[rng.choice(self._asked)] if self._asked else self.any_passage(rng)
+
+    def any_world(self, rng: random.Random) -> World:
+        return rng.choice(self.worlds)
+
+    def any_span(self, rng: random.Random, kind: SpanKind, num_words: int) -> str | None:
+        """A stretch of some passage that could stand where another of its kind and length stood."""
+        for _ in range(8):
+            text = self.any_passage(rng).text
+            found = [s.of(text) for s in find_spans(text) if s.kind == kind and len(s.of(text).split()) == num_words]
+            if found:
+                return rng.choice(found)
+        return None
+
+
+def _passage(number: int, row: Mapping[str, Any]) -> Passage:
+    return Passage(
+        number=number,
+        source=row["source"],
+        title=row["title"],
+        text=row["text"],
+        near=tuple(row["near"]),
+        asked=tuple((question, answer) for question, answer in row["asked"]),
+        worded=tuple((question, answer, kind) for question, answer, kind in row["worded"]),
+    )
+
+
+def _world(row: Mapping[str, Any]) -> World:
+    return World(tuple(row["chunks"]), tuple(WorldQuestion(**question) for question in row["questions"]))

@@ -1,0 +1,165 @@
+"""`python -m training data`: everything that training and evaluation read, in one folder that can travel.
+
+    manifest.json, ATTRIBUTION.md, tokenizer/
+    train-passages-*.jsonl.gz, train-worlds-*.jsonl.gz      what training draws from
+    eval-passages-*.jsonl.gz, eval-worlds-*.jsonl.gz        the same of held-out documents, for the loss while training
+    eval/xquad.jsonl, unanswerable.jsonl, microworld.jsonl  for evaluation; `stillroom bench quality` reads them
+
+The same data, seed and sizes give the same bytes.
+"""
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from training.data.attribution import attribution
+from training.data.cleaning import clean, passages, sentences
+from training.data.library import Split
+from training.data.neighbours import neighbours
+from training.data.shards import MANIFEST, digest, write_shards
+from training.data.sources import EXCLUDED, SOURCES, XQUAD, RawDocument, Source
+from training.data.spans import occurs
+from training.data.split import Filter, held_out, same_name, shingles
+from training.data.tokens import save_tokenizer, train_tokenizer
+from training.data.wording import worded
+from training.data.worlds import World, load_generator, make_worlds
+from training.evaluation.sets import write_sets
+
+CONTEXT_TOKENS = 2048
+_NUM_NEAR = 8
+_MIN_USES = 3
+"""A word is of the language if the text has it so often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRecipe:
+    seed: int = 0
+    held_share: float = 0.5
+    """Of the xquad documents."""
+    vocab_size: int = 8192
+    num_worlds: int = 60_000
+    num_eval_worlds: int = 2000
+    num_eval_questions: int = 400
+    """Of each kind over made-up worlds."""
+
+
+@dataclass(slots=True)
+class Row:
+    """A passage on its way into a library."""
+
+    source: str
+    document: str
+    title: str
+    text: str
+    asked: list[tuple[str, str]] = field(default_factory=list)
+
+
+def prepare(shared: Path, out: Path, recipe: DataRecipe, say: Callable[[str], None]) -> dict[str, Any]:
+    """Write the folder; returns its manifest.
+
+    Raises:
+        FileNotFoundError: the shared folder has no data or no generator of worlds.
+    """
+    rows, held, dropped = _read(shared / "data", recipe, say)
+    generator = load_generator(shared)
+    language = _language(row.text for row in rows["train"])
+    counts: dict[str, Any] = {}
+    for split in rows:
+        say(f"{split}: {len(rows[split])} passages; neighbours and questions")
+        write_shards(out, f"{split}-passages", _with_questions(rows[split], language))
+        counts[split] = _counts(rows[split])
+    sizes: dict[Split, int] = {"train": recipe.num_worlds, "eval": recipe.num_eval_worlds}
+    for split, size in sizes.items():
+        worlds = make_worlds(generator, split, recipe.seed)
+        counts[split]["worlds"] = write_shards(out, f"{split}-worlds", map(asdict, islice(worlds, size)))
+    say("tokenizer")
+    few = islice(make_worlds(generator, "train", recipe.seed), 4000)
+    texts = [row.text for row in rows["train"]] + [" ".join(_texts(world)) for world in few]
+    save_tokenizer(train_tokenizer(iter(texts), recipe.vocab_size), out / "tokenizer", CONTEXT_TOKENS)
+    say("questions for evaluation")
+    counts["questions for evaluation"] = write_sets(
+        shared / "data" / XQUAD, out / "eval", held, generator, recipe.num_eval_questions, recipe.seed
+    )
+    (out / "ATTRIBUTION.md").write_text(attribution(), encoding="utf-8")
+    manifest = {
+        "recipe": asdict(recipe),
+        "digest": digest(out),
+        "held out": sorted(held),
+        "passages that did not pass": dropped,
+        "sources left out": EXCLUDED,
+        "counts": counts,
+    }
+    (out / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return manifest
+
+
+def _texts(world: World) -> list[str]:
+    return [*world.chunks, *(question.text for question in world.questions[:4])]
+
+
+def _read(
+    data: Path, recipe: DataRecipe, say: Callable[[str], None]
+) -> tuple[dict[Split, list[Row]], frozenset[str], dict[str, int]]:
+    """Passages of both splits, the names of held-out documents, and how many did not pass."""
+    whole = {source.name: list(source.read(data)) for source in SOURCES}
+    held = held_out((document.document for document in whole[XQUAD]), recipe.held_share, recipe.seed)
+    xquad = next(source for source in SOURCES if source.name == XQUAD)
+    kept = [row for document in whole[XQUAD] if document.document in held for row in _rows(xquad, document)]
+    gate = Filter(
+        titles=frozenset(same_name(name) for name in held),
+        held=frozenset(shingle for row in kept for shingle in shingles(row.text)),
+    )
+    rows: dict[Split, list[Row]] = {"train": [], "eval": kept}
+    for source in SOURCES:
+        documents = [one for one in whole[source.name] if source.name != XQUAD or one.document not in held]
+        found = [row for one in documents for row in _rows(source, one) if gate.admits(row.title, row.text)]
+        if source.max_passages is not None and len(found) > source.max_passages:
+            rng = random.Random(f"{recipe.seed}:{source.name}")
+            found = [found[at] for at in sorted(rng.sample(range(len(found)), source.max_passages))]
+        say(f"{source.name}: {len(documents)} documents, {len(found)} passages")
+        rows["train"] += found
+    return rows, held, gate.dropped
+
+
+def _rows(source: Source, document: RawDocument) -> Iterator[Row]:
+    title = clean(document.title.replace("_", " "))
+    texts = list(map(clean, document.paragraphs)) if source.is_whole else list(passages(document.paragraphs))
+    for place, text in enumerate(texts):
+        row = Row(source.name, document.document, title, text)
+        for question in document.questions:
+            answers = [clean(answer) for answer in question.answers]
+            answer = next((one for one in answers if one and one in text and occurs(one, text)), None)
+            if question.paragraph == place and source.is_whole and answer is not None:
+                row.asked.append((clean(question.text), answer))
+        yield row
+
+
+def _language(texts: Iterator[str]) -> frozenset[str]:
+    counts = Counter(word for text in texts for word in re.findall(r"\b[a-z]+\b", text))
+    return frozenset(word for word, uses in counts.items() if uses >= _MIN_USES)
+
+
+def _with_questions(rows: Sequence[Row], language: frozenset[str]) -> Iterator[dict[str, Any]]:
+    near = neighbours([row.text for row in rows], _NUM_NEAR)
+    for row, others in zip(rows, near, strict=True):
+        made = [
+            (one.question, one.answer, one.kind)
+            for sentence in sentences(row.text)
+            for one in worded(sentence, row.title, language)
+        ]
+        yield {**asdict(row), "near": others, "worded": made}
+
+
+def _counts(rows: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "passages": dict(Counter(row.source for row in rows)),
+        "documents": len({(row.source, row.document) for row in rows}),
+        "characters": sum(len(row.text) for row in rows),
+        "questions by people": sum(len(row.asked) for row in rows),
+    }

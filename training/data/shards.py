@@ -1,0 +1,61 @@
+"""Rows as gzipped JSON lines in files of bounded size, the same bytes for the same rows; and the manifest over them."""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+ROWS_PER_SHARD = 8192
+
+
+def write_shards(folder: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> int:
+    """`NAME-0000.jsonl.gz` and so on; returns how many rows there were."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"{name}-*.jsonl.gz"):
+        old.unlink()
+    lines: list[str] = []
+    number = total = 0
+    for row in rows:
+        lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
+        total += 1
+        if len(lines) == ROWS_PER_SHARD:
+            _write(folder / f"{name}-{number:04}.jsonl.gz", lines)
+            number, lines = number + 1, []
+    if lines or total == 0:
+        _write(folder / f"{name}-{number:04}.jsonl.gz", lines)
+    return total
+
+
+def _write(path: Path, lines: list[str]) -> None:
+    buffer = BytesIO()
+    with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0, filename="") as file:
+        file.write("".join(f"{line}\n" for line in lines).encode())
+    path.write_bytes(buffer.getvalue())
+
+
+def read_shards(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The rows in the order they were written.
+
+    Raises:
+        FileNotFoundError: there are none of that name.
+    """
+    paths = sorted(folder.glob(f"{name}-*.jsonl.gz"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no {name}-*.jsonl.gz; make it with: python -m training data")
+    for path in paths:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+
+
+def digest(folder: Path) -> str:
+    """Of everything in the folder that training reads: two folders with the same digest give the same batches."""
+    hasher = hashlib.sha256()
+    for path in sorted([*folder.glob("*.jsonl.gz"), *folder.glob("tokenizer/*")]):
+        hasher.update(path.relative_to(folder).as_posix().encode() + b"\0")
+        hasher.update(hashlib.sha256(path.read_bytes()).digest())
+    return hasher.hexdigest()

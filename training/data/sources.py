@@ -1,0 +1,183 @@
+"""The texts and questions that a model may learn from, each with its licence. Reads the folder of shared data.
+
+Only CC BY-SA, CC BY, MIT and public domain. `EXCLUDED` says what lies beside them and is never opened.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stillroom.retrieval.loaders.load import load
+
+ALLOWED_LICENCES = ("CC BY-SA 4.0", "CC BY-SA 3.0", "CC BY 4.0", "MIT", "public domain")
+
+EXCLUDED = {
+    "fiqa-mini": "licence unclear",
+    "nfcorpus": "academic use only",
+    "cranfield": "licence unclear",
+    "product-docs": "web pages whose questions are answered in sentences of their own, not in the page's words",
+    "sift10k": "no text",
+    "traces/mooncake_conversation.jsonl": "no text",
+    "traces/azure_*.csv": "no text",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RawQuestion:
+    """Asked by a person; every answer is a stretch of the paragraph."""
+
+    text: str
+    answers: tuple[str, ...]
+    paragraph: int
+    """Which of its document's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawDocument:
+    """Text as the data set has it. A document is what a split never cuts."""
+
+    document: str
+    """Unique in its source."""
+    title: str
+    paragraphs: tuple[str, ...]
+    questions: tuple[RawQuestion, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    name: str
+    licence: str
+    """One of `ALLOWED_LICENCES`."""
+    credit: str
+    """Whose it is, as the attribution file says it."""
+    read: Callable[[Path], Iterator[RawDocument]]
+    """Given the folder of all data."""
+    is_whole: bool = False
+    """Whether its paragraphs are passages already, which questions point at."""
+    max_passages: int | None = None
+    """Of a source that would outweigh the others: that many, drawn at random."""
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line)
+
+
+def read_beir(folder: Path) -> Iterator[RawDocument]:
+    """Passages with the questions that are judged to be answered by them; passages of one title are one document."""
+    asked: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
+    queries = {row["_id"]: (row["text"], tuple(row.get("answers", ()))) for row in _lines(folder / "queries.jsonl")}
+    for line in (folder / "qrels.tsv").read_text(encoding="utf-8").splitlines()[1:]:
+        query, passage, grade = line.split("\t")
+        if int(grade) > 0:
+            asked.setdefault(passage, []).append(queries[query])
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in _lines(folder / "corpus.jsonl"):
+        rows.setdefault(row["title"] or row["_id"], []).append(row)
+    for title, group in rows.items():
+        questions = tuple(
+            RawQuestion(text, answers, place)
+            for place, row in enumerate(group)
+            for text, answers in asked.get(row["_id"], ())
+        )
+        yield RawDocument(title, title, tuple(row["text"] for row in group), questions)
+
+
+def read_musique(folder: Path) -> Iterator[RawDocument]:
+    """Retrieved passages. The questions are left out: their answers are spread over several passages."""
+    seen: set[str] = set()
+    for number, row in enumerate(json.loads((folder / "musique_s.json").read_text(encoding="utf-8"))):
+        texts = [text for one in row["ctxs"] if (text := one["text"]) not in seen]
+        seen.update(texts)
+        if texts:
+            yield RawDocument(f"question {number}", "", tuple(texts))
+
+
+def read_traces(folder: Path) -> Iterator[RawDocument]:
+    """Wikipedia passages, `title` and text on lines of their own, that were retrieved in three published runs."""
+    rows: dict[str, dict[str, None]] = {}
+    for path in sorted(folder.glob("rag_*.json")):
+        for group in json.loads(path.read_text(encoding="utf-8"))["retrieved_docs"]:
+            for passage in group:
+                title, _, text = passage.partition("\n")
+                rows.setdefault(title.strip(), {})[text] = None
+    for title, texts in rows.items():
+        yield RawDocument(title, title, tuple(texts))
+
+
+_COPYRIGHT = re.compile(r"\n\s*Copyright\s*\n[^\n]*\n(?P<notice>.{0,400})", re.DOTALL)
+
+
+def read_peps(folder: Path) -> Iterator[RawDocument]:
+    """Those proposals that say of themselves that they are in the public domain."""
+    for path in sorted(folder.rglob("*.rst")):
+        notices = [match["notice"] for match in _COPYRIGHT.finditer(path.read_text(encoding="utf-8"))]
+        if notices and re.search(r"public\s+domain", notices[-1]):
+            yield from _read_with_loader(path)
+
+
+def read_markdown(folder: Path) -> Iterator[RawDocument]:
+    for path in sorted(folder.rglob("*.md")):
+        yield from _read_with_loader(path)
+
+
+def _read_with_loader(path: Path) -> Iterator[RawDocument]:
+    """As Stillroom itself reads the file."""
+    for document in load(path.absolute()):
+        yield RawDocument(path.stem, document.title, tuple(paragraph.text for paragraph in document.paragraphs))
+
+
+def _in(folder: str, read: Callable[[Path], Iterator[RawDocument]]) -> Callable[[Path], Iterator[RawDocument]]:
+    return lambda data: read(data / folder)
+
+
+XQUAD = "xquad"
+"""The source whose documents are split: some are for evaluation only."""
+
+SOURCES = (
+    Source(
+        name=XQUAD,
+        licence="CC BY-SA 4.0",
+        credit="XQuAD (Artetxe, Ruder and Yogatama, 2020), part of SQuAD 1.1 (Rajpurkar et al., 2016); "
+        "paragraphs from Wikipedia, by its authors",
+        read=_in("xquad", read_beir),
+        is_whole=True,
+    ),
+    Source(
+        name="nq-gold",
+        licence="CC BY-SA 3.0",
+        credit="Natural Questions (Kwiatkowski et al., 2019, Google); passages from Wikipedia, by its authors",
+        read=_in("nq-gold", read_beir),
+        is_whole=True,
+    ),
+    Source(
+        name="musique",
+        licence="CC BY 4.0",
+        credit="MuSiQue (Trivedi et al., 2022), with retrieved passages",
+        read=_in("musique-chunks", read_musique),
+    ),
+    Source(
+        name="wikipedia-passages",
+        licence="CC BY-SA 3.0",
+        credit="Wikipedia, by its authors: passages retrieved for 2WikiMultihopQA, MuSiQue and Natural Questions",
+        read=_in("traces", read_traces),
+    ),
+    Source(
+        name="peps",
+        licence="public domain",
+        credit="Python Enhancement Proposals, by their authors; only those that name the public domain",
+        read=_in("docs-peps", read_peps),
+        max_passages=9000,
+    ),
+    Source(
+        name="rust-book",
+        licence="MIT",
+        credit="The Rust Programming Language, by Steve Klabnik, Carol Nichols and contributors (MIT or Apache-2.0)",
+        read=_in("docs-rustbook/src", read_markdown),
+    ),
+)

@@ -1,0 +1,5 @@
+"""Word lists written as text."""
+
+
+def word_set(text: str) -> frozenset[str]:
+    return frozenset(text.split())

@@ -1,0 +1,128 @@
+"""The questions of the evaluation, fixed before any model is: files that `stillroom bench quality` reads too.
+
+- xquad: held-out questions with their paragraph and the four held-out ones that BM25 ranks next.
+- unanswerable: the same questions with five such paragraphs, none of which has the answer.
+- microworld: made-up worlds in plain English, with names that no training world has.
+"""
+
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stillroom.bench.chunk_questions import ChunkQuestion, load_questions
+from training.data.cleaning import clean
+from training.data.spans import occurs
+from training.data.worlds import SILENT, make_worlds
+
+NUM_CHUNKS = 5
+SETS = ("xquad", "unanswerable", "microworld")
+_KINDS = ("single", "split", "twohop", "chain")
+
+
+def write_sets(
+    dataset: Path, out: Path, held: frozenset[str], generator: Any, num_worlds: int, seed: int
+) -> dict[str, int]:
+    """One file for each set; returns how many questions each has.
+
+    Args:
+        dataset: xquad in BEIR layout.
+        held: titles of the documents that are for evaluation.
+        num_worlds: questions of each kind over made-up worlds.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        part = Path(scratch) / "held"
+        _copy_held(dataset, part, held)
+        document_of = _documents(part)
+        gold = load_questions(part, num_chunks=NUM_CHUNKS, seed=seed)
+        more = load_questions(part, num_chunks=2 * NUM_CHUNKS, seed=seed)
+    rows = {
+        "xquad": (_row(one, one.answers, "xquad", document_of) for one in gold),
+        "unanswerable": _without_answer(more, document_of),
+        "microworld": _of_worlds(generator, num_worlds, seed),
+    }
+    return {name: _write(out / f"{name}.jsonl", rows[name]) for name in SETS}
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def _copy_held(dataset: Path, out: Path, held: frozenset[str]) -> None:
+    """The data set with the held-out documents only; their questions' judgements decide which questions are left."""
+    out.mkdir(parents=True)
+    lines = (dataset / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if json.loads(line)["title"] in held]
+    names = {json.loads(line)["_id"] for line in kept}
+    (out / "corpus.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")
+    head, *judged = (dataset / "qrels.tsv").read_text(encoding="utf-8").splitlines()
+    judged = [line for line in judged if line.split("\t")[1] in names]
+    (out / "qrels.tsv").write_text("\n".join([head, *judged]) + "\n", encoding="utf-8")
+    shutil.copy(dataset / "queries.jsonl", out / "queries.jsonl")
+
+
+def _documents(dataset: Path) -> dict[str, str]:
+    """The document of every question, by its text."""
+    titles, found = {}, {}
+    for line in (dataset / "corpus.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        titles[row["_id"]] = row["title"]
+    texts = {}
+    for line in (dataset / "queries.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        texts[row["_id"]] = row["text"]
+    for line in (dataset / "qrels.tsv").read_text(encoding="utf-8").splitlines()[1:]:
+        query, passage, _ = line.split("\t")
+        found[texts[query]] = titles[passage]
+    return found
+
+
+def _row(one: ChunkQuestion, answers: Iterable[str], kind: str, document_of: dict[str, str]) -> dict[str, Any]:
+    return {
+        "chunks": [_as_shown(chunk.text) for chunk in one.chunks],
+        "question": clean(one.question),
+        "answer": list(answers),
+        "kind": kind,
+        "document": document_of[one.question],
+    }
+
+
+def _as_shown(text: str) -> str:
+    """Title and text of a passage as the model's prompt shows them: a heading, a blank line, the text."""
+    title, _, body = text.partition("\n")
+    return f"{clean(title.replace('_', ' '))}\n\n{clean(body)}"
+
+
+def _without_answer(questions: Iterable[ChunkQuestion], document_of: dict[str, str]) -> Iterator[dict[str, Any]]:
+    for one in questions:
+        silent = [chunk for chunk in one.chunks if not any(occurs(answer, chunk.text) for answer in one.answers)]
+        if len(silent) >= NUM_CHUNKS and one.answers:
+            few = ChunkQuestion(tuple(silent[:NUM_CHUNKS]), one.question)
+            yield _row(few, [SILENT], "unanswerable", document_of)
+
+
+def _of_worlds(generator: Any, number: int, seed: int) -> Iterator[dict[str, Any]]:
+    """One question of a world, with at least one rival; every kind as often."""
+    rng = random.Random(f"{seed}:questions")
+    wanted = dict.fromkeys(_KINDS, number)
+    for world in make_worlds(generator, "eval", seed + 1):
+        open_kinds = [kind for kind, left in wanted.items() if left]
+        if not open_kinds:
+            return
+        able = [one for one in world.questions if one.kind in open_kinds and one.rivals > 0]
+        if len(world.chunks) >= 3 and able:
+            rarest = max(able, key=lambda one: (wanted[one.kind], rng.random()))
+            wanted[rarest.kind] -= 1
+            yield {
+                "chunks": list(world.chunks),
+                "question": rarest.text,
+                "answer": [rarest.answer],
+                "kind": rarest.kind,
+                "document": f"world {sum(wanted.values())}",
+            }

@@ -1,0 +1,57 @@
+"""Who may look at whom in a packed row: a token sees its own sample's context and its own branch, up to itself.
+
+Two ways with one meaning: a dense mask for any device, and a block mask whose empty blocks a GPU skips.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Isolation = Any
+"""A boolean mask (R, 1, T, T), true where a token may look; or a `BlockMask` of flex attention."""
+
+
+def dense_mask(samples_RT: Tensor, branches_RT: Tensor) -> Tensor:
+    """(R, 1, T, T)."""
+    size = samples_RT.shape[1]
+    order = torch.arange(size, device=samples_RT.device)
+    is_earlier = order[:, None] >= order[None, :]
+    is_own = samples_RT[:, :, None] == samples_RT[:, None, :]
+    is_context = branches_RT[:, None, :] == 0
+    is_branch = branches_RT[:, :, None] == branches_RT[:, None, :]
+    return (is_earlier & is_own & (is_context | is_branch))[:, None]
+
+
+def block_mask(samples_RT: Tensor, branches_RT: Tensor, *, is_compiled: bool) -> Isolation:
+    """The same for flex attention."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_own = samples_RT[row, query] == samples_RT[row, key]
+        branch = branches_RT[row, key]
+        return (query >= key) & is_own & ((branch == 0) | (branch == branches_RT[row, query]))
+
+    rows, size = samples_RT.shape
+    create: Callable[..., Any] = _compiled(create_block_mask) if is_compiled else create_block_mask
+    return create(sees, rows, None, size, size, device=str(samples_RT.device))
+
+
+def attend(q_RHTD: Tensor, k_RHTD: Tensor, v_RHTD: Tensor, isolation: Isolation) -> Tensor:
+    """(R, H, T, D); a key head serves a group of neighbouring query heads."""
+    if isinstance(isolation, Tensor):
+        return F.scaled_dot_product_attention(q_RHTD, k_RHTD, v_RHTD, attn_mask=isolation, enable_gqa=True)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flex: Any = _compiled(flex_attention) if q_RHTD.is_cuda else flex_attention
+    out: Tensor = flex(q_RHTD, k_RHTD, v_RHTD, block_mask=isolation, enable_gqa=True)
+    return out
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return compiled

@@ -1,0 +1,56 @@
+"""What a model must beat before it can be said to have learned anything: tables of tokens and of pairs of tokens.
+
+Cross-entropy, in nats per token, on the held-out batches that the training log scores, of counts over training batches.
+A model below the second mark uses more than the token before; on answers, it begins to read.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from training.data.rows import NO_TARGET, Batch
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    unigram: float
+    bigram: float
+    num_tokens: int
+    """Counted."""
+
+
+def marks(train: Iterable[Batch], held: Sequence[Batch], vocab_size: int, *, is_answer: bool) -> Marks:
+    """Of the tokens of answers, or of the tokens of text."""
+    pairs: Counter[Pair] = Counter()
+    for batch in train:
+        pairs.update(_pairs(batch, is_answer))
+    singles: Counter[int] = Counter()
+    followers: Counter[int] = Counter()
+    before: Counter[int] = Counter()
+    for (previous, token), count in pairs.items():
+        singles[token] += count
+        before[previous] += count
+        followers[previous] += 1
+    total = sum(singles.values())
+
+    def single(token: int) -> float:
+        return (singles[token] + 1) / (total + vocab_size)
+
+    def pair(previous: int, token: int) -> float:
+        """Witten and Bell: as much weight on single tokens as the one before has had different followers."""
+        seen, kinds = before[previous], followers[previous]
+        return (pairs[previous, token] + kinds * single(token)) / (seen + kinds) if seen else single(token)
+
+    asked = [one for batch in held for one in _pairs(batch, is_answer)]
+    unigram = -np.mean([np.log(single(token)) for _, token in asked])
+    bigram = -np.mean([np.log(pair(previous, token)) for previous, token in asked])
+    return Marks(round(float(unigram), 4), round(float(bigram), 4), total)
+
+
+def _pairs(batch: Batch, is_answer: bool) -> list[Pair]:
+    chosen = (batch.targets != NO_TARGET) & (batch.is_answer == is_answer)
+    return list(zip(batch.tokens[chosen].tolist(), batch.targets[chosen].tolist(), strict=True))

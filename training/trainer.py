@@ -1,0 +1,279 @@
+"""Trains a model in steps that can be interrupted: what a run gives does not depend on how often it was.
+
+Batch n is a function of the seed and n, the model's start of the seed, and everything else that a step depends on is in
+the checkpoint; so on one machine a resumed run goes on bit for bit.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from stillroom.bench.environment import record_environment
+from stillroom.models.tokenizer import Tokenizer
+from training.checkpoint import Log, ResumeError, load_checkpoint, save_checkpoint
+from training.data.library import Library, Split
+from training.data.rows import Batch, Batches, Renderer
+from training.data.shards import digest
+from training.losses import num_targets, part_of, score, summed_losses
+from training.model import Llama
+from training.recipe import Recipe, learning_rate, text_weight
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Where and for how long. Nothing here changes what is learned, save in the last bits."""
+
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of products and activations; weights and optimiser are float32."""
+    attention: Literal["mask", "flex"] = "mask"
+    """`flex` skips what a token may not see; for GPUs."""
+    is_compiled: bool = False
+    micro_rows: int | None = None
+    """Rows in memory at once; None: all of a step."""
+    num_workers: int = 0
+    """Processes that make batches ahead of time."""
+    minutes: float | None = None
+    """Stop, with a checkpoint, after so long; None: at the end of the run."""
+    stop_step: int | None = None
+    """Stop after this step, likewise."""
+    checkpoint_minutes: float = 3.0
+    log_every: int = 10
+    score_every: int = 200
+    num_score_batches: int = 2
+    clock: Callable[[], float] = field(default=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    step: int
+    """Steps done."""
+    is_done: bool
+    scores: dict[str, float]
+    """Of held-out documents and worlds; empty where the run was stopped."""
+
+
+class _Numbered(Dataset[Batch]):
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, number: int) -> Batch:
+        return self._batches.batch(number)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+class Trainer:
+    """One run in one folder."""
+
+    def __init__(self, recipe: Recipe, run: Run, data: Path, out: Path) -> None:
+        """Goes on from the folder's checkpoint, if it has one.
+
+        Raises:
+            ResumeError: that is of another recipe, or of other data.
+            FileNotFoundError: there is no data.
+        """
+        self.recipe, self.run_options, self.out = recipe, run, out
+        self._device = torch.device(run.device)
+        self._identity = {"recipe": repr(recipe.as_json()), "data": digest(data)}
+        self._renderer = Renderer(Tokenizer.load(data / "tokenizer"))
+        self.model = Llama(recipe.shape, recipe.seed).to(self._device)
+        self._optimiser = _optimiser(self.model, recipe, self._device)
+        self.step, self._tokens, self._seconds = 0, 0, 0.0
+        self._resume()
+        self._data = data
+        self._batches = self._of("train", recipe.num_rows, recipe)
+        self._log = Log(out, self.step)
+        self._is_stopping = False
+        self._forward: Callable[..., torch.Tensor] = (
+            torch.compile(self.model, dynamic=False) if run.is_compiled else self.model
+        )
+
+    def stop(self) -> None:
+        """After the step that is under way, with a checkpoint."""
+        self._is_stopping = True
+
+    def train(self, on_step: Callable[[dict[str, Any]], None] = lambda line: None) -> Outcome:
+        """Up to the end of the run, of the minutes, or until `stop`. Ctrl-C and SIGTERM stop it too."""
+        options, recipe = self.run_options, self.recipe
+        if self.step == 0:
+            self._log.write(self._first_line())
+        begun = saved = options.clock()
+        already = self._seconds
+        with _stopped_by_signals(self.stop):
+            for batch in self._stream():
+                line = self._do(batch)
+                self._seconds = already + options.clock() - begun
+                self._report(line, begun, on_step)
+                if self.step % options.score_every == 0 or self.step == recipe.num_steps:
+                    self._log.write({"step": self.step, "held out": self.scores()})
+                if options.clock() - saved > 60 * options.checkpoint_minutes:
+                    self.save()
+                    saved = options.clock()
+                is_over = options.minutes is not None and options.clock() - begun > 60 * options.minutes
+                if is_over or self._is_stopping or self.step == options.stop_step:
+                    break
+        self.save()
+        is_done = self.step >= recipe.num_steps
+        return Outcome(self.step, is_done, self.scores() if is_done else {})
+
+    def scores(self) -> dict[str, float]:
+        """On held-out documents and held-out worlds, the same batches whenever it is asked."""
+        found: dict[str, float] = {}
+        for name, worlds in (("text", 0.0), ("worlds", 1.0)):
+            mixture = replace(self.recipe.mixture, worlds=worlds, swapped=0.0)
+            batches = self._of("eval", 4, replace(self.recipe, mixture=mixture, num_steps=1))
+            chosen = [batches.batch(number + 1) for number in range(self.run_options.num_score_batches)]
+            result = score(self.model, chosen, self._device, dtype=_DTYPES[self.run_options.dtype])
+            found |= {f"{name} {key}": round(value, 4) for key, value in asdict(result).items()}
+        return found
+
+    def save(self) -> None:
+        state = {
+            "identity": self._identity,
+            "step": self.step,
+            "tokens": self._tokens,
+            "seconds": self._seconds,
+            "model": self.model.state_dict(),
+            "optimiser": self._optimiser.state_dict(),
+            "random": torch.get_rng_state(),
+            "device random": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
+        }
+        save_checkpoint(self.out, state)
+
+    def _resume(self) -> None:
+        state = load_checkpoint(self.out)
+        if state is None:
+            torch.manual_seed(self.recipe.seed)
+            return
+        for part, name in self._identity.items():
+            if state["identity"][part] != name:
+                raise ResumeError(f"{self.out} holds a run of another {part}; give another folder with --out")
+        self.model.load_state_dict(state["model"])
+        self._optimiser.load_state_dict(state["optimiser"])
+        self.step, self._tokens, self._seconds = state["step"], state["tokens"], state["seconds"]
+        torch.set_rng_state(state["random"])
+        if state["device random"] is not None and self._device.type == "cuda":
+            torch.cuda.set_rng_state(state["device random"])
+
+    def _of(self, split: Split, num_rows: int, recipe: Recipe) -> Batches:
+        return Batches(
+            library=Library.read(self._data, split),
+            renderer=self._renderer,
+            mixture=recipe.mixture,
+            num_rows=num_rows,
+            row_tokens=recipe.row_tokens,
+            num_steps=recipe.num_steps,
+            seed=recipe.seed,
+        )
+
+    def _stream(self) -> Iterator[Batch]:
+        """The batches from this step on, in order, whoever makes them."""
+        numbers = range(self.step, self.recipe.num_steps)
+        workers = self.run_options.num_workers
+        yield from DataLoader(
+            _Numbered(self._batches),
+            batch_size=None,
+            sampler=numbers,
+            num_workers=workers,
+            collate_fn=_as_is,
+            prefetch_factor=4 if workers else None,
+            generator=torch.Generator(),
+        )
+
+    def _do(self, batch: Batch) -> dict[str, Any]:
+        """One step; what the log says of it."""
+        options, recipe = self.run_options, self.recipe
+        rate, weight = learning_rate(recipe, self.step), text_weight(recipe, self.step)
+        for group in self._optimiser.param_groups:
+            group["lr"] = rate
+        counts = num_targets(batch)
+        sums = torch.zeros(2, device=self._device)
+        size = options.micro_rows or recipe.num_rows
+        dtype = _DTYPES[options.dtype]
+        for start in range(0, recipe.num_rows, size):
+            part = part_of(batch, slice(start, start + size), self._device, is_flex=options.attention == "flex")
+            with torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32):
+                hidden = self._forward(part.tokens, part.positions, part.isolation)
+                answer, text = summed_losses(self.model, hidden, part)
+            loss = answer / max(counts[0], 1) + weight * text / max(counts[1], 1)
+            torch.autograd.backward(loss)
+            sums += torch.stack([answer.detach(), text.detach()])
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.max_grad_norm)
+        self._optimiser.step()
+        self._optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        self._tokens += recipe.step_tokens
+        return {"sums": sums, "counts": counts, "norm": norm, "rate": rate, "weight": weight, "kinds": batch.kinds}
+
+    def _report(self, line: dict[str, Any], begun: float, on_step: Callable[[dict[str, Any]], None]) -> None:
+        if self.step % self.run_options.log_every and self.step != 1:
+            return
+        answer, text = (float(one) / max(n, 1) for one, n in zip(line["sums"], line["counts"], strict=True))
+        speed = self._tokens / max(self._seconds, 1e-9)
+        left = (self.recipe.num_steps - self.step) * self.recipe.step_tokens / speed / 60
+        told = {
+            "step": self.step,
+            "answer loss": round(answer, 4),
+            "text loss": round(text, 4),
+            "grad norm": round(float(line["norm"]), 3),
+            "learning rate": line["rate"],
+            "text weight": round(line["weight"], 3),
+            "tokens": self._tokens,
+            "tokens/s": round(speed),
+            "minutes left": round(left, 1),
+            "questions": line["kinds"],
+        }
+        self._log.write(told)
+        on_step(told)
+
+    def _first_line(self) -> dict[str, Any]:
+        return {
+            "step": 0,
+            "parameters": sum(one.numel() for one in self.model.parameters()),
+            "recipe": self.recipe.as_json(),
+            "data": self._identity["data"],
+            "environment": asdict(record_environment()),
+            "device": torch.cuda.get_device_name() if self._device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+        }
+
+
+def _optimiser(model: Llama, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
+    matrices = [one for name, one in model.named_parameters() if one.ndim == 2 and "embed" not in name]
+    others = [one for name, one in model.named_parameters() if one.ndim != 2 or "embed" in name]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
+
+
+@contextmanager
+def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """The first signal lets the step end; the second one is as always."""
+    before: dict[signal.Signals, Any] = {}
+
+    def first(number: int, frame: Any) -> None:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        stop()
+
+    for one in (signal.SIGINT, signal.SIGTERM):
+        try:
+            before[one] = signal.signal(one, first)
+        except ValueError:  # not in the main thread, where signals are nobody's
+            break
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
