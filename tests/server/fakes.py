@@ -8,9 +8,9 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,18 @@ from numpy.typing import NDArray
 from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId, RequestId, format_chunk_id
-from stillroom.errors import EmptyKnowledgeBaseError, RequestAbortedError, StillroomError, UsageError
+from stillroom.errors import (
+    EmptyKnowledgeBaseError,
+    RequestAbortedError,
+    StillroomError,
+    UnknownDocumentError,
+    UsageError,
+)
 from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing, TokenScore
 from stillroom.rag.records import Records
+from stillroom.retrieval.ingest import AddProgress, RemoveReport
 from stillroom.retrieval.tiered_index import ListFigures
+from stillroom.retrieval.uploads import UploadResult, checked_name
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
@@ -101,6 +109,30 @@ class FakeStream:
         return word if index == 0 else f" {word}"
 
 
+class FakeUploads:
+    """Texts under names that begin with `uploads/`."""
+
+    def __init__(self, room: "FakeRoom") -> None:
+        self._room = room
+
+    def add(self, name: str, content: bytes, progress: Callable[[AddProgress], None] | None) -> UploadResult:
+        if progress is not None:
+            progress(AddProgress(1, 1, len(content), len(content), 1, name))
+        if b"\0" in content:
+            return UploadResult(name, "failed", reason=f"{name}: binary data, not text")
+        document_id, text = f"uploads/{name}", content.decode()
+        known = self._room.texts.get(document_id)
+        self._room.texts[document_id] = text
+        outcome: Any = "added" if known is None else "unchanged" if known == text else "updated"
+        return UploadResult(name, outcome, tuple(self.find(name)))
+
+    def find(self, name: str) -> list[DocumentInfo]:
+        return [info for info in self._room.documents() if info.document_id in (name, f"uploads/{name}")]
+
+    def name_of(self, document_id: str) -> str | None:
+        return document_id.removeprefix("uploads/") if document_id.startswith("uploads/") else None
+
+
 class FakeRoom:
     """The facade's contract over a dictionary of texts."""
 
@@ -111,6 +143,7 @@ class FakeRoom:
         self.num_blocks = NUM_BLOCKS
         self.list_figures: ListFigures | None = None
         self.texts = {"docs/keys.md": "Rotate keys with care.\nTwice a year."} if texts is None else texts
+        self.uploads = FakeUploads(self)
         self.asked: list[tuple[str, AskOptions]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -149,11 +182,31 @@ class FakeRoom:
     def num_documents(self) -> int:
         return len(self.texts)
 
-    def documents(self) -> list[DocumentInfo]:
-        return [
+    def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
+        found = [
             DocumentInfo(DocumentId(name), name.removesuffix(".md"), 1, len(text.encode()), 1_700_000_000.0)
             for name, text in sorted(self.texts.items())
         ]
+        return [info for info in found if info.document_id > after][:limit]
+
+    def chunks_of(self, document_id: str) -> list[Chunk]:
+        return [_chunk(document_id, self.texts[document_id])]
+
+    def upload(
+        self,
+        files: Iterable[tuple[str, BinaryIO]],
+        progress: Callable[[AddProgress], None] | None = None,
+        metadata: Mapping[str, object] | None = None,
+    ) -> list[UploadResult]:
+        return [self.uploads.add(checked_name(name), stream.read(), progress) for name, stream in files]
+
+    def discard(self, name: str) -> RemoveReport:
+        found = self.uploads.find(name)
+        if not found:
+            raise UnknownDocumentError(f"there is no document {name!r}")
+        for info in found:
+            del self.texts[info.document_id]
+        return RemoveReport(len(found), len(found))
 
     def search(self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:
         if not query.strip():

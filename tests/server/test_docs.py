@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -33,14 +34,26 @@ def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_curl_examples_are_answered() -> None:
     commands = [shlex.split(block) for block in blocks("sh") if block.startswith("curl ")]
-    assert len(commands) == 7
+    assert len(commands) >= 8
 
     with serving(as_room(FakeRoom())) as url:
         for words in commands:
             target = next(word for word in words if word.startswith(ADDRESS)).replace(ADDRESS, url)
             content = words[words.index("-d") + 1] if "-d" in words else None
             response = httpx.post(target, json=json.loads(content)) if content else httpx.get(target)
+            if parts := [words[at + 1] for at, word in enumerate(words) if word == "-F"]:
+                response = httpx.post(target, **form(parts))
             assert response.status_code == 200, words
+
+
+def form(parts: list[str]) -> dict[str, Any]:
+    """What curl's -F would send, with its own name as each file's content."""
+    named = [part.partition("=") for part in parts]
+    names = [value[1:].rpartition(";filename=")[2] for _, _, value in named if value.startswith("@")]
+    return {
+        "files": [("file", (name, name.encode())) for name in names],
+        "data": {field: value for field, _, value in named if not value.startswith("@")},
+    }
 
 
 def test_every_route_is_on_the_page() -> None:
@@ -48,4 +61,4 @@ def test_every_route_is_on_the_page() -> None:
         routes = httpx.get(f"{url}/openapi.json").json()["paths"]
 
     page = PAGE.read_text(encoding="utf-8")
-    assert all(route.replace("{model}", "{name}") in page for route in routes)
+    assert all(route.replace("{model}", "{name}").replace("{document:path}", "{document}") in page for route in routes)

@@ -5,18 +5,19 @@ Opening is cheap: the embedder loads with the first search or add, the model wit
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
-from stillroom.core.document import DocumentInfo, SearchResult
+from stillroom.core.document import Chunk, DocumentInfo, SearchResult
+from stillroom.core.ids import DocumentId
 from stillroom.errors import EngineClosedError
 from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.rag.answer import Answer, AskOptions
@@ -27,6 +28,7 @@ from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiered_index import ListFigures
+from stillroom.retrieval.uploads import UploadResult, Uploads
 from stillroom.telemetry.metrics import IndexFigures, Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
@@ -57,6 +59,7 @@ class Stillroom:
             embed=lambda query: kb.embed_question(query),
             config=config.query_cache,
         )
+        self.uploads = Uploads(kb)
         self._clock = clock
         self._loading = Lock()
         self._backend: Backend | None = None
@@ -131,9 +134,47 @@ class Stillroom:
         finally:
             self._corpus_changed()
 
-    def documents(self) -> list[DocumentInfo]:
-        """What is indexed, by document id."""
-        return self._kb.documents()
+    def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
+        """What is indexed, by document id; those behind `after`, and at most `limit`."""
+        return self._kb.documents(after, limit)
+
+    def upload(
+        self,
+        files: Iterable[tuple[str, BinaryIO]],
+        progress: Callable[[AddProgress], None] | None = None,
+        metadata: Mapping[str, object] | None = None,
+    ) -> list[UploadResult]:
+        """Keep files under their names in the knowledge base's folder, and index them there.
+
+        Files that cannot be read are in the results with their reasons and leave nothing behind. Metadata as of `add`.
+
+        Raises:
+            UsageError: a name is no path like `notes/keys.md`; nothing was done.
+            KnowledgeBaseBusyError: another process is writing to this knowledge base; nothing was done.
+
+        Example:
+            >>> room.upload([("notes/keys.md", io.BytesIO(b"# Keys"))])  # doctest: +SKIP
+        """
+        try:
+            return self.uploads.add(files, progress, metadata)
+        finally:
+            self._corpus_changed()
+
+    def discard(self, name: str) -> RemoveReport:
+        """Forget one document by its id, or those of one file by its path or the name it was uploaded under. An
+        uploaded file is deleted with its last document; other files stay where they are.
+
+        Raises:
+            UnknownDocumentError: there is nothing of that name.
+        """
+        try:
+            return self.uploads.remove(name)
+        finally:
+            self._corpus_changed()
+
+    def chunks_of(self, document_id: DocumentId) -> list[Chunk]:
+        """A document's chunks in order, as they are indexed."""
+        return self._kb.chunks_of(document_id)
 
     def digest(self) -> IndexDigest:
         """A hash of everything that decides rankings: equal digests give equal rankings.

@@ -77,10 +77,16 @@ class Corpus:
     def num_chunks(self) -> int:
         return self._count()[2]
 
-    def documents(self) -> list[DocumentInfo]:
-        """Every document, by document id."""
+    def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
+        """Every document, by document id; those behind `after`, and at most `limit`."""
         with self._reading() as connection:
-            return [rows.document_info(row) for row in connection.execute(rows.SELECT_INFOS)]
+            found = connection.execute(rows.SELECT_INFOS, (after, -1 if limit is None else limit))
+            return [rows.document_info(row) for row in found]
+
+    def documents_of(self, name: str) -> list[DocumentInfo]:
+        """The document of that id, or those of the file of that path."""
+        with self._reading() as connection:
+            return [rows.document_info(row) for row in connection.execute(rows.SELECT_INFOS_OF, (name, name))]
 
     def sources(self) -> dict[str, Source]:
         """What is known of each file that was read to its end, by path."""

@@ -148,9 +148,17 @@ class KnowledgeBase:
             doomed = {document_id: None for target in targets for document_id in _matches(target, known)}
             return RemoveReport(len(doomed), self._corpus.commit(removed=doomed))
 
-    def documents(self) -> list[DocumentInfo]:
-        """What is indexed, by document id."""
-        return self._corpus.documents()
+    def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
+        """What is indexed, by document id; those behind `after`, and at most `limit`."""
+        return self._corpus.documents(after, limit)
+
+    def documents_of(self, name: str) -> list[DocumentInfo]:
+        """The document of that id, or those of the file of that path; none if there are none."""
+        return self._corpus.documents_of(name)
+
+    def content_hashes(self, path: str) -> dict[DocumentId, str]:
+        """Of each document of a file: a hash of what it says."""
+        return self._corpus.document_ids(path)
 
     @property
     def num_documents(self) -> int:

@@ -54,8 +54,9 @@ SELECT_CHUNKS_OF = f"""SELECT {_CHUNK}, v.vector FROM chunks c JOIN vectors v US
     WHERE c.document_id = ? ORDER BY c.ordinal"""
 SELECT_VECTORS = "SELECT chunk_id, vector FROM vectors WHERE chunk_id IN ({})"
 SELECT_EXISTING = "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})"
-SELECT_INFOS = """SELECT document_id, title, num_chunks, num_bytes, added_at, metadata FROM documents
-    ORDER BY document_id"""
+_INFO = "SELECT document_id, title, num_chunks, num_bytes, added_at, metadata FROM documents"
+SELECT_INFOS = f"{_INFO} WHERE document_id > ? ORDER BY document_id LIMIT ?"
+SELECT_INFOS_OF = f"{_INFO} WHERE document_id = ? OR path = ? ORDER BY document_id"
 SELECT_KNOWN_AS = "SELECT path, title, metadata FROM documents WHERE document_id = ?"
 SELECT_SOURCES = "SELECT path, size, mtime_ns, content_hash, metadata FROM sources"
 UNREAD_SOURCE = "UPDATE sources SET size = -1, content_hash = '' WHERE path = ?"

@@ -18,6 +18,7 @@ from stillroom.server.answering import AnswerEvents, whole_answers
 from stillroom.server.chat import ask_options
 from stillroom.server.completions import Completions
 from stillroom.server.console import routes as console
+from stillroom.server.documents import DocumentRoutes
 from stillroom.server.errors import model_not_served
 from stillroom.server.json_body import JsonRoute
 from stillroom.server.middleware import Observed
@@ -50,6 +51,7 @@ def create_app(room: "Stillroom") -> FastAPI:
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(_Api(room).router())
     app.include_router(console.router(room))
+    app.include_router(DocumentRoutes(room).router())
     errors.install(app)
     app.add_middleware(Observed, metrics=room.metrics)
     return app

@@ -18,6 +18,8 @@ MAX_PROMPTS = 128
 """Most prompts in one request for completions."""
 MAX_CHOICES = 128
 """Most answers to one prompt; OpenAI's own limit. `runtime.max_num_seqs` may allow less."""
+MAX_DOCUMENTS = 1000
+"""Most documents in one upload."""
 MAX_STOPS = 64
 """Most stop texts; OpenAI's own limit is 4."""
 
@@ -207,3 +209,23 @@ class EmbeddingRequest(Body):
 
 class SearchRequest(SearchOptions):
     query: str
+
+
+class DocumentText(Body):
+    """A document as text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Text
+    """A path like `notes/keys.md`; its extension says how the text is read."""
+    text: str
+
+
+class DocumentsRequest(Body):
+    """What can be uploaded as JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    documents: Annotated[list[DocumentText], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    metadata: dict[str, Any] | None = None
+    """Of all of them, for filters; null as a value takes back what was said before."""

@@ -4,7 +4,7 @@ What the field holds are the dataclasses of `rag.answer`, so that HTTP, the comm
 bodies of requests: `protocol`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -234,3 +234,67 @@ class Health(BaseModel):
     kv_blocks: Blocks
     index_lists: IndexLists | None = None
     """With `index.hot_bytes`, once something was searched."""
+
+
+class DocumentObject(BaseModel):
+    """A document of the knowledge base."""
+
+    id: str
+    object: Literal["document"] = "document"
+    name: str | None
+    """As it was uploaded, and `#record` for a record of a JSONL file; null for what came from elsewhere."""
+    title: str
+    num_chunks: int
+    num_bytes: int
+    added_at: float
+    """Unix time in seconds."""
+    metadata: dict[str, Any]
+
+
+class DocumentChunk(BaseModel):
+    chunk_id: str
+    text: str
+    heading: str
+    start_line: int
+    end_line: int
+    start_page: int
+    end_page: int
+
+
+class DocumentWithChunks(DocumentObject):
+    chunks: list[DocumentChunk]
+
+
+class DocumentList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[DocumentObject]
+    first_id: str | None
+    last_id: str | None
+    """Give it as `after` to see the next page."""
+    has_more: bool
+
+
+class DocumentDeleted(BaseModel):
+    id: str
+    object: Literal["document.deleted"] = "document.deleted"
+    deleted: Literal[True] = True
+    num_documents: int
+    num_chunks: int
+
+
+class UploadedFile(BaseModel):
+    """What became of one file of an upload."""
+
+    name: str
+    status: Literal["added", "updated", "unchanged", "failed"]
+    documents: list[DocumentObject]
+    """What is in the knowledge base of it now; each record of a JSONL file is one."""
+    error: ErrorDetail | None = None
+    """Why it failed."""
+
+
+class UploadReply(BaseModel):
+    object: Literal["documents.uploaded"] = "documents.uploaded"
+    data: list[UploadedFile]
+    error: ErrorDetail | None = None
+    """If all of them failed."""

@@ -1,0 +1,237 @@
+"""Documents that come as bytes under a name: kept in the knowledge base's folder, so that their sources have a path.
+
+    kb/uploads/notes/keys.md     what was uploaded as `notes/keys.md`
+    kb/uploads/.incoming/        on its way in, and what it replaces, until it is known to be readable
+
+A name is a path below `uploads` and nothing else: what could lead elsewhere, hide a file or imitate a record of another
+one is refused before anything is written. What cannot be read leaves nothing behind, and what was there before stays.
+"""
+
+import contextlib
+import filecmp
+import os
+import shutil
+import unicodedata
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from stillroom.core.document import DocumentInfo
+from stillroom.core.ids import DocumentId
+from stillroom.errors import KnowledgeBaseBusyError, UnknownDocumentError, UsageError
+from stillroom.retrieval.ingest import AddProgress, RemoveReport
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+
+UPLOADS = "uploads"
+MAX_NAME_BYTES = 1024
+_MAX_PART_BYTES = 255
+_INCOMING = ".incoming"
+
+
+@dataclass(frozen=True, slots=True)
+class UploadResult:
+    """What became of one file."""
+
+    name: str
+    outcome: Literal["added", "updated", "unchanged", "failed"]
+    documents: tuple[DocumentInfo, ...] = ()
+    """What is in the knowledge base of it now; each record of a JSONL file is one."""
+    reason: str = ""
+    """Why it failed."""
+
+
+@dataclass(slots=True)
+class _Stored:
+    """A file that was written and is not yet known to be readable."""
+
+    name: str
+    path: Path
+    replaced: Path | None = None
+    """Where the bytes are that stood there before."""
+    is_new: bool = False
+    reason: str = ""
+    """Why it could not be written."""
+
+
+class Uploads:
+    """The files below one knowledge base's `uploads`. One writer at a time."""
+
+    def __init__(self, kb: KnowledgeBase) -> None:
+        self._kb = kb
+        self._folder = kb.path / UPLOADS
+        self._incoming = self._folder / _INCOMING
+
+    def add(
+        self,
+        files: Iterable[tuple[str, BinaryIO]],
+        progress: Callable[[AddProgress], None] | None = None,
+        metadata: Mapping[str, object] | None = None,
+    ) -> list[UploadResult]:
+        """Keep files and index them; what has not changed costs nothing. A file that cannot be read or written is in
+        the results with its reason and does not stop the others.
+
+        Args:
+            metadata: as of `KnowledgeBase.add`.
+
+        Raises:
+            UsageError: a name is no path below `uploads`, or stands twice; nothing was done.
+            KnowledgeBaseBusyError: somebody else is writing; nothing was done.
+        """
+        named = [(checked_name(name), stream) for name, stream in files]
+        if len({name for name, _ in named}) < len(named):
+            raise UsageError("two files have the same name; give each its own")
+        stored: list[_Stored] = []
+        try:
+            for name, stream in named:
+                stored.append(_Stored(name, self._folder / name))
+                self._store(stored[-1], stream)
+            return self._index(stored, progress, metadata)
+        except (KnowledgeBaseBusyError, UsageError):
+            for one in stored:
+                self._undo(one)
+            raise  # of other errors, what was committed is kept, and so are the files: the same again does the rest
+        finally:
+            shutil.rmtree(self._incoming, ignore_errors=True)
+
+    def find(self, name: str) -> list[DocumentInfo]:
+        """The document of that id, or those of the file of that path or uploaded name; none if there are none."""
+        candidates = [name, os.path.join(self._folder, name)]
+        for candidate in candidates:
+            if found := self._kb.documents_of(candidate):
+                return found
+        return []
+
+    def remove(self, name: str) -> RemoveReport:
+        """Forget what `find` finds, and the uploaded file if nothing else comes from it. Other files stay on the disk.
+
+        Raises:
+            UnknownDocumentError: there is nothing of that name.
+            KnowledgeBaseBusyError: somebody else is writing.
+        """
+        found = self.find(name)
+        if not found:
+            raise UnknownDocumentError(f"there is no document {name!r}; GET /v1/documents lists what there is")
+        report = self._kb.remove([info.document_id for info in found])
+        names = {self.name_of(info.document_id) for info in found}
+        for path in {self._folder / name.partition("#")[0] for name in names if name is not None}:
+            if not self._kb.documents_of(str(path)):
+                self._delete(path)
+        return report
+
+    def name_of(self, document_id: DocumentId) -> str | None:
+        """As it was uploaded, and `#record` for a record of a JSONL file; None for what came from elsewhere."""
+        prefix = os.path.join(self._folder, "")
+        return document_id.removeprefix(prefix) if document_id.startswith(prefix) else None
+
+    def _store(self, one: _Stored, stream: BinaryIO) -> None:
+        try:
+            self._check_place(one.path)
+            self._incoming.mkdir(parents=True, exist_ok=True)
+            incoming = self._incoming / uuid.uuid4().hex
+            with incoming.open("wb") as target:
+                shutil.copyfileobj(stream, target)
+                target.flush()
+                os.fsync(target.fileno())
+            one.path.parent.mkdir(parents=True, exist_ok=True)
+            if not one.path.exists():
+                one.is_new = True
+            elif filecmp.cmp(one.path, incoming, shallow=False):
+                return  # its time stays too, so that nobody reads it again
+            else:
+                one.replaced = self._incoming / uuid.uuid4().hex
+                _link_or_copy(one.path, one.replaced)
+            os.replace(incoming, one.path)
+        except OSError as error:
+            self._undo(one)
+            one.reason = f"{one.name}: cannot be kept: {error.strerror or error}"
+
+    def _check_place(self, path: Path) -> None:
+        """Nothing on the way leads elsewhere."""
+        for place in [self._folder, *(self._folder / part for part in _parents(path.relative_to(self._folder)))]:
+            if place.is_symlink() or (place.exists() and not place.is_dir()):
+                raise NotADirectoryError(0, f"{place.name!r} is not a folder")
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise IsADirectoryError(0, "there is a folder of that name")
+
+    def _index(
+        self,
+        stored: Sequence[_Stored],
+        progress: Callable[[AddProgress], None] | None,
+        metadata: Mapping[str, object] | None,
+    ) -> list[UploadResult]:
+        kept = [one for one in stored if not one.reason]
+        before = {one.name: self._hashes(one) for one in kept}
+        paths = [one.path for one in kept]
+        failures = dict(self._kb.add(paths, progress=progress, metadata=metadata).failures) if kept else {}
+        for one in kept:
+            if reason := failures.get(str(one.path), ""):
+                one.reason = reason.replace(str(one.path), one.name)
+                self._undo(one)
+        return [self._result(one, before.get(one.name, {})) for one in stored]
+
+    def _result(self, one: _Stored, before: dict[DocumentId, str]) -> UploadResult:
+        documents = tuple(self._kb.documents_of(str(one.path)))
+        if one.reason:
+            return UploadResult(one.name, "failed", documents, one.reason)
+        outcome: Literal["added", "updated", "unchanged"] = "updated" if before else "added"
+        return UploadResult(one.name, "unchanged" if before == self._hashes(one) else outcome, documents)
+
+    def _hashes(self, one: _Stored) -> dict[DocumentId, str]:
+        return self._kb.content_hashes(str(one.path))
+
+    def _undo(self, one: _Stored) -> None:
+        """As it was before it came; once."""
+        with contextlib.suppress(OSError):
+            if one.replaced is not None:
+                os.replace(one.replaced, one.path)
+            elif one.is_new:
+                self._delete(one.path)
+        one.replaced, one.is_new = None, False
+
+    def _delete(self, path: Path) -> None:
+        """A file, and the folders that are empty without it."""
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty
+            for parent in _parents(path.relative_to(self._folder)):
+                (self._folder / parent).rmdir()
+
+
+def checked_name(name: str) -> str:
+    """The name of an uploaded file, in Unicode's composed form.
+
+    Raises:
+        UsageError: it is no path below a folder, or one that would be hidden or ambiguous there.
+    """
+    composed = unicodedata.normalize("NFC", name)
+    parts = composed.split("/")
+    try:
+        sizes = [len(part.encode()) for part in parts]
+    except UnicodeEncodeError:
+        sizes = [0]
+    if not all(sizes) or max(sizes) > _MAX_PART_BYTES or sum(sizes) + len(parts) > MAX_NAME_BYTES:
+        problem = f"each of its parts has 1 to {_MAX_PART_BYTES} bytes in UTF-8, and all together {MAX_NAME_BYTES}"
+    elif any(part.startswith(".") or part != part.strip() for part in parts):
+        problem = "no part may begin with a dot, or begin or end with a blank"
+    elif "\\" in name or "#" in name or any(unicodedata.category(char) in _UNWANTED for char in name):
+        problem = "it may not hold a backslash, '#' or control characters"
+    else:
+        return composed
+    raise UsageError(f"the name {name[:200]!r} is no path like notes/keys.md: {problem}")
+
+
+_UNWANTED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Control and formatting characters, which make one name look like another."""
+
+
+def _parents(path: Path) -> Iterator[Path]:
+    """The folders above a relative path, innermost first."""
+    return (parent for parent in path.parents if parent != Path())
+
+
+def _link_or_copy(path: Path, to: Path) -> None:
+    try:
+        os.link(path, to)
+    except OSError:  # not every file system has links
+        shutil.copy2(path, to)

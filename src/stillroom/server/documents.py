@@ -1,0 +1,265 @@
+"""`/v1/documents`: upload, list, look at and delete what the answers are made from.
+
+An upload is answered when its documents can be found. Whoever wants to see how far it is asks for events. Uploads and
+deletions of one server wait for each other; one that has begun is completed, even if its client leaves.
+"""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeVar
+
+from fastapi import APIRouter, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from stillroom.core.document import Chunk, DocumentInfo
+from stillroom.core.ids import DocumentId, format_chunk_id
+from stillroom.errors import UnknownDocumentError, UsageError
+from stillroom.retrieval.ingest import AddProgress
+from stillroom.retrieval.uploads import UploadResult, checked_name
+from stillroom.server.answering import DONE, as_event
+from stillroom.server.errors import Refused, describe, error_body
+from stillroom.server.json_body import parse
+from stillroom.server.protocol import MAX_DOCUMENTS, DocumentsRequest
+from stillroom.server.replies import (
+    DocumentChunk,
+    DocumentDeleted,
+    DocumentList,
+    DocumentObject,
+    DocumentWithChunks,
+    ErrorDetail,
+    UploadedFile,
+    UploadReply,
+)
+
+if TYPE_CHECKING:
+    from stillroom.rag.room import Stillroom
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What one request brings."""
+
+    files: Sequence[tuple[str, BinaryIO]]
+    metadata: Mapping[str, Any] | None
+
+    def close(self) -> None:
+        for _, stream in self.files:
+            stream.close()
+
+
+MAX_PAGE = 1000
+UNREADABLE = "document_unreadable"
+
+_DocumentPath = Annotated[str, Path(description="The id, or the name of an uploaded file.", min_length=1)]
+_FILES = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1, "maxItems": MAX_DOCUMENTS}
+_METADATA = {"type": "string", "contentMediaType": "application/json", "description": "Of all files: a JSON object."}
+_UPLOAD_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"file": _FILES, "metadata": _METADATA},
+                    "required": ["file"],
+                },
+            },
+            "application/json": {"schema": {"$ref": "#/components/schemas/DocumentsRequest"}},
+        },
+    }
+}
+
+
+class DocumentRoutes:
+    """The routes' functions, bound to a room."""
+
+    def __init__(self, room: "Stillroom") -> None:
+        self._room = room
+        self._writing = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["documents"])
+        router.add_api_route(
+            "/v1/documents", self.upload, methods=["POST"], response_model=UploadReply, openapi_extra=_UPLOAD_BODY
+        )
+        router.add_api_route("/v1/documents", self.page, methods=["GET"], response_model=DocumentList)
+        router.add_api_route(
+            "/v1/documents/{document:path}", self.get, methods=["GET"], response_model=DocumentWithChunks
+        )
+        router.add_api_route(
+            "/v1/documents/{document:path}", self.delete, methods=["DELETE"], response_model=DocumentDeleted
+        )
+        return router
+
+    async def upload(self, request: Request) -> Response:
+        """Add or replace documents, as files of a form or as texts in JSON. The same again changes nothing.
+
+        With `Accept: text/event-stream` the response is a stream of events that say how far it is.
+        """
+        upload = await _read_upload(request)
+        try:
+            for name, _ in upload.files:
+                checked_name(name)  # before a stream begins
+        except UsageError:
+            upload.close()
+            raise
+        if "text/event-stream" in request.headers.get("accept", ""):
+            return StreamingResponse(self._events(upload), media_type="text/event-stream")
+        results = await self._run(lambda: self._upload(upload))
+        reply = self._reply(results)
+        return JSONResponse(reply.model_dump(exclude_none=True), 200 if reply.error is None else 422)
+
+    async def page(
+        self,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Documents on this page.")] = 100,
+        after: Annotated[str, Query(description="The `last_id` of the page before.")] = "",
+    ) -> DocumentList:
+        """Documents by id, a page at a time."""
+        found = await asyncio.to_thread(self._room.documents, after, limit + 1)
+        data = [self._object(info) for info in found[:limit]]
+        return DocumentList(
+            data=data,
+            first_id=data[0].id if data else None,
+            last_id=data[-1].id if data else None,
+            has_more=len(found) > limit,
+        )
+
+    async def get(self, document: _DocumentPath) -> DocumentWithChunks:
+        """One document, with its text as it is indexed."""
+        found = await asyncio.to_thread(self._room.uploads.find, document)
+        if not found:
+            raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists what there is")
+        if len(found) > 1:
+            raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
+        chunks = await asyncio.to_thread(self._room.chunks_of, found[0].document_id)
+        whole = [_chunk(chunk) for chunk in chunks]
+        return DocumentWithChunks(**self._object(found[0]).model_dump(), chunks=whole)
+
+    async def delete(self, document: _DocumentPath) -> DocumentDeleted:
+        """Forget one document, or all of one file. An uploaded file is deleted with its last document; other files stay
+        where they are."""
+        report = await self._run(lambda: self._room.discard(document))
+        return DocumentDeleted(id=document, num_documents=report.num_documents, num_chunks=report.num_chunks)
+
+    async def _run(self, change: Callable[[], T]) -> T:
+        """A change in a thread, one after the other, completed whoever leaves."""
+
+        async def locked() -> T:
+            async with self._writing:
+                return await asyncio.to_thread(change)
+
+        task = asyncio.create_task(locked())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def _events(self, upload: Upload) -> AsyncIterator[str]:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[AddProgress | None] = asyncio.Queue()
+
+        def note(progress: AddProgress) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, progress)
+
+        running = asyncio.ensure_future(self._run(lambda: self._upload(upload, note)))
+        running.add_done_callback(lambda _: arrived.put_nowait(None))
+        while (progress := await arrived.get()) is not None:
+            yield as_event({"object": "documents.progress", **asdict(progress)})
+        try:
+            yield as_event(self._reply(await running).model_dump(exclude_none=True))
+            yield DONE
+        except Exception as error:
+            yield as_event(describe(error)[1])
+
+    def _upload(self, upload: Upload, progress: Callable[[AddProgress], None] | None = None) -> list[UploadResult]:
+        try:
+            return self._room.upload(upload.files, progress, upload.metadata)
+        finally:
+            upload.close()
+
+    def _reply(self, results: Sequence[UploadResult]) -> UploadReply:
+        data = [self._uploaded(result) for result in results]
+        error = None
+        if all(result.outcome == "failed" for result in results):
+            message = f"no document could be read; the first: {results[0].reason}"
+            error = ErrorDetail(**error_body(message, "invalid_request_error", code=UNREADABLE)["error"])
+        return UploadReply(data=data, error=error)
+
+    def _uploaded(self, result: UploadResult) -> UploadedFile:
+        error = None
+        if result.outcome == "failed":
+            error = ErrorDetail(**error_body(result.reason, "invalid_request_error", code=UNREADABLE)["error"])
+        documents = [self._object(info) for info in result.documents]
+        return UploadedFile(name=result.name, status=result.outcome, documents=documents, error=error)
+
+    def _object(self, info: DocumentInfo) -> DocumentObject:
+        return DocumentObject(
+            id=info.document_id,
+            name=self._room.uploads.name_of(DocumentId(info.document_id)),
+            title=info.title,
+            num_chunks=info.num_chunks,
+            num_bytes=info.num_bytes,
+            added_at=info.added_at,
+            metadata=dict(info.metadata),
+        )
+
+
+async def _read_upload(request: Request) -> Upload:
+    """A form, or JSON.
+
+    Raises:
+        Refused, RequestValidationError: the body is neither, or holds no files.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        try:
+            body = DocumentsRequest.model_validate(parse(await request.body()))
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from error
+        files = [(document.name, io.BytesIO(document.text.encode())) for document in body.documents]
+        return Upload(files, body.metadata)
+    if kind == "multipart/form-data":
+        return await _read_form(request)
+    message = "documents come as multipart/form-data with files, or as application/json with documents"
+    raise Refused(415, "unsupported_media_type", message)
+
+
+async def _read_form(request: Request) -> Upload:
+    try:
+        form = await request.form(max_files=MAX_DOCUMENTS, max_fields=1)
+    except (HTTPException, MultiPartException) as error:
+        raise Refused(400, "invalid_form", f"the form cannot be read: {getattr(error, 'detail', error)}") from error
+    try:
+        files = [(one.filename or "", one.file) for one in form.getlist("file") if isinstance(one, UploadFile)]
+        said = form.get("metadata")
+        if len(files) + (said is not None) < len(form.multi_items()) or not files:
+            message = "send each file as a part called 'file', and besides at most 'metadata', a JSON object"
+            raise Refused(400, "invalid_value", message, "file")
+        metadata = parse(said.encode()) if isinstance(said, str) else None
+        if not isinstance(metadata, dict | None):
+            raise Refused(400, "invalid_value", "metadata: it must be a JSON object", "metadata")
+        return Upload(files, metadata)
+    except BaseException:
+        await form.close()
+        raise
+
+
+def _chunk(chunk: Chunk) -> DocumentChunk:
+    return DocumentChunk(
+        chunk_id=format_chunk_id(chunk.chunk_id),
+        text=chunk.text,
+        heading=chunk.heading,
+        start_line=chunk.start_line,
+        end_line=chunk.end_line,
+        start_page=chunk.start_page,
+        end_page=chunk.end_page,
+    )

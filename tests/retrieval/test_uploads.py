@@ -1,0 +1,186 @@
+"""Bytes under a name: kept below one folder, all or nothing, whatever the name tries."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stillroom.errors import KnowledgeBaseBusyError, UnknownDocumentError, UsageError
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.uploads import UPLOADS, UploadResult, Uploads, checked_name
+from tests.retrieval.conftest import OpenKb
+
+
+@pytest.fixture
+def kb(open_kb: OpenKb) -> KnowledgeBase:
+    return open_kb()
+
+
+@pytest.fixture
+def uploads(kb: KnowledgeBase) -> Uploads:
+    return Uploads(kb)
+
+
+def add(uploads: Uploads, **files: str | bytes) -> list[UploadResult]:
+    """Names with `__` for a slash and `_` for a dot."""
+    named = ((name.replace("__", "/").replace("_", "."), content) for name, content in files.items())
+    return uploads.add((name, io.BytesIO(said.encode() if isinstance(said, str) else said)) for name, said in named)
+
+
+def kept(kb: KnowledgeBase) -> dict[str, bytes]:
+    folder = kb.path / UPLOADS
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_uploaded_can_be_found_and_has_a_path(kb: KnowledgeBase, uploads: Uploads) -> None:
+    [result] = add(uploads, notes__keys_md="# Keys\n\nRotate keys twice a year.\n")
+
+    assert (result.name, result.outcome) == ("notes/keys.md", "added")
+    [info] = result.documents
+    assert info.document_id == str(kb.path / "uploads/notes/keys.md") and info.title == "Keys"
+    assert kb.search("rotate keys").results[0].chunk.document_id == info.document_id
+    assert uploads.find("notes/keys.md") == uploads.find(info.document_id) == [info]
+    assert uploads.name_of(info.document_id) == "notes/keys.md"
+
+
+def test_the_same_again_changes_nothing_and_something_else_replaces_it(kb: KnowledgeBase, uploads: Uploads) -> None:
+    add(uploads, a_txt="first")
+    before = (kb.generation, os.stat(kb.path / "uploads/a.txt").st_mtime_ns)
+
+    [same] = add(uploads, a_txt="first")
+    assert same.outcome == "unchanged" and len(same.documents) == 1
+    assert (kb.generation, os.stat(kb.path / "uploads/a.txt").st_mtime_ns) == before
+
+    [changed] = add(uploads, a_txt="second")
+    assert changed.outcome == "updated"
+    assert [chunk.text for chunk in kb.chunks_of(changed.documents[0].document_id)] == ["second"]
+
+
+def test_what_cannot_be_read_leaves_nothing_and_stops_nobody(kb: KnowledgeBase, uploads: Uploads) -> None:
+    good, bad = add(uploads, good_txt="good", bad_txt=b"\0\1\2")
+
+    assert (good.outcome, bad.outcome, bad.documents) == ("added", "failed", ())
+    assert bad.reason.startswith("bad.txt: ") and str(kb.path) not in bad.reason
+    assert kept(kb) == {"good.txt": b"good"}
+
+
+def test_an_update_that_cannot_be_read_leaves_what_was_there(kb: KnowledgeBase, uploads: Uploads) -> None:
+    add(uploads, a_txt="before")
+
+    [result] = add(uploads, a_txt=b"\0")
+
+    assert result.outcome == "failed" and len(result.documents) == 1
+    assert kept(kb) == {"a.txt": b"before"}
+    assert add(uploads, a_txt="before")[0].outcome == "unchanged"
+
+
+def test_who_finds_somebody_writing_leaves_no_trace(kb: KnowledgeBase, uploads: Uploads) -> None:
+    add(uploads, a_txt="before")
+    with FileLock(kb.path / "write.lock"), pytest.raises(KnowledgeBaseBusyError):
+        add(uploads, a_txt="after", b_txt="new")
+    with pytest.raises(UsageError, match="metadata"):
+        uploads.add([("a.txt", io.BytesIO(b"after"))], metadata={"team": object()})
+
+    assert kept(kb) == {"a.txt": b"before"}
+
+
+def test_removing_forgets_the_file_with_its_last_document(kb: KnowledgeBase, uploads: Uploads) -> None:
+    [result] = add(uploads, deep__er__a_jsonl='{"_id": "1", "text": "one"}\n{"_id": "2", "text": "two"}\n')
+    first, second = result.documents
+
+    assert uploads.remove(first.document_id).num_documents == 1
+    assert list(kept(kb)) == ["deep/er/a.jsonl"]
+    assert uploads.remove("deep/er/a.jsonl").num_documents == 1
+    assert kept(kb) == {} and not (kb.path / "uploads/deep").exists()
+    with pytest.raises(UnknownDocumentError):
+        uploads.remove(second.document_id)
+
+
+def test_files_from_elsewhere_stay_and_folders_are_no_names(
+    kb: KnowledgeBase, uploads: Uploads, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside.txt"
+    outside.write_text("outside")
+    kb.add([outside])
+
+    for folder in (str(tmp_path), "/", "", "."):
+        with pytest.raises(UnknownDocumentError):
+            uploads.remove(folder)
+    uploads.remove(str(outside))
+
+    assert outside.exists() and kb.num_documents == 0
+
+
+TRICKS = [
+    "",
+    "/etc/passwd",
+    "../a.md",
+    "a/../../b.md",
+    "a/./b.md",
+    "a//b.md",
+    "a/",
+    "..",
+    ".hidden",
+    "a/.incoming/b",
+    "..\\a.md",
+    "C:\\a.md",
+    "a.md\0.png",
+    "a\nb.md",
+    "a.jsonl#1",
+    " a.md",
+    "a.md ",
+    "x" * 256,
+    "\udc80.md",
+    "cod\u202egnp.md",
+    "/".join(["x" * 200] * 6),
+]
+
+
+def test_names_that_are_tricks_are_refused_before_anything_is_written(kb: KnowledgeBase, uploads: Uploads) -> None:
+    for name in TRICKS:
+        with pytest.raises(UsageError, match="is no path like"):
+            uploads.add([("good.txt", io.BytesIO(b"good")), (name, io.BytesIO(b"bad"))])
+
+    assert not (kb.path / UPLOADS).exists() and kb.num_documents == 0
+
+
+@given(st.text(max_size=40) | st.text(alphabet="./\\a #\0", max_size=12))
+def test_a_name_that_is_taken_leads_below_the_folder(name: str) -> None:
+    try:
+        taken = checked_name(name)
+    except UsageError:
+        return
+    place = Path(os.path.normpath(f"/kb/uploads/{taken}"))
+    assert place.is_relative_to("/kb/uploads") and str(place) == f"/kb/uploads/{taken}"
+    assert checked_name(taken) == taken
+
+
+def test_links_are_not_followed(kb: KnowledgeBase, uploads: Uploads, tmp_path: Path) -> None:
+    (kb.path / UPLOADS).mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (kb.path / UPLOADS / "folder").symlink_to(elsewhere)
+    (kb.path / UPLOADS / "file.txt").symlink_to(elsewhere / "file.txt")
+
+    results = add(uploads, folder__a_txt="a", file_txt="b")
+
+    assert [result.outcome for result in results] == ["failed", "failed"]
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_file_and_a_folder_of_one_name_exclude_each_other(kb: KnowledgeBase, uploads: Uploads) -> None:
+    add(uploads, a_txt="a", b__c_txt="c")
+
+    results = add(uploads, a_txt__b_txt="in a file", b="over a folder")
+
+    assert [result.outcome for result in results] == ["failed", "failed"]
+    assert kept(kb) == {"a.txt": b"a", "b/c.txt": b"c"}
+
+
+def test_two_files_of_one_name_are_a_mistake(uploads: Uploads) -> None:
+    with pytest.raises(UsageError, match="same name"):
+        uploads.add([("cafe\u0301.md", io.BytesIO(b"a")), ("caf\u00e9.md", io.BytesIO(b"b"))])

@@ -1,0 +1,195 @@
+"""`/v1/documents`, over a real server and a fake room; and once over a real knowledge base."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from stillroom.errors import KnowledgeBaseBusyError
+from stillroom.rag.room import Stillroom
+from tests.server.fakes import FakeRoom
+from tests.server.harness import events, serving
+
+ROUTE = "/v1/documents"
+
+
+def as_json(**texts: str) -> dict[str, list[dict[str, str]]]:
+    return {"documents": [{"name": name.replace("_", "."), "text": text} for name, text in texts.items()]}
+
+
+def test_files_of_a_form_and_texts_of_json_are_the_same(client: httpx.Client, room: FakeRoom) -> None:
+    form = client.post(ROUTE, files=[("file", ("a/b.md", b"one")), ("file", ("c.md", b"two"))])
+    again = client.post(ROUTE, json={"documents": [{"name": "a/b.md", "text": "one"}, {"name": "c.md", "text": "2"}]})
+
+    assert form.status_code == again.status_code == 200
+    assert [(one["name"], one["status"]) for one in form.json()["data"]] == [("a/b.md", "added"), ("c.md", "added")]
+    assert [one["status"] for one in again.json()["data"]] == ["unchanged", "updated"]
+    [document] = form.json()["data"][0]["documents"]
+    assert (document["id"], document["name"], document["num_chunks"]) == ("uploads/a/b.md", "a/b.md", 1)
+    assert room.texts["uploads/c.md"] == "2"
+
+
+def test_a_file_that_cannot_be_read_has_an_error_and_stops_nobody(client: httpx.Client) -> None:
+    response = client.post(ROUTE, json=as_json(good_md="good", bad_md="\0"))
+
+    assert response.status_code == 200
+    good, bad = response.json()["data"]
+    assert (good["status"], bad["status"]) == ("added", "failed")
+    assert bad["error"]["code"] == "document_unreadable" and bad["error"]["message"].startswith("bad.md: ")
+    assert "error" not in good
+
+
+def test_nothing_that_can_be_read_is_422_in_openais_shape(client: httpx.Client) -> None:
+    response = client.post(ROUTE, files={"file": ("bad.md", b"\0")})
+
+    assert response.status_code == 422
+    assert response.json()["error"]["code"] == "document_unreadable"
+    assert response.json()["data"][0]["status"] == "failed"
+
+
+def test_progress_comes_as_events(client: httpx.Client) -> None:
+    headers = {"accept": "text/event-stream"}
+
+    response = client.post(ROUTE, json=as_json(a_md="one", b_md="two"), headers=headers)
+
+    *progress, report, done = events(response)
+    assert done == "[DONE]" and [one["object"] for one in progress] == ["documents.progress"] * 2
+    assert progress[0]["current"] == "a.md" and set(progress[0]) >= {"num_files_done", "num_files_total"}
+    assert [one["status"] for one in report["data"]] == ["added", "added"]
+
+
+def test_an_error_after_the_stream_has_begun_is_an_event(
+    client: httpx.Client, room: FakeRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: object) -> None:
+        raise KnowledgeBaseBusyError("somebody writes")
+
+    monkeypatch.setattr(room, "upload", busy)
+
+    streamed = client.post(ROUTE, json=as_json(a_md="one"), headers={"accept": "text/event-stream"})
+    plain = client.post(ROUTE, json=as_json(a_md="one"))
+
+    assert events(streamed)[-1]["error"]["code"] == "knowledge_base_busy"
+    assert (plain.status_code, plain.json()["error"]["code"]) == (503, "knowledge_base_busy")
+
+
+@pytest.mark.parametrize("name", ["../a.md", "/etc/passwd", ".env", "a/../b", "a\\b", "a#1", ""])
+@pytest.mark.parametrize("is_form", [True, False])
+def test_path_tricks_are_400_and_nothing_is_taken(
+    client: httpx.Client, room: FakeRoom, name: str, is_form: bool
+) -> None:
+    known = set(room.texts)
+    if is_form:
+        response = client.post(ROUTE, files=[("file", ("good.md", b"good")), ("file", (name or " ", b"bad"))])
+    else:
+        response = client.post(ROUTE, json={"documents": [{"name": name, "text": ""}]})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert set(room.texts) == known
+
+
+@pytest.mark.parametrize(
+    ("request_body", "status"),
+    [
+        ({"json": {}}, 400),
+        ({"json": {"documents": []}}, 400),
+        ({"json": {"documents": [{"name": "a.md"}]}}, 400),
+        ({"json": {"documents": [{"name": "a.md", "text": "", "titel": ""}]}}, 400),
+        ({"json": {"documents": [{"name": f"{n}.md", "text": ""} for n in range(1001)]}}, 400),
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"x", "headers": {"content-type": "text/plain"}}, 415),
+        ({"content": b"x"}, 415),
+        ({"data": {"file": "text"}}, 415),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=b"}}, 400),
+        ({"files": {"picture": ("a.md", b"")}}, 400),
+        ({"files": {"file": ("a.md", b"")}, "data": {"title": "x"}}, 400),
+        ({"files": {"file": ("a.md", b"")}, "data": {"metadata": "[]"}}, 400),
+        ({"files": {"file": ("a.md", b"")}, "data": {"metadata": "{"}}, 400),
+        ({"files": {"metadata": ("a.md", b"{}")}}, 400),
+        ({"json": {"documents": [{"name": "a.md", "text": ""}], "metadata": []}}, 400),
+    ],
+)
+def test_impossible_uploads(any_client: httpx.Client, request_body: dict[str, object], status: int) -> None:
+    response = any_client.post(ROUTE, **request_body)  # type: ignore[arg-type]
+
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_list_comes_in_pages(client: httpx.Client, room: FakeRoom) -> None:
+    room.texts = {f"{name}.md": name for name in "abcde"}
+    seen: list[str] = []
+    page: dict[str, Any] = {"has_more": True, "last_id": ""}
+    while page["has_more"]:
+        page = client.get(ROUTE, params={"limit": 2, "after": str(page["last_id"])}).json()
+        seen += [one["id"] for one in page["data"]]
+        assert len(page["data"]) <= 2
+    assert seen == sorted(room.texts)
+
+    room.texts = {}
+    assert client.get(ROUTE).json() == {
+        "object": "list",
+        "data": [],
+        "first_id": None,
+        "last_id": None,
+        "has_more": False,
+    }
+
+
+@pytest.mark.parametrize("params", [{"limit": 0}, {"limit": 1001}, {"limit": "many"}])
+def test_impossible_pages(any_client: httpx.Client, params: dict[str, str]) -> None:
+    response = any_client.get(ROUTE, params=params)
+
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
+
+
+def test_a_document_is_got_and_deleted_by_id_or_by_name(client: httpx.Client, room: FakeRoom) -> None:
+    client.post(ROUTE, json=as_json(a_md="one"))
+
+    got = client.get(f"{ROUTE}/uploads/a.md").json()
+    assert got == client.get(f"{ROUTE}/a.md").json()
+    assert [chunk["text"] for chunk in got["chunks"]] == ["one"]
+
+    deleted = client.delete(f"{ROUTE}/a.md")
+    assert deleted.json() == {
+        "id": "a.md",
+        "object": "document.deleted",
+        "deleted": True,
+        "num_documents": 1,
+        "num_chunks": 1,
+    }
+    for response in (client.delete(f"{ROUTE}/a.md"), client.get(f"{ROUTE}/a.md")):
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "document_not_found")
+
+
+def test_a_real_knowledge_base_from_upload_to_deletion(tmp_path: Path) -> None:
+    with (
+        Stillroom.open(tmp_path / "kb") as room,
+        serving(room) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        files = {"file": ("notes/keys.md", b"# Keys\n\nRotate keys twice a year.\n")}
+        uploaded = client.post(ROUTE, files=files, data={"metadata": '{"team": "legal"}'})
+        [document] = uploaded.json()["data"][0]["documents"]
+        assert document["metadata"] == {"team": "legal"}
+        [found] = client.post("/v1/search", json={"query": "rotate keys"}).json()["results"]
+        assert found["document"] == document["id"] == str(tmp_path / "kb/uploads/notes/keys.md")
+
+        path = f"{ROUTE}/{quote(document['id'], safe='')}"
+        assert client.get(path).json()["chunks"][0]["text"] == "Rotate keys twice a year."
+
+        async def at_once() -> list[int]:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as many:
+                posts = (many.post(ROUTE, json=as_json(**{f"{n}_txt": f"number {n}"})) for n in range(4))
+                return [response.status_code for response in await asyncio.gather(*posts)]
+
+        assert asyncio.run(at_once()) == [200] * 4, "uploads wait for each other"
+        assert client.get(ROUTE).json()["data"][0]["name"] == "0.txt"
+        assert client.delete(path).json()["num_documents"] == 1
+        assert client.post("/v1/search", json={"query": "rotate keys"}).json()["results"][0]["document"].endswith("txt")
+        assert not (tmp_path / "kb/uploads/notes").exists()
