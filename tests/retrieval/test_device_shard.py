@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from stillroom.errors import ConfigError
 from stillroom.ops import pq_scan
 from stillroom.retrieval import device_shard
+from stillroom.retrieval.device_lists import spread
 from stillroom.retrieval.device_shard import DeviceShard
 from stillroom.retrieval.list_file import ListFile, Origin, write_list_file
-from stillroom.retrieval.partition import hottest, round_robin
+from stillroom.retrieval.partition import hottest
 from stillroom.retrieval.ranking import first_arrays
 from stillroom.retrieval.tiered_ivf import (
     DISK,
@@ -32,6 +33,7 @@ from stillroom.retrieval.tiered_ivf import (
 
 faiss: Any = _faiss
 NLIST, DIMENSION = 24, 16
+NO_LISTS = np.empty(0, dtype=np.int64)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -168,8 +170,8 @@ def test_the_hottest_lists_on_devices_the_next_in_ram_the_rest_on_disk(
     sizes = np.array([index.invlists.list_size(number) for number in range(NLIST)])
     shard_of = np.full(NLIST, DISK)
     shard_of[hottest(counts, 0.8)] = RAM
-    for number, shard in round_robin(hottest(counts, 0.5), sizes, 2):
-        shard_of[number] = FIRST_DEVICE + shard
+    for device_number, held in enumerate(spread(hottest(counts, 0.5), sizes, [NO_LISTS] * 2, int(sizes.sum()))):
+        shard_of[held] = FIRST_DEVICE + device_number
     assert set(shard_of) == {RAM, DISK, FIRST_DEVICE, FIRST_DEVICE + 1}
     tiered = divided(index, shard_of, tmp_path / "lists.ivf", [device, device])
     lists, nearness = probes(index, queries, 4)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.errors import CorruptKnowledgeBaseError
-from stillroom.retrieval.hot_lists import DriftRules, HotLists, ListHeat, best_lists
+from stillroom.retrieval.hot_lists import DriftRules, HotLists, ListHeat
+from stillroom.retrieval.partition import best_lists
 
 
 @given(
@@ -53,6 +54,7 @@ class Tiers:
         self._sizes = np.array(sizes)
         self.file = type("File", (), {"sizes": self._sizes})
         self.is_in_ram = np.zeros(len(sizes), dtype=bool)
+        self.device_of = np.full(len(sizes), -1)
         self.steps: list[int] = []
         self.most_bytes = 0
         self.is_damaged = False

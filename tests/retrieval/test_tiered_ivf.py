@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.retrieval.list_file import ListFile, Origin, write_list_file
-from stillroom.retrieval.partition import Partition, hottest, round_robin
+from stillroom.retrieval.partition import Partition, hottest
 from stillroom.retrieval.ranking import first_arrays
 from stillroom.retrieval.tiered_ivf import DISK, RAM, Scored, TieredLists, accesses, all_entries, emptied, scan
 
@@ -177,15 +177,6 @@ def test_the_hottest_lists_by_hand() -> None:
         [1, 3, 0],
     ]
     assert hottest(np.zeros(3), 0.5).tolist() == []
-
-
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=30), st.integers(1, 4))
-def test_devices_get_equal_numbers_of_lists(sizes: list[int], num_shards: int) -> None:
-    held = [0] * num_shards
-    for number, shard in round_robin(np.arange(len(sizes)), np.array(sizes), num_shards):
-        held[shard] += 1
-        assert 0 <= number < len(sizes)
-    assert sum(held) == len(sizes) and max(held) - min(held) <= 1
 
 
 def test_accesses_are_counted(index: Any, queries: Any) -> None:

@@ -77,6 +77,7 @@ _RANGES = {
     "index.refine": Range(0),
     "index.ann_recall": Range(0, 0.999),
     "index.hot_bytes": Range(0),
+    "index.device_bytes": Range(0),
     "qdrant.timeout_s": Range(0, is_low_open=True),
     "generation.min_p": Range(0, 1),
     "generation.repetition_penalty": Range(0, is_low_open=True),

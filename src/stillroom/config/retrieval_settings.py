@@ -74,8 +74,24 @@ class IndexConfig:
     hot_bytes: int = 0
     """RAM for the lists of an `ivf_pq` index: those asked for most stay in RAM, the others and all full vectors in a
     file. Changes no result, and may be changed at any time; the manifest does not keep it. 0: everything in RAM."""
+    device_bytes: int = 0
+    """Memory for codes of lists on each of `devices`, which hold those asked for most; RAM holds the next ones (all
+    others, with `hot_bytes = 0`). Needs an `ivf_pq` index with `nbits = 8`; scores change by rounding only. May be
+    changed at any time; the manifest does not keep it. 0: no list on a device."""
+    devices: str = "cuda"
+    """Where `device_bytes` are: PyTorch's names with commas between them, such as `cuda:0,cuda:1`; `cuda` is every one
+    there is. `cpu` works, for trying it, and is slower than leaving it out."""
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether lists of an `ivf_pq` index are in a file, and some of them in RAM or on devices."""
+        return self.kind == "ivf_pq" and (self.hot_bytes > 0 or self.device_bytes > 0)
 
     def __post_init__(self) -> None:
+        if self.device_bytes and (self.kind != "ivf_pq" or self.nbits != 8):
+            raise ConfigError(
+                f"index.device_bytes needs index.kind = ivf_pq with index.nbits = 8, not {self.kind} with {self.nbits}"
+            )
         if self.ann_recall and self.search_budget_s:
             raise ConfigError("index.ann_recall and index.search_budget_s exclude each other; set one of them to 0")
         if self.kind == "qdrant" and (self.ann_recall or self.search_budget_s):

@@ -395,10 +395,16 @@ def _index_figures(kb: KnowledgeBase) -> IndexFigures | None:
     figures = kb.list_figures
     if figures is None:
         return None
+    in_ram, on_device, device_hits = figures.num_lists_in_ram, figures.num_lists_on_devices, figures.num_device_hits
+    num_lists = {"ram": in_ram, "disk": figures.num_lists - in_ram - on_device}
+    num_bytes = {"ram": figures.ram_bytes, "disk": figures.disk_bytes}
+    probes = {"ram": figures.num_hits - device_hits, "disk": figures.num_probes - figures.num_hits}
+    if on_device:
+        num_lists["device"], num_bytes["device"], probes["device"] = on_device, figures.device_bytes, device_hits
     return IndexFigures(
-        num_lists={"ram": figures.num_lists_in_ram, "disk": figures.num_lists - figures.num_lists_in_ram},
-        num_bytes={"ram": figures.ram_bytes, "disk": figures.list_bytes - figures.ram_bytes},
-        probes={"ram": figures.num_hits, "disk": figures.num_probes - figures.num_hits},
+        num_lists=num_lists,
+        num_bytes=num_bytes,
+        probes=probes,
         hit_ratio=figures.hit_rate,
         exchanged=figures.num_exchanged,
     )

@@ -1,7 +1,8 @@
 """The dense index of one knowledge base: loaded, kept in step with the corpus, and written.
 
     dense.npz        the whole index, read into RAM
-    dense.lists      a trained IVF-PQ index whose lists are mapped (`list_file`), where `index.hot_bytes` says so
+    dense.lists      a trained IVF-PQ index whose lists are mapped (`list_file`), where `index.hot_bytes` or
+                     `index.device_bytes` says so
     list_heat.npz    how often its lists were asked for; best effort, anybody may write it
 
 Either of the first two will do for either setting, so it can be changed at any time: one is made of the other, with the
@@ -47,7 +48,7 @@ class DenseStore:
         self._folder, self._corpus, self._config, self._dimension = folder, corpus, config, dimension
         self._arrays_path, self._lists_path = (folder / name for name in DENSE_FILES)
         self._heat_path = folder / "list_heat.npz"
-        self._is_tiered = config.kind == "ivf_pq" and config.hot_bytes > 0
+        self._is_tiered = config.has_tiers
         self._background = _Background()
         self._spawn = spawn or self._background.run
         self._index: VectorIndex | None = None
@@ -185,9 +186,8 @@ class DenseStore:
         if isinstance(index, TieredIvfPqIndex):
             index.show(file, self._load_heat(file))
         else:
-            tiered = TieredIvfPqIndex(
-                self._dimension, dataclasses.replace(self._config, hot_bytes=0), self._folder, lambda _: None
-            )
+            plain = dataclasses.replace(self._config, hot_bytes=0, device_bytes=0)
+            tiered = TieredIvfPqIndex(self._dimension, plain, self._folder, lambda _: None)
             tiered.show(file)
             index.restore(tiered.to_arrays())
         return file.origin.generation

@@ -79,8 +79,29 @@ class DeviceShard:
         as `nearness` [p]; -1 is no list, and a list that it does not hold is empty."""
         return self.scan_batch(query.reshape(1, -1), num, probed.reshape(1, -1), nearness.reshape(1, -1))[0]
 
-    def scan_batch(self, queries: Vectors, num: int, probed: Lists, nearness: Nearness) -> list[Scored]:
-        """The same for each of queries [q, d], in lists [q, p] as near as `nearness` [q, p]."""
+    def scan_batch(
+        self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None
+    ) -> list[Scored]:
+        """The same for each of queries [q, d], in lists [q, p] as near as `nearness` [q, p].
+
+        Args:
+            allowed: a selector of faiss; None allows every id. What it does not allow is scanned, too, and left out, so
+                it should be little.
+        """
+        found = self._best(queries, num, probed, nearness)
+        if allowed is None:
+            return found
+        for number, one in enumerate(found):
+            row, asked = slice(number, number + 1), num
+            found[number] = _only(one, allowed)
+            while len(found[number][0]) < num and len(one[0]) >= asked:
+                asked *= 2
+                one = self._best(queries[row], asked, probed[row], nearness[row])[0]
+                found[number] = _only(one, allowed)
+        return found
+
+    def _best(self, queries: Vectors, num: int, probed: Lists, nearness: Nearness) -> list[Scored]:
+        """A part of the batch at a time."""
         num_rows = np.where(probed >= 0, self._sizes[probed], 0).sum(axis=1)
         found: list[Scored] = []
         start = 0
@@ -111,3 +132,9 @@ class DeviceShard:
         bounds = np.searchsorted(owners, np.arange(len(queries) + 1))
         parts = [slice(*pair) for pair in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
         return [first_arrays(self._ids[rows[part]], scores[part], part.stop - part.start) for part in parts]
+
+
+def _only(found: Scored, allowed: Any) -> Scored:
+    ids, scores = found
+    is_allowed = np.fromiter((allowed.is_member(number) for number in ids.tolist()), dtype=bool, count=len(ids))
+    return ids[is_allowed], scores[is_allowed]

@@ -1,5 +1,5 @@
-"""Which lists of a tiered index are in RAM, as what people ask for drifts (VectorLiteRAG 4.1: "re-calibrated if access
-patterns shift").
+"""Which lists of a tiered index are in RAM and on devices, as what people ask for drifts (VectorLiteRAG 4.1:
+"re-calibrated if access patterns shift").
 
 Accesses of lists are counted while searching, and every query makes what was before it count a little less. Once per
 window of queries the hit rate of that window is compared with what the best choice by those counts would have. Where it
@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.errors import CorruptKnowledgeBaseError
-from stillroom.retrieval.partition import Lists, by_heat
+from stillroom.retrieval.device_lists import DeviceLists
+from stillroom.retrieval.partition import Lists, best_lists, by_heat
 from stillroom.retrieval.tiered_ivf import TieredLists
 
 Counts = NDArray[np.float64]
@@ -62,20 +63,6 @@ class ListHeat:
         return self._counts / self._weight
 
 
-def best_lists(counts: Counts, list_bytes: NDArray[np.int64], num_bytes: int) -> Lists:
-    """The lists to keep in so many bytes: each, from the hottest on, that still fits."""
-    order = by_heat(counts)
-    order = order[list_bytes[order] <= num_bytes]
-    num_whole = int(np.searchsorted(np.cumsum(list_bytes[order]), num_bytes, side="right"))
-    chosen = order[:num_whole].tolist()
-    left = num_bytes - int(list_bytes[order[:num_whole]].sum())
-    for number, size in zip(order[num_whole:].tolist(), list_bytes[order[num_whole:]].tolist(), strict=True):
-        if size <= left:
-            chosen.append(number)
-            left -= size
-    return np.array(chosen, dtype=np.int64)
-
-
 class HotLists:
     """Keeps the hottest lists in RAM. `note` is for one thread at a time, the rest for any."""
 
@@ -86,6 +73,7 @@ class HotLists:
         rules: DriftRules,
         spawn: Spawn,
         counts: Counts | None = None,
+        devices: DeviceLists | None = None,
     ) -> None:
         """
         Args:
@@ -93,17 +81,19 @@ class HotLists:
                 those few more.
             spawn: runs an exchange.
             counts: accesses before, [nlist].
+            devices: hold the hottest lists, and RAM the next.
         """
+        self._devices = devices
         self._tiers, self._num_bytes, self._rules, self._spawn = tiers, num_bytes, rules, spawn
         self._heat = ListHeat(len(tiers.file.sizes), rules.half_life, counts)
         self._lock = Lock()
         self._is_busy = self._is_stopped = False
-        self._num_noted = self._num_probes = self._num_hits = 0
+        self._num_noted = self._num_probes = self._num_hits = self._num_device_hits = 0
         self._window_start = (0, 0)
         self.hit_rate = 0.0
         """Of the last whole window."""
         self.num_exchanged = 0
-        """Lists that came into RAM in place of others."""
+        """Lists that came into RAM or to a device in place of others."""
 
     @property
     def num_probes(self) -> int:
@@ -112,15 +102,22 @@ class HotLists:
 
     @property
     def num_hits(self) -> int:
-        """Those of them that were in RAM."""
+        """Those of them that were in RAM or on a device."""
         return self._num_hits
+
+    @property
+    def num_device_hits(self) -> int:
+        """Those of them that were on a device."""
+        return self._num_device_hits
 
     def note(self, probed: Lists) -> bool:
         """One query probes these lists [p]. Returns whether a window has ended with it."""
         self._heat.note(probed)
         self._num_noted += 1
         self._num_probes += len(probed)
-        self._num_hits += int(np.count_nonzero(self._tiers.is_in_ram[probed]))
+        is_on_device = self._tiers.device_of[probed] >= 0
+        self._num_device_hits += int(np.count_nonzero(is_on_device))
+        self._num_hits += int(np.count_nonzero(is_on_device | self._tiers.is_in_ram[probed]))
         if self._num_noted % self._rules.window:
             return False
         probes_before, hits_before = self._window_start
@@ -157,11 +154,16 @@ class HotLists:
         return self._heat.counts()
 
     def _exchange(self, counts: Counts, hit_rate: float) -> None:
-        list_bytes = self._tiers.list_bytes()
-        best = best_lists(counts, list_bytes, self._num_bytes)
+        if self._devices is not None:
+            had_any = (self._tiers.device_of >= 0).any()
+            num_came = self._devices.follow(counts, self._rules.margin)
+            self.num_exchanged += num_came if had_any else 0
+        list_bytes, is_on_device = self._tiers.list_bytes(), self._tiers.device_of >= 0
+        best = best_lists(counts, np.where(is_on_device, self._num_bytes + 1, list_bytes), self._num_bytes)
         is_held, total = self._tiers.is_in_ram, counts.sum()
         was_empty = not is_held.any()
-        if not was_empty and (total == 0 or hit_rate >= counts[best].sum() / total - self._rules.margin):
+        possible = counts[best].sum() + counts[is_on_device].sum()
+        if not was_empty and (total == 0 or hit_rate >= possible / total - self._rules.margin):
             return
         coming = best[~is_held[best]]
         is_best = np.zeros(len(counts), dtype=bool)

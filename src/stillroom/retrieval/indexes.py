@@ -62,7 +62,7 @@ class Indexes:
             if config.kind == "qdrant"
             else DenseStore(folder, corpus, config, dimension, spawn)
         )
-        self._has_tiers = config.kind == "ivf_pq" and config.hot_bytes > 0
+        self._has_tiers = config.has_tiers
         self._together = Together(self._lock, self._search_together)
         self._sparse: Bm25Index | None = None
         self._tuner = Tuner(folder / "tuning.json", config, corpus.corpus_id)

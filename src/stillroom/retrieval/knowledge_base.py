@@ -273,7 +273,7 @@ class KnowledgeBase:
 
     @property
     def list_figures(self) -> ListFigures | None:
-        """Of lists in RAM and on disk; None where `index.hot_bytes` says nothing, or nothing was searched yet."""
+        """Of lists in RAM and on disk; None where `index` asks for no such tiers, or nothing was searched yet."""
         return self._indexes.list_figures
 
     # Life

@@ -27,7 +27,7 @@ _GOALS = ("ann_recall", "search_budget_s")
 SEARCHING = ("ef_search", "nprobe", *_GOALS)
 """Settings of the index that do not change what is stored."""
 
-HERE = ("hot_bytes",)
+HERE = ("hot_bytes", "device_bytes", "devices")
 """Settings of the index that are about this machine: the manifest has none of them."""
 
 

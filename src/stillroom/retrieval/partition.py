@@ -1,6 +1,5 @@
 """Which tier holds which inverted list, and what a search asks each tier for (VectorLiteRAG 4.1, 4.2)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,9 +64,15 @@ def hottest(num_accesses: NDArray[np.float64], hit_rate: float) -> Lists:
     return order[: int(np.searchsorted(shares, hit_rate - 1e-12)) + 1]
 
 
-def round_robin(lists: Lists, sizes: NDArray[np.int64], num_shards: int) -> Iterator[tuple[int, int]]:
-    """(list, shard) for lists spread over devices one at a time, the largest first, so that each has about as many
-    bytes and as much to do (4.1)."""
-    by_size = lists[np.argsort(-sizes[lists], kind="stable")]
-    for place, number in enumerate(by_size.tolist()):
-        yield number, place % num_shards
+def best_lists(counts: NDArray[np.float64], list_bytes: NDArray[np.int64], num_bytes: int) -> Lists:
+    """The lists to keep in so many bytes: each, from the hottest on, that still fits."""
+    order = by_heat(counts)
+    order = order[list_bytes[order] <= num_bytes]
+    num_whole = int(np.searchsorted(np.cumsum(list_bytes[order]), num_bytes, side="right"))
+    chosen = order[:num_whole].tolist()
+    left = num_bytes - int(list_bytes[order[:num_whole]].sum())
+    for number, size in zip(order[num_whole:].tolist(), list_bytes[order[num_whole:]].tolist(), strict=True):
+        if size <= left:
+            chosen.append(number)
+            left -= size
+    return np.array(chosen, dtype=np.int64)

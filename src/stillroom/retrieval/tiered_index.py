@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
 from stillroom.ops.teams import in_a_thread_that_ends
+from stillroom.retrieval.device_lists import DeviceLists, devices_named
 from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.hot_lists import Counts, DriftRules, HotLists, Spawn
 from stillroom.retrieval.ivf_pq import IvfPqIndex, num_to_train, trained_lists
@@ -42,10 +43,16 @@ class ListFigures:
 
     num_lists: int
     num_lists_in_ram: int
+    num_lists_on_devices: int
     list_bytes: int
+    disk_bytes: int
+    """Of lists that are in the file only."""
     ram_bytes: int
+    device_bytes: int
     num_probes: int
     num_hits: int
+    """In RAM or on a device."""
+    num_device_hits: int
     hit_rate: float
     """Of the last window of queries."""
     num_exchanged: int
@@ -71,12 +78,14 @@ class TieredIvfPqIndex:
             on_window: told when a window of queries has ended.
 
         Raises:
-            ConfigError: the dimension is no multiple of the number of subquantizers.
+            ConfigError: the dimension is no multiple of the number of subquantizers, or a device does not exist.
         """
         self._dimension, self._config, self._folder = dimension, config, folder
         self._spawn, self._rules, self._on_window = spawn, rules or DriftRules(), on_window
         self._young: IvfPqIndex | None = IvfPqIndex(dimension, config)
         """Everything, until the first training."""
+        self._devices = devices_named(config.devices) if config.device_bytes else ()
+        self._on_devices: DeviceLists | None = None
         self._rows: Rows
         self._hot: HotLists
         self._num_trained = 0
@@ -281,7 +290,10 @@ class TieredIvfPqIndex:
             counts = self._hot.counts()
         self.close()
         self._rows = Rows(file, self._folder)
-        self._hot = HotLists(self._rows.tiers, self._config.hot_bytes, self._rules, self._spawn, counts)
+        tiers, config = self._rows.tiers, self._config
+        self._on_devices = DeviceLists(tiers, self._devices, config.device_bytes) if self._devices else None
+        hot_bytes = config.hot_bytes or int(tiers.list_bytes().sum())
+        self._hot = HotLists(tiers, hot_bytes, self._rules, self._spawn, counts, self._on_devices)
         self._num_trained = file.origin.num_trained
         self._young = None
         self._hot.start()
@@ -306,13 +318,18 @@ class TieredIvfPqIndex:
         if self._young is not None:
             return None
         hot, tiers = self._hot, self._rows.tiers
+        is_on_device = tiers.device_of >= 0
         return ListFigures(
             num_lists=self.nlist,
             num_lists_in_ram=int(tiers.is_in_ram.sum()),
+            num_lists_on_devices=int(is_on_device.sum()),
             list_bytes=int(tiers.list_bytes().sum()),
+            disk_bytes=int(tiers.list_bytes()[~is_on_device & ~tiers.is_in_ram].sum()),
             ram_bytes=tiers.ram_bytes,
+            device_bytes=0 if self._on_devices is None else self._on_devices.num_bytes,
             num_probes=hot.num_probes,
             num_hits=hot.num_hits,
+            num_device_hits=hot.num_device_hits,
             hit_rate=hot.hit_rate,
             num_exchanged=hot.num_exchanged,
         )

@@ -67,9 +67,26 @@ def scan(lists: Any, query: Vectors, num: int, probed: Lists, nearness: Nearness
 class BatchShard(Protocol):
     """Lists that are scanned for a whole batch at once: `device_shard`."""
 
-    def scan_batch(self, queries: Vectors, num: int, probed: Lists, nearness: Nearness) -> list[Scored]:
+    def scan_batch(
+        self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None
+    ) -> list[Scored]:
         """As the function `scan`, for each of queries [q, d] in lists [q, p]."""
         ...
+
+
+Placed = Sequence[tuple[BatchShard, Lists]]
+"""Shards on devices, and the lists in each, no list in two."""
+
+
+class _OnDevices:
+    """Which lists are on devices. Immutable."""
+
+    def __init__(self, num_lists: int, placed: Placed) -> None:
+        self.shards = [shard for shard, _ in placed]
+        self.device_of = np.full(num_lists, -1)
+        """[nlist]; -1 is none."""
+        for number, (_, held) in enumerate(placed):
+            self.device_of[held] = number
 
 
 @dataclass(frozen=True)
@@ -95,21 +112,14 @@ class _Pending:
 class TieredLists:
     """The lists of a file, some of them in RAM too. Thread-safe."""
 
-    def __init__(
-        self, file: ListFile, hot: Lists | None = None, devices: Sequence[tuple[BatchShard, Lists]] = ()
-    ) -> None:
+    def __init__(self, file: ListFile, hot: Lists | None = None, devices: Placed = ()) -> None:
         """
         Args:
             hot: lists to copy into RAM at once.
-            devices: shards that batches are searched in too, and the lists in each, no list in two. Their scores are
-                faiss' up to rounding.
+            devices: as of `place`.
         """
         self.file = file
-        self._devices = [shard for shard, _ in devices]
-        self._device_of = np.full(len(file.sizes), -1)
-        """[nlist]; -1 is none."""
-        for number, (_, held) in enumerate(devices):
-            self._device_of[held] = number
+        self._on_devices = _OnDevices(len(file.sizes), devices)
         self._empty = faiss.ArrayInvertedLists(1, file.code_size)
         self._exchanging = Lock()
         self._disk = view(file.shell, file.mapped)
@@ -157,6 +167,16 @@ class TieredLists:
                 held[int(number)] = self._copied(int(number))
             self._ram = self._in_ram(held)
 
+    def place(self, devices: Placed) -> None:
+        """Have these lists on devices, and no others. Scores of a device are faiss' up to rounding. Searches that have
+        begun go on with what was there."""
+        self._on_devices = _OnDevices(len(self.file.sizes), devices)
+
+    @property
+    def device_of(self) -> NDArray[np.int64]:
+        """[nlist]: the device of each list, -1 for none. Not to be written to."""
+        return self._on_devices.device_of
+
     def drop_pages(self) -> None:
         """Forget what is in memory of the file: for measuring. Between searches only."""
         self._disk = None  # mapped pages are not dropped
@@ -171,13 +191,21 @@ class TieredLists:
         Raises:
             CorruptKnowledgeBaseError: a list is damaged in the file.
         """
-        ram = self._ram
-        is_held = ram.is_held[probed]
-        cold = probed[~is_held]
+        ram, devices = self._ram, self._on_devices
+        device = devices.device_of[probed]
+        asked: list[Future[list[Scored]]] = []
+        for number, shard in enumerate(devices.shards):
+            mine = device == number
+            if mine.any():
+                own = probed[None, mine], nearness[None, mine]
+                asked.append(self._threads().submit(shard.scan_batch, query[None], num, *own, allowed))
+        is_held, is_cold = ram.is_held[probed] & (device < 0), ~ram.is_held[probed] & (device < 0)
+        cold = probed[is_cold]
         self.file.will_need(cold)
         parts = [scan(ram.index, query, num, probed[is_held], nearness[is_held], allowed)]
         self.file.check_lists(cold)
-        parts.append(scan(self._disk, query, num, cold, nearness[~is_held], allowed))
+        parts.append(scan(self._disk, query, num, cold, nearness[is_cold], allowed))
+        parts += [one.result()[0] for one in asked]
         ids, scores = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return ids, scores
 
@@ -227,10 +255,10 @@ class TieredLists:
         Returns:
             The shards' work, an error of which is that of a damaged list.
         """
-        ram = self._ram
+        ram, devices = self._ram, self._on_devices
         on_host = np.where(ram.is_held, RAM, DISK)
-        shard_of = np.where(self._device_of >= 0, FIRST_DEVICE + self._device_of, on_host)
-        partition = Partition(shard_of, FIRST_DEVICE + len(self._devices))
+        shard_of = np.where(devices.device_of >= 0, FIRST_DEVICE + devices.device_of, on_host)
+        partition = Partition(shard_of, FIRST_DEVICE + len(devices.shards))
         num_in = partition.num_in(probed)
         pending = [_Pending(int((row > 0).sum())) for row in num_in]
         lock = Lock()
@@ -248,7 +276,10 @@ class TieredLists:
             """All of the batch at once."""
             mine, near = partition.probes(shard, probed, nearness)
             asked = np.flatnonzero(num_in[:, shard])
-            parts = self._devices[shard - FIRST_DEVICE].scan_batch(queries[asked], num, mine[asked], near[asked])
+            if not len(asked):
+                return
+            device = devices.shards[shard - FIRST_DEVICE]
+            parts = device.scan_batch(queries[asked], num, mine[asked], near[asked], allowed)
             for number, part in zip(asked.tolist(), parts, strict=True):
                 finish(number, part)
 
@@ -263,12 +294,18 @@ class TieredLists:
                     self.file.check_lists(lists)
                 finish(number, scan(index, queries[number], num, lists, near[number, : len(lists)], allowed))
 
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(partition.num_shards, thread_name_prefix="stillroom-shard")
-        running = [self._pool.submit(run, shard) for shard in (RAM, DISK)]
-        return running + [self._pool.submit(run_device, FIRST_DEVICE + number) for number in range(len(self._devices))]
+        threads = self._threads()
+        running = [threads.submit(run, shard) for shard in (RAM, DISK)]
+        return running + [threads.submit(run_device, FIRST_DEVICE + number) for number in range(len(devices.shards))]
 
     # Inside
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """One for each shard."""
+        if self._pool is None:
+            num_shards = FIRST_DEVICE + len(self._on_devices.shards)
+            self._pool = ThreadPoolExecutor(num_shards, thread_name_prefix="stillroom-shard")
+        return self._pool
 
     def _copied(self, number: int) -> Any:
         rows, codes = self.file.entries(number)

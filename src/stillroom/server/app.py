@@ -129,7 +129,10 @@ class _Api:
     async def healthz(self) -> dict[str, Any]:
         num_documents = await asyncio.to_thread(lambda: self._room.num_documents)
         lists = self._room.list_figures
-        tiers = {} if lists is None else {"index_lists": {"ram": lists.num_lists_in_ram, "total": lists.num_lists}}
+        tiers: dict[str, dict[str, int]] = {}
+        if lists is not None:
+            on_devices = {"device": lists.num_lists_on_devices} if lists.num_lists_on_devices else {}
+            tiers["index_lists"] = {**on_devices, "ram": lists.num_lists_in_ram, "total": lists.num_lists}
         return {
             "status": "ok",
             "model": self._room.model_name,

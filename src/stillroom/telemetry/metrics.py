@@ -138,7 +138,10 @@ SPECS = (
     MetricSpec("stillroom_kv_blocks", "gauge", "KV blocks, by state: free or used.", ("state",)),
     MetricSpec("stillroom_active_requests", "gauge", "Questions now, by state: waiting or running.", ("state",)),
     MetricSpec(
-        "stillroom_index_lists", "gauge", "Lists of a tiered index, by where they are read: ram or disk.", ("tier",)
+        "stillroom_index_lists",
+        "gauge",
+        "Lists of a tiered index, by where they are: device, ram or disk.",
+        ("tier",),
     ),
     MetricSpec("stillroom_index_list_bytes", "gauge", "Codes and ids of those lists.", ("tier",)),
     MetricSpec(
@@ -201,7 +204,7 @@ class CacheFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexFigures:
-    """What a tiered index holds and did, by tier: `ram`, `disk`. Counts only grow, or begin anew."""
+    """What a tiered index holds and did, by tier: `device`, `ram`, `disk`. Counts only grow, or begin anew."""
 
     num_lists: Mapping[str, int]
     num_bytes: Mapping[str, int]
