@@ -80,5 +80,106 @@ def _short(line: dict[str, Any]) -> str:
     return "  ".join(f"{name} {line[name]}" for name in names)
 
 
+@app.command()
+def export(
+    recipe: Annotated[str, typer.Option(help="The recipe of the run.")] = "30m",
+    data: Data = Path("training/build/data"),
+    run: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("training/build/run"),
+    out: Annotated[Path, typer.Option(help="Where to.")] = Path("training/build/model"),
+) -> None:
+    """Write the run's model as a checkpoint that Stillroom and transformers load."""
+    from training.export import export_run
+    from training.recipe import RECIPES
+
+    typer.echo(str(export_run(run, data, out, RECIPES[recipe])))
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Option(help="A checkpoint's folder, or `bundled:NAME`.")] = "training/build/model",
+    data: Data = Path("training/build/data"),
+    out: Annotated[Path, typer.Option(help="The report, as JSON.")] = Path("training/build/evaluation.json"),
+    limit: Annotated[int | None, typer.Option(help="Questions of each set; by default all.")] = None,
+    reuse: Annotated[int, typer.Option(help="Questions of each set that are asked with KV reuse too.")] = 60,
+    device: str = "cpu",
+) -> None:
+    """Ask the held-out questions through Stillroom's engine; print the tables of the card."""
+    from training.evaluation.evaluate import evaluate as run
+    from training.evaluation.report import as_markdown, write_report
+
+    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    report = run(model, data / "eval", limit=limit, num_reused=reuse, device=device, say=say)
+    write_report(out, report)
+    typer.echo(as_markdown(report))
+
+
+@app.command()
+def card(
+    name: Annotated[str, typer.Option(help="Of the model.")],
+    data: Data = Path("training/build/data"),
+    run: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("training/build/run"),
+    model: Annotated[Path, typer.Option(help="The exported folder; its README.md is written.")] = Path(
+        "training/build/model"
+    ),
+    report: Annotated[Path, typer.Option(help="What `evaluate` wrote.")] = Path("training/build/evaluation.json"),
+) -> None:
+    """Write the model card from data, log and report."""
+    from training.card import card as written
+    from training.checkpoint import read_log
+    from training.data.shards import MANIFEST
+
+    manifest = json.loads((data / MANIFEST).read_text(encoding="utf-8"))
+    found = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else None
+    (model / "README.md").write_text(written(name, manifest, read_log(run), found), encoding="utf-8")
+
+
+@app.command()
+def bundle(
+    name: Annotated[str, typer.Option(help="Of the folder in the package.")],
+    model: Annotated[Path, typer.Option(help="The exported folder with its card.")] = Path("training/build/model"),
+    default: Annotated[bool, typer.Option("--default", help="Make it the model that answers by default.")] = False,
+) -> None:
+    """Copy a finished model into the package."""
+    from training.bundle import bundle as copied
+    from training.bundle import make_default
+
+    typer.echo(str(copied(model, name)))
+    if default:
+        make_default(name)
+    typer.echo("name it in NOTICE; then: make test", err=True)
+
+
+@app.command()
+def reckon(
+    recipe: Annotated[str, typer.Option(help="Which of recipe.RECIPES.")] = "30m",
+    tflops: Annotated[float | None, typer.Option(help="What the machine really does in a second, in 10^12.")] = None,
+) -> None:
+    """How many operations and minutes a recipe takes."""
+    from dataclasses import asdict
+
+    from training.recipe import RECIPES
+    from training.reckoning import BF16_FLOPS, UTILISATION
+    from training.reckoning import reckon as reckoned
+
+    flops = BF16_FLOPS * UTILISATION if tflops is None else tflops * 1e12
+    typer.echo(json.dumps(asdict(reckoned(RECIPES[recipe], flops=flops)), indent=1))
+
+
+@app.command()
+def marks(
+    recipe: Annotated[str, typer.Option(help="Which of recipe.RECIPES.")] = "early",
+    data: Data = Path("training/build/data"),
+    batches: Annotated[int, typer.Option(help="Batches of training to count.")] = 500,
+) -> None:
+    """The entropies of tokens and of pairs of tokens that a model must get below."""
+    from dataclasses import asdict
+
+    from training.marks import marks_of_recipe
+    from training.recipe import RECIPES
+
+    found = marks_of_recipe(RECIPES[recipe], data, batches)
+    typer.echo(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1))
+
+
 if __name__ == "__main__":
     app()

@@ -43,6 +43,7 @@ def export_model(model: Llama, data: Path, out: Path, dtype: torch.dtype = torch
             f"the weights take {size / 2**20:.0f} MiB, more than {MAX_BYTES / 2**20:.0f}; take a smaller shape"
         )
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # the library lets nobody else read it
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(data / "tokenizer" / name, out / name)
     shutil.copy(data / "ATTRIBUTION.md", out / "ATTRIBUTION.md")

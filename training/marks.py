@@ -7,10 +7,14 @@ A model below the second mark uses more than the token before; on answers, it be
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from training.data.rows import NO_TARGET, Batch
+from stillroom.models.tokenizer import Tokenizer
+from training.batches import NUM_HELD, batches_of, held_batches
+from training.data.rows import NO_TARGET, Batch, Renderer
+from training.recipe import Recipe
 
 Pair = tuple[int, int]
 
@@ -54,3 +58,22 @@ def marks(train: Iterable[Batch], held: Sequence[Batch], vocab_size: int, *, is_
 def _pairs(batch: Batch, is_answer: bool) -> list[Pair]:
     chosen = (batch.targets != NO_TARGET) & (batch.is_answer == is_answer)
     return list(zip(batch.tokens[chosen].tolist(), batch.targets[chosen].tolist(), strict=True))
+
+
+def marks_of_recipe(recipe: Recipe, data: Path, num_batches: int) -> dict[str, Marks]:
+    """Of the text and the answers over held-out documents, and of the answers over held-out worlds.
+
+    Args:
+        num_batches: of training, spread over the run, that are counted.
+    """
+    renderer = Renderer(Tokenizer.load(data / "tokenizer"))
+    batches = batches_of(recipe, data, "train", renderer)
+    steps = range(0, recipe.num_steps, max(1, recipe.num_steps // num_batches))
+    counted = [batches.batch(step) for step in steps]
+    held = held_batches(recipe, data, renderer, NUM_HELD)
+    size = recipe.shape.vocab_size
+    return {
+        "text": marks(counted, held["text"], size, is_answer=False),
+        "answers": marks(counted, held["text"], size, is_answer=True),
+        "answers over worlds": marks(counted, held["worlds"], size, is_answer=True),
+    }

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from stillroom.bench.environment import record_environment
 from stillroom.models.tokenizer import Tokenizer
+from training.batches import NUM_HELD, batches_of, held_batches
 from training.checkpoint import Log, ResumeError, load_checkpoint, save_checkpoint
-from training.data.library import Library, Split
 from training.data.rows import Batch, Batches, Renderer
 from training.data.shards import digest
 from training.losses import num_targets, part_of, score, summed_losses
@@ -49,7 +49,8 @@ class Run:
     checkpoint_minutes: float = 3.0
     log_every: int = 10
     score_every: int = 200
-    num_score_batches: int = 2
+    num_held: int = NUM_HELD
+    """Batches of each kind that are scored."""
     clock: Callable[[], float] = field(default=time.monotonic)
 
 
@@ -93,7 +94,7 @@ class Trainer:
         self.step, self._tokens, self._seconds = 0, 0, 0.0
         self._resume()
         self._data = data
-        self._batches = self._of("train", recipe.num_rows, recipe)
+        self._batches = batches_of(recipe, data, "train", self._renderer)
         self._log = Log(out, self.step)
         self._is_stopping = False
         self._forward: Callable[..., torch.Tensor] = (
@@ -131,11 +132,9 @@ class Trainer:
     def scores(self) -> dict[str, float]:
         """On held-out documents and held-out worlds, the same batches whenever it is asked."""
         found: dict[str, float] = {}
-        for name, worlds in (("text", 0.0), ("worlds", 1.0)):
-            mixture = replace(self.recipe.mixture, worlds=worlds, swapped=0.0)
-            batches = self._of("eval", 4, replace(self.recipe, mixture=mixture, num_steps=1))
-            chosen = [batches.batch(number + 1) for number in range(self.run_options.num_score_batches)]
-            result = score(self.model, chosen, self._device, dtype=_DTYPES[self.run_options.dtype])
+        dtype = _DTYPES[self.run_options.dtype]
+        for name, batches in held_batches(self.recipe, self._data, self._renderer, self.run_options.num_held).items():
+            result = score(self.model, batches, self._device, dtype=dtype)
             found |= {f"{name} {key}": round(value, 4) for key, value in asdict(result).items()}
         return found
 
@@ -166,17 +165,6 @@ class Trainer:
         torch.set_rng_state(state["random"])
         if state["device random"] is not None and self._device.type == "cuda":
             torch.cuda.set_rng_state(state["device random"])
-
-    def _of(self, split: Split, num_rows: int, recipe: Recipe) -> Batches:
-        return Batches(
-            library=Library.read(self._data, split),
-            renderer=self._renderer,
-            mixture=recipe.mixture,
-            num_rows=num_rows,
-            row_tokens=recipe.row_tokens,
-            num_steps=recipe.num_steps,
-            seed=recipe.seed,
-        )
 
     def _stream(self) -> Iterator[Batch]:
         """The batches from this step on, in order, whoever makes them."""

@@ -101,7 +101,7 @@ def test_bytes_of_special_unknown_and_sentencepiece_tokens(tokenizer: Tokenizer)
 
 
 def test_words_of_the_bundled_model_are_joined_by_blanks() -> None:
-    tokenizer = Tokenizer.load(resolve("bundled"))
+    tokenizer = Tokenizer.load(resolve("bundled:microworld"))
     detokenizer = IncrementalDetokenizer(tokenizer)
     pieces = [detokenizer.push([token]) for token in tokenizer.encode_text("Who taught Kala Broster?")]
     assert pieces == ["Who", " taught", " Kala", " Broster", " ?"]

@@ -24,7 +24,7 @@ CARD = {"single": 0.912, "split": 0.840, "twohop": 0.472, "chain": 0.480}
 def test_exact_match_on_its_evaluation_set_is_that_of_its_card(
     shared: Path, weights: Weights, tolerance: float
 ) -> None:
-    model = load_model("bundled", device="cpu", weights=weights)
+    model = load_model("bundled:microworld", device="cpu", weights=weights)
     builder = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     run = Run(build_engine(model.decoder, RuntimeConfig(), ManualClock())[0])
     rows = [json.loads(line) for line in (shared / "models/microworld/eval.jsonl").read_text().splitlines()]

@@ -18,7 +18,7 @@ def chunk(number: int, text: str, **fields: str) -> Chunk:
 
 
 def test_the_bundled_models_prompt_is_the_one_it_was_trained_on() -> None:
-    tokens = Tokenizer.load(resolve("bundled"))
+    tokens = Tokenizer.load(resolve("bundled:microworld"))
     builder = PromptBuilder(tokens, format_for(tokens))
     prompt = builder.build(
         [chunk(1, "The birthplace of Kala Broster was Glanwick.", title="Kala")], "Who taught Kala?", 99

@@ -39,7 +39,7 @@ RECIPE = Recipe(
     warmup_steps=2,
     mixture=Mixture(max_chunks=2, max_questions=3, ramp=0.5),
 )
-QUICK = Run(log_every=1, score_every=100, num_score_batches=1)
+QUICK = Run(log_every=1, score_every=100, num_held=1)
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ class RuntimeConfig:
     """The decoder and its step loop."""
 
     model: str = BUNDLED_MODEL
-    """`bundled`, a folder with a Hugging Face checkpoint, or a hub name."""
+    """`bundled`, `bundled:NAME`, a folder with a Hugging Face checkpoint, or a hub name."""
     device: str = "auto"
     """`auto`: cuda where there is a GPU, else cpu; or any torch device name."""
     dtype: Dtype = "auto"

@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from stillroom.config.settings import BUNDLED_MODEL
 from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from stillroom.models.bundled_models import bundled_folder
 
 if TYPE_CHECKING:  # finding a tokenizer needs no tensors
     import torch
 
-_BUNDLED_FOLDER = Path(__file__).parent / "bundled" / "microworld"
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def resolve(model: str) -> Path:
-    """The folder of a checkpoint: the bundled one, a local folder, or a hub name (downloaded once, then cached).
+    """The folder of a checkpoint: a bundled one, a local folder, or a hub name (downloaded once, then cached).
 
     Raises:
         ModelNotFoundError: there is no such folder, and the hub has no such name or cannot be reached.
     """
-    if model == BUNDLED_MODEL:
-        return _BUNDLED_FOLDER
+    bundled = bundled_folder(model)
+    if bundled is not None:
+        return bundled
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

@@ -1,0 +1,143 @@
+"""What is asked of a model, how it is counted, and what becomes of it: report, card, package."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stillroom.bench.chunk_questions import ChunkQuestion
+from stillroom.errors import ModelNotFoundError
+from stillroom.models import bundled_models
+from stillroom.models.checkpoint import resolve
+from tests.training.test_trainer import QUICK, RECIPE
+from training.bundle import REQUIRED, bundle, make_default
+from training.card import card
+from training.checkpoint import read_log
+from training.data.worlds import SILENT
+from training.evaluation.ask import Asked
+from training.evaluation.evaluate import evaluate
+from training.evaluation.report import as_markdown
+from training.evaluation.score import figures, mean_by_group
+from training.export import export_run
+from training.marks import marks_of_recipe
+from training.recipe import RECIPES
+from training.reckoning import flops_per_token, reckon
+from training.trainer import Trainer
+
+
+def asked(answer: str, accepted: str, kind: str = "xquad", group: str = "a") -> Asked:
+    return Asked(ChunkQuestion((), "?", (accepted,), kind), group, answer)
+
+
+def test_answers_are_counted_as_squad_does() -> None:
+    found = figures("xquad", [asked("The 308 points.", "308 points"), asked("308", "308 points", group="b")])
+    assert [(one.name, one.interval.value) for one in found[:2]] == [
+        ("xquad exact match", 0.5),
+        ("xquad F1", pytest.approx((1 + 2 / 3) / 2)),
+    ]
+    assert found[0].is_reached and found[0].num_groups == 2
+    (silent,) = figures("unanswerable", [asked(SILENT.lower(), SILENT), asked("Paris", SILENT)])
+    assert silent.interval.value == 0.5 and not silent.is_reached
+    worlds = figures("microworld", [asked("x", "x", "single"), asked("y", "x", "split"), asked("x", "x", "single")])
+    assert {one.name: one.interval.value for one in worlds} == {"microworld single": 1.0, "microworld split": 0.0}
+
+
+def test_an_interval_is_as_wide_as_its_groups_make_it() -> None:
+    rng = random.Random(0)
+    values = [float(rng.random() < 0.5) for _ in range(400)]
+    alone = mean_by_group(values, [str(n) for n in range(400)])
+    assert alone.low < 0.5 < alone.high and 0.07 < alone.high - alone.low < 0.13
+    same = [float(group % 2) for group in range(20) for _ in range(20)]
+    grouped = mean_by_group(same, [str(n // 20) for n in range(400)])
+    assert grouped.value == 0.5 and grouped.high - grouped.low > 3 * (alone.high - alone.low)
+    assert mean_by_group([1.0, 1.0], ["a", "b"]).low == 1.0
+
+
+@pytest.fixture(scope="module")
+def run(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    Trainer(RECIPE, QUICK, small_data, folder).train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(run: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_run(run, small_data, tmp_path_factory.mktemp("exported") / "model", RECIPE)
+
+
+def test_the_bundled_model_is_evaluated_with_and_without_reuse(small_data: Path) -> None:
+    """microworld knows few of the words here, but whether reuse changes its answers can be counted."""
+    report = evaluate(
+        "bundled:microworld", small_data / "eval", limit=3, num_reused=2, device="cpu", say=lambda line: None
+    )
+    names = [row["name"] for row in report["figures"]]
+    assert names[:2] == ["xquad exact match", "xquad F1"] and "unanswerable" in names
+    assert all(0 <= row["low"] <= row["value"] <= row["high"] <= 1 for row in report["figures"])
+    for rows in report["reuse"].values():
+        full, exact, as_it_is, repaired = rows
+        assert full["agrees"] == exact["agrees"] == 1.0 and full["recomputed"] == 0.0
+        assert as_it_is["recomputed"] == 0.0 < repaired["recomputed"] < 0.5
+    table = as_markdown(report)
+    assert "| xquad exact match |" in table and "0.35, missed" in table and "prefix cache" in table
+
+
+def test_a_card_says_where_everything_is_from(run: Path, small_data: Path) -> None:
+    manifest = json.loads((small_data / "manifest.json").read_text())
+    text = card("english", manifest, read_log(run), None)
+    assert "license: cc-by-sa-4.0" in text and "Not evaluated." in text
+    assert "6 steps of 2 rows of 256 tokens" in text and manifest["held out"][0] in text
+    assert "fiqa-mini" in text, "what was left out, too"
+
+
+def test_a_finished_model_goes_into_the_package(model: Path, tmp_path: Path) -> None:
+    package = tmp_path / "models"
+    (package / "bundled").mkdir(parents=True)
+    source = package / "bundled_models.py"
+    source.write_text(Path(bundled_models.__file__).read_text())
+    with pytest.raises(ValueError, match=r"lacks README\.md"):
+        bundle(model, "english", into=package / "bundled")
+    (model / "README.md").write_text("card")
+    with pytest.raises(ValueError, match="no name for a folder"):
+        bundle(model, "../english", into=package / "bundled")
+    with pytest.raises(ValueError, match="bundle it first"):
+        make_default("english", source)
+    out = bundle(model, "english", into=package / "bundled")
+    assert {path.name for path in out.iterdir()} >= set(REQUIRED)
+    make_default("english", source)
+    assert 'DEFAULT = "english"' in source.read_text() and "microworld" not in source.read_text()
+
+
+def test_one_of_several_bundled_models_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("microworld", "english"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setattr(bundled_models, "FOLDER", tmp_path)
+    assert bundled_models.bundled_names() == ["english", "microworld"]
+    assert resolve("bundled") == resolve("bundled:microworld") == tmp_path / "microworld"
+    assert resolve("bundled:english") == tmp_path / "english"
+    monkeypatch.setattr(bundled_models, "DEFAULT", "english")
+    assert resolve("bundled") == tmp_path / "english"
+    for wrong in ("bundled:notes", "bundled:", "bundled:../english"):
+        with pytest.raises(ModelNotFoundError, match="bundled:english, bundled:microworld"):
+            resolve(wrong)
+
+
+def test_the_package_has_its_default() -> None:
+    assert bundled_models.DEFAULT in bundled_models.bundled_names()
+    assert (resolve("bundled") / "README.md").is_file()
+
+
+def test_marks_are_of_the_batches_that_the_log_scores(small_data: Path) -> None:
+    found = marks_of_recipe(replace(RECIPE, num_steps=20), small_data, 20)
+    assert found["text"].bigram < found["text"].unigram
+    assert found["answers over worlds"].num_tokens == found["answers"].num_tokens > 100
+
+
+def test_the_long_run_fits_half_an_hour() -> None:
+    reckoned = reckon(RECIPES["30m"])
+    assert reckoned.minutes < 20 and reckoned.tokens > 300e6
+    small = RECIPES["12m"].shape
+    assert flops_per_token(small, 0) == 6 * small.num_parameters < flops_per_token(small, 100)

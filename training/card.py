@@ -1,0 +1,89 @@
+"""The model card: what the model is, what it learned from, how good it is, how it was made. Written, never edited."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from training.data.sources import EXCLUDED, SOURCES
+from training.data.worlds import SILENT
+from training.evaluation.report import as_markdown
+
+_HEAD = """---
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+license: cc-by-sa-4.0
+---
+"""
+
+
+def card(
+    name: str, manifest: Mapping[str, Any], log: Sequence[Mapping[str, Any]], report: Mapping[str, Any] | None
+) -> str:
+    """Markdown with the front matter that model hubs read.
+
+    Args:
+        manifest: of the data.
+        log: of the run.
+        report: of the evaluation; None: there was none, and the card says so.
+    """
+    begin = next(line for line in log if "recipe" in line)
+    sections = {
+        f"# {name}": _what(begin),
+        "## How good it is": _how_good(report),
+        "## What it learned from": _data(manifest),
+        "## How it was made": _run(begin, log, manifest),
+    }
+    return _HEAD + "\n\n".join(f"{title}\n\n{text.strip()}" for title, text in sections.items()) + "\n"
+
+
+def _what(begin: Mapping[str, Any]) -> str:
+    shape = begin["recipe"]["shape"]
+    return (
+        f"A Llama of {begin['parameters'] / 1e6:.1f} million parameters ({shape['num_layers']} layers, hidden size "
+        f"{shape['hidden_size']}, {shape['num_heads']} query and {shape['num_kv_heads']} key/value heads, context "
+        f"{shape['max_positions']:,}, byte-level BPE of {shape['vocab_size']:,}), trained from nothing to answer "
+        f'English questions from one to six retrieved chunks with a stretch of their text, or with "{SILENT}" It '
+        "knows next to nothing by itself and is for nothing else.\n\n"
+        "Its prompt is what Stillroom makes of its chat template: the chunks, each between `<document>` and "
+        "`</document>` with its heading, then `Question: ...`. Decode greedily; an answer ends with `<|im_end|>`."
+    )
+
+
+def _how_good(report: Mapping[str, Any] | None) -> str:
+    if report is None:
+        return "Not evaluated."
+    return as_markdown(report) + (
+        "\nxquad: questions about held-out Wikipedia articles over their paragraph and the four held-out ones that "
+        "BM25 ranks next. Unanswerable: the same questions over five such paragraphs without the answer. microworld: "
+        "made-up worlds with names that training never had. Intervals resample documents and worlds. The "
+        "answers came from Stillroom's own engine, in float32, greedily."
+    )
+
+
+def _data(manifest: Mapping[str, Any]) -> str:
+    counts = manifest["counts"]["train"]
+    licences = ", ".join(dict.fromkeys(source.licence for source in SOURCES))
+    return (
+        f"{sum(counts['passages'].values()):,} passages ({counts['characters'] / 1e6:.1f} million characters), "
+        f"{counts['questions by people']:,} questions by people and {counts['worlds']:,} made-up worlds; drawn from "
+        "these anew for every step: sentences with a blank, questions made from sentences by rules, "
+        f"exchanged numbers, dates and names, and questions without an answer. Licences: {licences}; "
+        f"[ATTRIBUTION.md](ATTRIBUTION.md) names the works. Left out: {', '.join(EXCLUDED)}.\n\n"
+        f"Held out whole, with all that shares more than two runs of eight words with them: "
+        f"{', '.join(manifest['held out'])}."
+    )
+
+
+def _run(begin: Mapping[str, Any], log: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> str:
+    recipe = begin["recipe"]
+    steps = max(int(line.get("step", 0)) for line in log)
+    tokens = steps * recipe["num_rows"] * recipe["row_tokens"]
+    held = [line["held out"] for line in log if "held out" in line]
+    return (
+        f"{steps:,} steps of {recipe['num_rows']} rows of {recipe['row_tokens']:,} tokens, {tokens / 1e6:.0f} million "
+        f"tokens in all, on {begin['device']}; AdamW, learning rate {recipe['learning_rate']}, schedule "
+        f"{recipe['schedule']}, seed {recipe['seed']}. Data {manifest['digest'][:16]}, commit "
+        f"{begin['environment']['commit']}. Last scores on held-out batches (nats per token; share of answers right "
+        f"to the last token, given those before): {json.dumps(held[-1]) if held else 'none'}."
+    )

@@ -1,0 +1,114 @@
+"""Asks a checkpoint the questions of a set, through Stillroom's own engine, greedily, and counts what is right."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stillroom.bench.answer_metrics import exact_match, word_f1
+from stillroom.bench.chunk_questions import ChunkQuestion, load_questions
+from stillroom.bench.quality import Outcome, Scope, ask_all
+from stillroom.bench.quality_arms import FULL, NONE, OURS, PREFIX, QualityArm, arm_name
+from stillroom.config.settings import RuntimeConfig
+from stillroom.core.clock import SystemClock
+from stillroom.core.ids import RequestId
+from stillroom.core.request import Request, SamplingParams
+from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.models.loader import LoadedModel, load_model
+from stillroom.rag.generator import build_engine
+from stillroom.rag.prompt import PromptBuilder, format_for
+from training.data.worlds import SILENT
+from training.export import MAX_ANSWER_TOKENS
+
+_AT_ONCE = 16
+REPAIRED = 0.15
+"""Share of placed tokens that reuse anywhere computes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question with the model's answer."""
+
+    question: ChunkQuestion
+    group: str
+    """What it shares with others, so that they are no independent samples: its document, or its world."""
+    answer: str
+
+    @property
+    def is_right(self) -> float:
+        return exact_match(self.answer, self.question.answers)
+
+    @property
+    def f1(self) -> float:
+        return word_f1(self.answer, self.question.answers)
+
+    @property
+    def is_silent(self) -> float:
+        """Whether it says that the documents do not say."""
+        return exact_match(self.answer, (SILENT,))
+
+
+def load_set(path: Path, limit: int | None = None) -> list[tuple[ChunkQuestion, str]]:
+    """The first questions of a file, each with the name of what it is about."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    groups = [str(json.loads(line)["document"]) for line in lines if line.strip()]
+    return list(zip(load_questions(path, limit), groups, strict=False))
+
+
+def ask(
+    checkpoint: str,
+    questions: Sequence[tuple[ChunkQuestion, str]],
+    *,
+    device: str = "cpu",
+    on_answer: Callable[[int], None] = lambda done: None,
+) -> list[Asked]:
+    """Every prompt computed in full; many at a time, which changes no token.
+
+    Raises:
+        ModelError: Stillroom cannot use the checkpoint.
+    """
+    model = load_model(checkpoint, device=device, dtype="float32")
+    found: list[Asked] = []
+    for start in range(0, len(questions), _AT_ONCE):
+        some = questions[start : start + _AT_ONCE]
+        answers = _answers(model, [question for question, _ in some])
+        found += [Asked(question, group, text) for (question, group), text in zip(some, answers, strict=True)]
+        on_answer(len(found))
+    return found
+
+
+def _answers(model: LoadedModel, questions: Sequence[ChunkQuestion]) -> Iterator[str]:
+    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
+    engine, _ = build_engine(model.decoder, RuntimeConfig(max_num_batched_tokens=4096), SystemClock())
+    most = model.decoder.spec.max_positions - MAX_ANSWER_TOKENS
+    for number, question in enumerate(questions):
+        engine.submit(
+            Request(
+                request_id=RequestId(str(number)),
+                prompt=prompts.build(question.chunks, question.question, most),
+                sampling=SamplingParams(max_tokens=MAX_ANSWER_TOKENS),
+                stop_token_ids=model.stop_token_ids,
+            )
+        )
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(questions))}
+    while engine.has_work:
+        for event in engine.step():
+            if event.token_id is not None:
+                tokens[str(event.request_id)].append(event.token_id)
+    return (model.tokenizer.decode(tokens[str(number)]).strip() for number in range(len(questions)))
+
+
+def ask_with_reuse(
+    checkpoint: str, path: Path, limit: int, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, list[Outcome]]:
+    """The same questions computed in full, over exact KV, and over KV of another context: as it is, and repaired.
+
+    Chunks are kept behind a chunk of another question, as `stillroom bench quality` does it.
+    """
+    scope = Scope(path, limit, model=checkpoint, max_tokens=MAX_ANSWER_TOKENS)
+    arms = [
+        QualityArm(NONE, AnywhereOptions(0.0, "first")),
+        QualityArm(arm_name(OURS, REPAIRED), AnywhereOptions(REPAIRED, OURS)),
+    ]
+    outcomes = ask_all(scope, scope.load(), arms, on_progress=on_progress)
+    return {name: outcomes[name] for name in (FULL, PREFIX, NONE, arm_name(OURS, REPAIRED))}
