@@ -26,6 +26,9 @@ from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled
 MAX_ROWS = 16
 """Up to here our kernel beats torch's; found by measurement on two processors with AVX-512."""
 
+MAX_WIDE_ROWS = 32
+"""The same for bfloat16 weights where torch would have to widen them (docs/log.md)."""
+
 _MAX_WIDENED = 1 << 23
 """Weights widened at a time: what fits into a cache is read back from there."""
 
@@ -91,7 +94,7 @@ class Linear:
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
         """[T, M] -> [T, N], in the dtype of x."""
-        if self._kernel_weight is not None and x_TM.shape[0] <= MAX_ROWS:
+        if self._kernel_weight is not None and x_TM.shape[0] <= self._most_rows(x_TM.shape[0]):
             return self._few_rows(x_TM)
         if self._is_native:
             return F.linear(x_TM, self.weight, self.bias)
@@ -108,6 +111,11 @@ class Linear:
         if self._kernel_weight is None:
             return None
         return self._kernel_weight, np.empty(0, np.float32) if self.bias is None else self.bias.numpy()
+
+    def _most_rows(self, num_rows: int) -> int:
+        """That our kernel takes. Asks what the processor is good at only where it matters."""
+        is_wide = num_rows > MAX_ROWS and self.weight.dtype == torch.bfloat16 and is_float32_faster()
+        return MAX_WIDE_ROWS if is_wide else MAX_ROWS
 
     def _few_rows(self, x_TM: torch.Tensor) -> torch.Tensor:
         out_TN = torch.empty((x_TM.shape[0], self.weight.shape[0]))
