@@ -39,6 +39,9 @@ Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
 RAM, DISK, FIRST_DEVICE = 0, 1, 2
 """Shards; a second device is the next number, and so on."""
 
+_AHEAD = 2
+"""Queries of a batch whose lists on disk the system is told to read before the one that is scanned."""
+
 _NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 
 
@@ -287,10 +290,12 @@ class TieredLists:
             index = ram.index if shard == RAM else self._disk
             mine, near = partition.probes(shard, probed, nearness)
             asked = np.flatnonzero(num_in[:, shard])
-            for number in asked[np.argsort(num_in[asked, shard], kind="stable")].tolist():
+            order = asked[np.argsort(num_in[asked, shard], kind="stable")].tolist()
+            for at, number in enumerate(order):
                 lists = mine[number, : num_in[number, shard]]
                 if shard == DISK:
-                    self.file.will_need(lists)
+                    for soon in order[at + _AHEAD : at + _AHEAD + 1] if at else order[: _AHEAD + 1]:
+                        self.file.will_need(mine[soon, : num_in[soon, DISK]])
                     self.file.check_lists(lists)
                 finish(number, scan(index, queries[number], num, lists, near[number, : len(lists)], allowed))
 
