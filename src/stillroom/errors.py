@@ -5,7 +5,8 @@
     |-- UsageError                      a call or request that can never work as written
     |   |-- PromptTooLongError          the prompt and its answer do not fit the model
     |   |-- UnknownDocumentError        no such document in the knowledge base
-    |   `-- UnknownRequestError         no such question is remembered
+    |   |-- UnknownRequestError         no such question is remembered
+    |   `-- FilterError                 a filter cannot be read
     |-- ModelError                      a checkpoint could not be used
     |   |-- ModelNotFoundError          no such folder, hub name or file
     |   `-- UnsupportedModelError       the checkpoint needs something that is not implemented
@@ -55,6 +56,10 @@ class UnknownDocumentError(UsageError):
 
 class UnknownRequestError(UsageError):
     """The question was never asked here, or so long ago that others have taken its place."""
+
+
+class FilterError(UsageError):
+    """A filter cannot be read; the message says at which character, and what is missing."""
 
 
 class ModelError(StillroomError):

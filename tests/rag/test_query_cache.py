@@ -22,11 +22,12 @@ class World:
         self.searches: list[str] = []
         self.fails = False
 
-    def search(self, query: str, mode: SearchMode, top_k: int, num_stages: int) -> Iterator[SearchResult]:
+    def search(self, query: str, mode: SearchMode, top_k: int, num_stages: int, where: str) -> Iterator[SearchResult]:
         if self.fails:
             raise RuntimeError("disk on fire")
         self.searches.append(query)
-        chunk = Chunk(ChunkId(1), DocumentId("d"), 0, f"{query} {mode} {top_k} at {self.generation}", num_tokens=10)
+        said = f"{query} {mode} {top_k}{where} at {self.generation}"
+        chunk = Chunk(ChunkId(1), DocumentId("d"), 0, said, num_tokens=10)
         yield from [SearchResult(())] * (num_stages - 1)
         yield SearchResult((ScoredChunk(chunk, 1.0),), 0.5, 0.5)
 
@@ -91,12 +92,23 @@ def test_any_change_of_the_corpus_ends_an_entry(world: World, caches: list[Query
     assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
 
 
+def test_a_filter_is_part_of_the_question(world: World, caches: list[QueryCache]) -> None:
+    cache = make(world, caches, similarity=0.9)
+    assert text(cache.search("big cat", "hybrid", 5)) == "big cat hybrid 5 at 1"
+    assert text(cache.search("big cat", "hybrid", 5, " a=1")) == "big cat hybrid 5 a=1 at 1"
+    assert text(cache.search("large cat", "hybrid", 5, " a=2")) == "large cat hybrid 5 a=2 at 1"
+    cache.search("big cat", "hybrid", 5, "a=1 ")
+    assert world.searches == ["big cat", "big cat", "large cat"]
+
+
 def test_a_change_during_the_search_is_not_missed(world: World, caches: list[QueryCache]) -> None:
     cache = make(world, caches)
     inner = world.search
 
-    def search_while_adding(query: str, mode: SearchMode, top_k: int, num_stages: int) -> Iterator[SearchResult]:
-        yield from inner(query, mode, top_k, num_stages)
+    def search_while_adding(
+        query: str, mode: SearchMode, top_k: int, num_stages: int, where: str
+    ) -> Iterator[SearchResult]:
+        yield from inner(query, mode, top_k, num_stages, where)
         world.generation += 1
 
     cache._search = search_while_adding

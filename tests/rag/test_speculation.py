@@ -44,7 +44,7 @@ class Script:
     between: Callable[[int], None] = lambda stage: None
     chunks: list[ScoredChunk] = field(default_factory=list)
 
-    def search(self, query: str, mode: str, top_k: int, num_stages: int) -> Iterator[SearchResult]:
+    def search(self, query: str, mode: str, top_k: int, num_stages: int, where: str) -> Iterator[SearchResult]:
         lists = self.lists if num_stages > 1 else self.lists[-1:]
         for stage, places in enumerate(lists):
             yield SearchResult(tuple(self.chunks[place] for place in places), search_seconds=0.001)
@@ -186,7 +186,7 @@ def test_nothing_is_begun_beside_prompts_that_are_still_to_be_read(
         draft = busy.draft([one.chunk for one in found], QUESTION, None)
         return Attempt(draft, [Wanted(RequestId(f"busy-{num_waiting}-{num_prefilling}"), SamplingParams(max_tokens=4))])
 
-    found = speculator.find(lambda num: house.script.search("", "", 2, num), "hybrid", attempt_with)
+    found = speculator.find(lambda num: house.script.search("", "", 2, num, ""), "hybrid", attempt_with)
     assert found.report.outcome == outcome
     found.attempt.cancel(busy)
 

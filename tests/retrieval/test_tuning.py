@@ -17,6 +17,7 @@ from scipy.stats import binomtest
 from stillroom.config.settings import IndexConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import ConfigError
+from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.hnsw import HnswIndex
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.tuning import (
@@ -50,14 +51,21 @@ class FakeIndex:
     def effort_range(self) -> tuple[int, int]:
         return 1, 20
 
-    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
+    def search(
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+    ) -> Ranking:
         assert effort is not None
         self.now_s += effort * 1e-3
         self.num_searches += 1
         return [(ChunkId(at if at < effort else 100 + at), 1.0) for at in range(k)]
 
     def search_staged(
-        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        num_stages: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
     ) -> Iterator[Ranking]:
         yield self.search(query, k, effort)
 

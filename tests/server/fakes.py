@@ -27,6 +27,7 @@ from stillroom.errors import (
 )
 from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing, TokenScore
 from stillroom.rag.records import Records
+from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
 from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.retrieval.uploads import UploadResult, checked_name
@@ -145,6 +146,7 @@ class FakeRoom:
         self.texts = {"docs/keys.md": "Rotate keys with care.\nTwice a year."} if texts is None else texts
         self.uploads = FakeUploads(self)
         self.asked: list[tuple[str, AskOptions]] = []
+        self.filters: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
         self.fails_at = ""
@@ -208,7 +210,12 @@ class FakeRoom:
             del self.texts[info.document_id]
         return RemoveReport(len(found), len(found))
 
-    def search(self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:
+    def search(
+        self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None, where: str = ""
+    ) -> SearchResult:
+        self.filters.append(where)
+        if where:
+            parse_filter(where)
         if not query.strip():
             raise UsageError("the query is empty")
         chunks = [_chunk(name, text) for name, text in sorted(self.texts.items())]

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from stillroom.core.ids import parse_chunk_id
+from tests.server.fakes import FakeRoom
 
 
 def test_search_returns_results_and_timing(client: httpx.Client) -> None:
@@ -35,3 +36,20 @@ def test_search_without_a_mode_names_the_configured_one(client: httpx.Client) ->
 @pytest.mark.parametrize("request_body", [{}, {"query": " "}, {"query": "x", "top_k": 0}, {"query": "x", "k": 3}])
 def test_impossible_search_is_400(client: httpx.Client, request_body: dict[str, Any]) -> None:
     assert client.post("/v1/search", json=request_body).status_code == 400
+
+
+def test_a_search_takes_a_filter(client: httpx.Client, room: FakeRoom) -> None:
+    assert client.post("/v1/search", json={"query": "keys", "where": "year >= 2020"}).status_code == 200
+    assert room.filters == ["year >= 2020"]
+
+
+def test_a_chat_takes_a_filter(client: httpx.Client, room: FakeRoom) -> None:
+    messages = [{"role": "user", "content": "Keys?"}]
+    assert client.post("/v1/chat/completions", json={"messages": messages, "stillroom": {"where": "a=1"}}).is_success
+    assert room.asked[-1][1].where == "a=1"
+
+
+def test_a_bad_filter_is_400_and_says_where(client: httpx.Client) -> None:
+    response = client.post("/v1/search", json={"query": "keys", "where": "year >= )"})
+    assert response.status_code == 400
+    assert 'at character 9, before ")": a value is missing' in response.json()["error"]["message"]

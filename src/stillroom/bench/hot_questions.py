@@ -153,8 +153,8 @@ def _runner(  # noqa: PLR0913  what one arm is made of
     def run(repetition: int) -> Metrics:
         stream = asked(questions, traffic, 1000 * seed + repetition + 100)  # warm-up repetitions are negative
         cache = QueryCache(
-            search=lambda query, mode, top_k, num_stages: kb.search_staged(
-                query, mode=mode, top_k=top_k, num_stages=num_stages
+            search=lambda query, mode, top_k, num_stages, where: kb.search_staged(
+                query, mode=mode, top_k=top_k, num_stages=num_stages, where=where
             ),
             generation=lambda: kb.generation,
             embed=lambda query: kb.embed_question(query),

@@ -16,6 +16,7 @@ from stillroom.cli.bench_anywhere import (
     quality,
 )
 from stillroom.cli.bench_convergence import CONVERGENCE_HELP, convergence
+from stillroom.cli.bench_filters import FILTERS_HELP, filters
 from stillroom.cli.bench_reordering import REORDERING_HELP, reordering
 from stillroom.cli.bench_report import (
     CompareOption,
@@ -290,6 +291,7 @@ def runtime(  # noqa: PLR0913  one parameter per flag
 
 
 app.command("convergence", help=CONVERGENCE_HELP)(convergence)
+app.command("filters", help=FILTERS_HELP)(filters)
 pipeline.command("speculation", help=SPECULATION_HELP)(speculation)
 app.command("reuse", help=REUSE_HELP)(reuse)
 pipeline.command("reordering", help=REORDERING_HELP)(reordering)

@@ -82,6 +82,14 @@ SearchBudgetOption = Annotated[
         help="Time that 95 % of dense searches may take, such as 2ms; instead of --ann-recall.",
     ),
 ]
+WhereOption = Annotated[
+    str,
+    typer.Option(
+        "--where",
+        metavar="FILTER",
+        help="Only documents whose metadata say so, such as 'year >= 2020 and team = legal'; see docs/filters.md.",
+    ),
+]
 TopKOption = Annotated[
     int | None,
     typer.Option("--top-k", "-k", min=1, metavar="N", help="How many chunks; without it, as configured (5)."),

@@ -17,6 +17,7 @@ from stillroom.cli.options import (
     ModeOption,
     SearchBudgetOption,
     TopKOption,
+    WhereOption,
     help_text,
     index_goal,
 )
@@ -32,6 +33,8 @@ HELP = help_text(
     examples=(
         "stillroom search 'rotate keys' --kb ./kb",
         "stillroom search 'ERR_4711' --mode sparse -k 3",
+        "stillroom search 'notice period' --where 'year >= 2020 and team = legal'",
+        "stillroom search 'notice period' --where 'type in (pdf, docx) and not path ~ archive/'",
         "stillroom search 'rotate keys' --json | jq -r '.results[].document'",
         "stillroom search 'rotate keys' --ann-recall 0.99     # for a knowledge base with an approximate index",
     ),
@@ -43,6 +46,7 @@ def search(  # noqa: PLR0913  one parameter per flag
     kb: KbOption = DEFAULT_KB,
     mode: ModeOption = None,
     top_k: TopKOption = None,
+    where: WhereOption = "",
     ann_recall: AnnRecallOption = None,
     search_budget: SearchBudgetOption = None,
     config: ConfigOption = None,
@@ -53,7 +57,7 @@ def search(  # noqa: PLR0913  one parameter per flag
     )
     with room.open_room(kb, settings) as opened:
         started = time.perf_counter()
-        found = opened.search(query, mode=mode, top_k=top_k)
+        found = opened.search(query, mode=mode, top_k=top_k, where=where)
         total_seconds = time.perf_counter() - started
     if as_json:
         from stillroom.server.payloads import search_payload

@@ -15,6 +15,8 @@ class AskOptions:
 
     mode: SearchMode | None = None
     top_k: int | None = None
+    where: str = ""
+    """Only documents that this filter allows, such as `year >= 2020 and team = legal` (docs/filters.md)."""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

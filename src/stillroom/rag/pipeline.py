@@ -19,6 +19,7 @@ from stillroom.rag.backend import Backend, Draft
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.speculation import Attempt, Speculator, Wanted
 from stillroom.rag.stream import AnswerCollector, AnswerStream, AsyncAnswerStream, Started
+from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TraceLog
@@ -154,7 +155,9 @@ class Pipeline:
             return Attempt(draft, self._wanted(draft, options, arrival, num_samples))
 
         found = self._speculator.find(
-            lambda num_stages: self._search.search_staged(question, mode, top_k, num_stages), mode, attempt_with
+            lambda num_stages: self._search.search_staged(question, mode, top_k, num_stages, options.where),
+            mode,
+            attempt_with,
         )
         return self._prepared(
             question, found.attempt, options, arrival, found.ended_at, found.result.results, found.report
@@ -280,6 +283,8 @@ class Pipeline:
 
 def _check(options: AskOptions) -> None:
     """Before anything is searched or begun."""
+    if options.where.strip():
+        parse_filter(options.where)
     if not all(_stops(options)):
         raise UsageError("stop holds an empty text, which is everywhere; leave it out")
     if options.deadline_seconds is not None and not 0 < options.deadline_seconds < float("inf"):

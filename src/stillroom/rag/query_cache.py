@@ -33,9 +33,10 @@ class _Question:
     text: str
     mode: SearchMode
     top_k: int
+    where: str
 
     def as_bytes(self) -> bytes:
-        return f"{self.mode}\0{self.top_k}\0{self.text}".encode()
+        return f"{self.mode}\0{self.top_k}\0{self.where}\0{self.text}".encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class CacheStats:
     """Hot questions searched again in the background."""
 
 
-StagedSearch = Callable[[str, SearchMode, int, int], Iterator[SearchResult]]
-"""(question, mode, top_k, num_stages) -> at most so many results, of which the last is the answer."""
+StagedSearch = Callable[[str, SearchMode, int, int, str], Iterator[SearchResult]]
+"""(question, mode, top_k, num_stages, filter) -> at most so many results, of which the last is the answer."""
 
 
 class QueryCache:
@@ -93,17 +94,19 @@ class QueryCache:
     def stats(self) -> CacheStats:
         return CacheStats(self._num_hits, self._num_misses, self._num_refreshed)
 
-    def search(self, query: str, mode: SearchMode, top_k: int) -> SearchResult:
+    def search(self, query: str, mode: SearchMode, top_k: int, where: str = "") -> SearchResult:
         """The wrapped search's result, from the cache where that is allowed. Raises what the wrapped search raises."""
-        return list(self.search_staged(query, mode, top_k, 1))[-1]
+        return list(self.search_staged(query, mode, top_k, 1, where))[-1]
 
-    def search_staged(self, query: str, mode: SearchMode, top_k: int, num_stages: int) -> Iterator[SearchResult]:
+    def search_staged(
+        self, query: str, mode: SearchMode, top_k: int, num_stages: int, where: str = ""
+    ) -> Iterator[SearchResult]:
         """The wrapped search's results; only the last one where it is in the cache. It is kept if the search is not
         left before its end."""
         if self._config.max_tokens == 0:
-            yield from self._search(query, mode, top_k, num_stages)
+            yield from self._search(query, mode, top_k, num_stages, where)
             return
-        question = _Question(" ".join(query.split()), mode, top_k)
+        question = _Question(" ".join(query.split()), mode, top_k, where.strip())
         generation = self._generation()
         self._note(question, generation)
         vector = self._embed(query) if self._needs_vector(mode) else None
@@ -111,7 +114,7 @@ class QueryCache:
         if found is not None:
             yield SearchResult(found.results)  # it cost nothing this time
             return
-        for result in self._search(query, mode, top_k, num_stages):
+        for result in self._search(query, mode, top_k, num_stages, where):
             yield result
         self._keep(question, result, generation, vector)
 
@@ -142,7 +145,7 @@ class QueryCache:
         """The entry of the most similar question of the same kind, if it is similar enough."""
         best, best_similarity = None, self._config.similarity
         for other in self._entries:
-            if (other.mode, other.top_k) == (question.mode, question.top_k):
+            if (other.mode, other.top_k, other.where) == (question.mode, question.top_k, question.where):
                 entry = self._entries.peek(other)
                 if entry.generation == generation and entry.vector is not None:
                     similarity = float(entry.vector @ vector)
@@ -207,7 +210,7 @@ class QueryCache:
                 continue
             try:
                 vector = self._embed(question.text) if self._needs_vector(question.mode) else None
-                *_, result = self._search(question.text, question.mode, question.top_k, 1)
+                *_, result = self._search(question.text, question.mode, question.top_k, 1, question.where)
                 self._keep(question, result, generation, vector)
                 self._num_refreshed += 1
             except Exception:  # nobody waits for this; whoever asks will see the error

@@ -52,8 +52,8 @@ class Stillroom:
         self.metrics = metrics
         self._kb = kb
         self._search = QueryCache(
-            search=lambda query, mode, top_k, num_stages: kb.search_staged(
-                query, mode=mode, top_k=top_k, num_stages=num_stages
+            search=lambda query, mode, top_k, num_stages, where: kb.search_staged(
+                query, mode=mode, top_k=top_k, num_stages=num_stages, where=where
             ),
             generation=lambda: kb.generation,
             embed=lambda query: kb.embed_question(query),
@@ -186,13 +186,22 @@ class Stillroom:
 
     # Search
 
-    def search(self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:
+    def search(
+        self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None, where: str = ""
+    ) -> SearchResult:
         """The chunks that match best, best first. None takes the configuration's default.
 
         A question that was asked before is answered from the query cache, as long as no document has changed.
+
+        Args:
+            where: a filter such as `year >= 2020 and team = legal` (docs/filters.md); blank allows every document.
+
+        Raises:
+            UsageError: the query is blank, top_k less than 1, or the filter is none.
         """
         defaults = self.config.search
-        return self._search.search(query, mode or defaults.mode, defaults.top_k if top_k is None else top_k)
+        top_k = defaults.top_k if top_k is None else top_k
+        return self._search.search(query, mode or defaults.mode, top_k, where)
 
     def search_staged(
         self,
@@ -201,6 +210,7 @@ class Stillroom:
         mode: SearchMode | None = None,
         top_k: int | None = None,
         num_stages: int = NUM_STAGES,
+        where: str = "",
     ) -> Iterator[SearchResult]:
         """`search` in stages: provisional results as soon as there are any, and in the end what `search` gives.
 
@@ -215,7 +225,7 @@ class Stillroom:
         """
         defaults = self.config.search
         top_k = defaults.top_k if top_k is None else top_k
-        return self._search.search_staged(query, mode or defaults.mode, top_k, num_stages)
+        return self._search.search_staged(query, mode or defaults.mode, top_k, num_stages, where)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings [len(texts), dimension] by the knowledge base's embedder, each of length 1."""

@@ -20,12 +20,16 @@ import tantivy
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
+from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.index_file import write_atomically
 from stillroom.retrieval.ranking import Ranking, top_k
 from stillroom.retrieval.words import DOCUMENT_TOKENIZER, WordAnalyzer, searched_text
 
 _WRITER_BYTES = 64_000_000
 _STATE = "stillroom.json"
+
+_MOST_NAMED = 5000
+"""Chunks that a filter may leave for the query to name each; of more, a longer list is fetched and filtered."""
 
 _FORMAT = 2
 """Raise it when what is indexed of a chunk changes (`words.searched_text`, the analyzer): older indexes are rebuilt."""
@@ -151,13 +155,23 @@ class Bm25Index:
         searcher = self._view.searcher
         return int(searcher.doc_freq("body", word)) if searcher is not None else 0
 
-    def search(self, text: str, k: int) -> Ranking:
-        """The k chunks that match best, best first; only those that share a telling word with the text."""
+    def search(self, text: str, k: int, allowed: Allowed | None = None) -> Ranking:
+        """The k chunks that match best, best first; only those that share a telling word with the text.
+
+        Args:
+            allowed: the only chunks that may be found; None allows all. It changes no score.
+        """
         searcher = self._view.searcher
         query = self._query(text)
         if searcher is None or query is None:
             return []
-        return top_k(lambda n: _hits(searcher, query, n), k, int(searcher.num_docs))
+        num_docs = int(searcher.num_docs)
+        if allowed is None:
+            return top_k(lambda n: _hits(searcher, query, n), k, num_docs)
+        if len(allowed) <= _MOST_NAMED:
+            named = self._among(query, allowed.ids.tolist())
+            return top_k(lambda n: _hits(searcher, named, n), k, len(allowed)) if len(allowed) else []
+        return top_k(lambda n: _hits_among(searcher, query, n, allowed, num_docs), k, len(allowed))
 
     def scores(self, text: str, ids: Sequence[ChunkId]) -> dict[ChunkId, float]:
         """The BM25 score of each of these chunks, 0 where it shares no telling word with the text."""
@@ -165,11 +179,14 @@ class Bm25Index:
         searcher = self._view.searcher
         query = self._query(text)
         if searcher is not None and query is not None and ids:
-            chosen = tantivy.Query.term_set_query(self._schema, "chunk_id", [int(chunk_id) for chunk_id in ids])
-            unscored = tantivy.Query.const_score_query(chosen, 0.0)
-            both = tantivy.Query.boolean_query([(tantivy.Occur.Must, query), (tantivy.Occur.Must, unscored)])
-            found.update(_hits(searcher, both, len(ids)))
+            found.update(_hits(searcher, self._among(query, ids), len(ids)))
         return found
+
+    def _among(self, query: Any, ids: Sequence[int]) -> Any:
+        """The same query, of these chunks only."""
+        chosen = tantivy.Query.term_set_query(self._schema, "chunk_id", [int(chunk_id) for chunk_id in ids])
+        unscored = tantivy.Query.const_score_query(chosen, 0.0)
+        return tantivy.Query.boolean_query([(tantivy.Occur.Must, query), (tantivy.Occur.Must, unscored)])
 
     def _query(self, text: str) -> Any:
         """Any of the text's words; None where it has none."""
@@ -216,6 +233,17 @@ def _disk_error(message: str) -> int | None:
 _DISK_ERRORS = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE)
 )
+
+
+def _hits_among(searcher: Any, query: Any, n: int, allowed: Allowed, num_docs: int) -> Ranking:
+    """The n best of those allowed, from as deep a list as that takes."""
+    depth = min(num_docs, n * num_docs // len(allowed) * 5 // 4 + n)
+    while True:
+        hits = _hits(searcher, query, depth)
+        is_allowed = allowed.has([chunk_id for chunk_id, _ in hits])
+        if is_allowed.sum() >= n or len(hits) < depth or depth >= num_docs:
+            return [hit for hit, is_one in zip(hits, is_allowed.tolist(), strict=True) if is_one][:n]
+        depth = min(num_docs, depth * 4)
 
 
 def _open(folder: Path) -> Any:

@@ -27,6 +27,7 @@ from stillroom.errors import (
     StorageError,
 )
 from stillroom.retrieval import rows
+from stillroom.retrieval.filters.sql import Condition, register
 from stillroom.retrieval.rows import Changes, Source, SourceUpdate, StoredDocument
 
 _BATCH = 500
@@ -154,6 +155,18 @@ class Corpus:
             finally:
                 connection.execute("COMMIT")
         return Changes(now, tuple(ChunkId(row[0]) for row in removed), tuple(ChunkId(row[0]) for row in added))
+
+    def matching(self, condition: Condition) -> tuple[int, NDArray[np.int64]]:
+        """The generation, and the chunks of all documents of which a condition holds, ascending; of one moment. Nobody
+        who reads waits for it."""
+        with self._reporting(), contextlib.closing(self._connect()) as connection:
+            register(connection)
+            connection.execute("BEGIN")
+            generation = int(connection.execute("SELECT generation FROM state").fetchone()[0])
+            found = connection.execute(rows.SELECT_MATCHING.format(condition.sql), condition.parameters)
+            ids = np.fromiter((row[0] for row in found), dtype=np.int64)
+        ids.sort()
+        return generation, ids
 
     # Changing it
 

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
 from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.retrieval.ranking import Ranking, ranked, top_k
+from stillroom.retrieval.filters.allowed import Allowed, PerFilter
+from stillroom.retrieval.ranking import Ranking, best_of, ranked, top_k
 from stillroom.retrieval.staged import stages
-from stillroom.retrieval.vector_index import one_thread
+from stillroom.retrieval.vector_index import compared, one_thread
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
@@ -22,28 +23,48 @@ class FlatIndex:
     def __init__(self, dimension: int) -> None:
         self._dimension = dimension
         self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dimension))
+        self._rows: PerFilter[NDArray[np.int64]] = PerFilter()
 
     def __len__(self) -> int:
         return int(self._index.ntotal)
 
     def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        self._rows.clear()
         self._index.add_with_ids(np.ascontiguousarray(vectors, dtype=np.float32), ids)
 
     def remove(self, ids: Sequence[int]) -> None:
         if len(ids):
+            self._rows.clear()
             self._index.remove_ids(np.asarray(ids, dtype=np.int64))
 
-    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
-        return self._best(query, k, range(len(self)))
+    def search(
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+    ) -> Ranking:
+        return next(self.search_staged(query, k, 1, None, allowed))
 
     def search_staged(
-        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        num_stages: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
     ) -> Iterator[Ranking]:
         """See `VectorIndex`. A stage compares a run of the vectors."""
         found: Ranking = []
-        for rows in stages(len(self), num_stages):
-            found = ranked([*found, *self._best(query, k, rows)])[:k]
+        chosen = None if allowed is None else self.rows_of(allowed)
+        for rows in stages(len(self) if chosen is None else len(chosen), num_stages):
+            more = (
+                self._best(query, k, rows)
+                if chosen is None
+                else self._compared(query, k, chosen[rows.start : rows.stop])
+            )
+            found = ranked([*found, *more])[:k]
             yield found
+
+    def rows_of(self, allowed: Allowed) -> NDArray[np.int64]:
+        """Where those of the allowed chunks stand that are in the index, ascending."""
+        return self._rows.get(allowed, lambda: np.flatnonzero(allowed.has(self.ids())))
 
     def ids(self) -> NDArray[np.int64]:
         """Chunk ids [n] in the order of the vectors."""
@@ -74,6 +95,12 @@ class FlatIndex:
         if index.d != self._dimension:
             raise ValueError(f"the index has {index.d} dimensions, the embedder {self._dimension}")
         self._index = index
+        self._rows.clear()
+
+    def _compared(self, query: NDArray[np.float32], k: int, rows: NDArray[np.int64]) -> Ranking:
+        """The k best of the vectors in these rows, by the arithmetic of a search."""
+        scores = compared(self._index.index, query, rows)
+        return best_of(self.ids()[rows], scores, k)
 
     def _best(self, query: NDArray[np.float32], k: int, rows: range) -> Ranking:
         """The k best among the vectors in these rows."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.ops.cpu_graph_walk import HIDDEN, enter, rows_of, walk
-from stillroom.retrieval.vector_index import one_thread
+from stillroom.retrieval.vector_index import compared
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
@@ -44,11 +44,7 @@ class WalkableGraph:
 
     def scores(self, query: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Of these rows, computed as faiss does in a search."""
-        found = np.empty(len(rows), dtype=np.float32)
-        pointer = faiss.swig_ptr
-        with one_thread():
-            self._storage.compute_distance_subset(1, pointer(query), len(rows), pointer(found), pointer(rows))
-        return found
+        return compared(self._storage, query, rows)
 
 
 class GraphWalk:

@@ -5,6 +5,7 @@ built again. Same vectors in the same order, same settings and seed: same graph.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import faiss as _faiss
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
 from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.retrieval.ranking import Ranking, ranked_arrays, sorted_arrays
+from stillroom.retrieval.filters.allowed import Allowed, PerFilter
+from stillroom.retrieval.ranking import Ranking, best_of, ranked_arrays, sorted_arrays
 from stillroom.retrieval.staged import stages
+from stillroom.retrieval.vector_index import compared
 
 if TYPE_CHECKING:  # it imports the compiler, which a plain search can do without
     from stillroom.retrieval.graph_walk import WalkableGraph
@@ -25,6 +28,22 @@ _MAX_EF_SEARCH = 4096
 """Beyond it a search of all vectors is hardly slower."""
 
 faiss: Any = _faiss  # its type information lacks what is made at import
+
+
+COMPARED_PER_CANDIDATE = 10
+"""So many vectors are compared in the time that a walk takes for one candidate (docs/filters.md)."""
+
+
+@dataclass
+class _Chosen:
+    """The living chunks that a filter allows."""
+
+    rows: NDArray[np.int64]
+    """Ascending."""
+    bits: NDArray[np.uint8]
+    """What the selector points to."""
+    selector: Any
+    walkable: "WalkableGraph | None" = None
 
 
 class HnswIndex:
@@ -47,6 +66,7 @@ class HnswIndex:
         """Positions of the dead, sorted; None where not computed."""
         self._walkable: WalkableGraph | None = None
         """Likewise."""
+        self._chosen_by: PerFilter[_Chosen] = PerFilter()
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -54,7 +74,7 @@ class HnswIndex:
     def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         # the level draw is a function of the position, also after a reload
         self._graph.hnsw.rng = faiss.RandomGenerator(self._config.seed + len(self._ids))
-        self._dead = self._walkable = None
+        self._forget()
         self._positions.update(zip(ids.tolist(), range(len(self._ids), len(self._ids) + len(ids)), strict=True))
         self._ids = np.concatenate([self._ids, ids])
         rows = np.ascontiguousarray(vectors, dtype=np.float32)
@@ -63,41 +83,83 @@ class HnswIndex:
     def remove(self, ids: Sequence[int]) -> None:
         for chunk_id in ids:
             self._positions.pop(int(chunk_id), None)
-        self._dead = self._walkable = None
+        self._forget()
         if self._num_dead > _MAX_DEAD_SHARE * len(self._ids):
             self._rebuild()
 
-    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
+    def search(
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+    ) -> Ranking:
         """See `VectorIndex`. `effort` is `ef_search`; None takes the configured one."""
-        k = min(k, len(self))
-        if k == 0:
-            return []
+        if allowed is not None:
+            return self._search_allowed(query, k, effort, self._chosen(allowed))
         dead = self._dead_positions()
         # faiss keeps pointers only: the names keep the selectors alive
         selector = faiss.IDSelectorBatch(dead) if len(dead) else None
         alive = faiss.IDSelectorNot(selector) if selector is not None else None
-        parameters = faiss.SearchParametersHNSW(efSearch=max(effort or self._config.ef_search, k), sel=alive)
+        return self._walk(query, min(k, len(self)), max(effort or self._config.ef_search, k), alive)
+
+    def _walk(self, query: NDArray[np.float32], k: int, ef_search: int, selector: Any) -> Ranking:
+        """The k best that a search of faiss finds among those selected; None selects all."""
+        if k == 0:
+            return []
+        parameters = faiss.SearchParametersHNSW(efSearch=max(ef_search, k), sel=selector)
         scores, positions = self._graph.search(query.reshape(1, -1), k, params=parameters)
         num_found = k if positions[0, -1] >= 0 else int((positions[0] >= 0).sum())
         return sorted_arrays(self._ids[positions[0, :num_found]], scores[0, :num_found])
 
+    # Some chunks only
+
+    def _chosen(self, allowed: Allowed) -> "_Chosen":
+        return self._chosen_by.get(allowed, lambda: self._choose(allowed))
+
+    def _choose(self, allowed: Allowed) -> "_Chosen":
+        is_chosen = allowed.has(self._ids)
+        is_chosen[self._dead_positions()] = False
+        bits = np.packbits(is_chosen, bitorder="little")
+        return _Chosen(np.flatnonzero(is_chosen), bits, faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits)))
+
+    def _search_allowed(self, query: NDArray[np.float32], k: int, effort: int | None, chosen: "_Chosen") -> Ranking:
+        k = min(k, len(chosen.rows))
+        ef_search = self._ef_among(k, effort, chosen)
+        if ef_search is not None:
+            found = self._walk(query, k, ef_search, chosen.selector)
+            if len(found) == k:
+                return found
+        return best_of(self._ids[chosen.rows], compared(self._graph.storage, query, chosen.rows), k)
+
+    def _ef_among(self, k: int, effort: int | None, chosen: "_Chosen") -> int | None:
+        """Candidates of a walk that meets as many of the chosen as an unfiltered one meets of all; None where comparing
+        the chosen is cheaper."""
+        if k == 0:
+            return None
+        ef_search = -(-max(effort or self._config.ef_search, k) * len(self._ids) // len(chosen.rows))
+        return ef_search if ef_search * COMPARED_PER_CANDIDATE < len(chosen.rows) else None
+
     def search_staged(
-        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        num_stages: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
     ) -> Iterator[Ranking]:
         """See `VectorIndex`. A stage is a part of the walk through the graph (see `graph_walk`, also for when the last
         list may differ from that of `search`): it takes about as many steps as there are candidates."""
-        k = min(k, len(self))
-        if k == 0 or num_stages <= 1:
-            yield self.search(query, k, effort)
+        chosen = None if allowed is None else self._chosen(allowed)
+        k = min(k, len(self) if chosen is None else len(chosen.rows))
+        found_at = max(effort or self._config.ef_search, k) if chosen is None else self._ef_among(k, effort, chosen)
+        if k == 0 or num_stages <= 1 or found_at is None:
+            yield self.search(query, k, effort, allowed)
             return
         from stillroom.retrieval.graph_walk import GraphWalk
 
-        ef_search = max(effort or self._config.ef_search, k)
+        ef_search = found_at
         graph = self.walkable_graph()
-        walk = GraphWalk(graph, query, k, ef_search)
+        walk = GraphWalk(graph if chosen is None else self._walkable_among(chosen), query, k, ef_search)
         for stage in stages(ef_search, num_stages):
             if self._walkable is not graph:  # the index has changed after all, and the memory may be gone
-                yield self.search(query, k, effort)
+                yield self.search(query, k, effort, allowed)
                 return
             is_done = walk.go_on(len(stage) if stage.stop < ef_search else len(self._ids))
             rows, scores = walk.best()
@@ -112,6 +174,14 @@ class HnswIndex:
         if self._walkable is None:
             self._walkable = WalkableGraph(self._graph, self._dead_positions())
         return self._walkable
+
+    def _walkable_among(self, chosen: "_Chosen") -> "WalkableGraph":
+        from stillroom.retrieval.graph_walk import WalkableGraph
+
+        if chosen.walkable is None:
+            hidden = np.setdiff1d(np.arange(len(self._ids), dtype=np.int64), chosen.rows, assume_unique=True)
+            chosen.walkable = WalkableGraph(self._graph, hidden)
+        return chosen.walkable
 
     # Tuning (see `tuning.TunableIndex`)
 
@@ -152,9 +222,14 @@ class HnswIndex:
         if graph.d != self._dimension or graph.ntotal != len(arrays["ids"]):
             raise ValueError("the HNSW index does not fit the knowledge base")
         self._graph, self._ids = graph, arrays["ids"]
-        self._dead = self._walkable = None
+        self._forget()
         dead = set(arrays["dead"].tolist())
         self._positions = {int(chunk_id): at for at, chunk_id in enumerate(self._ids.tolist()) if at not in dead}
+
+    def _forget(self) -> None:
+        """What was made of a state that is no longer."""
+        self._dead = self._walkable = None
+        self._chosen_by.clear()
 
     @property
     def _num_dead(self) -> int:

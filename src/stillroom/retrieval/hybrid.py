@@ -14,6 +14,8 @@ from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.filtered_chunks import FilteredChunks
+from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.fusion import NUM_SMOOTHED, convex, minmax, rrf, smoothed
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
@@ -69,17 +71,28 @@ class HybridSearch:
         self._embedder = embedder
         self._config = config
         self._clock = clock
+        self._filters = FilteredChunks(corpus)
 
-    def search(self, query: str, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:
+    def search(
+        self, query: str, mode: SearchMode | None = None, top_k: int | None = None, where: str = ""
+    ) -> SearchResult:
         """The best chunks, best first. None takes the configuration's default.
 
+        Args:
+            where: a filter (see `filters.language`); blank allows every chunk.
+
         Raises:
-            UsageError: the query is blank, the mode unknown or top_k less than 1.
+            UsageError: the query is blank, the mode unknown, top_k less than 1, or the filter is none.
         """
-        return next(self.search_staged(query, mode, top_k, 1))
+        return next(self.search_staged(query, mode, top_k, 1, where))
 
     def search_staged(
-        self, query: str, mode: SearchMode | None = None, top_k: int | None = None, num_stages: int = NUM_STAGES
+        self,
+        query: str,
+        mode: SearchMode | None = None,
+        top_k: int | None = None,
+        num_stages: int = NUM_STAGES,
+        where: str = "",
     ) -> Iterator[SearchResult]:
         """`search` in stages (see `staged`): what the words find comes before the question is embedded, then each stage
         of the dense side is fused with it. Each result says what the search has cost so far. Raises as `search`, with
@@ -91,12 +104,14 @@ class HybridSearch:
         mode = mode or self._config.mode
         top_k = self._config.top_k if top_k is None else top_k
         _check(query, mode, top_k)
-        if self._corpus.num_chunks == 0:
+        began = self._clock.monotonic()
+        allowed = self._filters.allowed(where) if where.strip() else None
+        if self._corpus.num_chunks == 0 or (allowed is not None and not len(allowed)):
             yield SearchResult(())
             return
         question = _Question(query, self._embedder, self._clock)
-        lists = self._lists(question, mode, max(self._config.num_candidates, top_k), num_stages)
-        seconds = 0.0
+        lists = self._lists(question, mode, max(self._config.num_candidates, top_k), num_stages, allowed)
+        seconds = self._clock.monotonic() - began
         while True:
             began = self._clock.monotonic()
             found = next(lists, None)
@@ -116,15 +131,15 @@ class HybridSearch:
         return Candidates(dense, sparse, cosines, bm25, num_query_tokens, lambda ids: self._corpus.embeddings(ids)[1])
 
     def _lists(
-        self, question: _Question, mode: SearchMode, num_candidates: int, num_stages: int
+        self, question: _Question, mode: SearchMode, num_candidates: int, num_stages: int, allowed: Allowed | None
     ) -> Iterator[tuple[Ranking, _Sides]]:
         """The ranking after each stage, with the scores of both sides."""
-        sparse = self._indexes.search_sparse(question.text, num_candidates) if mode != "dense" else []
+        sparse = self._indexes.search_sparse(question.text, num_candidates, allowed) if mode != "dense" else []
         if mode == "sparse" or (sparse and num_stages > 1):
             yield sparse, {"sparse": dict(sparse)}
             num_stages -= 1
         if mode != "sparse":
-            for dense in self._indexes.search_dense_staged(question.vector, num_candidates, num_stages):
+            for dense in self._indexes.search_dense_staged(question.vector, num_candidates, num_stages, allowed):
                 yield (dense, {"dense": dict(dense)}) if mode == "dense" else self._fused(question, dense, sparse)
 
     def _fused(self, question: _Question, dense: Ranking, sparse: Ranking) -> tuple[Ranking, _Sides]:

@@ -21,6 +21,7 @@ from stillroom.retrieval.bm25 import Bm25Index
 from stillroom.retrieval.collection_store import CollectionStore
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.dense_store import DenseStore
+from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.hot_lists import Spawn
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.tiered_index import ListFigures, TieredIvfPqIndex
@@ -67,19 +68,22 @@ class Indexes:
         self._sparse: Bm25Index | None = None
         self._tuner = Tuner(folder / "tuning.json", config, corpus.corpus_id)
 
-    def search_dense(self, query: NDArray[np.float32], k: int) -> Ranking:
-        """The k chunks nearest to a query [d] of length 1; the score is the cosine.
+    def search_dense(self, query: NDArray[np.float32], k: int, allowed: Allowed | None = None) -> Ranking:
+        """The k chunks nearest to a query [d] of length 1; the score is the cosine. `allowed`: the only ones.
 
         Raises:
             ConfigError: the recall or the time that the configuration asks for cannot be had.
         """
-        return next(self.search_dense_staged(query, k, 1))
+        return next(self.search_dense_staged(query, k, 1, allowed))
 
-    def search_dense_staged(self, query: NDArray[np.float32], k: int, num_stages: int) -> Iterator[Ranking]:
+    def search_dense_staged(
+        self, query: NDArray[np.float32], k: int, num_stages: int, allowed: Allowed | None = None
+    ) -> Iterator[Ranking]:
         """`search_dense` in stages (see `staged`). Between two of them nobody waits for this search; where the index
         has changed there, the rest is one plain search. With lists on disk, who would have to wait gets the last list
-        only, from a search for all who wait (see `together`). Raises as `search_dense`, with the first list."""
-        if self._has_tiers and self._lock.locked():
+        only, from a search for all who wait without a filter (see `together`). Raises as `search_dense`, with the first
+        list."""
+        if self._has_tiers and allowed is None and self._lock.locked():
             ranking = self._together.search(query, k)
             if ranking is not None:
                 yield ranking
@@ -87,22 +91,22 @@ class Indexes:
         with self._lock:
             dense = self._dense.current()
             generation = self._dense.generation
-            lists = dense.search_staged(query, k, num_stages, self._effort(dense))
+            lists = dense.search_staged(query, k, num_stages, self._effort(dense), allowed)
         is_same = True
         while is_same:
             with self._lock:
                 is_same = self._dense.generation == generation
                 try:
-                    found = next(lists, None) if is_same else self._search_dense(query, k)
+                    found = next(lists, None) if is_same else self._search_dense(query, k, allowed)
                 except CorruptKnowledgeBaseError:
-                    is_same, found = False, self._search_rebuilt(query, k)
+                    is_same, found = False, self._search_rebuilt(query, k, allowed)
             if found is None:
                 return
             yield found
 
-    def search_sparse(self, text: str, k: int) -> Ranking:
-        """The k best chunks by BM25."""
-        return self._current_sparse().search(text, k)
+    def search_sparse(self, text: str, k: int, allowed: Allowed | None = None) -> Ranking:
+        """The k best chunks by BM25. `allowed`: the only ones."""
+        return self._current_sparse().search(text, k, allowed)
 
     def complete(
         self, query: NDArray[np.float32], text: str, dense: Ranking, sparse: Ranking
@@ -183,18 +187,18 @@ class Indexes:
 
     # Dense
 
-    def _search_dense(self, query: NDArray[np.float32], k: int) -> Ranking:
+    def _search_dense(self, query: NDArray[np.float32], k: int, allowed: Allowed | None = None) -> Ranking:
         try:
             dense = self._dense.current()
-            return dense.search(query, k, self._effort(dense))
+            return dense.search(query, k, self._effort(dense), allowed)
         except CorruptKnowledgeBaseError:
-            return self._search_rebuilt(query, k)
+            return self._search_rebuilt(query, k, allowed)
 
-    def _search_rebuilt(self, query: NDArray[np.float32], k: int) -> Ranking:
+    def _search_rebuilt(self, query: NDArray[np.float32], k: int, allowed: Allowed | None) -> Ranking:
         """After a damaged file: all of it from the corpus."""
         self._dense.discard()
         dense = self._dense.current()
-        return dense.search(query, k, self._effort(dense))
+        return dense.search(query, k, self._effort(dense), allowed)
 
     def _search_together(self, queries: Sequence[NDArray[np.float32]], k: int, on_found: OnFound) -> None:
         """Under the lock."""

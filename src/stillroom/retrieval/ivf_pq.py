@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
 from stillroom.ops.teams import in_a_thread_that_ends
+from stillroom.retrieval.filters.allowed import Allowed, PerFilter
+from stillroom.retrieval.filters.lists_among import ListsAmong
 from stillroom.retrieval.flat import FlatIndex
-from stillroom.retrieval.ranking import Ranking, first_arrays, ranked_arrays, with_ties
+from stillroom.retrieval.ranking import Ranking, first_arrays, ranked_arrays
 from stillroom.retrieval.staged import stages
+from stillroom.retrieval.tiered_ivf import entries_of, scan
 from stillroom.retrieval.vector_index import one_thread
 
 _POINTS_PER_CENTROID = 39
@@ -57,6 +60,7 @@ class IvfPqIndex:
         """Every vector, until training and, with `refine`, after it."""
         self._lists: Any = None
         """The IndexIVFPQ; None while untrained."""
+        self._among: PerFilter[ListsAmong] = PerFilter()
         self._num_trained = 0
         """Vectors there were when it was last trained."""
 
@@ -85,30 +89,46 @@ class IvfPqIndex:
     def remove(self, ids: Sequence[int]) -> None:
         if not len(ids):
             return
+        self._among.clear()
         self._exact.remove(ids)
         if self._lists is not None:
             self._lists.remove_ids(np.asarray(ids, dtype=np.int64))
 
-    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
+    def search(
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+    ) -> Ranking:
         """See `VectorIndex`. `effort` is `nprobe`; None takes the configured one."""
-        return next(self.search_staged(query, k, 1, effort))
+        return next(self.search_staged(query, k, 1, effort, allowed))
 
     def search_staged(
-        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        num_stages: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
     ) -> Iterator[Ranking]:
         """See `VectorIndex`. A stage looks at some of the probed lists, the nearest first, and scores the best so far
         again with their full vectors."""
         if self._lists is None:
-            yield from self._exact.search_staged(query, k, num_stages)
+            yield from self._exact.search_staged(query, k, num_stages, None, allowed)
             return
         num_fetched = max(k, k * self._config.refine)
         nprobe = min(effort or self._config.nprobe, self.nlist)
+        among = None if allowed is None else self._among.get(allowed, lambda: self._listed(allowed))
         with one_thread():
-            nearness, lists = self._lists.quantizer.search(query.reshape(1, -1), nprobe)
+            found_at = self._lists.quantizer.search(query.reshape(1, -1), nprobe if among is None else self.nlist)
+        nearness, lists = found_at[0][0], found_at[1][0]
+        if among is not None:
+            lists, nearness = among.probes(lists, nearness, nprobe, num_fetched)
+            if self._config.refine and among.is_better_compared(lists):
+                yield from self._exact.search_staged(query, k, num_stages, None, allowed)
+                return
         ids, scores = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-        for stage in stages(nprobe, num_stages):
+        for stage in stages(len(lists), num_stages):
             part = slice(stage.start, stage.stop)
-            more_ids, more_scores = self._best(query, num_fetched, lists[:, part], nearness[:, part])
+            selector = None if among is None else among.selector
+            more_ids, more_scores = scan(self._lists, query, num_fetched, lists[part], nearness[part], selector)
             ids, scores = first_arrays(np.append(ids, more_ids), np.append(scores, more_scores), num_fetched)
             yield self._ranking(query, k, ids, scores)
 
@@ -167,6 +187,7 @@ class IvfPqIndex:
             if lists.d != self._dimension or not has_vectors:
                 raise ValueError("the IVF-PQ index does not fit the knowledge base")
         self._lists, self._exact, self._num_trained = lists, exact, int(arrays["num_trained"])
+        self._among.clear()
 
     # Inside
 
@@ -176,29 +197,17 @@ class IvfPqIndex:
     def _num_to_train(self) -> int:
         return num_to_train(self._config, self._num_trained)
 
+    def _listed(self, allowed: Allowed) -> ListsAmong:
+        ids = [entries_of(self._lists.invlists, number)[0] for number in range(self.nlist)]
+        counts = np.array([allowed.has(own).sum() for own in ids], dtype=np.int64)
+        return ListsAmong(counts, np.array([len(own) for own in ids]), faiss.IDSelectorBatch(allowed.ids))
+
     def _put(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        self._among.clear()
         if self._lists is None or self._config.refine:
             self._exact.add(ids, vectors)
         if self._lists is not None:
             in_a_thread_that_ends(lambda: self._lists.add_with_ids(vectors, ids))
-
-    def _best(
-        self, query: NDArray[np.float32], num: int, lists: NDArray[np.int64], nearness: NDArray[np.float32]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Ids and approximate scores of the best `num`, and those that equal the last of them, in lists [1, l] whose
-        centres are as near as `nearness` [1, l]."""
-        lists, nearness = np.ascontiguousarray(lists), np.ascontiguousarray(nearness)
-        parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1])
-        pointer = faiss.swig_ptr
-
-        def fetch(n: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-            ids, scores = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.float32)
-            chosen, result = (pointer(lists), pointer(nearness)), (pointer(scores), pointer(ids))
-            with one_thread():
-                self._lists.search_preassigned_c(1, pointer(query), n, *chosen, *result, False, parameters)
-            return ids[ids >= 0], scores[ids >= 0]
-
-        return with_ties(fetch, num)
 
     def _ranking(
         self, query: NDArray[np.float32], k: int, ids: NDArray[np.int64], scores: NDArray[np.float32]

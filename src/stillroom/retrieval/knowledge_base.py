@@ -176,15 +176,19 @@ class KnowledgeBase:
 
     # Search
 
-    def search(self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None) -> SearchResult:
-        """The chunks that match best, best first; none where nothing was added. None takes the configured default.
+    def search(
+        self, query: str, *, mode: SearchMode | None = None, top_k: int | None = None, where: str = ""
+    ) -> SearchResult:
+        """The chunks that match best, best first, also of what another process has added since; none where nothing was
+        added. None takes the configured default.
 
-        What another process has added since is found too.
+        Args:
+            where: a filter such as `year >= 2020 and team = legal` (docs/filters.md); blank allows every document.
 
         Raises:
-            UsageError: the query is blank, the mode unknown or top_k less than 1.
+            UsageError: the query is blank, the mode unknown, top_k less than 1, or the filter is none.
         """
-        return next(self.search_staged(query, mode=mode, top_k=top_k, num_stages=1))
+        return next(self.search_staged(query, mode=mode, top_k=top_k, num_stages=1, where=where))
 
     def search_staged(
         self,
@@ -193,6 +197,7 @@ class KnowledgeBase:
         mode: SearchMode | None = None,
         top_k: int | None = None,
         num_stages: int = NUM_STAGES,
+        where: str = "",
     ) -> Iterator[SearchResult]:
         """`search` in stages: provisional results first, and in the end exactly what `search` gives, as long as the
         documents do not change. Whoever iterates may stop at any stage. Raises as `search`, with the first result.
@@ -209,7 +214,7 @@ class KnowledgeBase:
                     raise
         if (mode or self._config.search.mode) != "sparse":
             self._checked_embedder()
-        yield from self._search.search_staged(query, mode, top_k, num_stages)
+        yield from self._search.search_staged(query, mode, top_k, num_stages, where)
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
         """What dense and sparse search each find, with the scores of both for every candidate, not fused."""

@@ -79,15 +79,25 @@ class QdrantCollection:
         with self._reporting() as client:
             return int(client.count(self.name, exact=True).count) - 1
 
-    def nearest(self, query: NDArray[np.float32], num: int, ef: int, hidden: Sequence[int]) -> list[int]:
+    def nearest(
+        self,
+        query: NDArray[np.float32],
+        num: int,
+        ef: int,
+        hidden: Sequence[int],
+        wanted: Sequence[int] | None = None,
+    ) -> list[int]:
         """Ids of about the `num` nearest to a query [d], none of those that are hidden.
 
         Args:
             ef: candidates of the walk through the server's graph.
+            wanted: only these; None is all.
         """
         from qdrant_client import models
 
-        condition = models.HasIdCondition(has_id=list(hidden))
+        without = models.HasIdCondition(has_id=list(hidden)) if hidden else None
+        among = models.HasIdCondition(has_id=list(wanted)) if wanted is not None else None
+        conditions = models.Filter(must=among, must_not=without) if among or without else None
         # the embedded mode is always exact, and warns of parameters
         parameters = None if self._is_embedded else models.SearchParams(hnsw_ef=ef, exact=self._config.exact)
         with self._reporting() as client:
@@ -96,7 +106,7 @@ class QdrantCollection:
                 query=query.tolist(),
                 using=_VECTOR,
                 limit=num,
-                query_filter=models.Filter(must_not=[condition]) if hidden else None,
+                query_filter=conditions,
                 search_params=parameters,
                 with_payload=False,
             )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from stillroom.errors import KnowledgeBaseBusyError
 from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.qdrant_collection import QdrantCollection
 from stillroom.retrieval.ranking import Ranking, ranked, top_k
@@ -30,6 +31,10 @@ _BATCH = 256
 
 _STEP = 2048
 """Chunks after which the mark moves, give or take a commit: what an interruption costs."""
+
+MOST_COMPARED = 2000
+"""Chunks that a filter may leave for their vectors to be read from the corpus and all compared; of more, the server is
+told the ids, and walks its graph among them."""
 
 MOST_BEHIND = 10_000
 """Changes that a reader holds in memory. A writer is never farther ahead than one commit."""
@@ -86,22 +91,33 @@ class QdrantIndex:
             self._beside, self._hidden, self._shown = beside, changed, (at, changes.generation)
         return self._shown[1]
 
-    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
+    def search(
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+    ) -> Ranking:
         """See `VectorIndex`; after `follow`. `effort` is the server's `hnsw_ef`; None takes the configured one."""
         assert self._shown is not None
+        if allowed is not None and len(allowed) <= MOST_COMPARED:
+            return self._scored(allowed.ids.tolist(), query)[:k]
+        wanted = None if allowed is None else allowed.ids.tolist()
 
         def fetch(num: int) -> Ranking:
-            near = self._collection.nearest(query, num, max(effort or self._ef_search, num), self._hidden)
+            near = self._collection.nearest(query, num, max(effort or self._ef_search, num), self._hidden, wanted)
             return self._scored(near, query)
 
-        found = top_k(fetch, k, len(self)) if self._shown[0] is not None else []
-        return ranked([*found, *self._beside.search(query, k)])[:k]
+        total = len(self) if allowed is None else min(len(self), len(allowed))
+        found = top_k(fetch, k, total) if self._shown[0] is not None else []
+        return ranked([*found, *self._beside.search(query, k, None, allowed)])[:k]
 
     def search_staged(
-        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        num_stages: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
     ) -> Iterator[Ranking]:
         """See `VectorIndex`. There is one stage: a server answers once."""
-        yield self.search(query, k, effort)
+        yield self.search(query, k, effort, allowed)
 
     def _scored(self, chunk_ids: Sequence[int], query: NDArray[np.float32]) -> Ranking:
         ids, vectors = self._corpus.embeddings(chunk_ids)

@@ -34,6 +34,14 @@ def first_arrays(
     return ids[order], scores[order]
 
 
+def best_of(ids: NDArray[np.int64], scores: NDArray[np.float32], num: int) -> Ranking:
+    """The first `num` of ids [n] and scores [n] in any order; without sorting all of them."""
+    if 0 < num < len(scores):
+        is_near = scores >= np.partition(scores, len(scores) - num)[len(scores) - num]
+        ids, scores = ids[is_near], scores[is_near]
+    return ranked_arrays(ids, scores)[:num]
+
+
 def with_ties(
     fetch: Callable[[int], tuple[NDArray[np.int64], NDArray[np.float32]]], num: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -61,6 +61,8 @@ SELECT_KNOWN_AS = "SELECT path, title, metadata FROM documents WHERE document_id
 SELECT_SOURCES = "SELECT path, size, mtime_ns, content_hash, metadata FROM sources"
 UNREAD_SOURCE = "UPDATE sources SET size = -1, content_hash = '' WHERE path = ?"
 DELETE_EMPTY_SOURCE = "DELETE FROM sources WHERE path = ? AND NOT EXISTS (SELECT 1 FROM documents WHERE path = ?)"
+SELECT_MATCHING = """SELECT c.chunk_id FROM chunks c
+    WHERE c.document_id IN (SELECT d.document_id FROM documents d WHERE {})"""
 SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? AND generation <= ? ORDER BY generation, chunk_id"
 SELECT_REMOVED = "SELECT chunk_id FROM tombstones WHERE generation > ? AND generation <= ? ORDER BY chunk_id"
 SELECT_NTH_ADDED = "SELECT generation FROM vectors WHERE generation > ? ORDER BY generation LIMIT 1 OFFSET ?"

@@ -21,11 +21,12 @@ from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
 from stillroom.ops.teams import in_a_thread_that_ends
 from stillroom.retrieval.device_lists import DeviceLists, devices_named
+from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.hot_lists import Counts, DriftRules, HotLists, Spawn
 from stillroom.retrieval.ivf_pq import IvfPqIndex, num_to_train, trained_lists
 from stillroom.retrieval.list_file import ListFile, Origin, blocks, scratch_list_file, write_list_file
-from stillroom.retrieval.ranking import Ranking, ranked_arrays
+from stillroom.retrieval.ranking import Ranking, best_of, ranked_arrays
 from stillroom.retrieval.staged import stages
 from stillroom.retrieval.tiered_ivf import all_entries, emptied
 from stillroom.retrieval.tiered_rows import Rows, Snapshot
@@ -127,31 +128,46 @@ class TieredIvfPqIndex:
         elif len(ids):
             self._rows.remove(np.asarray(ids, dtype=np.int64))
 
-    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
+    def search(
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+    ) -> Ranking:
         """See `VectorIndex`. `effort` is `nprobe`; None takes the configured one.
 
         Raises:
             CorruptKnowledgeBaseError: what is asked for is damaged in the file.
         """
-        return next(self.search_staged(query, k, 1, effort))
+        return next(self.search_staged(query, k, 1, effort, allowed))
 
     def search_staged(
-        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        num_stages: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
     ) -> Iterator[Ranking]:
         """See `VectorIndex` and `IvfPqIndex.search_staged`. Raises as `search`, at any stage."""
         if self._young is not None:
-            yield from self._young.search_staged(query, k, num_stages, effort)
+            yield from self._young.search_staged(query, k, num_stages, effort, allowed)
             return
         rows = self._rows
         num_fetched = max(k, k * self._config.refine)
-        nearness, probed = rows.tiers.probe(query.reshape(1, -1), effort or self._config.nprobe)
-        if self._is_counting and self._hot.note(probed[0]):
+        nprobe = min(effort or self._config.nprobe, self.nlist)
+        among = None if allowed is None else rows.among(allowed)
+        near, lists = rows.tiers.probe(query.reshape(1, -1), nprobe if among is None else self.nlist)
+        probed, nearness = lists[0], near[0]
+        if among is not None:
+            probed, nearness = among.lists.probes(probed, nearness, nprobe, num_fetched)
+            if self._config.refine and among.lists.is_better_compared(probed):
+                yield best_of(rows.ids_of(among.rows), rows.vectors(among.rows) @ query, k)
+                return
+        if self._is_counting and self._hot.note(probed):
             self._on_window()
         found = ids = np.empty(0, dtype=np.int64)
         scores = np.empty(0, dtype=np.float32)
-        for stage in stages(probed.shape[1], num_stages):
+        for stage in stages(len(probed), num_stages):
             part = slice(stage.start, stage.stop)
-            more, more_scores = rows.best(query, num_fetched, probed[0, part], nearness[0, part])
+            more, more_scores = rows.best(query, num_fetched, probed[part], nearness[part], among)
             found, ids = np.append(found, more), np.append(ids, rows.ids_of(more))
             scores = np.append(scores, more_scores)
             order = np.lexsort((ids, -scores))[:num_fetched]

@@ -6,6 +6,7 @@ the file masks it, and a new file leaves it out.
 
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.ops.teams import in_a_thread_that_ends
+from stillroom.retrieval.filters.allowed import Allowed, PerFilter
+from stillroom.retrieval.filters.lists_among import ListsAmong
 from stillroom.retrieval.list_file import Entries, ListFile, Origin, Spill, blocks, write_list_file
 from stillroom.retrieval.partition import Lists, Nearness
 from stillroom.retrieval.tiered_ivf import Scored, TieredLists, all_entries, emptied, scan
@@ -23,6 +26,17 @@ faiss: Any = _faiss  # its type information lacks what is made at import
 
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Among:
+    """What a filter leaves of the rows."""
+
+    rows: Ids
+    """Ascending."""
+    bits: NDArray[np.uint8]
+    """What the selector of `lists` points to."""
+    lists: ListsAmong
 
 
 class Rows:
@@ -41,12 +55,16 @@ class Rows:
         self._recent_ids = np.empty(0, dtype=np.int64)
         self._is_recent_kept = np.empty(0, dtype=bool)
         self._spill: Spill | None = None
+        self._list_of: NDArray[np.int32] | None = None
+        """The list of each row of the file; None until a filter asks for it."""
+        self._among: PerFilter[Among] = PerFilter()
 
     def __len__(self) -> int:
         return self._num_kept + int(self._recent.ntotal)
 
     def add(self, ids: Ids, vectors: Vectors) -> None:
         """Add [n, d] under ids [n]."""
+        self._among.clear()
         start = len(self.file.ids) + len(self._recent_ids)
         rows = np.arange(start, start + len(ids), dtype=np.int64)
         in_a_thread_that_ends(lambda: self._recent.add_with_ids(vectors, rows))
@@ -58,6 +76,7 @@ class Rows:
 
     def remove(self, ids: Ids) -> None:
         """Remove what there is of these ids [n]."""
+        self._among.clear()
         gone = np.isin(self.file.ids, ids) & self._is_kept
         if gone.any():
             self._is_kept &= ~gone
@@ -69,15 +88,43 @@ class Rows:
             self._is_recent_kept &= ~gone
             self._recent.remove_ids(np.flatnonzero(gone) + len(self.file.ids))
 
-    def best(self, query: Vectors, num: int, probed: Lists, nearness: Nearness) -> Scored:
-        """Rows and approximate scores of the best `num` for a query [d], and those that equal the last of them, in
-        lists [p] whose centres are as near as `nearness` [p].
+    def among(self, allowed: Allowed) -> "Among":
+        """What a filter leaves. The first time it reads every list.
 
         Raises:
             CorruptKnowledgeBaseError: a list is damaged in the file.
         """
-        found = self.tiers.scan(query, num, probed, nearness, self._selector and self._selector[0])
-        return self._with_recent(found, query, num, probed, nearness)
+        return self._among.get(allowed, lambda: self._left_by(allowed))
+
+    def _left_by(self, allowed: Allowed) -> "Among":
+        alive = self.alive()
+        rows = alive[allowed.has(self.ids_of(alive))]
+        is_left = np.zeros(len(self.file.ids) + len(self._recent_ids), dtype=bool)
+        is_left[rows] = True
+        bits = np.packbits(is_left, bitorder="little")
+        if self._list_of is None:
+            self._list_of = np.zeros(len(self.file.ids), dtype=np.int32)
+            for number in range(len(self.file.sizes)):
+                self._list_of[self.file.entries(number)[0]] = number
+        num_lists = len(self.file.sizes)
+        old = rows[rows < len(self.file.ids)]
+        counts, sizes = np.bincount(self._list_of[old], minlength=num_lists), np.array(self.file.sizes)
+        for number, (recent, _) in enumerate(self.recent_entries() if self._recent.ntotal else ()):
+            counts[number] += is_left[recent].sum()
+            sizes[number] += len(recent)
+        selector = faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits))
+        return Among(rows, bits, ListsAmong(counts, sizes, selector))
+
+    def best(self, query: Vectors, num: int, probed: Lists, nearness: Nearness, among: "Among | None" = None) -> Scored:
+        """Rows and approximate scores of the best `num` for a query [d], and those that equal the last of them, in
+        lists [p] whose centres are as near as `nearness` [p]. `among`: the only ones; None takes all.
+
+        Raises:
+            CorruptKnowledgeBaseError: a list is damaged in the file.
+        """
+        chosen = self._selector and self._selector[0] if among is None else among.lists.selector
+        found = self.tiers.scan(query, num, probed, nearness, chosen)
+        return self._with_recent(found, query, num, probed, nearness, among)
 
     def best_of_batch(
         self, queries: Vectors, num: int, probed: Lists, nearness: Nearness
@@ -106,10 +153,18 @@ class Rows:
         finally:
             wait(running)  # they look at what the next change may replace
 
-    def _with_recent(self, found: Scored, query: Vectors, num: int, probed: Lists, nearness: Nearness) -> Scored:
+    def _with_recent(
+        self,
+        found: Scored,
+        query: Vectors,
+        num: int,
+        probed: Lists,
+        nearness: Nearness,
+        among: "Among | None" = None,
+    ) -> Scored:
         if not self._recent.ntotal:
             return found
-        rows, scores = scan(self._recent, query, num, probed, nearness)
+        rows, scores = scan(self._recent, query, num, probed, nearness, among and among.lists.selector)
         return np.append(found[0], rows), np.append(found[1], scores)
 
     def ids_of(self, rows: Ids) -> Ids:

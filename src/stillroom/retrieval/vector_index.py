@@ -8,6 +8,7 @@ import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.ranking import Ranking
 
 faiss: Any = _faiss  # its type information lacks what is made at import
@@ -28,6 +29,17 @@ def one_thread() -> Iterator[None]:
         faiss.omp_set_num_threads(num_threads)
 
 
+def compared(storage: Any, query: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Scores [r] of a query [d] and rows [r] of an index of whole vectors, computed as a search of faiss does."""
+    scores, query = np.empty(len(rows), dtype=np.float32), np.ascontiguousarray(query, dtype=np.float32)
+    if len(rows):
+        vectors, pointer = faiss.downcast_index(storage), faiss.swig_ptr
+        rows = np.ascontiguousarray(rows)
+        with one_thread():
+            vectors.compute_distance_subset(1, pointer(query), len(rows), pointer(scores), pointer(rows))
+    return scores
+
+
 class VectorIndex(Protocol):
     """Vectors of length 1 by chunk id; the score is the inner product, so the cosine. Not thread-safe."""
 
@@ -43,17 +55,26 @@ class VectorIndex(Protocol):
         """Remove what there is of these ids."""
         ...
 
-    def search(self, query: NDArray[np.float32], k: int, effort: int | None = None) -> Ranking:
+    def search(
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+    ) -> Ranking:
         """The k best for a query [d], best first; fewer where the index holds fewer.
 
         Args:
             effort: how hard an approximate index looks (`ef_search`, `nprobe`); None as configured. Exact ones ignore
                 it.
+            allowed: the only chunks that may be found; None allows all. Those of an approximate index that are few are
+                all compared, and for others it looks as much harder as they are fewer.
         """
         ...
 
     def search_staged(
-        self, query: NDArray[np.float32], k: int, num_stages: int, effort: int | None = None
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        num_stages: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
     ) -> Iterator[Ranking]:
         """The same search in stages: the k best of what has been looked at after each. The last is what `search` gives
         (of `hnsw` with two exceptions, see `graph_walk`).

@@ -122,7 +122,9 @@ class _Api:
         if not body.query.strip():
             raise UsageError("the query is empty")
         started = time.perf_counter()
-        found = await asyncio.to_thread(self._room.search, body.query, mode=body.mode, top_k=body.top_k)
+        found = await asyncio.to_thread(
+            self._room.search, body.query, mode=body.mode, top_k=body.top_k, where=body.where
+        )
         mode = body.mode or self._room.config.search.mode
         return search_payload(body.query, mode, found, time.perf_counter() - started)
 

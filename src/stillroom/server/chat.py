@@ -49,6 +49,7 @@ def ask_options(body: ChatCompletionRequest) -> AskOptions:
     return replace(
         generation_options(body),
         mode=extension.mode,
+        where=extension.where,
         top_k=extension.top_k,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from stillroom.config.settings import SearchMode
+from stillroom.retrieval.filters.language import MAX_CHARS
 
 MAX_EMBEDDING_INPUTS = 2048
 """Most texts in one request for embeddings; OpenAI's own limit."""
@@ -100,6 +101,8 @@ class SearchOptions(Body):
 
     top_k: TopK | None = None
     mode: SearchMode | None = None
+    where: Annotated[str, Field(max_length=MAX_CHARS)] = ""
+    """A filter (docs/filters.md); blank allows every document."""
 
 
 class JsonSchema(Body):

@@ -1,0 +1,219 @@
+"""The filter language: `year >= 2020 and team = legal`. Text to a tree, or an error that points at the place.
+
+    filter = both { "or" both }
+    both   = unary { "and" unary }
+    unary  = "not" unary | "(" filter ")" | test
+    test   = field op value | field [ "not" ] "in" "(" value { "," value } ")"
+    op     = "=" | "!=" | "<" | "<=" | ">" | ">=" | "~"
+    field  = word | "`" any name "`"
+    value  = word | '"' text '"' | "'" text "'"
+
+A word is anything without spaces, quotes and the signs above; within quotes a backslash takes the next character as it
+is. What a test means is in `values` and docs/filters.md. Filters are bounded in length and depth.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from stillroom.errors import FilterError
+
+MAX_CHARS = 10_000
+_MAX_DEPTH = 50
+_MAX_VALUES = 1000
+
+Operator = Literal["=", "!=", "<", "<=", ">", ">=", "~"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a field is compared with."""
+
+    text: str
+    is_quoted: bool = False
+    """Then it is a text (or a date), whatever it looks like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One field against a value; against several, of which one has to be equal."""
+
+    field: str
+    operator: Operator
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    inner: "Filter"
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """Both: every one holds."""
+
+    parts: tuple["Filter", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """One at least holds."""
+
+    parts: tuple["Filter", ...]
+
+
+Filter = Comparison | Not | AllOf | AnyOf
+
+_TOKEN = re.compile(
+    r"""(?P<space>\s+)
+    |(?P<sign><=|>=|!=|==|[=<>~(),])
+    |(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+    |(?P<name>`[^`]+`)
+    |(?P<word>[^\s()=!<>~,"'`]+)""",
+    re.VERBOSE | re.DOTALL,
+)
+_KEYWORDS = frozenset({"and", "or", "not", "in"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: Literal["sign", "text", "name", "word", "keyword", "end"]
+    text: str
+    at: int
+
+
+@lru_cache(maxsize=256)
+def parse_filter(text: str) -> Filter:
+    """The tree of a filter.
+
+    Raises:
+        FilterError: it is none; the message says where and what is missing.
+    """
+    if len(text) > MAX_CHARS:
+        raise FilterError(f"the filter has {len(text):,} characters; {MAX_CHARS:,} is the most")
+    return _Parser(text).parse()
+
+
+class _Parser:
+    """Recursive descent over the tokens of one text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens = self._cut()
+        self._at = 0
+        self._depth = 0
+        self._num_values = 0
+
+    def parse(self) -> Filter:
+        found = self._any()
+        if self._now.kind != "end":
+            raise self._wrong('"and" or "or" is missing')
+        return found
+
+    def _any(self) -> Filter:
+        parts = [self._all()]
+        while self._take("keyword", "or"):
+            parts.append(self._all())
+        return parts[0] if len(parts) == 1 else AnyOf(tuple(parts))
+
+    def _all(self) -> Filter:
+        parts = [self._unary()]
+        while self._take("keyword", "and"):
+            parts.append(self._unary())
+        return parts[0] if len(parts) == 1 else AllOf(tuple(parts))
+
+    def _unary(self) -> Filter:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise self._wrong(f"it is nested more than {_MAX_DEPTH} times")
+        try:
+            if self._take("keyword", "not"):
+                return Not(self._unary())
+            if self._take("sign", "("):
+                inner = self._any()
+                self._need("sign", ")", '")" is missing')
+                return inner
+            return self._test()
+        finally:
+            self._depth -= 1
+
+    def _test(self) -> Filter:
+        field = self._field()
+        if self._take("keyword", "not"):
+            self._need("keyword", "in", '"in" is missing after "not"')
+            return Not(self._members(field))
+        if self._take("keyword", "in"):
+            return self._members(field)
+        token = self._now
+        if token.kind != "sign" or token.text in "(),":
+            raise self._wrong("a comparison (= != < <= > >= ~ in) is missing")
+        self._at += 1
+        operator: Operator = "=" if token.text == "==" else token.text  # type: ignore[assignment]
+        return Comparison(field, operator, (self._value(),))
+
+    def _members(self, field: str) -> Comparison:
+        self._need("sign", "(", '"(" is missing after "in"')
+        values = [self._value()]
+        while self._take("sign", ","):
+            values.append(self._value())
+        self._need("sign", ")", '"," or ")" is missing')
+        return Comparison(field, "=", tuple(values))
+
+    def _field(self) -> str:
+        token = self._now
+        if token.kind not in ("word", "name"):
+            raise self._wrong("a field is missing")
+        self._at += 1
+        return " ".join(token.text.strip("`").split())
+
+    def _value(self) -> Value:
+        token = self._now
+        self._num_values += 1
+        if self._num_values > _MAX_VALUES:
+            raise self._wrong(f"it has more than {_MAX_VALUES:,} values")
+        if token.kind == "text":
+            self._at += 1
+            return Value(re.sub(r"\\(.)", r"\1", token.text[1:-1], flags=re.DOTALL), True)
+        if token.kind != "word":
+            raise self._wrong("a value is missing")
+        self._at += 1
+        return Value(token.text)
+
+    # Tokens
+
+    @property
+    def _now(self) -> _Token:
+        return self._tokens[self._at]
+
+    def _take(self, kind: str, text: str) -> bool:
+        is_there = (self._now.kind, self._now.text) == (kind, text)
+        self._at += is_there
+        return is_there
+
+    def _need(self, kind: str, text: str, complaint: str) -> None:
+        if not self._take(kind, text):
+            raise self._wrong(complaint)
+
+    def _cut(self) -> list[_Token]:
+        found: list[_Token] = []
+        at = 0
+        while at < len(self._text):
+            match = _TOKEN.match(self._text, at)
+            if match is None:
+                is_open = self._text[at] in "\"'`"
+                raise self._error("this quotation mark is never closed" if is_open else "this sign means nothing", at)
+            if match.lastgroup == "word" and match.group().lower() in _KEYWORDS:
+                found.append(_Token("keyword", match.group().lower(), at))
+            elif match.lastgroup != "space":
+                found.append(_Token(match.lastgroup, match.group(), at))  # type: ignore[arg-type]
+            at = match.end()
+        return [*found, _Token("end", "", len(self._text))]
+
+    def _wrong(self, complaint: str) -> FilterError:
+        return self._error(complaint, self._now.at)
+
+    def _error(self, complaint: str, at: int) -> FilterError:
+        rest = self._text[at : at + 20]
+        place = f'at character {at + 1}, before "{rest}"' if rest else "at its end"
+        return FilterError(f"the filter cannot be read {place}: {complaint}; an example: year >= 2020 and team = legal")

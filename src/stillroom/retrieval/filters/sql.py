@@ -1,0 +1,126 @@
+"""A filter as a condition of SQLite on a row `d` of `documents`. Whatever a filter says travels as a parameter.
+
+A test holds if it holds for the field's value or, of a list, for one of them; so `!=` is that none is equal, and a
+missing field is not equal to anything. What a document says itself goes before a built-in field of the same name.
+"""
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stillroom.retrieval.filters.language import AllOf, AnyOf, Comparison, Filter, Not, Value
+from stillroom.retrieval.filters.values import Span, contains, instant_in, number_in, number_of, span_of, truth_of
+
+BUILT_IN = {
+    "path": "SELECT 'text' AS type, d.path AS atom",
+    "title": "SELECT 'text' AS type, d.title AS atom",
+    "type": "SELECT 'text' AS type, stillroom_type(d.path) AS atom",
+    "added": "SELECT 'instant' AS type, CAST(d.added_at * 1000000 AS INTEGER) AS atom",
+}
+"""Fields that every document has, as rows of type and value."""
+
+_VALUES = "SELECT type, atom FROM json_tree(d.metadata, ?) WHERE type NOT IN ('array', 'object')"
+_NUMBER = "CASE WHEN type IN ('integer', 'real') THEN atom WHEN type = 'text' THEN stillroom_number(atom) END"
+_INSTANT = "CASE type WHEN 'instant' THEN atom WHEN 'text' THEN stillroom_instant(atom) END"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """An expression of SQL, and its parameters in their order."""
+
+    sql: str
+    parameters: tuple[object, ...] = ()
+
+
+def register(connection: sqlite3.Connection) -> None:
+    """The functions that conditions call."""
+    connection.create_function("stillroom_type", 1, _type, deterministic=True)
+    connection.create_function("stillroom_number", 1, number_in, deterministic=True)
+    connection.create_function("stillroom_instant", 1, instant_in, deterministic=True)
+    connection.create_function("stillroom_contains", 2, _contains, deterministic=True)
+
+
+def condition_of(where: Filter) -> Condition:
+    """The condition that a filter is."""
+    match where:
+        case Comparison():
+            return _test(where)
+        case Not(inner):
+            found = condition_of(inner)
+            return Condition(f"NOT {found.sql}", found.parameters)
+        case AllOf(parts) | AnyOf(parts):
+            conditions = [condition_of(part) for part in parts]
+            return _joined("AND" if isinstance(where, AllOf) else "OR", conditions)
+
+
+def _test(test: Comparison) -> Condition:
+    if test.operator == "!=":
+        equal = _test(Comparison(test.field, "=", test.values))
+        return Condition(f"NOT {equal.sql}", equal.parameters)
+    if '"' in test.field or "\\" in test.field:  # no document has such a field, and a path cannot say it
+        return Condition("0")
+    holds = _joined("OR", [_holds(test.operator, value) for value in test.values])
+    path = f'$."{test.field}"'
+    own = Condition(f"EXISTS (SELECT 1 FROM ({_VALUES}) WHERE {holds.sql})", (path, *holds.parameters))
+    if test.field not in BUILT_IN:
+        return own
+    ours = f"EXISTS (SELECT 1 FROM ({BUILT_IN[test.field]}) WHERE {holds.sql})"
+    return Condition(
+        f"CASE WHEN json_type(d.metadata, ?) IS NULL THEN {ours} ELSE {own.sql} END",
+        (path, *holds.parameters, *own.parameters),
+    )
+
+
+def _joined(operator: str, conditions: Sequence[Condition]) -> Condition:
+    """As a balanced tree: SQLite refuses deep ones."""
+    if len(conditions) == 1:
+        return conditions[0]
+    middle = len(conditions) // 2
+    left, right = _joined(operator, conditions[:middle]), _joined(operator, conditions[middle:])
+    return Condition(f"({left.sql} {operator} {right.sql})", left.parameters + right.parameters)
+
+
+def _holds(operator: str, value: Value) -> Condition:
+    """Of one value of a field, given as columns `type` and `atom`."""
+    if operator == "~":
+        return Condition("(type IN ('text', 'integer', 'real') AND stillroom_contains(atom, ?))", (value.text,))
+    span, number = span_of(value), number_of(value)
+    cases: list[Condition] = []
+    if number is not None:
+        cases.append(Condition(f"{_NUMBER} {operator} ?", (number,)))
+    if span is not None:
+        cases.append(_in_time(operator, span))
+    if operator == "=":
+        cases += _same(value)
+    elif not cases:
+        cases.append(Condition(f"(type = 'text' AND atom {operator} ?)", (value.text,)))
+    return _joined("OR", cases)  # where it is NULL, the row is not there, and EXISTS says no
+
+
+def _same(value: Value) -> list[Condition]:
+    found = [Condition("(type = 'text' AND atom = ?)", (value.text,))]
+    truth = truth_of(value)
+    if truth is not None:
+        found.append(Condition("type = ?", ("true" if truth else "false",)))
+    return found
+
+
+def _in_time(operator: str, span: Span) -> Condition:
+    match operator:
+        case "=":
+            return Condition(f"({_INSTANT} >= ? AND {_INSTANT} < ?)", (span.start, span.end))
+        case "<" | ">=":
+            return Condition(f"{_INSTANT} {operator} ?", (span.start,))
+        case "<=":
+            return Condition(f"{_INSTANT} < ?", (span.end,))
+        case _:
+            return Condition(f"{_INSTANT} >= ?", (span.end,))
+
+
+def _type(path: str) -> str:
+    return os.path.splitext(path)[1][1:].lower()
+
+
+def _contains(text: object, part: str) -> bool:
+    return contains(str(text), part)

@@ -1,0 +1,281 @@
+"""Filters: what is one, where one is wrong, and what it means, against an evaluator in Python."""
+
+import dataclasses
+import datetime
+import re
+import sqlite3
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stillroom.core.metadata import Metadata, clean_metadata
+from stillroom.errors import FilterError, UsageError
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.filtered_chunks import FilteredChunks
+from stillroom.retrieval.filters.language import AllOf, AnyOf, Comparison, Filter, Not, Value, parse_filter
+from stillroom.retrieval.filters.sql import condition_of
+from tests.retrieval.test_corpus import stored
+
+
+def test_the_tree_of_a_filter() -> None:
+    team, year = Comparison("team", "=", (Value("legal"),)), Comparison("year", ">=", (Value("2020"),))
+    assert parse_filter("team=legal and year>=2020") == AllOf((team, year))
+    assert parse_filter("not team == legal OR (year >= 2020 AND team=legal)") == AnyOf((Not(team), AllOf((year, team))))
+    assert parse_filter("team=legal or team=legal and year>=2020") == AnyOf((team, AllOf((team, year))))
+    assert parse_filter(r"""`my  field` ~ "say \"hi\" \\ and go" """) == Comparison(
+        "my field", "~", (Value('say "hi" \\ and go', True),)
+    )
+    assert parse_filter("tag not in (a, 'b c')") == Not(Comparison("tag", "=", (Value("a"), Value("b c", True))))
+    assert parse_filter("article:published_time<2021-03-04T10:00:00+02:00").operator == "<"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "complaint"),
+    [
+        ("", "at its end", "a field is missing"),
+        ("year >= ", "at its end", "a value is missing"),
+        ("year >= )", 'at character 9, before ")"', "a value is missing"),
+        ("year 2020", 'at character 6, before "2020"', "a comparison"),
+        ("(a=1 and b=2", "at its end", '")" is missing'),
+        ("a=1 b=2", 'at character 5, before "b=2"', '"and" or "or" is missing'),
+        ("a=1)", 'at character 4, before ")"', '"and" or "or" is missing'),
+        ("a = 'open", 'at character 5, before "\'open"', "never closed"),
+        ("a in 1", 'at character 6, before "1"', '"(" is missing after "in"'),
+        ("a in (1 2)", 'at character 9, before "2)"', '"," or ")" is missing'),
+        ("a not = 1", 'at character 7, before "= 1"', '"in" is missing'),
+        ("and = 1", 'at character 1, before "and = 1"', "a field is missing"),
+        ("'a' = 1", "at character 1", "a field is missing"),
+        ("a ! b", 'at character 3, before "! b"', "means nothing"),
+        ("(" * 60 + "a=1" + ")" * 60, "at character 51", "nested more than 50"),
+        ("a in (" + "1," * 1001 + "1)", "at character", "more than 1,000 values"),
+    ],
+)
+def test_what_is_no_filter_is_refused_at_its_place(text: str, place: str, complaint: str) -> None:
+    with pytest.raises(FilterError) as raised:
+        parse_filter(text)
+    assert place in str(raised.value) and complaint in str(raised.value)
+    assert isinstance(raised.value, UsageError)
+
+
+def test_a_filter_has_a_greatest_length() -> None:
+    with pytest.raises(FilterError, match="characters"):
+        parse_filter("a=1 and " * 2000 + "a=1")
+
+
+@given(st.text(st.sampled_from("ab1 =<>!~()\"'`\\,.-:") | st.characters(codec="utf-8"), max_size=40))
+def test_any_text_is_a_filter_or_refused(text: str) -> None:
+    try:
+        where = parse_filter(text)
+    except FilterError:
+        return
+    database = sqlite3.connect(":memory:")
+    condition = condition_of(where)
+    assert condition.sql.count("?") == len(condition.parameters)
+    assert not re.search(r"[^ -~]", condition.sql), "nothing of the filter is in the statement"
+    database.close()
+
+
+# Meaning, said a second time and more plainly
+
+FIELDS = ("year", "team", "signed", "odd name", "title", "type", "added")
+LITERALS = (
+    *("2020", "2021", "2021.5", "-3", "007", "legal", "Legal", "leg", "true", "2021-03", "2021-03-04", "1969", ""),
+    *("2021-03-04T10:00", "2021-03-04T10:00:00Z", "2021-03-04T12:00:00+02:00", "2021-02-30", "9999-12", "md", "T"),
+)
+VALUES = st.one_of(
+    st.sampled_from(LITERALS), st.sampled_from([2020, 2021, 2021.5, -3, 0, 1, True, False]), st.text(max_size=3)
+)
+METADATA = st.dictionaries(st.sampled_from(FIELDS), VALUES | st.lists(VALUES, max_size=3), max_size=4)
+TESTS = st.builds(
+    lambda field, operator, text, is_quoted: Comparison(field, operator, (Value(text, is_quoted),)),
+    st.sampled_from(FIELDS),
+    st.sampled_from(["=", "!=", "<", "<=", ">", ">=", "~"]),
+    st.sampled_from(LITERALS) | st.text(max_size=3),
+    st.booleans(),
+) | st.builds(
+    lambda field, texts: Comparison(field, "=", tuple(map(Value, texts))),
+    st.sampled_from(FIELDS),
+    st.lists(st.sampled_from(LITERALS), min_size=1, max_size=3),
+)
+FILTERS: st.SearchStrategy[Filter] = st.recursive(
+    TESTS,
+    lambda inner: (
+        st.builds(Not, inner)
+        | st.lists(inner, min_size=2, max_size=3).map(lambda parts: AllOf(tuple(parts)))
+        | st.lists(inner, min_size=2, max_size=3).map(lambda parts: AnyOf(tuple(parts)))
+    ),
+    max_leaves=6,
+)
+INJECTION = "O'Brien; DROP TABLE chunks"
+ADDED = datetime.datetime(2021, 3, 4, 10, 0, 0, tzinfo=datetime.UTC)
+
+
+def holds(where: Filter, document: Mapping[str, object]) -> bool:
+    match where:
+        case Not(inner):
+            return not holds(inner, document)
+        case AllOf(parts):
+            return all(holds(part, document) for part in parts)
+        case AnyOf(parts):
+            return any(holds(part, document) for part in parts)
+    found = document.get(where.field)
+    values = found if isinstance(found, tuple) else () if found is None else (found,)
+    if where.operator == "!=":
+        return not any(compares("=", value, where.values[0]) for value in values)
+    return any(compares(where.operator, value, literal) for value in values for literal in where.values)
+
+
+def compares(operator: str, value: object, literal: Value) -> bool:
+    if operator == "~":
+        return isinstance(value, (str, int, float)) and not isinstance(value, bool) and (
+            literal.text.casefold() in str(value).casefold()
+        )  # fmt: skip
+    told = False
+    number = None if literal.is_quoted else plain_number(literal.text)
+    if number is not None:
+        own = value if isinstance(value, (int, float)) and not isinstance(value, bool) else plain_number(value)
+        told |= own is not None and ordered(operator, own, number, number)
+    interval = period(literal)
+    if interval is not None:
+        own_time = value if isinstance(value, datetime.datetime) else moment(value)
+        told |= own_time is not None and ordered(operator, own_time, *interval)
+    if operator == "=":
+        told |= isinstance(value, str) and value == literal.text
+        told |= isinstance(value, bool) and not literal.is_quoted and str(value).lower() == literal.text.lower()
+    elif number is None and interval is None and isinstance(value, str):
+        told |= ordered(operator, value, literal.text, literal.text)
+    return bool(told)
+
+
+def ordered(operator: str, own: typing.Any, first: typing.Any, last: typing.Any) -> bool:
+    """Of a value and all that a literal stands for, from its first to its last."""
+    match operator:
+        case "=":
+            return bool(first <= own <= last)
+        case "<":
+            return bool(own < first)
+        case "<=":
+            return bool(own <= last)
+        case ">":
+            return bool(own > last)
+        case _:
+            return bool(own >= first)
+
+
+def plain_number(text: object) -> float | None:
+    is_number = isinstance(text, str) and re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?", text.strip())
+    return float(text) if is_number else None  # type: ignore[arg-type]
+
+
+def moment(text: object) -> datetime.datetime | None:
+    """Of metadata: at least a month."""
+    if not isinstance(text, str) or not re.match(r"[0-9]{4}-[0-9]{2}", text.strip()):
+        return None
+    try:
+        found = datetime.datetime.fromisoformat(text.strip() + ("-01" if len(text.strip()) == 7 else ""))
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
+
+
+def period(literal: Value) -> tuple[datetime.datetime, datetime.datetime] | None:
+    """First and last moment of what a literal says."""
+    text = literal.text
+    if re.fullmatch(r"[0-9]{4}", text) and not literal.is_quoted and text != "0000":
+        year = int(text)
+        return datetime.datetime(year, 1, 1, tzinfo=datetime.UTC), last_of(year, 12)
+    start = moment(text)
+    if start is None:
+        return None
+    match len(text):
+        case 7:
+            return start, last_of(start.year, start.month)
+        case 10:
+            return start, start + datetime.timedelta(days=1, microseconds=-1)
+        case 16:
+            return start, start + datetime.timedelta(minutes=1, microseconds=-1)
+        case _:
+            return start, start + datetime.timedelta(seconds=1, microseconds=-1)
+
+
+def last_of(year: int, month: int) -> datetime.datetime:
+    day = 31
+    while True:
+        try:
+            return datetime.datetime(year, month, day, 23, 59, 59, 999_999, tzinfo=datetime.UTC)
+        except ValueError:
+            day -= 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(FILTERS, st.lists(METADATA, min_size=1, max_size=4))
+def test_sqlite_finds_what_the_evaluator_finds(
+    tmp_path_factory: pytest.TempPathFactory, where: Filter, given_metadata: list[dict[str, object]]
+) -> None:
+    corpus = Corpus(tmp_path_factory.getbasetemp() / f"{np.random.default_rng().integers(2**62)}.sqlite3")
+    expected: set[int] = set()
+    for number, raw in enumerate(given_metadata):
+        metadata: Metadata = clean_metadata(raw)
+        document = dataclasses.replace(
+            stored(f"/x/{number}.MD", "one", "two"), metadata=metadata, added_at=ADDED.timestamp()
+        )
+        corpus.commit([document])
+        if holds(where, {"title": "T", "type": "md", "added": ADDED, **metadata}):
+            expected |= {int(chunk.chunk_id) for chunk in document.chunks}
+    generation, found = corpus.matching(condition_of(where))
+    corpus.close()
+    assert generation == len(given_metadata)
+    assert found.tolist() == sorted(expected)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    made = Corpus(tmp_path / "corpus.sqlite3")
+    made.commit(
+        [
+            dataclasses.replace(stored("/docs/a.pdf", "one"), metadata={"team": "legal", "tags": ("x", 3), "n": "12"}),
+            dataclasses.replace(stored("/docs/b.md", "two"), metadata={"team": INJECTION, "path": "own"}),
+        ]
+    )  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ("team=legal", "a"),
+        ("team!=legal", "b"),
+        ("nothing!=legal", "ab"),
+        ("nothing=legal or nothing<5", ""),
+        ("tags=x and tags=3", "a"),
+        ("tags!=x", "b"),
+        ("n>2 and n<100", "a"),
+        ("type in (pdf, md)", "ab"),
+        ("path ~ docs/A", "a"),
+        ("path = own", "b"),
+        (f'team = "{INJECTION}"', "b"),
+        ("""`x" OR 1=1 --` = 1""", ""),
+        ("title = T and added < 1971", "ab"),
+    ],
+)
+def test_examples(corpus: Corpus, where: str, names: str) -> None:
+    ids = FilteredChunks(corpus).allowed(where).ids.tolist()
+    found = {Path(chunk.document_id).stem for chunk in corpus.chunks(ids).values()}
+    assert found == set(names)
+    assert corpus.num_chunks == 2
+    corpus.close()
+
+
+def test_what_a_filter_allows_is_found_once_per_generation(corpus: Corpus) -> None:
+    filters = FilteredChunks(corpus)
+    first = filters.allowed("team=legal")
+    assert filters.allowed("team=legal") is first
+    corpus.commit([dataclasses.replace(stored("/docs/c.md", "three"), metadata={"team": "legal"})])
+    assert len(filters.allowed("team=legal")) == 2 and len(first) == 1
+    assert first.has([*first.ids.tolist(), 5]).tolist() == [True, False]
+    corpus.close()
