@@ -20,7 +20,8 @@ from typing import Literal
 from stillroom.errors import FilterError
 
 MAX_CHARS = 10_000
-_MAX_DEPTH = 50
+_MAX_DEPTH = 10
+"""SQLite's parser has a stack of 100, and a level takes up to six places of it."""
 _MAX_VALUES = 1000
 
 Operator = Literal["=", "!=", "<", "<=", ">", ">=", "~"]

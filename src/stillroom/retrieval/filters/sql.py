@@ -20,6 +20,8 @@ BUILT_IN = {
 }
 """Fields that every document has, as rows of type and value."""
 
+_RUN = 50
+
 _VALUES = "SELECT type, atom FROM json_tree(d.metadata, ?) WHERE type NOT IN ('array', 'object')"
 _NUMBER = "CASE WHEN type IN ('integer', 'real') THEN atom WHEN type = 'text' THEN stillroom_number(atom) END"
 _INSTANT = "CASE type WHEN 'instant' THEN atom WHEN 'text' THEN stillroom_instant(atom) END"
@@ -73,12 +75,17 @@ def _test(test: Comparison) -> Condition:
 
 
 def _joined(operator: str, conditions: Sequence[Condition]) -> Condition:
-    """As a balanced tree: SQLite refuses deep ones."""
-    if len(conditions) == 1:
-        return conditions[0]
-    middle = len(conditions) // 2
-    left, right = _joined(operator, conditions[:middle]), _joined(operator, conditions[middle:])
-    return Condition(f"({left.sql} {operator} {right.sql})", left.parameters + right.parameters)
+    """In runs of runs: SQLite's parser cannot nest deep, and its expressions cannot be long chains."""
+    while len(conditions) > 1:
+        runs = [conditions[start : start + _RUN] for start in range(0, len(conditions), _RUN)]
+        conditions = [
+            Condition(
+                f"({f' {operator} '.join(one.sql for one in run)})",
+                tuple(parameter for one in run for parameter in one.parameters),
+            )
+            for run in runs
+        ]
+    return conditions[0]
 
 
 def _holds(operator: str, value: Value) -> Condition:
