@@ -20,7 +20,7 @@ from typing import Literal
 from stillroom.errors import FilterError
 
 MAX_CHARS = 10_000
-_MAX_DEPTH = 10
+_MAX_DEPTH = 8
 """SQLite's parser has a stack of 100, and a level takes up to six places of it."""
 _MAX_VALUES = 1000
 

@@ -20,7 +20,7 @@ BUILT_IN = {
 }
 """Fields that every document has, as rows of type and value."""
 
-_RUN = 50
+_RUN = 100
 
 _VALUES = "SELECT type, atom FROM json_tree(d.metadata, ?) WHERE type NOT IN ('array', 'object')"
 _NUMBER = "CASE WHEN type IN ('integer', 'real') THEN atom WHEN type = 'text' THEN stillroom_number(atom) END"
