@@ -277,7 +277,7 @@ def test_examples(corpus: Corpus, where: str, names: str) -> None:
         "(a = 1 or b = 1 and " * 7 + "type in (1, md)" + ")" * 7,
         "(not a = 1 or b = 1 and " * 6 + "not type in (" + "2021, " * 900 + "md)" + ")" * 6,
         "not " * 7 + "type = md",
-        "(a != 1 and not (b != 2 or " * 3 + "type = md" + "))" * 3,
+        "(a != 1 and not (b != 2 or " * 2 + "type = md" + "))" * 2,
         "type in (" + "2021, " * 900 + "md)",
         "type = md or " * 700 + "title = x",
     ],
