@@ -1,10 +1,15 @@
-"""`python -m training`: data, train, export, evaluate, bundle. Each says with --help what it needs."""
+"""`python -m training`: data, train, export, evaluate, card, bundle. Each says with --help what it needs."""
 
 import json
+import os
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from training.recipe import Recipe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
@@ -14,6 +19,27 @@ Data = Annotated[Path, typer.Option("--data", help="The folder that `data` wrote
 @app.callback()
 def main() -> None:
     """Make the bundled model that answers in English."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches are made in processes of their own
+
+
+def _recipe(name: str) -> "Recipe":
+    from training.recipe import RECIPES
+
+    if name not in RECIPES:
+        raise ValueError(f"there is no recipe {name!r}; training/recipe.py has {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def run_command(arguments: list[str] | None = None) -> None:
+    """What is wrong with the folders or options is one line, and exit code 2."""
+    from stillroom.errors import StillroomError
+    from training.checkpoint import ResumeError
+
+    try:
+        app(arguments)
+    except (StillroomError, ResumeError, FileNotFoundError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
 
 
 @app.command()
@@ -54,7 +80,6 @@ def train(  # noqa: PLR0913  options of a command
     """
     import torch
 
-    from training.recipe import RECIPES
     from training.trainer import Run, Trainer
 
     if threads is not None:
@@ -69,7 +94,7 @@ def train(  # noqa: PLR0913  options of a command
         num_workers=workers,
         minutes=minutes,
     )
-    trainer = Trainer(RECIPES[recipe], options, data, out)
+    trainer = Trainer(_recipe(recipe), options, data, out)
     outcome = trainer.train(lambda line: typer.echo(_short(line), err=True))
     typer.echo(json.dumps({"step": outcome.step, "done": outcome.is_done, **outcome.scores}))
     raise typer.Exit(0 if outcome.is_done else 3)
@@ -89,9 +114,8 @@ def export(
 ) -> None:
     """Write the run's model as a checkpoint that Stillroom and transformers load."""
     from training.export import export_run
-    from training.recipe import RECIPES
 
-    typer.echo(str(export_run(run, data, out, RECIPES[recipe])))
+    typer.echo(str(export_run(run, data, out, _recipe(recipe))))
 
 
 @app.command()
@@ -157,12 +181,11 @@ def reckon(
     """How many operations and minutes a recipe takes."""
     from dataclasses import asdict
 
-    from training.recipe import RECIPES
     from training.reckoning import BF16_FLOPS, UTILISATION
     from training.reckoning import reckon as reckoned
 
     flops = BF16_FLOPS * UTILISATION if tflops is None else tflops * 1e12
-    typer.echo(json.dumps(asdict(reckoned(RECIPES[recipe], flops=flops)), indent=1))
+    typer.echo(json.dumps(asdict(reckoned(_recipe(recipe), flops=flops)), indent=1))
 
 
 @app.command()
@@ -175,11 +198,10 @@ def marks(
     from dataclasses import asdict
 
     from training.marks import marks_of_recipe
-    from training.recipe import RECIPES
 
-    found = marks_of_recipe(RECIPES[recipe], data, batches)
+    found = marks_of_recipe(_recipe(recipe), data, batches)
     typer.echo(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1))
 
 
 if __name__ == "__main__":
-    app()
+    run_command()

@@ -46,7 +46,8 @@ def attend(q_RHTD: Tensor, k_RHTD: Tensor, v_RHTD: Tensor, isolation: Isolation)
         return F.scaled_dot_product_attention(q_RHTD, k_RHTD, v_RHTD, attn_mask=isolation, enable_gqa=True)
     from torch.nn.attention.flex_attention import flex_attention
 
-    flex: Any = _compiled(flex_attention) if q_RHTD.is_cuda else flex_attention
+    is_alone = q_RHTD.is_cuda and not torch.compiler.is_compiling()  # else the whole model is compiled, this with it
+    flex: Any = _compiled(flex_attention) if is_alone else flex_attention
     out: Tensor = flex(q_RHTD, k_RHTD, v_RHTD, block_mask=isolation, enable_gqa=True)
     return out
 

@@ -71,6 +71,11 @@ class _Numbered(Dataset[Batch]):
         return self._batches.batch(number)
 
 
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the one that trains ends its step first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _as_is(batch: Any) -> Any:
     return batch
 
@@ -178,6 +183,8 @@ class Trainer:
             collate_fn=_as_is,
             prefetch_factor=4 if workers else None,
             generator=torch.Generator(),
+            multiprocessing_context="fork" if workers else None,
+            worker_init_fn=_leave_signals_to_the_parent,
         )
 
     def _do(self, batch: Batch) -> dict[str, Any]:

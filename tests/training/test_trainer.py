@@ -120,8 +120,10 @@ def test_minutes_are_a_budget(small_data: Path, tmp_path: Path) -> None:
 
 def test_batches_made_by_others_are_the_same(small_data: Path, tmp_path: Path) -> None:
     Trainer(RECIPE, replace(QUICK, stop_step=2), small_data, tmp_path / "a").train()
-    Trainer(RECIPE, replace(QUICK, stop_step=2, micro_rows=1), small_data, tmp_path / "b").train()
-    one, two = (state_of(tmp_path / name)["model"] for name in "ab")
+    Trainer(RECIPE, replace(QUICK, stop_step=2, num_workers=2), small_data, tmp_path / "b").train()
+    Trainer(RECIPE, replace(QUICK, stop_step=2, micro_rows=1), small_data, tmp_path / "c").train()
+    one, same, two = (state_of(tmp_path / name)["model"] for name in "abc")
+    assert_same_state(one, same)
     assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one), "rows one by one: the same sums"
 
 
