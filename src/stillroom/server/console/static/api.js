@@ -55,26 +55,33 @@ async function complaint(response) {
   }
 }
 
-/** The events of a streamed answer, as objects. Raises ServerError if one of them is an error, or the end is missing. */
-export async function* events(body, signal) {
-  const response = await request("v1/chat/completions", {
+/** The events of a streamed answer, as objects. Raises as `streamEvents`. */
+export const answerEvents = (body, signal) =>
+  streamEvents("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ ...body, stream: true }),
     signal,
   });
+
+/** The events of a response, as objects. Raises ServerError if one of them is an error, or the end is missing. */
+export async function* streamEvents(path, options) {
+  const response = await request(path, {
+    ...options,
+    headers: { ...options.headers, Accept: "text/event-stream" },
+  });
   for await (const data of dataLines(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new ServerError(event.error.message, response.status);
+    if (event.error && !event.data) throw new ServerError(event.error.message, response.status);
     yield event;
   }
-  throw new ServerError("The connection ended before the answer was complete.", 0);
+  throw new ServerError("The connection ended before all was said.", 0);
 }
 
 function broken(error) {
   if (error.name === "AbortError") throw error;
-  throw new ServerError("The connection broke before the answer was complete.", 0);
+  throw new ServerError("The connection broke before all was said.", 0);
 }
 
 async function* dataLines(stream) {

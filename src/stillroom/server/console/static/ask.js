@@ -1,7 +1,7 @@
 // A question, its answer as it is written, and its sources beside it.
 
 import { account } from "./account.js";
-import { events, getJson } from "./api.js";
+import { answerEvents, getJson } from "./api.js";
 import { byId, el } from "./dom.js";
 import { count, duration } from "./format.js";
 import { sourceList } from "./sources.js";
@@ -51,7 +51,7 @@ async function ask(question) {
   running = controller;
   const view = new AnswerView(question);
   try {
-    for await (const event of events(body(question), controller.signal)) {
+    for await (const event of answerEvents(body(question), controller.signal)) {
       if (running !== controller) return;
       view.take(event);
     }

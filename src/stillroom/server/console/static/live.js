@@ -1,8 +1,8 @@
 // Live figures: the differences between readings of /metrics, two seconds apart.
 
-import { getText } from "./api.js";
+import { getJson, getText } from "./api.js";
 import { byId, el, sparkline } from "./dom.js";
-import { duration, percent, trim } from "./format.js";
+import { count, duration, percent, trim } from "./format.js";
 
 const PERIOD_MS = 2000;
 const KEPT = 60;
@@ -31,7 +31,15 @@ export function stopLive() {
 }
 
 async function read() {
-  const reading = parse(await getText("metrics"));
+  let text;
+  try {
+    text = await getText("metrics");
+  } catch (error) {
+    if (error.status !== 403) throw error;
+    stopLive();
+    return showOwn(await getJson("v1/requests?limit=60"));
+  }
+  const reading = parse(text);
   reading.at = performance.now() / 1000;
   readings = [...readings, reading].slice(-KEPT - 1);
   show();
@@ -123,6 +131,20 @@ function show() {
   );
 }
 
+/** Without an operator's key: what the own requests tell. */
+function showOwn(requests) {
+  const latest = requests.map((one) => one.timing.ttft_seconds).reverse();
+  const mean = latest.reduce((sum, seconds) => sum + seconds, 0) / latest.length;
+  const tokens = (name) => requests.reduce((sum, one) => sum + one[name], 0);
+  const prompt = tokens("num_prompt_tokens");
+  byId("live-lead").textContent =
+    `Of your last ${count(requests.length, "request")}. Figures of the whole server need an operator's key.`;
+  byId("live").replaceChildren(
+    tile("First token", latest.length ? duration(mean) : "\u2013", "mean", latest),
+    tile("Kept", prompt ? percent(tokens("num_cached_tokens") / prompt) : "\u2013", "of prompt tokens were not computed", null),
+  );
+}
+
 function tile(name, value, detail, values) {
   return el(
     "div",
@@ -130,6 +152,6 @@ function tile(name, value, detail, values) {
     el("h2", { text: name }),
     el("p", { class: "value", text: value }),
     el("p", { class: "hint", text: detail }),
-    values && values.length > 1 ? sparkline(values, `${name}, the last two minutes`) : null,
+    values && values.length > 1 ? sparkline(values, `${name} over time`) : null,
   );
 }

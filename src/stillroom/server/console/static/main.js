@@ -36,14 +36,19 @@ async function route({ moves = true } = {}) {
   }
 }
 
+const lead = byId("ask-lead").textContent;
+
 async function showServing() {
   try {
-    const health = await getJson("healthz");
-    const served = health.documents === undefined ? health.model : `${health.model}, ${count(health.documents, "document")}`;
-    byId("serving").textContent = served ?? "";
+    const [models, health] = await Promise.all([getJson("v1/models"), getJson("healthz")]);
+    const documents = health.documents === undefined ? [] : [count(health.documents, "document")]; // not everybody's to know
+    byId("serving").textContent = [models.data[0].id, ...documents].join(", ");
+    byId("ask-lead").textContent = lead;
     if (health.documents === 0)
       byId("ask-lead").replaceChildren(
-        "There are no documents yet. Add some with ",
+        "There are no documents yet. ",
+        el("a", { href: "#documents", text: "Add some here" }),
+        " or with ",
         el("code", { text: "stillroom add PATH --kb DIR" }),
         ".",
       );
@@ -101,6 +106,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   byId("main").focus();
 });
+document.addEventListener("stillroom:documents", showServing);
 addEventListener("hashchange", () => route());
 startTheme();
 startKey();

@@ -1,0 +1,70 @@
+"""Documents in the console: uploads with their failures, deletions that ask, a page at a time; over a real room."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from stillroom.rag.room import Stillroom
+from tests.server.harness import serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def real_room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+    with Stillroom.open(tmp_path_factory.mktemp("documents") / "kb") as room:
+        yield room
+
+
+@pytest.fixture
+def real_url(real_room: Stillroom) -> Iterator[str]:
+    with serving(real_room) as url:
+        yield f"{url}/#documents"
+
+
+def file(name: str, content: str) -> dict[str, object]:
+    return {"name": name, "mimeType": "application/octet-stream", "buffer": content.encode()}
+
+
+def test_an_upload_is_found_and_deleted_when_asked_twice(page: "Page", real_url: str, real_room: Stillroom) -> None:
+    page.goto(real_url)
+    page.wait_for_selector("#documents >> text=There are no documents yet.")
+    files = [file("keys <b>.md", "# Keys\n\nRotate them twice a year.\n"), file("broken.jsonl", "{no record")]
+    page.set_input_files("#files", files)  # type: ignore[arg-type]  # playwright has a type of its own for these
+
+    page.wait_for_selector("#documents tbody tr")
+    page.wait_for_selector("text=1 added, 1 failed.")
+    assert page.inner_text("#upload-failures").startswith("broken.jsonl: ")
+    assert page.inner_text("#documents tbody th b") == "keys <b>.md"
+    assert page.inner_text("#documents-lead") == "1 document to answer from."
+    assert real_room.search("rotate keys").results
+    assert page.inner_text("#serving").endswith(", 1 document")
+
+    page.click("#documents .act button")
+    assert page.inner_text("#delete-name") == "keys <b>.md"
+    page.keyboard.press("Enter")  # keeps it: nothing is lost by a hasty key
+    assert real_room.num_documents == 1
+    page.click("#documents .act button")
+    page.click("#delete-form [value=delete]")
+    page.wait_for_selector("text=keys <b>.md was deleted.")
+    assert real_room.num_documents == 0
+
+
+def test_many_documents_come_a_page_at_a_time(page: "Page", real_url: str) -> None:
+    page.route("**/v1/documents?limit=100*", lambda route: route.continue_(url=route.request.url.replace("100", "2")))
+    page.goto(real_url)
+    page.set_input_files("#files", [file(f"{name}.txt", f"About {name}.") for name in "abcde"])  # type: ignore[arg-type]
+    page.wait_for_selector("text=5 added.")
+
+    rows = page.locator("#documents tbody tr")
+    assert rows.count() == 2
+    page.click("text=Show more")
+    rows.nth(3).wait_for()
+    page.click("text=Show more")
+    rows.nth(4).wait_for()
+    assert page.locator("#documents tbody th b").all_inner_texts() == [f"{name}.txt" for name in "abcde"]
+    assert not page.is_visible("text=Show more")
