@@ -157,6 +157,28 @@ def test_the_form_s_options_reach_the_server(page: "Page", url: str, room: FakeR
 
 
 @browser_test
+def test_a_conversation_goes_on_only_if_somebody_says_so(page: "Page", url: str) -> None:
+    sent: list[list[dict[str, str]]] = []
+    page.on(
+        "request", lambda request: sent.append(json.loads(request.post_data)["messages"]) if request.post_data else 0
+    )
+    page.goto(url)
+    assert not page.is_visible("#follow")
+    for number, question in enumerate(("first?", "second?", "third?")):
+        ask(page, question)
+        page.wait_for_selector("#ask-status >> text=Answer complete")
+        page.wait_for_function("word => document.getElementById('answer').textContent === word", arg=question)
+        page.wait_for_selector("#account .legend")
+        if number == 1:
+            page.check("#follow")
+
+    user, assistant = ({"role": role} for role in ("user", "assistant"))
+    assert sent[1] == [user | {"content": "second?"}]
+    assert sent[2] == [user | {"content": "second?"}, assistant | {"content": "second?"}, user | {"content": "third?"}]
+    assert page.locator("#turns li").all_inner_texts() == ["second?\n\nsecond?"]
+
+
+@browser_test
 def test_everything_can_be_reached_and_done_with_the_keyboard(page: "Page", url: str) -> None:
     page.goto(url)
     page.keyboard.type("keys?")

@@ -93,6 +93,8 @@ function overlap(speculation) {
 /** Where a segment's KV came from, as one word: its tier, `placed` or `computed`. */
 const origin = (segment) => (segment.reason === "placed" ? "placed" : segment.source);
 
+const NAMES = { system: "Instructions", question: "Question", chunk: "Passage", turn: "Earlier turn" };
+
 const ORIGINS = {
   device: "device",
   host: "host memory",
@@ -104,7 +106,7 @@ function origins(reuse, sources) {
   const byChunk = new Map(sources.map((source) => [source.chunk_id, source]));
   const name = (segment) => {
     const source = byChunk.get(segment.chunk_id);
-    if (!source) return { system: "Instructions", question: "Question", chunk: "Passage" }[segment.kind] ?? segment.kind;
+    if (!source) return NAMES[segment.kind] ?? segment.kind;
     return `${source.position}. ${splitPath(source.document).name}`;
   };
   const rows = reuse.segments.map((segment) =>

@@ -7,6 +7,7 @@ import { count, duration } from "./format.js";
 import { sourceList } from "./sources.js";
 
 let running = null;
+let turns = []; // questions and answers of the conversation so far
 
 /** Wire the form. */
 export function start() {
@@ -49,13 +50,16 @@ async function ask(question) {
   running?.abort();
   const controller = new AbortController();
   running = controller;
-  const view = new AnswerView(question);
+  const history = byId("follow").checked ? turns : [];
+  const view = new AnswerView(question, history);
   try {
-    for await (const event of answerEvents(body(question), controller.signal)) {
+    for await (const event of answerEvents(body(question, history), controller.signal)) {
       if (running !== controller) return;
       view.take(event);
     }
     view.finish();
+    turns = [...history, { question, text: view.text }];
+    byId("follow-row").hidden = false;
   } catch (error) {
     if (running !== controller) return;
     if (error.name === "AbortError") view.stopped();
@@ -68,11 +72,17 @@ async function ask(question) {
   }
 }
 
-function body(question) {
+function body(question, history) {
   const number = (id) => (byId(id).value === "" ? null : Number(byId(id).value));
   const search = { top_k: number("top-k"), mode: byId("mode").value || null };
   return {
-    messages: [{ role: "user", content: question }],
+    messages: [
+      ...history.flatMap((turn) => [
+        { role: "user", content: turn.question },
+        { role: "assistant", content: turn.text },
+      ]),
+      { role: "user", content: question },
+    ],
     max_tokens: number("max-tokens"),
     temperature: number("temperature"),
     stream_options: { include_usage: true },
@@ -81,7 +91,8 @@ function body(question) {
 }
 
 class AnswerView {
-  constructor(question) {
+  constructor(question, history) {
+    this.text = "";
     this.sources = [];
     this.costs = null;
     this.unspoken = "";
@@ -89,6 +100,9 @@ class AnswerView {
     byId("ask-lead").hidden = true;
     byId("earlier").hidden = true;
     byId("result").hidden = false;
+    byId("turns").replaceChildren(
+      ...history.map((turn) => el("li", {}, el("p", { text: turn.question }), el("p", { text: turn.text }))),
+    );
     byId("asked").textContent = question;
     byId("answer").replaceChildren();
     byId("answer").setAttribute("aria-busy", "true");
@@ -115,6 +129,7 @@ class AnswerView {
 
   write(text) {
     byId("answer").append(text);
+    this.text += text;
     this.unspoken += text;
     const end = Math.max(...[". ", "! ", "? ", "\n"].map((mark) => this.unspoken.lastIndexOf(mark)));
     if (end >= 0) this.speak(end + 1);
@@ -129,7 +144,7 @@ class AnswerView {
 
   finish() {
     if (!this.costs) return;
-    if (!byId("answer").textContent)
+    if (!this.text)
       byId("answer").append(el("span", { class: "hint", text: "The model ended its answer at once." }));
     const cut = this.costs.finish_reason === "length" ? [note("Cut: the longest answer allowed was reached.")] : [];
     byId("account").replaceChildren(

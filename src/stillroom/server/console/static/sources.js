@@ -24,7 +24,7 @@ function card(source, best) {
       el("div", { class: "source-name" }, el("b", { text: name }), el("small", { text: folder })),
     ),
     source.heading ? el("p", { class: "heading", text: source.heading }) : null,
-    el("p", { class: "facts" }, place(source), el("span", { text: `score ${figure(source.score)}` }), score),
+    el("p", { class: "facts" }, place(source), earlier(source), el("span", { text: `score ${figure(source.score)}` }), score),
     el(
       "details",
       {},
@@ -45,6 +45,8 @@ function place(source) {
     parts.push(source.end_line > source.start_line ? `lines ${source.start_line}\u2013${source.end_line}` : `line ${source.start_line}`);
   return parts.length ? el("span", { text: parts.join(", ") }) : null;
 }
+
+const earlier = (source) => (source.turns_ago ? el("span", { text: "of an earlier question" }) : null);
 
 const RETRIEVERS = { dense: "by meaning", sparse: "by words" };
 
