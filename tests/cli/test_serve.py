@@ -119,8 +119,8 @@ def test_other_machines_are_warned_of(
 ) -> None:
     monkeypatch.setattr(HttpServer, "run", lambda *_: None)
 
-    assert "no authentication" in run("serve", "--host", "0.0.0.0", "--port", "0").err
-    assert "no authentication" not in run("serve", "--host", "127.0.0.1", "--port", "0").err
+    assert "no keys are asked for" in run("serve", "--host", "0.0.0.0", "--port", "0", "--insecure").err
+    assert "no keys are asked for" not in run("serve", "--host", "127.0.0.1", "--port", "0").err
 
 
 def test_stop_before_run_ends_it_at_once() -> None:

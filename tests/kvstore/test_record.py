@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NodeKey, NodeRecord
+from stillroom.core.kv import NodeKey, NodeRecord, OwnerTag
 from stillroom.kvstore.record import HEADER_SIZE, TRAILER_SIZE, Defect, Header, encode, inspect, is_intact
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record
 
@@ -26,7 +26,8 @@ RECORDS = st.builds(
     avg_cost=AMOUNTS,
     frequency=AMOUNTS,
     content=KEYS,
-    notes=st.binary(max_size=300) | st.just(bytes(3892)),
+    owner=st.binary(min_size=8, max_size=8).map(OwnerTag),
+    notes=st.binary(max_size=300) | st.just(bytes(3884)),
 )
 
 
@@ -53,7 +54,7 @@ def test_a_record_comes_back_as_it_was_given(node: NodeRecord, fingerprint: byte
 
 
 def test_notes_that_are_too_long_are_left_out() -> None:
-    header, _ = encode(replace(record(1), notes=bytes(3893)), MODEL, b"")
+    header, _ = encode(replace(record(1), notes=bytes(3885)), MODEL, b"")
     assert inspect(header, HEADER_SIZE + TRAILER_SIZE, record(1).key, MODEL) == Header(record(1), MODEL, 0)
     assert HEADER_SIZE == 4096
 

@@ -4,12 +4,13 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from stillroom.config.settings import EngineConfig, EnginePrompt, StillroomConfig
-from stillroom.errors import EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
+from stillroom.errors import ConfigError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.room import Stillroom
 from tests.engine.scripted import GOOD, ScriptedServer, error
@@ -95,6 +96,15 @@ def test_stream_for_threads_and_for_event_loops(here: Stillroom, url: str) -> No
 
     assert len(pieces) == 2
     assert "".join(pieces) == ANSWER
+
+
+def test_tenants_cannot_be_kept_apart_by_a_server_elsewhere(here: Stillroom, url: str, tmp_path: Path) -> None:
+    with (
+        away(here, url, prompt="tokens") as room,
+        room.beside(tmp_path / "a", "a") as other,
+        pytest.raises(ConfigError, match="serves one tenant only"),
+    ):
+        other.ask(QUESTION)
 
 
 def test_chat_is_asked_as_messages(here: Stillroom) -> None:

@@ -159,7 +159,7 @@ class Plant:
     def remove_document(self) -> None:
         gone = self.randomness.randint(0, 11)
         self.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(gone)})
-        assert ChunkId(gone) not in self.tree.chunk_ids
+        assert ChunkId(gone) not in self.tree.chunk_ids()
 
     def finish(self) -> None:
         for _ in range(2_000):

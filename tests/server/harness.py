@@ -18,11 +18,11 @@ QUESTION = {"messages": [{"role": "user", "content": "How do I rotate keys?"}]}
 
 
 @contextmanager
-def running(room: "Stillroom") -> Iterator[HttpServer]:
-    """The server, which a test may stop itself. The room stays open."""
+def running(room: "Stillroom", **options: Any) -> Iterator[HttpServer]:
+    """The server, which a test may stop itself. The room stays open. Options are those of `create_app`."""
     server = HttpServer("127.0.0.1", 0)
     ready = threading.Event()
-    thread = threading.Thread(target=server.run, args=(create_app(room), ready.set), name="test-server")
+    thread = threading.Thread(target=server.run, args=(create_app(room, **options), ready.set), name="test-server")
     thread.start()
     try:
         assert ready.wait(20), "the server did not start"
@@ -34,9 +34,9 @@ def running(room: "Stillroom") -> Iterator[HttpServer]:
 
 
 @contextmanager
-def serving(room: "Stillroom") -> Iterator[str]:
+def serving(room: "Stillroom", **options: Any) -> Iterator[str]:
     """The server's address."""
-    with running(room) as server:
+    with running(room, **options) as server:
         yield server.url
 
 

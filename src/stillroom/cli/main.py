@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stillroom.cli import ask, bench, cache, calibrate, console, documents, explain, plan, search, serve
+from stillroom.cli import ask, bench, cache, calibrate, console, documents, explain, keys, plan, search, serve
 from stillroom.errors import (
     ConfigError,
     KnowledgeBaseNotFoundError,
@@ -98,6 +98,7 @@ def build_app() -> typer.Typer:
     app.command("calibrate", help=calibrate.HELP)(calibrate.calibrate)
     app.command("plan", help=plan.HELP)(plan.plan)
     app.add_typer(cache.app, name="cache", help="The KV that is kept on disk.")
+    app.add_typer(keys.app, name="keys", help="Who may ask a server, and as which tenant.")
     app.add_typer(bench.app, name="bench", help="Measure on your own machine and documents.")
     return app
 

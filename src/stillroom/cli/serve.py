@@ -1,6 +1,6 @@
 """`stillroom serve`: the HTTP server, from binding its port to closing the knowledge base."""
 
-import ipaddress
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,13 +28,16 @@ from stillroom.cli.options import (
 HELP = help_text(
     "Serve the knowledge base over HTTP, with OpenAI's routes.",
     "The model is loaded before connections are accepted. Ctrl-C or SIGTERM stops the server: running answers get "
-    "10 seconds to finish. There is no authentication; keep it on this machine or behind a proxy that has it.",
+    "10 seconds to finish.",
+    "Without --keys everybody may ask who reaches the address, so it must be one of this machine; --insecure allows "
+    "others, for a network that is guarded otherwise.",
     "With --json, one object with the address is printed to stdout once the server is ready, and the log is JSON.",
     examples=(
         "stillroom serve --kb ./kb",
         "stillroom serve --kb ./kb --model ./models/qwen2.5-0.5b --port 9000",
         "stillroom serve --kb ./kb --engine openai --base-url http://127.0.0.1:8000/v1",
         "stillroom serve --kb ./kb --port 0 --json        # any free port",
+        "stillroom keys add anna --keys keys.json && stillroom serve --kb ./kb --host 0.0.0.0 --keys keys.json",
     ),
 )
 
@@ -52,6 +55,16 @@ def serve(  # noqa: PLR0913  one parameter per flag
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, metavar="PORT", help="TCP port; 0 picks a free one.")
     ] = None,
+    keys: Annotated[
+        Path | None, typer.Option("--keys", metavar="FILE", help="Ask for API keys: a file of `stillroom keys`.")
+    ] = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option("--tenants", metavar="DIR", help="Folder of the other tenants' knowledge bases."),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen where other machines reach it, without asking for keys.")
+    ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -61,17 +74,26 @@ def serve(  # noqa: PLR0913  one parameter per flag
         "reuse.mode": reuse,
         "server.host": host,
         "server.port": port,
+        "server.keys_file": None if keys is None else str(keys),
+        "server.tenants_folder": None if tenants is None else str(tenants),
+        "server.insecure": insecure or None,
     }
     flags |= engine_settings(engine, base_url, engine_model) | index_goal(ann_recall, search_budget)
     settings = room.settings(config, flags)
     say = (lambda text: None) if quiet or as_json else note
+    from stillroom.server.doorway import open_doorway
     from stillroom.server.run import HttpServer
 
+    doorway = open_doorway(settings.server)
+    for warning in doorway.warnings:
+        say(f"warning: {warning}")
     server = HttpServer(settings.server.host, settings.server.port)  # a taken port is known before a model loads
     try:
         with room.open_room(kb, settings) as opened:
             from stillroom.server.app import create_app
+            from stillroom.server.tenants import Tenants
 
+            house = Tenants(opened, doorway.tenants_folder)
             say(f"loading {opened.model_name} ...")
             opened.warm_up()
 
@@ -80,16 +102,11 @@ def serve(  # noqa: PLR0913  one parameter per flag
                 if as_json:
                     print_json({"url": server.url, "port": server.port, "model": opened.model_name}, indent=None)
 
-            if not _is_local(settings.server.host):
-                say("note: other machines can reach this address, and there is no authentication")
-            server.run(create_app(opened), announce)
+            app = create_app(opened, tenants=house, keys=doorway.keys, host=settings.server.host)
+            try:
+                server.run(app, announce)
+            finally:
+                house.close()
             say("stopped")
     finally:
         server.close()
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -4,6 +4,7 @@ A node of the knowledge tree is the KV of one piece of a prompt after one exact 
 hash of all of that, so equal keys mean equal KV. Who decides is `kvcache`, who has the bytes is `kvstore`.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,6 +18,17 @@ NodeKey = NewType("NodeKey", bytes)
 
 NO_CONTENT = bytes(32)
 """Of a node whose tokens nobody has named."""
+
+OwnerTag = NewType("OwnerTag", bytes)
+"""Whose KV it is, in 8 bytes: only the tenant whose document is gone has its KV forgotten, and only his."""
+
+NO_TENANT = OwnerTag(bytes(8))
+"""The tag of the salt "": a process with one knowledge base has no other."""
+
+
+def owner_of(salt: str) -> OwnerTag:
+    """The tag of a tenant's KV. The salt cannot be found from it."""
+    return OwnerTag(hashlib.sha256(b"stillroom-owner\0" + salt.encode()).digest()[:8]) if salt else NO_TENANT
 
 
 class Tier(IntEnum):
@@ -52,6 +64,7 @@ class NodeRecord:
     """32 bytes that name its tokens for this model and tenant, wherever they stand."""
     notes: bytes = b""
     """What else the tree knows of it, in its own words (`ContextMass.to_bytes`); left out of a record if too long."""
+    owner: OwnerTag = NO_TENANT
 
 
 @dataclass(frozen=True, slots=True)

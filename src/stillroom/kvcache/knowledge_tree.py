@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.kv import NO_TENANT, NodeCopy, NodeKey, NodeRecord, OwnerTag, Tier
 from stillroom.kvcache.chunk_scores import ContextMass
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
@@ -99,6 +99,7 @@ class KnowledgeTree(TieredNodes):
         node = self._nodes.get(piece.key)
         if node is None:
             node = self._attach(piece.key, piece.parent, piece.content, piece.start, piece.num_tokens, piece.chunk_id)
+            node.owner = piece.owner
             self.touch(node, cost_per_token)
             self._unstored[node.key] = None
         assert node.block_ids is None
@@ -120,6 +121,7 @@ class KnowledgeTree(TieredNodes):
         if key in self._nodes:
             return self._nodes[key]
         node = self._attach(key, key, piece.content, piece.start, piece.num_tokens, piece.chunk_id, before)
+        node.owner = piece.owner
         self.touch(node, cost_per_token)
         self._unstored[key] = None
         self.pool.acquire(block_ids)
@@ -202,13 +204,14 @@ class KnowledgeTree(TieredNodes):
         for node in [node for node in self._nodes.values() if node.parent is None]:
             self._sink(node)
 
-    def forget_chunks(self, is_alive: Callable[[ChunkId], bool]) -> int:
-        """Drop the KV of chunks that are no more, and what stands behind them in prompts; what runs keeps its blocks.
-
-        Returns the number of nodes dropped."""
+    def forget_chunks(self, is_alive: Callable[[ChunkId], bool], owner: OwnerTag = NO_TENANT) -> int:
+        """Drop a tenant's KV of chunks that are no more, and what stands behind them in prompts; what runs keeps its
+        blocks. Returns the number of nodes dropped."""
         before = len(self._nodes)
         for node in list(self._nodes.values()):
-            if node.chunk_id is not None and node.key in self._nodes and not is_alive(node.chunk_id):
+            if node.chunk_id is None or node.owner != owner or node.key not in self._nodes:
+                continue
+            if not is_alive(node.chunk_id):
                 self._forget(node)
         return before - len(self._nodes)
 
@@ -218,10 +221,10 @@ class KnowledgeTree(TieredNodes):
             if node.num_users == 0:
                 self._forget(node)
 
-    @property
-    def chunk_ids(self) -> set[ChunkId]:
-        """Of all chunks whose KV is kept."""
-        return {node.chunk_id for node in self._nodes.values() if node.chunk_id is not None}
+    def chunk_ids(self, owner: OwnerTag = NO_TENANT) -> set[ChunkId]:
+        """Of a tenant's chunks whose KV is kept."""
+        owned = (node.chunk_id for node in self._nodes.values() if node.owner == owner)
+        return {chunk_id for chunk_id in owned if chunk_id is not None}
 
     # On disk, for the next process
 
@@ -263,7 +266,7 @@ class KnowledgeTree(TieredNodes):
                 record.chunk_id,
                 (() if mass is None else mass.prefix) if is_alone else None,
             )
-            node.mass = mass
+            node.mass, node.owner = mass, record.owner
             node.frequency.add(self._now(), record.frequency)
             node.heat = self._num_uses / self.options.half_life_uses + math.log2(max(record.frequency, 1.0))
             node.avg_cost, node.num_computed = record.avg_cost, 1
@@ -406,4 +409,5 @@ class KnowledgeTree(TieredNodes):
             frequency=node.frequency.value(self._now()),
             content=node.content,
             notes=b"" if node.mass is None else node.mass.to_bytes(),
+            owner=node.owner,
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import BlockCopy, Masses
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import Tier
+from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_pool import BlockPool
@@ -245,24 +245,30 @@ class KVCacheManager:
         """Something to do in an idle moment; False if there is nothing."""
         return self.reuse is not None and self.reuse.tree.tend()
 
-    def forget_chunks(self, existing: Callable[[set[ChunkId]], set[ChunkId]], leases: Iterable[Lease] = ()) -> int:
-        """Drop the KV of chunks that are no more; returns how many nodes went.
+    def forget_chunks(
+        self,
+        existing: Callable[[set[ChunkId]], set[ChunkId]],
+        leases: Iterable[Lease] = (),
+        owner: OwnerTag = NO_TENANT,
+    ) -> int:
+        """Drop a tenant's KV of chunks that are no more; returns how many nodes went.
 
         Args:
-            existing: those of some chunks that are still there.
+            existing: those of some of the tenant's chunks that are still there.
             leases: of sequences under way, whose prompts may hold such chunks: they go on, and nothing is kept of them.
         """
         if self.reuse is None:
             return 0
-        tree, under_way = self.reuse.tree, list(leases)
-        known = tree.chunk_ids
+        tree = self.reuse.tree
+        under_way = [lease for lease in leases if lease.pieces and lease.pieces[0].owner == owner]
+        known = tree.chunk_ids(owner)
         for lease in under_way:
             known |= {piece.chunk_id for piece in lease.pieces if piece.chunk_id is not None}
         dead = known - existing(known)
         for lease in under_way:
             firsts = (index for index, piece in enumerate(lease.pieces) if piece.chunk_id in dead)
             lease.num_keepable = min(lease.num_keepable, next(firsts, lease.num_keepable))
-        return tree.forget_chunks(lambda chunk_id: chunk_id not in dead)
+        return tree.forget_chunks(lambda chunk_id: chunk_id not in dead, owner)
 
     def lose_device(self) -> None:
         """Forget what was on the device only. No lease holds anything."""

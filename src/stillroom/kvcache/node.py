@@ -3,7 +3,7 @@
 import math
 
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import NodeKey, Tier
+from stillroom.core.kv import NO_TENANT, NodeKey, Tier
 from stillroom.kvcache.chunk_scores import ContextMass
 
 
@@ -62,6 +62,7 @@ class Node:
         "num_computed",
         "num_tokens",
         "num_users",
+        "owner",
         "parent",
         "priority",
         "recency",
@@ -92,6 +93,7 @@ class Node:
         self.first_position = first_position
         self.num_tokens = num_tokens
         self.chunk_id = chunk_id
+        self.owner = NO_TENANT
         self.block_ids: list[BlockId] | None = None
         """Its blocks on the device, which the tree holds one reference to; None if it is not there."""
         self.is_lower = {Tier.HOST: False, Tier.DISK: False}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NodeKey
+from stillroom.core.kv import NO_TENANT, NodeKey, OwnerTag, owner_of
 from stillroom.core.prompt import SegmentedPrompt, SegmentKind
 
 _ROOT = b"stillroom-kv-1"
@@ -35,6 +35,7 @@ class Piece:
     """Index of the segment it belongs to."""
     kind: SegmentKind
     chunk_id: ChunkId | None
+    owner: OwnerTag = NO_TENANT
 
     @property
     def end(self) -> int:
@@ -60,7 +61,7 @@ class PrefixKeys:
     def pieces(self, prompt: SegmentedPrompt, salt: str = "") -> tuple[Piece, ...]:
         """In order of position; what they leave uncovered is the end of the last segment."""
         found: list[Piece] = []
-        root, start = self.root(salt), 0
+        root, owner, start = self.root(salt), owner_of(salt), 0
         parent = root
         for index, segment in enumerate(prompt.segments):
             tokens = np.asarray(segment.token_ids, dtype="<u4")
@@ -71,6 +72,6 @@ class PrefixKeys:
                 own = tokens[first : first + size]
                 content = hashlib.sha256(root + own.tobytes()).digest()
                 key = NodeKey(hashlib.sha256(parent + content).digest())
-                found.append(Piece(key, parent, content, start, len(own), index, segment.kind, segment.chunk_id))
+                found.append(Piece(key, parent, content, start, len(own), index, segment.kind, segment.chunk_id, owner))
                 parent, start = key, start + len(own)
         return tuple(found)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NodeKey
+from stillroom.core.kv import NO_TENANT, NodeKey, OwnerTag
 from stillroom.kvstore.record import HEADER_SIZE, TRAILER_SIZE, Defect, Header, inspect, is_intact
 
 KV_FOLDER = "kv"
@@ -115,8 +115,9 @@ def usage(root: Path) -> list[FolderUsage]:
     return found
 
 
-def forget_chunks(root: Path, is_alive: Callable[[ChunkId], bool]) -> int:
-    """Remove every model's records of chunks that are not alive, and of what was computed after one in a prompt.
+def forget_chunks(root: Path, is_alive: Callable[[ChunkId], bool], owner: OwnerTag = NO_TENANT) -> int:
+    """Remove a tenant's records, of every model, of chunks that are not alive, and of what was computed after one in a
+    prompt.
 
     The latter hold traces of the chunk's text, and nobody asks for them again: their keys contain its tokens. They are
     found by parent, so those whose parent's record was removed earlier stay.
@@ -128,7 +129,7 @@ def forget_chunks(root: Path, is_alive: Callable[[ChunkId], bool]) -> int:
     for fingerprint in fingerprints(root):
         folder = folder_of(root, fingerprint)
         headers = (read_header(path, fingerprint) for path in record_paths(folder))
-        records = [header.record for header in headers if isinstance(header, Header)]
+        records = [header.record for header in headers if isinstance(header, Header) and header.record.owner == owner]
         records.sort(key=lambda record: record.first_position)  # a parent comes before its children
         dead: set[NodeKey] = set()
         for record in records:

@@ -12,20 +12,20 @@ from enum import StrEnum
 import xxhash
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NodeKey, NodeRecord
+from stillroom.core.kv import NodeKey, NodeRecord, OwnerTag
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a memoryview has format "B"."""
 
 MAGIC = b"STILLKV\0"
-VERSION = 3
+VERSION = 4
 FINGERPRINT_SIZE = 32
 
-_NOTES_SIZE = 3892
+_NOTES_SIZE = 3884
 """So that the payload begins at 4,096."""
 # magic, version, header size, key, parent, content, fingerprint, first position, tokens, chunk id or -1, avg cost,
-# frequency, payload size, length of the notes, notes; the checksum of these follows
-_FIELDS = struct.Struct(f"<8sII32s32s32s32sIIqddQI{_NOTES_SIZE}s")
+# frequency, payload size, owner, length of the notes, notes; the checksum of these follows
+_FIELDS = struct.Struct(f"<8sII32s32s32s32sIIqddQ8sI{_NOTES_SIZE}s")
 _VERSION = struct.Struct("<II")
 _CHECKSUM_SIZE = 16
 HEADER_SIZE = _FIELDS.size + _CHECKSUM_SIZE
@@ -81,6 +81,7 @@ def encode(record: NodeRecord, fingerprint: bytes, payload: Buffer) -> tuple[byt
         record.avg_cost,
         record.frequency,
         len(payload),
+        record.owner,
         len(notes),
         notes,
     )
@@ -98,7 +99,7 @@ def decode_header(data: bytes) -> Header | Defect:
     if _VERSION.unpack_from(fields, len(MAGIC)) != (VERSION, HEADER_SIZE):
         return Defect.VERSION
     _, _, _, key, parent, content, fingerprint, *numbers, notes = _FIELDS.unpack(fields)
-    first, num_tokens, chunk_id, cost, frequency, payload_size, notes_size = numbers
+    first, num_tokens, chunk_id, cost, frequency, payload_size, owner, notes_size = numbers
     if xxhash.xxh3_128_digest(fields) != data[_FIELDS.size : HEADER_SIZE]:
         return Defect.CHECKSUM
     record = NodeRecord(
@@ -111,6 +112,7 @@ def decode_header(data: bytes) -> Header | Defect:
         frequency=frequency,
         content=content,
         notes=notes[:notes_size],
+        owner=OwnerTag(owner),
     )
     return Header(record, fingerprint, payload_size)
 

@@ -117,6 +117,14 @@ class Backend(Protocol):
         """What its KV cache holds and did; None if there is none of ours."""
         ...
 
+    def beside(self, salt: str) -> "Backend":
+        """The same model for another tenant, who shares no kept KV with this one. Closing it closes nothing.
+
+        Raises:
+            ConfigError: the engine is elsewhere, and tenants cannot be kept apart there.
+        """
+        ...
+
     def cancel(self, request_id: RequestId) -> None:
         """Stop a request; its last event says `aborted`. Harmless if it has ended."""
         ...

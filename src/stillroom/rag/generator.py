@@ -56,6 +56,9 @@ class Generator:
     cache: KVCache
     prompts: PromptBuilder
     constraints: JsonConstraints
+    salt: str = ""
+    """Of all its requests: nothing is reused across two salts."""
+    owns_engine: bool = True
 
     @property
     def name(self) -> str:
@@ -95,15 +98,20 @@ class Generator:
             raise UsageError(f"the prompt holds a token that the model does not have; it has 0 to {num_known - 1}")
         return self._draft(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), self._constraint(schema))
 
+    def beside(self, salt: str) -> "Generator":
+        """The same model and engine for another tenant."""
+        return replace(self, salt=salt, owns_engine=False)
+
     def cancel(self, request_id: RequestId) -> None:
         self.engine.cancel(request_id)
 
     def close(self) -> None:
-        self.engine.close()
-        self.cache.close()
+        if self.owns_engine:
+            self.engine.close()
+            self.cache.close()
 
     def documents_changed(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> None:
-        self.engine.run(lambda engine: engine.scheduler.forget_chunks(existing))
+        self.engine.run(lambda engine: engine.scheduler.forget_chunks(existing, self.salt))
 
     @property
     def cache_figures(self) -> CacheFigures | None:
@@ -127,6 +135,7 @@ class Generator:
                 deadline=sample.deadline,
                 stop_token_ids=self.model.stop_token_ids,
                 constraint=constraint,
+                cache_salt=self.salt,
             )
 
         def start(samples: Sequence[Sample]) -> None:

@@ -10,7 +10,7 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteRequest
 from stillroom.engine.openai_server import OpenAIServer
-from stillroom.errors import UsageError
+from stillroom.errors import ConfigError, UsageError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.backend import Draft, Load, Sample
@@ -67,6 +67,12 @@ class RemoteGenerator:
     @property
     def cache_figures(self) -> None:
         return None
+
+    def beside(self, salt: str) -> "RemoteGenerator":
+        raise ConfigError(
+            "engine.kind = 'openai' serves one tenant only: what an engine elsewhere keeps of one tenant's prompts "
+            "would show in the times of another; use the builtin engine, or one server for each tenant"
+        )
 
     def cancel(self, request_id: RequestId) -> None:
         self._engine.cancel(request_id)

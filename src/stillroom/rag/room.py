@@ -47,7 +47,19 @@ class Stillroom:
         ...     print(room.ask("How do I rotate keys?").text)
     """
 
-    def __init__(self, kb: KnowledgeBase, config: StillroomConfig, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        kb: KnowledgeBase,
+        config: StillroomConfig,
+        metrics: Metrics,
+        clock: Clock,
+        host: "Callable[[], Backend] | None" = None,
+    ) -> None:
+        """Use `open`, or `beside`.
+
+        Args:
+            host: gives the backend of a room that has none of its own.
+        """
         self.config = config
         self.metrics = metrics
         self._kb = kb
@@ -62,14 +74,16 @@ class Stillroom:
         self.uploads = Uploads(kb)
         self._clock = clock
         self._loading = Lock()
+        self._host = host
         self._backend: Backend | None = None
         self._answering: Pipeline | None = None
         self._is_closed = False
         self._traces = TraceLog(kb.path / TRACE_FILE, config.trace.keep)
         self.records = Records(self._traces, kb.chunks)
         """What was asked before."""
-        metrics.watch_cache(lambda: self._backend.cache_figures if self._backend else None)
-        metrics.watch_index(lambda: _index_figures(kb))
+        if host is None:
+            metrics.watch_cache(lambda: self._backend.cache_figures if self._backend else None)
+            metrics.watch_index(lambda: _index_figures(kb))
         self._publish_corpus()
 
     @classmethod
@@ -96,6 +110,23 @@ class Stillroom:
         clock = SystemClock()
         kb = KnowledgeBase.open(Path(path), config, create=create, clock=clock)
         return cls(kb, config, Metrics(), clock)
+
+    def beside(self, path: str | Path, tenant: str, *, create: bool = True) -> "Stillroom":
+        """Another knowledge base, answered by this room's model and engine: one process, several tenants.
+
+        The rooms share weights, memory and metrics. They share no document, no search result, no kept vector and no
+        KV: what was asked in one changes no cached token and no reuse report of the other. Close it before this one.
+
+        Args:
+            tenant: whose KV it is; with the identity of the knowledge base it salts the names of all KV.
+
+        Raises:
+            KnowledgeBaseError: there is none (and `create` is false), or it cannot be used as it is.
+            ConfigError: with the first question, where the engine is elsewhere.
+        """
+        kb = KnowledgeBase.open(Path(path), self.config, create=create, clock=self._clock, like=self._kb)
+        salt = f"{tenant}\0{kb.identity}"
+        return Stillroom(kb, self.config, self.metrics, self._clock, lambda: self._backend_beside(salt))
 
     # Documents
 
@@ -372,6 +403,11 @@ class Stillroom:
             return self._answering
 
     def _open_backend(self) -> "Backend":
+        backend = self._host() if self._host is not None else self._own_backend()
+        backend.documents_changed(self._kb.existing_chunks)  # another process may have changed them
+        return backend
+
+    def _own_backend(self) -> "Backend":
         config = self.config
         if config.engine.kind == "openai":
             from stillroom.rag.remote import connect
@@ -379,20 +415,23 @@ class Stillroom:
             return connect(config.engine, config.runtime.model, self._clock)
         from stillroom.rag.generator import build_generator
 
-        generator = build_generator(config, self._clock, self._kb.path)
-        generator.documents_changed(self._kb.existing_chunks)  # another process may have changed them
-        return generator
+        return build_generator(config, self._clock, self._kb.path)
+
+    def _backend_beside(self, salt: str) -> "Backend":
+        self._pipeline()
+        assert self._backend is not None
+        return self._backend.beside(salt)
 
     def _corpus_changed(self) -> None:
         self._publish_corpus()
         if self._backend is not None:
             self._backend.documents_changed(self._kb.existing_chunks)
-        else:
+        elif self._host is None:
             forget_chunks(self._kb.path / KV_FOLDER, lambda chunk_id: bool(self._kb.existing_chunks({chunk_id})))
         self._search.refresh_hot()
 
     def _publish_corpus(self) -> None:
-        self.metrics.set_corpus(self._kb.num_documents, self._kb.num_chunks)
+        self.metrics.set_corpus(self._kb.num_documents, self._kb.num_chunks, str(self._kb.path))
 
 
 def _read_to_end(stream: "AnswerStream") -> Answer:

@@ -30,16 +30,26 @@ _TOKEN_BLOCK = 32
 """Found by trial on AVX-512: 8 gives other last bits in other batches, 32 and its multiples do not."""
 
 
+class _Weights:
+    """A loaded model, and whose turn it is."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.loading, self.next, self.running = Lock(), Lock(), Lock()
+
+
 class Embedder:
     """One model; see the module's docstring."""
 
-    def __init__(self, config: EmbedderConfig) -> None:
-        """Cheap: nothing is read before it is needed."""
+    def __init__(self, config: EmbedderConfig, like: "Embedder | None" = None) -> None:
+        """Cheap: nothing is read before it is needed.
+
+        Args:
+            like: whose weights it uses, if they are the same; the vectors that each keeps are its own, so that none can
+                tell what the other was asked.
+        """
         self._config = config
-        self._loading = Lock()
-        self._model: Any = None
-        self._next = Lock()
-        self._running = Lock()
+        self._weights: _Weights = like._weights if like is not None and like._config == config else _Weights()
         self._kept = lru_cache(_NUM_KEPT)(self._embed_query)
 
     @cached_property
@@ -49,7 +59,7 @@ class Embedder:
     @property
     def is_loaded(self) -> bool:
         """Whether the weights are in memory."""
-        return self._model is not None
+        return self._weights.model is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -169,13 +179,13 @@ class Embedder:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """One forward pass at a time. Whoever waits holds `_next`, so who has just finished cannot overtake it."""
-        with self._next:
-            self._running.acquire()
+        """One forward pass at a time. Whoever waits holds `next`, so who has just finished cannot overtake it."""
+        with self._weights.next:
+            self._weights.running.acquire()
         try:
             yield
         finally:
-            self._running.release()
+            self._weights.running.release()
 
     @contextlib.contextmanager
     def _arithmetic(self, kind: str, model: Any) -> Iterator[None]:
@@ -186,12 +196,12 @@ class Embedder:
             yield
 
     def _load(self) -> Any:
-        with self._loading:
-            if self._model is None:
+        with self._weights.loading:
+            if self._weights.model is None:
                 from stillroom.ops.teams import in_a_thread_that_ends
 
-                self._model = in_a_thread_that_ends(self._loaded)
-            return self._model
+                self._weights.model = in_a_thread_that_ends(self._loaded)
+            return self._weights.model
 
     def _loaded(self) -> Any:
         model = _load_model(self._files)

@@ -54,13 +54,20 @@ logger = logging.getLogger(__name__)
 class KnowledgeBase:
     """An open knowledge base. Thread-safe; opening reads two small files, the rest is loaded when first needed."""
 
-    def __init__(self, path: Path, manifest: Manifest, config: StillroomConfig, clock: Clock) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        config: StillroomConfig,
+        clock: Clock,
+        like: "KnowledgeBase | None" = None,
+    ) -> None:
         """Use `open`."""
         self._path = path
         self._manifest = manifest
         self._config = manifest.applied_to(config)
         self._clock = clock
-        self._embedder = Embedder(self._config.embedder)
+        self._embedder: Embedder = Embedder(self._config.embedder, None if like is None else like._embedder)
         self._corpus = Corpus(path / CORPUS)
         self._dimension = manifest.dimension
         self._indexes = Indexes(path, self._corpus, self._config.index, manifest.dimension, qdrant=self._config.qdrant)
@@ -72,12 +79,19 @@ class KnowledgeBase:
 
     @classmethod
     def open(
-        cls, path: Path, config: StillroomConfig, *, create: bool = False, clock: Clock | None = None
+        cls,
+        path: Path,
+        config: StillroomConfig,
+        *,
+        create: bool = False,
+        clock: Clock | None = None,
+        like: "KnowledgeBase | None" = None,
     ) -> "KnowledgeBase":
         """Open the knowledge base in a folder.
 
         Args:
             create: make one where the folder is missing or empty.
+            like: an open one with which to share the embedder's weights, and nothing else.
 
         Raises:
             KnowledgeBaseNotFoundError: there is none, and `create` is false.
@@ -99,12 +113,17 @@ class KnowledgeBase:
         if manifest.format_version != FORMAT_VERSION:
             with WriteLock(path, clock).held_to_open("upgrade"):
                 manifest = upgraded(path / MANIFEST, manifest)
-        return cls(path, manifest, config, clock)
+        return cls(path, manifest, config, clock, like)
 
     @property
     def path(self) -> Path:
         """The folder."""
         return self._path
+
+    @property
+    def identity(self) -> str:
+        """Of this knowledge base and its copies, wherever they lie; another that is made in its place has another."""
+        return self._corpus.corpus_id
 
     # Documents
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import Batch, BlockCopy, ScheduledSequence, StepResult, TokenLogprobs
 from stillroom.core.ids import BlockId, ChunkId, RequestId
+from stillroom.core.kv import owner_of
 from stillroom.core.request import Admission, FinishReason, Request
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import PromptTooLongError, UsageError
@@ -150,14 +151,15 @@ class Scheduler:
         self._preempt(sequence)
         return True
 
-    def forget_chunks(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> int:
+    def forget_chunks(self, existing: Callable[[set[ChunkId]], set[ChunkId]], salt: str = "") -> int:
         """Keep nothing of chunks that are no more, not of requests under way either; returns how many nodes went.
 
         Args:
             existing: those of some chunks that are still there.
+            salt: of the requests in which they stood.
         """
         under_way = chain(self._waiting, self._running.values())
-        return self.kv.forget_chunks(existing, [sequence.lease for sequence in under_way])
+        return self.kv.forget_chunks(existing, [sequence.lease for sequence in under_way], owner_of(salt))
 
     def lose_device(self) -> None:
         """The device's KV is gone (RAGCache 6): everybody waits again, with the tokens generated so far.

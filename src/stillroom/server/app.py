@@ -20,7 +20,9 @@ from stillroom.server.completions import Completions
 from stillroom.server.console import routes as console
 from stillroom.server.documents import DocumentRoutes
 from stillroom.server.errors import model_not_served
+from stillroom.server.guard import Guard, own_names
 from stillroom.server.json_body import JsonRoute
+from stillroom.server.keys import KeyRing
 from stillroom.server.middleware import Observed
 from stillroom.server.payloads import Payload, search_payload
 from stillroom.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SearchRequest
@@ -35,6 +37,7 @@ from stillroom.server.replies import (
     ModelList,
     SearchReply,
 )
+from stillroom.server.tenants import Tenants, caller_of, room_of
 from stillroom.telemetry.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -46,22 +49,33 @@ ALIAS = "stillroom"
 """A model name that always means the one that is served."""
 
 
-def create_app(room: "Stillroom") -> FastAPI:
-    """The application. The room stays the caller's: whoever opened it closes it, after the server has stopped."""
+def create_app(
+    room: "Stillroom", *, tenants: Tenants | None = None, keys: KeyRing | None = None, host: str = "127.0.0.1"
+) -> FastAPI:
+    """The application. The rooms stay the caller's: whoever opened them closes them, after the server has stopped.
+
+    Args:
+        room: of the default tenant.
+        tenants: all rooms; without them there is only the one.
+        keys: without them nobody is asked for one.
+        host: the address that it will listen on.
+    """
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
-    app.include_router(_Api(room).router())
-    app.include_router(console.router(room))
-    app.include_router(DocumentRoutes(room).router())
+    app.include_router(_Api().router())
+    app.include_router(console.router())
+    app.include_router(DocumentRoutes().router())
     errors.install(app)
+    app.state.tenants = tenants = tenants or Tenants(room)
+    hosts = own_names(host, room.config.server.allowed_hosts)
+    app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts)
     app.add_middleware(Observed, metrics=room.metrics)
     return app
 
 
 class _Api:
-    """The routes' functions, bound to a room."""
+    """The routes' functions. Each asks `room_of` for the room of whoever asks."""
 
-    def __init__(self, room: "Stillroom") -> None:
-        self._room = room
+    def __init__(self) -> None:
         self._started_at = int(time.time())
 
     def router(self) -> APIRouter:
@@ -81,28 +95,31 @@ class _Api:
         return router
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
-        self._check_model(body.model, [self._room.model_name])
+        room = room_of(request)
+        self._check_model(body.model, [room.model_name])
         if not body.question.strip():
             raise UsageError("messages hold no question; the last message of the role 'user' is the question")
-        streams = await self._room.astreams(body.question, ask_options(body), n=body.n or 1)
-        model = self._room.model_name
+        streams = await room.astreams(body.question, ask_options(body), n=body.n or 1)
+        model = room.model_name
         if body.stream:
             return AnswerEvents(streams, chat.chat_events(streams, model, includes_usage=body.includes_usage))
         return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        self._check_model(body.model, [self._room.model_name])
-        found = await Completions.begin(self._room, body)
+        room = room_of(request)
+        self._check_model(body.model, [room.model_name])
+        found = await Completions.begin(room, body)
         if body.stream:
             return AnswerEvents(found.streams, found.events(includes_usage=body.includes_usage))
         return await whole_answers(found.streams, request, found.whole)
 
-    async def embeddings(self, body: EmbeddingRequest) -> EmbeddingList:
-        embedder = self._room.config.embedder.model
+    async def embeddings(self, body: EmbeddingRequest, request: Request) -> EmbeddingList:
+        room = room_of(request)
+        embedder = room.config.embedder.model
         self._check_model(body.model, [embedder])
         if not all(text.strip() for text in body.texts):
             raise UsageError("input holds an empty text; every text needs at least one word")
-        vectors = await asyncio.to_thread(self._room.embed, body.texts)
+        vectors = await asyncio.to_thread(room.embed, body.texts)
         if body.dimensions not in (None, vectors.shape[1]):
             raise UsageError(f"dimensions={body.dimensions}; {embedder!r} makes {vectors.shape[1]}")
         data = [
@@ -111,44 +128,46 @@ class _Api:
         ]
         return EmbeddingList(data=data, model=embedder, usage=EmbeddingUsage())
 
-    async def models(self) -> ModelList:
-        return ModelList(data=[self._describe(name) for name in self._names()])
+    async def models(self, request: Request) -> ModelList:
+        return ModelList(data=[self._describe(name) for name in _names(room_of(request))])
 
-    async def model(self, model: str) -> Model:
-        self._check_model(model, self._names())
-        return self._describe(self._room.model_name if model == ALIAS else model)
+    async def model(self, model: str, request: Request) -> Model:
+        room = room_of(request)
+        self._check_model(model, _names(room))
+        return self._describe(room.model_name if model == ALIAS else model)
 
-    async def search(self, body: SearchRequest) -> Payload:
+    async def search(self, body: SearchRequest, request: Request) -> Payload:
+        room = room_of(request)
         if not body.query.strip():
             raise UsageError("the query is empty")
         started = time.perf_counter()
         found = await asyncio.to_thread(
-            self._room.search, body.query, mode=body.mode, top_k=body.top_k, where=body.where
+            room.search, body.query, mode=body.mode, top_k=body.top_k, where=body.where
         )
-        mode = body.mode or self._room.config.search.mode
+        mode = body.mode or room.config.search.mode
         return search_payload(body.query, mode, found, time.perf_counter() - started)
 
-    async def healthz(self) -> dict[str, Any]:
-        num_documents = await asyncio.to_thread(lambda: self._room.num_documents)
-        lists = self._room.list_figures
+    async def healthz(self, request: Request) -> dict[str, Any]:
+        if not caller_of(request).is_operator:
+            return {"status": "ok"}  # what a room holds and how busy the house is are not everybody's business
+        room = room_of(request)
+        num_documents = await asyncio.to_thread(lambda: room.num_documents)
+        lists = room.list_figures
         tiers: dict[str, dict[str, int]] = {}
         if lists is not None:
             on_devices = {"device": lists.num_lists_on_devices} if lists.num_lists_on_devices else {}
             tiers["index_lists"] = {**on_devices, "ram": lists.num_lists_in_ram, "total": lists.num_lists}
         return {
             "status": "ok",
-            "model": self._room.model_name,
+            "model": room.model_name,
             "documents": num_documents,
-            "kv_blocks": {"free": self._room.num_free_blocks, "total": self._room.num_blocks},
+            "kv_blocks": {"free": room.num_free_blocks, "total": room.num_blocks},
             **tiers,
         }
 
-    async def metrics(self) -> Response:
-        content = await asyncio.to_thread(self._room.metrics.render)
+    async def metrics(self, request: Request) -> Response:
+        content = await asyncio.to_thread(room_of(request).metrics.render)
         return Response(content, headers={"Content-Type": CONTENT_TYPE})
-
-    def _names(self) -> list[str]:
-        return [self._room.model_name, self._room.config.embedder.model]
 
     def _describe(self, name: str) -> Model:
         return Model(id=name, created=self._started_at)
@@ -157,6 +176,10 @@ class _Api:
         """An answer by another model than the one asked for would be a silent mistake."""
         if model not in (None, ALIAS, *served):
             raise model_not_served(str(model), served)
+
+
+def _names(room: "Stillroom") -> list[str]:
+    return [room.model_name, room.config.embedder.model]
 
 
 def _encode(vector: "NDArray[Any]", encoding_format: str) -> list[float] | str:

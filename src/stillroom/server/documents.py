@@ -27,6 +27,7 @@ from stillroom.server.answering import DONE, as_event
 from stillroom.server.errors import Refused, describe, error_body
 from stillroom.server.json_body import parse
 from stillroom.server.protocol import MAX_DOCUMENTS, DocumentsRequest
+from stillroom.server.tenants import caller_of, room_of
 from stillroom.server.replies import (
     DocumentChunk,
     DocumentDeleted,
@@ -80,12 +81,16 @@ _UPLOAD_BODY = {
 
 
 class DocumentRoutes:
-    """The routes' functions, bound to a room."""
+    """The routes' functions. Each tenant has a desk of his own."""
 
-    def __init__(self, room: "Stillroom") -> None:
-        self._room = room
-        self._writing = asyncio.Lock()
-        self._running: set[asyncio.Task[Any]] = set()
+    def __init__(self) -> None:
+        self._desks: dict[str, _Desk] = {}
+
+    def _desk(self, request: Request) -> "_Desk":
+        tenant = caller_of(request).tenant
+        if tenant not in self._desks:
+            self._desks[tenant] = _Desk(room_of(request))
+        return self._desks[tenant]
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["documents"])
@@ -106,7 +111,7 @@ class DocumentRoutes:
 
         With `Accept: text/event-stream` the response is a stream of events that say how far it is.
         """
-        upload = await _read_upload(request)
+        desk, upload = self._desk(request), await _read_upload(request)
         try:
             for name, _ in upload.files:
                 checked_name(name)  # before a stream begins
@@ -114,19 +119,21 @@ class DocumentRoutes:
             upload.close()
             raise
         if "text/event-stream" in request.headers.get("accept", ""):
-            return StreamingResponse(self._events(upload), media_type="text/event-stream")
-        results = await self._run(lambda: self._upload(upload))
-        reply = self._reply(results)
+            return StreamingResponse(desk.events(upload), media_type="text/event-stream")
+        results = await desk.run(lambda: desk.upload(upload))
+        reply = desk.reply(results)
         return JSONResponse(reply.model_dump(exclude_none=True), 200 if reply.error is None else 422)
 
     async def page(
         self,
+        request: Request,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Documents on this page.")] = 100,
         after: Annotated[str, Query(description="The `last_id` of the page before.")] = "",
     ) -> DocumentList:
         """Documents by id, a page at a time."""
-        found = await asyncio.to_thread(self._room.documents, after, limit + 1)
-        data = [self._object(info) for info in found[:limit]]
+        desk = self._desk(request)
+        found = await asyncio.to_thread(desk.room.documents, after, limit + 1)
+        data = [desk.object(info) for info in found[:limit]]
         return DocumentList(
             data=data,
             first_id=data[0].id if data else None,
@@ -134,24 +141,35 @@ class DocumentRoutes:
             has_more=len(found) > limit,
         )
 
-    async def get(self, document: _DocumentPath) -> DocumentWithChunks:
+    async def get(self, document: _DocumentPath, request: Request) -> DocumentWithChunks:
         """One document, with its text as it is indexed."""
-        found = await asyncio.to_thread(self._room.uploads.find, document)
+        desk = self._desk(request)
+        found = await asyncio.to_thread(desk.room.uploads.find, document)
         if not found:
             raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists what there is")
         if len(found) > 1:
             raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
-        chunks = await asyncio.to_thread(self._room.chunks_of, found[0].document_id)
+        chunks = await asyncio.to_thread(desk.room.chunks_of, found[0].document_id)
         whole = [_chunk(chunk) for chunk in chunks]
-        return DocumentWithChunks(**self._object(found[0]).model_dump(), chunks=whole)
+        return DocumentWithChunks(**desk.object(found[0]).model_dump(), chunks=whole)
 
-    async def delete(self, document: _DocumentPath) -> DocumentDeleted:
+    async def delete(self, document: _DocumentPath, request: Request) -> DocumentDeleted:
         """Forget one document, or all of one file. An uploaded file is deleted with its last document; other files stay
         where they are."""
-        report = await self._run(lambda: self._room.discard(document))
+        desk = self._desk(request)
+        report = await desk.run(lambda: desk.room.discard(document))
         return DocumentDeleted(id=document, num_documents=report.num_documents, num_chunks=report.num_chunks)
 
-    async def _run(self, change: Callable[[], T]) -> T:
+
+class _Desk:
+    """Where one tenant's documents are taken in and given out."""
+
+    def __init__(self, room: "Stillroom") -> None:
+        self.room = room
+        self._writing = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def run(self, change: Callable[[], T]) -> T:
         """A change in a thread, one after the other, completed whoever leaves."""
 
         async def locked() -> T:
@@ -163,30 +181,30 @@ class DocumentRoutes:
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
 
-    async def _events(self, upload: Upload) -> AsyncIterator[str]:
+    async def events(self, upload: Upload) -> AsyncIterator[str]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[AddProgress | None] = asyncio.Queue()
 
         def note(progress: AddProgress) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, progress)
 
-        running = asyncio.ensure_future(self._run(lambda: self._upload(upload, note)))
+        running = asyncio.ensure_future(self.run(lambda: self.upload(upload, note)))
         running.add_done_callback(lambda _: arrived.put_nowait(None))
         while (progress := await arrived.get()) is not None:
             yield as_event({"object": "documents.progress", **asdict(progress)})
         try:
-            yield as_event(self._reply(await running).model_dump(exclude_none=True))
+            yield as_event(self.reply(await running).model_dump(exclude_none=True))
             yield DONE
         except Exception as error:
             yield as_event(describe(error)[1])
 
-    def _upload(self, upload: Upload, progress: Callable[[AddProgress], None] | None = None) -> list[UploadResult]:
+    def upload(self, upload: Upload, progress: Callable[[AddProgress], None] | None = None) -> list[UploadResult]:
         try:
-            return self._room.upload(upload.files, progress, upload.metadata)
+            return self.room.upload(upload.files, progress, upload.metadata)
         finally:
             upload.close()
 
-    def _reply(self, results: Sequence[UploadResult]) -> UploadReply:
+    def reply(self, results: Sequence[UploadResult]) -> UploadReply:
         data = [self._uploaded(result) for result in results]
         error = None
         if all(result.outcome == "failed" for result in results):
@@ -198,13 +216,13 @@ class DocumentRoutes:
         error = None
         if result.outcome == "failed":
             error = ErrorDetail(**error_body(result.reason, "invalid_request_error", code=UNREADABLE)["error"])
-        documents = [self._object(info) for info in result.documents]
+        documents = [self.object(info) for info in result.documents]
         return UploadedFile(name=result.name, status=result.outcome, documents=documents, error=error)
 
-    def _object(self, info: DocumentInfo) -> DocumentObject:
+    def object(self, info: DocumentInfo) -> DocumentObject:
         return DocumentObject(
             id=info.document_id,
-            name=self._room.uploads.name_of(DocumentId(info.document_id)),
+            name=self.room.uploads.name_of(DocumentId(info.document_id)),
             title=info.title,
             num_chunks=info.num_chunks,
             num_bytes=info.num_bytes,
@@ -222,7 +240,7 @@ async def _read_upload(request: Request) -> Upload:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         try:
-            body = DocumentsRequest.model_validate(parse(await request.body()))
+            body = DocumentsRequest.model_validate(await asyncio.to_thread(parse, await request.body()))
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from error
         files = [(document.name, io.BytesIO(document.text.encode())) for document in body.documents]
@@ -237,6 +255,8 @@ async def _read_form(request: Request) -> Upload:
     try:
         form = await request.form(max_files=MAX_DOCUMENTS, max_fields=1)
     except (HTTPException, MultiPartException) as error:
+        if getattr(error, "status_code", 400) == 413:
+            raise
         raise Refused(400, "invalid_form", f"the form cannot be read: {getattr(error, 'detail', error)}") from error
     try:
         files = [(one.filename or "", one.file) for one in form.getlist("file") if isinstance(one, UploadFile)]

@@ -228,10 +228,12 @@ class IndexLists(BaseModel):
 
 
 class Health(BaseModel):
+    """With keys, all but the status is for operators."""
+
     status: Literal["ok"] = "ok"
-    model: str
-    documents: int
-    kv_blocks: Blocks
+    model: str | None = None
+    documents: int | None = None
+    kv_blocks: Blocks | None = None
     index_lists: IndexLists | None = None
     """With `index.hot_bytes`, once something was searched."""
 

@@ -151,8 +151,8 @@ SPECS = (
         "stillroom_index_hit_ratio", "gauge", "Share of them that were in RAM, over the last window of searches."
     ),
     MetricSpec("stillroom_index_exchanged_total", "counter", "Lists that came into RAM in place of colder ones."),
-    MetricSpec("stillroom_documents", "gauge", "Documents in the knowledge base."),
-    MetricSpec("stillroom_chunks", "gauge", "Chunks in the knowledge base."),
+    MetricSpec("stillroom_documents", "gauge", "Documents in the knowledge bases."),
+    MetricSpec("stillroom_chunks", "gauge", "Chunks in the knowledge bases."),
     MetricSpec(
         "stillroom_http_requests_total", "counter", "HTTP requests, by route and status code.", ("path", "status")
     ),
@@ -231,6 +231,7 @@ class Metrics:
         self._ahead = self._counter("stillroom_speculation_ahead_seconds_total")
         self._kv_blocks = self._gauge("stillroom_kv_blocks")
         self._active = self._gauge("stillroom_active_requests")
+        self._corpora: dict[str, tuple[int, int]] = {}
         self._documents = self._gauge("stillroom_documents")
         self._chunks = self._gauge("stillroom_chunks")
         self._http_requests = self._counter("stillroom_http_requests_total")
@@ -279,9 +280,13 @@ class Metrics:
         self._active.labels("waiting").set(num_waiting)
         self._active.labels("running").set(num_running)
 
-    def set_corpus(self, num_documents: int, num_chunks: int) -> None:
-        self._documents.set(num_documents)
-        self._chunks.set(num_chunks)
+    def set_corpus(self, num_documents: int, num_chunks: int, room: str = "") -> None:
+        """What one knowledge base holds; the gauges show the sum of all."""
+        self._corpora[room] = (num_documents, num_chunks)
+        for gauge, counts in zip(
+            (self._documents, self._chunks), zip(*self._corpora.values(), strict=True), strict=True
+        ):
+            gauge.set(sum(counts))
 
     def count_http_request(self, path: str, status: int) -> None:
         """Count a served HTTP request; `path` is the route's template, so that there are few of them."""

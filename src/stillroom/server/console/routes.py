@@ -9,15 +9,13 @@ import asyncio
 import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from starlette.exceptions import HTTPException
 
 from stillroom.rag.records import RecordSummary
-
-if TYPE_CHECKING:
-    from stillroom.rag.room import Stillroom
+from stillroom.server.tenants import room_of
 
 PAGE = "index.html"
 
@@ -59,7 +57,7 @@ class _File:
     etag: str
 
 
-def router(room: "Stillroom") -> APIRouter:
+def router() -> APIRouter:
     """The page and the routes of past questions."""
     static = _read_files()
     router = APIRouter()
@@ -72,11 +70,11 @@ def router(room: "Stillroom") -> APIRouter:
             raise HTTPException(404)
         return _respond(request, static[name])
 
-    async def requests(limit: Annotated[int, Query(ge=1, le=500)] = 50) -> list[RecordSummary]:
-        return await asyncio.to_thread(room.records.recent, limit)
+    async def requests(request: Request, limit: Annotated[int, Query(ge=1, le=500)] = 50) -> list[RecordSummary]:
+        return await asyncio.to_thread(room_of(request).records.recent, limit)
 
-    async def one_request(request_id: str) -> dict[str, Any]:
-        return await asyncio.to_thread(room.records.get, request_id)
+    async def one_request(request_id: str, request: Request) -> dict[str, Any]:
+        return await asyncio.to_thread(room_of(request).records.get, request_id)
 
     router.add_api_route("/", page, methods=["GET", "HEAD"], include_in_schema=False)
     router.add_api_route("/console/{name}", file, methods=["GET", "HEAD"], include_in_schema=False)

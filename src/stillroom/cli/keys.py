@@ -1,0 +1,113 @@
+"""`stillroom keys`: who may ask a server, and as which tenant. A running server follows at its next request."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stillroom.cli import room
+from stillroom.cli.console import line, note, print_json
+from stillroom.cli.options import ConfigOption, JsonOption, help_text
+from stillroom.errors import ConfigError, UsageError
+
+app = typer.Typer(no_args_is_help=True)
+
+KeysOption = Annotated[
+    Path | None, typer.Option("--keys", metavar="FILE", help="The file of keys; without it, server.keys_file.")
+]
+
+ADD_HELP = help_text(
+    "Make a key and show it, once: the file keeps its SHA-256 only.",
+    "A tenant has a knowledge base of its own, in a folder of its name in server.tenants_folder; the tenant `default` "
+    "has the one that `serve --kb` names. A name that is there already is refused: remove it first.",
+    examples=(
+        "stillroom keys add anna --keys keys.json",
+        "stillroom keys add anna --tenant legal --keys keys.json --json | jq -r .key",
+        "stillroom keys add prometheus --operator --keys keys.json   # may read /metrics",
+        "stillroom keys add batch --requests-per-minute 600 --max-concurrent 4 --keys keys.json",
+    ),
+)
+LIST_HELP = help_text(
+    "Show whose keys there are; the keys themselves nobody knows any more.",
+    examples=("stillroom keys list --keys keys.json", "stillroom keys list --json | jq '.[].name'"),
+)
+REMOVE_HELP = help_text(
+    "Remove a key: from the next request on it opens nothing. Answers under way are completed.",
+    examples=("stillroom keys remove anna --keys keys.json",),
+)
+
+
+@app.command("add", help=ADD_HELP)
+def add(  # noqa: PLR0913  one parameter per flag
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is; shown in the server's log.")],
+    tenant: Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Whose documents it reaches.")] = "default",
+    operator: Annotated[
+        bool, typer.Option("--operator", help="May also read /metrics, which tells of all tenants.")
+    ] = False,
+    requests_per_minute: Annotated[
+        int | None,
+        typer.Option("--requests-per-minute", min=0, metavar="N", help="0: no limit; without it, as configured."),
+    ] = None,
+    max_concurrent: Annotated[
+        int | None,
+        typer.Option("--max-concurrent", min=0, metavar="N", help="Requests at the same time; 0: no limit."),
+    ] = None,
+    keys: KeysOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    from stillroom.server.keys import changing, new_key
+
+    path = _path(keys, config)
+    key, row = new_key(
+        name, tenant, is_operator=operator, requests_per_minute=requests_per_minute, max_concurrent=max_concurrent
+    )
+    with changing(path) as rows:
+        if name in rows:
+            raise UsageError(f"{path} has a key of the name {name!r}; remove it first: stillroom keys remove {name}")
+        rows[name] = row
+    if as_json:
+        print_json({"key": key, "name": name, "tenant": tenant})
+        return
+    line(key)
+    note(f"this is the only time that the key is shown; {path} knows its hash")
+
+
+@app.command("list", help=LIST_HELP)
+def list_(keys: KeysOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    from stillroom.server.keys import load_keys
+
+    rows = load_keys(_path(keys, config))
+    if as_json:
+        print_json([{name: value for name, value in asdict(row).items() if name != "sha256"} for row in rows])
+        return
+    for row in rows:
+        line(f"{row.name}  tenant {row.tenant}{', operator' if row.is_operator else ''}  since {row.created}")
+
+
+@app.command("remove", help=REMOVE_HELP)
+def remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key goes.")],
+    keys: KeysOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    from stillroom.server.keys import changing
+
+    path = _path(keys, config)
+    with changing(path) as rows:
+        if rows.pop(name, None) is None:
+            known = ", ".join(rows) or "none"
+            raise UsageError(f"{path} has no key of the name {name!r}; it has: {known}")
+    if as_json:
+        print_json({"removed": name})
+    else:
+        line(f"removed {name}")
+
+
+def _path(keys: Path | None, config: Path | None) -> Path:
+    configured = room.settings(config).server.keys_file
+    if keys is None and not configured:
+        raise ConfigError("which file of keys? name it: --keys FILE, or server.keys_file in stillroom.toml")
+    return keys or Path(configured)

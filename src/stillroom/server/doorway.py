@@ -1,0 +1,47 @@
+"""What must be settled before a server listens: who is asked for keys, and whether the address may be had without."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stillroom.config.settings import ServerConfig
+from stillroom.errors import ConfigError
+from stillroom.server.guard import is_loopback
+from stillroom.server.keys import KeyRing
+from stillroom.server.tenants import DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class Doorway:
+    """Checked settings."""
+
+    keys: KeyRing | None
+    tenants_folder: Path | None
+    warnings: tuple[str, ...] = ()
+
+
+def open_doorway(config: ServerConfig) -> Doorway:
+    """Fails closed, before a model loads.
+
+    Raises:
+        ConfigError: other machines would reach it without keys, the keys cannot be read, or one is of a tenant that has
+            no place.
+    """
+    keys = KeyRing(Path(config.keys_file)) if config.keys_file else None
+    folder = Path(config.tenants_folder) if config.tenants_folder else None
+    warnings: tuple[str, ...] = ()
+    if keys is None and not is_loopback(config.host):
+        if not config.insecure:
+            raise ConfigError(
+                f"other machines can reach {config.host}, and nobody would be asked for a key; make keys "
+                "(stillroom keys add NAME --keys keys.json) and serve with --keys keys.json, or, in a network that is "
+                "guarded otherwise, with --insecure"
+            )
+        warnings = (f"everybody who reaches {config.host} may ask, add and delete: no keys are asked for (--insecure)",)
+    if folder is None and keys is not None:
+        homeless = sorted({row.tenant for row in keys.rows} - {DEFAULT_TENANT})
+        if homeless:
+            raise ConfigError(
+                f"there are keys of the tenant {homeless[0]!r}, whose knowledge base has no place; name a folder for "
+                "the tenants' knowledge bases: --tenants DIR, or server.tenants_folder"
+            )
+    return Doorway(keys, folder, warnings)

@@ -1,0 +1,56 @@
+"""`stillroom keys`, and what `serve` says about addresses and keys before it loads anything."""
+
+from pathlib import Path
+
+import pytest
+
+from stillroom.server.keys import KeyRing
+from tests.cli.harness import Run
+
+
+def test_a_key_is_shown_once_and_opens_the_door(run: Run) -> None:
+    made = run("keys", "add", "anna", "--tenant", "legal", "--keys", "keys.json")
+    key = made.out.strip()
+    found = KeyRing(Path("keys.json")).find(key)
+    assert found is not None and (found.name, found.tenant) == ("anna", "legal")
+    assert "only time" in made.err
+
+    listed = run("keys", "list", "--keys", "keys.json")
+    assert "anna  tenant legal" in listed.out and key not in listed.out
+    [row] = run("keys", "list", "--keys", "keys.json", "--json").json
+    assert row["name"] == "anna" and "sha256" not in row
+
+    assert run("keys", "add", "anna", "--keys", "keys.json").code == 2
+    assert run("keys", "remove", "ben", "--keys", "keys.json").code == 2
+    assert run("keys", "remove", "anna", "--keys", "keys.json").out == "removed anna\n"
+    assert run("keys", "list", "--keys", "keys.json", "--json").json == []
+
+
+def test_the_file_may_come_from_the_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--keys FILE" in run("keys", "list").err
+    monkeypatch.setenv("STILLROOM_SERVER__KEYS_FILE", "keys.json")
+    assert run("keys", "add", "anna", "--json").json["tenant"] == "default"
+
+
+@pytest.mark.parametrize("name", ["", "Anna", "../x", "a b", "x" * 64, "-x", ".."])
+def test_names_that_are_no_names(run: Run, name: str) -> None:
+    for arguments in (("--", name), (f"--tenant={name}", "anna")):
+        assert run("keys", "add", "--keys", "keys.json", *arguments).code == 2
+    assert not Path("keys.json").exists()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.invalid"])
+def test_a_public_address_without_keys_is_refused(run: Run, host: str) -> None:
+    result = run("serve", "--kb", "kb", "--host", host)
+    assert result.code == 2 and "--keys keys.json" in result.err and "--insecure" in result.err
+
+
+def test_a_tenant_without_a_place_is_refused(run: Run) -> None:
+    run("keys", "add", "anna", "--tenant", "legal", "--keys", "keys.json")
+    result = run("serve", "--kb", "kb", "--keys", "keys.json")
+    assert result.code == 2 and "--tenants DIR" in result.err
+
+
+def test_keys_that_are_not_there_are_refused(run: Run) -> None:
+    result = run("serve", "--kb", "kb", "--keys", "keys.json")
+    assert result.code == 2 and "stillroom keys add" in result.err

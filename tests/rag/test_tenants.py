@@ -1,0 +1,168 @@
+"""Rooms beside each other: one model, and nothing that one tenant does shows in what another is answered.
+
+The strongest case is the same documents and the same questions: whatever crossed over would be found and used.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from stillroom.config.settings import QueryCacheConfig, ReuseConfig, SpeculationConfig, StillroomConfig
+from stillroom.core.kv import NO_TENANT, owner_of
+from stillroom.kvstore.files import KV_FOLDER, usage
+from stillroom.rag.answer import Answer, AskOptions
+from stillroom.rag.room import Stillroom
+from stillroom.telemetry.trace import TRACE_FILE, TraceLog
+from tests.rag.test_reuse import TEXTS
+
+ALONE = SpeculationConfig(mode="off")
+"""A prompt that was begun for a provisional list would be found by the tenant's own next one."""
+QUESTION = "What is the capital of Ardun ?"
+LONG = " ".join(["What is the river of Corvia ?"] * 30)
+"""So long that pieces of the question itself are kept."""
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def reasons(answer: Answer) -> list[str]:
+    return [segment.reason for segment in answer.reuse.segments[:-1]]
+
+
+@pytest.mark.parametrize("mode", ["exact", "anywhere"])
+def test_the_same_question_on_the_same_documents_finds_nothing_of_another_tenant(
+    docs: Path, tmp_path: Path, mode: str
+) -> None:
+    config = StillroomConfig(
+        reuse=ReuseConfig(load="always", mode=mode),  # type: ignore[arg-type]
+        speculation=ALONE,
+    )
+    with Stillroom.open(tmp_path / "own", config=config) as own:
+        own.add(docs)
+        first, again = own.ask(QUESTION), own.ask(QUESTION)
+        own.ask("What is the river of Corvia ?")
+        long = own.ask(LONG)
+        assert again.reuse.num_cached_tokens > 0, "within a tenant it is found"
+        assert own.ask(LONG).reuse.num_cached_tokens > long.reuse.num_prompt_tokens - 64 - 16
+
+        with own.beside(tmp_path / "a", "a") as a, own.beside(tmp_path / "b", "b") as b:
+            for room in (a, b):
+                room.add(docs)
+                answer = room.ask(QUESTION)
+                assert answer.reuse.num_cached_tokens == answer.reuse.num_recomputed_tokens == 0
+                assert set(reasons(answer)) == {"never seen"}
+                assert (answer.text, answer.token_ids) == (first.text, first.token_ids)
+                asked = [one for one in room.ask(LONG).reuse.segments if one.kind == "question"]
+                assert {one.source for one in asked} == {"computed"}
+                assert room.ask(QUESTION).reuse.num_cached_tokens == again.reuse.num_cached_tokens
+            assert own.ask(QUESTION).reuse.num_cached_tokens == again.reuse.num_cached_tokens
+        assert own.ask(QUESTION).text == first.text, "guests that close leave the engine running"
+
+
+def test_raw_prompts_and_what_lies_on_disk(docs: Path, tmp_path: Path) -> None:
+    import asyncio
+
+    config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=ALONE)
+
+    def continued(room: Stillroom) -> int:
+        async def read() -> int:
+            [stream] = await room.acontinue(LONG, AskOptions(max_tokens=1))
+            async for _ in stream:
+                pass
+            return stream.answer.reuse.num_cached_tokens
+
+        return asyncio.run(read())
+
+    with Stillroom.open(tmp_path / "own", config=config) as own:
+        own.add(docs)
+        own.ask(QUESTION)
+        assert (continued(own), continued(own) > 0) == (0, True)
+        with own.beside(tmp_path / "a", "a") as a:
+            a.add(docs)
+            assert (continued(a), continued(a) > 0) == (0, True)
+    assert usage(tmp_path / "own" / KV_FOLDER)[0].num_records > 0, "it went to disk"
+    with Stillroom.open(tmp_path / "own", config=config) as own:
+        with own.beside(tmp_path / "b", "b") as b, own.beside(tmp_path / "a", "a") as a:
+            b.add(docs)
+            assert b.ask(QUESTION).reuse.num_cached_tokens == 0
+            assert continued(b) == 0
+            assert continued(a) > 0, "the tenant itself finds it again"
+        assert own.ask(QUESTION).reuse.num_disk_tokens > 0
+
+
+def test_a_knowledge_base_made_anew_under_the_same_name_finds_nothing_of_the_old_one(
+    docs: Path, tmp_path: Path
+) -> None:
+    with Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own:
+        for folder in ("old", "new"):
+            with own.beside(tmp_path / folder, "a") as room:
+                room.add(docs)
+                assert room.ask(QUESTION).reuse.num_cached_tokens == 0
+
+
+def test_search_results_and_vectors_of_questions_are_not_shared_but_weights_are(docs: Path, tmp_path: Path) -> None:
+    config = StillroomConfig(query_cache=QueryCacheConfig(similarity=0.95))
+    with (
+        Stillroom.open(tmp_path / "own", config=config) as own,
+        own.beside(tmp_path / "a", "a") as a,
+    ):
+        for room in (own, a):
+            room.add(docs)
+            found = room.search(QUESTION)
+            assert found.embed_seconds > 0 and found.search_seconds > 0, "it was searched"
+            assert room.search(QUESTION).search_seconds == 0, "within a tenant it is remembered"
+            assert room._search.stats.num_hits == 1
+            assert room._kb._embedder._kept.cache_info().misses == 1
+        assert a._kb._embedder._load() is own._kb._embedder._load()
+
+
+def test_removing_a_document_forgets_its_kv_for_that_tenant_and_for_no_other(docs: Path, tmp_path: Path) -> None:
+    """Or one could tell by one's own document, removed and added again, whether another tenant has the same."""
+    with (
+        Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own,
+        own.beside(tmp_path / "a", "a") as a,
+    ):
+        for room in (own, a):
+            room.add(docs)
+            room.ask(QUESTION)
+            room.ask(QUESTION)
+        a.remove(str(docs / "ardun.txt"))
+        kept = own.ask(QUESTION).reuse.num_cached_tokens
+        assert kept > 0
+        a.add(docs / "ardun.txt")
+        answer = a.ask(QUESTION)
+        assert answer.reuse.segments[1].source == "computed"
+        assert own.ask(QUESTION).reuse.num_cached_tokens == kept
+
+
+def test_each_tenants_diary_is_his_own(docs: Path, tmp_path: Path) -> None:
+    with (
+        Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own,
+        own.beside(tmp_path / "a", "a") as a,
+    ):
+        a.add(docs)
+        answer = a.ask(QUESTION)
+    diaries = [TraceLog(tmp_path / name / TRACE_FILE, keep=0) for name in ("own", "a")]
+    assert [diary.get(answer.request_id) is not None for diary in diaries] == [False, True]
+    for diary in diaries:
+        diary.close()
+
+
+def test_documents_of_all_rooms_are_counted(docs: Path, tmp_path: Path) -> None:
+    with (
+        Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own,
+        own.beside(tmp_path / "a", "a") as a,
+    ):
+        own.add(docs)
+        a.add(docs / "ardun.txt")
+        assert "stillroom_documents 4.0" in own.metrics.render().decode()
+
+
+def test_tags_tell_tenants_apart() -> None:
+    assert owner_of("") == NO_TENANT != owner_of("a") != owner_of("b")

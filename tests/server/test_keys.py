@@ -1,0 +1,193 @@
+"""Keys: made once, kept as hashes, followed while the server runs; and who is let in."""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from stillroom.errors import ConfigError
+from stillroom.server.keys import KeyRing, changing, load_keys, new_key
+from stillroom.server.tenants import Tenants
+from tests.server.fakes import FakeRoom, as_room
+from tests.server.harness import QUESTION, serving
+
+
+def add(path: Path, name: str, tenant: str = "default", **options: object) -> str:
+    key, row = new_key(name, tenant, **options)
+    with changing(path) as rows:
+        rows[name] = row
+    return key
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+class House(FakeRoom):
+    """A fake room that makes others beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, Path] = {}
+
+    def beside(self, path: Path, tenant: str) -> FakeRoom:
+        self.made[tenant] = path
+        return FakeRoom({f"{tenant}.md": f"of {tenant}"})
+
+
+@contextmanager
+def guarded(path: Path, room: FakeRoom) -> Iterator[httpx.Client]:
+    house = Tenants(as_room(room), path.parent / "tenants")
+    with serving(as_room(room), tenants=house, keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
+        yield client
+
+
+def test_the_file_has_no_key_and_is_the_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    key = add(path, "anna")
+
+    assert key.startswith("sk-stillroom-") and len(key) > 50
+    assert key not in path.read_text() and key.removeprefix("sk-stillroom-") not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert key != add(path, "ben") and [row.name for row in load_keys(path)] == ["anna", "ben"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"version": 2, "keys": []}',
+        '{"version": 1, "keys": [{"name": "anna"}]}',
+        '{"version": 1, "keys": 7}',
+        '{"version": 1, "keys": [{"name": "../x", "tenant": "default", "sha256": "' + "0" * 64 + '", "created": ""}]}',
+        '{"version": 1, "keys": [{"name": "x", "tenant": "a/b", "sha256": "' + "0" * 64 + '", "created": ""}]}',
+        '{"version": 1, "keys": [{"name": "x", "tenant": "a", "sha256": "00", "created": ""}]}',
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"keys\.json"):
+        KeyRing(path)
+
+
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    add(path, "anna")
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        KeyRing(path)
+
+
+def test_keys_are_followed_while_the_server_runs_and_a_bad_file_lets_nobody_in(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    key = add(path, "anna")
+    ring = KeyRing(path)
+    late = add(path, "late")
+    assert [row.name for row in (ring.find(key), ring.find(late)) if row] == ["anna", "late"]
+    assert ring.find(late + "x") is None and ring.find("") is None
+
+    with changing(path) as rows:
+        del rows["late"]
+    assert ring.find(late) is None and ring.find(key) is not None
+
+    good = path.read_bytes()
+    path.write_text("damaged")
+    assert ring.find(key) is None
+    os.unlink(path)
+    assert ring.find(key) is None
+    path.write_bytes(good)
+    path.chmod(0o600)
+    assert ring.find(key) is not None
+
+
+def test_only_who_has_a_key_is_let_in(tmp_path: Path) -> None:
+    room, path = House(), tmp_path / "keys.json"
+    key = add(path, "anna")
+    with guarded(path, room) as client:
+        assert client.post("/v1/chat/completions", json=QUESTION, headers=bearer(key)).status_code == 200
+        for headers in (
+            {},
+            bearer(key + "x"),
+            {"authorization": "Bearer"},
+            {"authorization": key},
+            {"authorization": f"Basic {key}"},
+        ):
+            for where in (
+                "/v1/models",
+                "/v1/search",
+                "/metrics",
+                "/openapi.json",
+                "/nowhere",
+                "//healthz",
+                "/console",
+                "/v1/requests",
+            ):
+                response = client.get(where, headers=headers)
+                assert response.status_code == 401, (where, headers)
+                assert response.json()["error"]["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer"
+        assert client.get("/healthz").json() == {"status": "ok"}
+    assert len(room.asked) == 1
+
+
+def test_a_tenant_sees_nothing_of_the_house(tmp_path: Path) -> None:
+    room, path = House(), tmp_path / "keys.json"
+    key, operator = add(path, "anna", "legal"), add(path, "ops", is_operator=True)
+    with guarded(path, room) as client:
+        assert client.get("/metrics", headers=bearer(key)).json()["error"]["code"] == "operator_only"
+        assert client.get("/healthz", headers=bearer(key)).json() == {"status": "ok"}
+        assert "stillroom_documents" in client.get("/metrics", headers=bearer(operator)).text
+        assert client.get("/healthz", headers=bearer(operator)).json()["documents"] == 1
+
+
+def test_each_key_reaches_its_tenants_documents_only(tmp_path: Path) -> None:
+    room, path = House(), tmp_path / "keys.json"
+    keys = {tenant: add(path, tenant, tenant) for tenant in ("default", "legal", "sales")}
+    with guarded(path, room) as client:
+        for tenant, document in (("legal", "legal.md"), ("sales", "sales.md"), ("default", "docs/keys.md")):
+            found = client.post("/v1/search", json={"query": "keys"}, headers=bearer(keys[tenant])).json()
+            assert [one["document"] for one in found["results"]] == [document]
+            answer = client.post("/v1/chat/completions", json=QUESTION, headers=bearer(keys[tenant])).json()
+            assert [one["document"] for one in answer["stillroom"]["sources"]] == [document]
+    assert room.made == {tenant: tmp_path / "tenants" / tenant for tenant in ("legal", "sales")}
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"host": "evil.example"}, "host_not_allowed"),
+        ({"host": "evil.example:8321"}, "host_not_allowed"),
+        ({"host": "127.0.0.1.evil.example"}, "host_not_allowed"),
+        ({"host": ""}, "host_not_allowed"),
+        ({"host": "[::"}, "host_not_allowed"),
+        ({"origin": "https://evil.example"}, "origin_not_allowed"),
+        ({"origin": "null"}, "origin_not_allowed"),
+    ],
+)
+def test_other_peoples_pages_may_not_ask_a_server_without_keys(
+    any_client: httpx.Client, headers: dict[str, str], code: str
+) -> None:
+    response = any_client.post("/v1/search", json={"query": "keys"}, headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (403, code)
+
+
+def test_its_own_page_may_ask(any_client: httpx.Client) -> None:
+    host = f"localhost:{any_client.base_url.port}"
+    headers = {"host": host, "origin": f"http://{host}"}
+    assert any_client.post("/v1/search", json={"query": "keys"}, headers=headers).status_code == 200
+
+
+def test_the_file_is_plain_to_read(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    add(path, "anna", "legal", requests_per_minute=5)
+    [row] = json.loads(path.read_text())["keys"]
+    assert (row["name"], row["tenant"], row["requests_per_minute"], row["is_operator"]) == ("anna", "legal", 5, False)
