@@ -20,6 +20,7 @@ from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResu
 from stillroom.core.ids import ChunkId, DocumentId, RequestId, format_chunk_id
 from stillroom.errors import (
     EmptyKnowledgeBaseError,
+    EngineClosedError,
     RequestAbortedError,
     StillroomError,
     UnknownDocumentError,
@@ -102,6 +103,8 @@ class FakeStream:
             self.cancel()
 
     def _piece(self, index: int, word: str) -> str:
+        if self._room.is_stopped:
+            raise EngineClosedError("the engine was closed before the answer was complete")
         if self._is_cancelled:
             raise RequestAbortedError(f"{self.request_id} was cancelled")
         self._num_read = index + 1
@@ -152,7 +155,7 @@ class FakeRoom:
         self.fails_at = ""
         self.failure: Exception = StillroomError("the fake failed on purpose")
         self.records = Records(TraceLog(Path("nowhere") / TRACE_FILE, keep=0), lambda chunk_ids: {})
-        self.is_closed = False
+        self.is_closed = self.is_stopped = False
         self.is_warm = False
         self._running: set[int] = set()
         self._lock = threading.Lock()
@@ -261,6 +264,14 @@ class FakeRoom:
 
     def warm_up(self) -> None:
         self.is_warm = True
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_closed
+
+    def stop_generating(self) -> None:
+        self.is_stopped = True
+        self.gate.set()
 
     def close(self) -> None:
         self.is_closed = True

@@ -22,7 +22,8 @@ def running(room: "Stillroom", **options: Any) -> Iterator[HttpServer]:
     """The server, which a test may stop itself. The room stays open. Options are those of `create_app`."""
     server = HttpServer("127.0.0.1", 0)
     ready = threading.Event()
-    thread = threading.Thread(target=server.run, args=(create_app(room, **options), ready.set), name="test-server")
+    arguments = (create_app(room, **options), ready.set, room.config.server)
+    thread = threading.Thread(target=server.run, args=arguments, name="test-server")
     thread.start()
     try:
         assert ready.wait(20), "the server did not start"

@@ -1,5 +1,6 @@
 """Clients that leave, and a server that is stopped while it answers."""
 
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +8,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from stillroom.server import run
+from stillroom.config.settings import ServerConfig, StillroomConfig
 from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
 from tests.server.harness import QUESTION, running
 
@@ -52,18 +53,26 @@ def test_stopping_waits_for_a_stream_to_end(room: FakeRoom) -> None:
     room.gate.clear()
     with running(as_room(room)) as server, streaming(server.url) as lines:
         server.stop()
-        until(lambda: refuses(server.port))
+        until(lambda: httpx.get(f"{server.url}/readyz").status_code == 503)
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json=QUESTION)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert int(refused.headers["retry-after"]) > 0
         room.gate.set()
 
         assert list(lines)[-2] == "data: [DONE]"
+    assert refuses(server.port)
 
 
-def test_stream_that_outlasts_the_grace_is_cancelled(room: FakeRoom, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "GRACE_SECONDS", 0.2)
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_a_stream_that_outlasts_the_grace_ends_with_a_clear_last_event(is_twice: bool) -> None:
+    config = StillroomConfig(server=ServerConfig(grace_s=60.0 if is_twice else 0.2))
+    room = FakeRoom(config=config)
     room.gate.clear()
     with running(as_room(room)) as server, streaming(server.url) as lines:
         server.stop()
-        with pytest.raises(httpx.RemoteProtocolError):
-            list(lines)
+        if is_twice:
+            server.stop()
+        last = json.loads([line for line in lines if line][-1].removeprefix("data: "))
 
+    assert last["error"]["code"] == "shutting_down"
     assert room.num_free_blocks == NUM_BLOCKS

@@ -1,5 +1,6 @@
 """`stillroom serve`: the HTTP server, from binding its port to closing the knowledge base."""
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,7 @@ from stillroom.cli.options import (
 HELP = help_text(
     "Serve the knowledge base over HTTP, with OpenAI's routes.",
     "The model is loaded before connections are accepted. Ctrl-C or SIGTERM stops the server: running answers get "
-    "10 seconds to finish.",
+    "`server.grace_s` (10 seconds) to finish, or a second Ctrl-C.",
     "Without --keys everybody may ask who reaches the address, so it must be one of this machine; --insecure allows "
     "others, for a network that is guarded otherwise.",
     "With --json, one object with the address is printed to stdout once the server is ready, and the log is JSON.",
@@ -92,6 +93,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
         with room.open_room(kb, settings) as opened:
             from stillroom.server.app import create_app
             from stillroom.server.tenants import Tenants
+            from stillroom.telemetry.spans import exporting
 
             house = Tenants(opened, doorway.tenants_folder)
             say(f"loading {opened.model_name} ...")
@@ -102,9 +104,14 @@ def serve(  # noqa: PLR0913  one parameter per flag
                 if as_json:
                     print_json({"url": server.url, "port": server.port, "model": opened.model_name}, indent=None)
 
-            app = create_app(opened, tenants=house, keys=doorway.keys, host=settings.server.host)
+            if settings.server.access_log:
+                logging.getLogger("stillroom.server.access").setLevel(logging.INFO)
             try:
-                server.run(app, announce)
+                with exporting(settings.server.otlp_endpoint) as tracing:
+                    app = create_app(
+                        opened, tenants=house, keys=doorway.keys, host=settings.server.host, tracing=tracing
+                    )
+                    server.run(app, announce, settings.server)
             finally:
                 house.close()
             say("stopped")

@@ -61,6 +61,9 @@ class GenerationConfig:
 
     max_tokens: int = 256
     """Most tokens in an answer."""
+    max_prompt_tokens: int = 0
+    """Most tokens in a prompt, whoever asks: documents that do not fit are left out, and what does not fit without any
+    is refused. 0: as many as the model takes."""
     temperature: float = 0.0
     """0: greedy, the most likely token each time."""
     top_p: float = 1.0

@@ -54,6 +54,12 @@ class Range:
 
 _RANGES = {
     "server.port": Range(0, 65535),
+    "server.requests_per_minute": Range(0),
+    "server.max_concurrent": Range(0),
+    "server.head_timeout_s": Range(0, is_low_open=True),
+    "server.body_timeout_s": Range(0, is_low_open=True),
+    "server.write_timeout_s": Range(0, is_low_open=True),
+    "generation.max_prompt_tokens": Range(0),
     "runtime.max_model_len": Range(0),
     "runtime.num_threads": Range(0),
     "reuse.host_bytes": Range(0),

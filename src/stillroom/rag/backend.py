@@ -129,6 +129,10 @@ class Backend(Protocol):
         """Stop a request; its last event says `aborted`. Harmless if it has ended."""
         ...
 
+    def stop(self) -> None:
+        """Abort what runs, whoever asked for it; nothing can be started any more."""
+        ...
+
     def close(self) -> None:
         """Abort what runs. Idempotent."""
         ...

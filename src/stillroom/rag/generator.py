@@ -105,6 +105,9 @@ class Generator:
     def cancel(self, request_id: RequestId) -> None:
         self.engine.cancel(request_id)
 
+    def stop(self) -> None:
+        self.engine.close()
+
     def close(self) -> None:
         if self.owns_engine:
             self.engine.close()

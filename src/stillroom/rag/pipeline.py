@@ -12,8 +12,9 @@ from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk
 from stillroom.core.ids import RequestId, format_chunk_id
 from stillroom.core.request import FinishReason, SamplingParams, seed_of_sample
+from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
-from stillroom.errors import EmptyKnowledgeBaseError, UsageError
+from stillroom.errors import EmptyKnowledgeBaseError, PromptTooLongError, UsageError
 from stillroom.rag.answer import Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
 from stillroom.rag.backend import Backend, Draft
 from stillroom.rag.query_cache import QueryCache
@@ -22,6 +23,7 @@ from stillroom.rag.stream import AnswerCollector, AnswerStream, AsyncAnswerStrea
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
+from stillroom.telemetry.spans import current_span
 from stillroom.telemetry.trace import TraceLog
 
 T = TypeVar("T")
@@ -77,11 +79,17 @@ class Pipeline:
 
     async def astreams(self, question: str, options: AskOptions, num_samples: int = 1) -> list[AsyncAnswerStream]:
         """The same for an event loop: the search runs in a thread. Raises as `streams`."""
-        preparing = asyncio.ensure_future(asyncio.to_thread(self._prepare, question, options, num_samples))
+        arrival = self._clock.monotonic()
+        _check(options)
+        preparing = asyncio.ensure_future(asyncio.to_thread(self._prepare, question, options, num_samples, arrival))
         try:
-            prepared = await asyncio.shield(preparing)
-        except asyncio.CancelledError:
+            async with asyncio.timeout(options.deadline_seconds):
+                prepared = await asyncio.shield(preparing)
+        except TimeoutError:
             preparing.add_done_callback(self._forget)  # the thread cannot be stopped, what it began can
+            raise too_late() from None
+        except asyncio.CancelledError:
+            preparing.add_done_callback(self._forget)
             raise
         return self._astreams(prepared)
 
@@ -95,7 +103,8 @@ class Pipeline:
         """
         arrival = self._clock.monotonic()
         _check(options)
-        draft = self._backend.draft_raw(prompt, options.json_schema)
+        draft = await asyncio.to_thread(self._backend.draft_raw, prompt, options.json_schema)
+        self._check_length(draft)
         attempt = Attempt(draft, self._wanted(draft, options, arrival, num_samples))
         report = SpeculationReport(SpeculationOutcome.OFF)
         return self._astreams(self._prepared("", attempt, options, arrival, arrival, [], report))
@@ -134,10 +143,12 @@ class Pipeline:
         if not preparing.cancelled() and preparing.exception() is None:
             preparing.result().attempt.cancel(self._backend)
 
-    def _prepare(self, question: str, options: AskOptions, num_samples: int) -> _Prepared:
+    def _prepare(self, question: str, options: AskOptions, num_samples: int, arrival: float | None = None) -> _Prepared:
         if num_samples < 1:
             raise UsageError(f"n={num_samples}; it must be at least 1")
-        arrival = self._clock.monotonic()
+        arrival = self._clock.monotonic() if arrival is None else arrival
+        if options.deadline_seconds is not None and self._clock.monotonic() > arrival + options.deadline_seconds:
+            raise too_late()  # it waited for a thread
         if not question.strip():
             raise UsageError("the question is empty")
         _check(options)
@@ -152,6 +163,7 @@ class Pipeline:
         def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
             chunks = [scored.chunk for scored in found]
             draft = self._backend.draft(chunks, question, self._room_for_prompt(options), options.json_schema)
+            self._check_length(draft)
             return Attempt(draft, self._wanted(draft, options, arrival, num_samples))
 
         found = self._speculator.find(
@@ -164,10 +176,18 @@ class Pipeline:
         )
 
     def _room_for_prompt(self, options: AskOptions) -> int | None:
-        limit = self._backend.max_model_len
+        limit, most = self._backend.max_model_len, self._config.generation.max_prompt_tokens
         if limit is None:
-            return None
-        return limit - (options.max_tokens or min(self._config.generation.max_tokens, limit // 4))
+            return most or None
+        room = limit - (options.max_tokens or min(self._config.generation.max_tokens, limit // 4))
+        return min(room, most) if most else room
+
+    def _check_length(self, draft: Draft) -> None:
+        most = self._config.generation.max_prompt_tokens
+        if most and draft.num_tokens is not None and draft.num_tokens > most:
+            raise PromptTooLongError(
+                f"the prompt has {draft.num_tokens} tokens; {most} are allowed (generation.max_prompt_tokens)"
+            )
 
     def _wanted(self, draft: Draft, options: AskOptions, arrival: float, num_samples: int) -> list[Wanted]:
         """The answers to a prompt: each has its own name and seed, and only the first computes the prompt."""
@@ -259,6 +279,7 @@ class Pipeline:
 
     def _record(self, question: str, answer: Answer) -> None:
         self._traces.add(answer.request_id, self._clock.unix(), trace_of(question, self._backend.name, answer))
+        _trace(answer, self._clock.unix(), self._backend.name)
         self._metrics.observe_request(
             outcome=answer.finish_reason,
             retrieval_seconds=answer.timing.retrieval_seconds,
@@ -289,6 +310,29 @@ def _check(options: AskOptions) -> None:
         raise UsageError("stop holds an empty text, which is everywhere; leave it out")
     if options.deadline_seconds is not None and not 0 < options.deadline_seconds < float("inf"):
         raise UsageError(f"deadline_seconds={options.deadline_seconds}; it must be a positive number")
+
+
+def _trace(answer: Answer, ended_at: float, model: str) -> None:
+    """The answer's phases, below the span of the request that it is for, if there is one."""
+    span = current_span()
+    if span is None:
+        return
+    timing = answer.timing
+    seconds = {"retrieval": timing.retrieval_seconds, "decode": timing.total_seconds - timing.ttft_seconds}
+    for name in ("queue", "load", "prefill"):
+        phase = getattr(timing, f"{name}_seconds")
+        if phase is not None:
+            seconds[name] = phase
+    if timing.queue_seconds is None:  # an engine elsewhere: all until the first token is one
+        seconds["prefill"] = timing.ttft_seconds - timing.retrieval_seconds
+    attributes = {
+        "stillroom.request_id": answer.request_id,
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": answer.reuse.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": answer.num_generated_tokens,
+        "stillroom.cached_tokens": answer.reuse.num_cached_tokens,
+    }
+    span.add_phases(ended_at - timing.total_seconds, seconds, attributes)
 
 
 def _stops(options: AskOptions) -> Sequence[str]:

@@ -77,6 +77,9 @@ class RemoteGenerator:
     def cancel(self, request_id: RequestId) -> None:
         self._engine.cancel(request_id)
 
+    def stop(self) -> None:
+        self._engine.close()
+
     def close(self) -> None:
         self._engine.close()
 

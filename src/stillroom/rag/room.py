@@ -362,6 +362,17 @@ class Stillroom:
         for _ in self._kb.search_staged("warm up"):  # compiles what a plain search does not need
             pass
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a question finds the model loaded and everything open."""
+        return self._answering is not None and not self._is_closed
+
+    def stop_generating(self) -> None:
+        """Every answer under way, of this room and those beside it, ends with an EngineClosedError; so does every new
+        one. The room still searches."""
+        if self._backend is not None:
+            self._backend.stop()
+
     def close(self) -> None:
         """Stop generating and close the files. Idempotent."""
         with self._loading:

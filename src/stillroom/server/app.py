@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from stillroom import __version__
+from stillroom.core.clock import SystemClock
 from stillroom.errors import UsageError
-from stillroom.server import chat, errors
+from stillroom.server import chat, errors, health
+from stillroom.server.admission import Admission
 from stillroom.server.answering import AnswerEvents, whole_answers
 from stillroom.server.chat import ask_options
 from stillroom.server.completions import Completions
 from stillroom.server.console import routes as console
 from stillroom.server.documents import DocumentRoutes
+from stillroom.server.draining import Draining
 from stillroom.server.errors import model_not_served
 from stillroom.server.guard import Guard, own_names
 from stillroom.server.json_body import JsonRoute
 from stillroom.server.keys import KeyRing
+from stillroom.server.limits import Limits
 from stillroom.server.middleware import Observed
 from stillroom.server.payloads import Payload, search_payload
 from stillroom.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SearchRequest
@@ -39,6 +43,7 @@ from stillroom.server.replies import (
 )
 from stillroom.server.tenants import Tenants, caller_of, room_of
 from stillroom.telemetry.metrics import CONTENT_TYPE
+from stillroom.telemetry.spans import Tracing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +55,12 @@ ALIAS = "stillroom"
 
 
 def create_app(
-    room: "Stillroom", *, tenants: Tenants | None = None, keys: KeyRing | None = None, host: str = "127.0.0.1"
+    room: "Stillroom",
+    *,
+    tenants: Tenants | None = None,
+    keys: KeyRing | None = None,
+    host: str = "127.0.0.1",
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The application. The rooms stay the caller's: whoever opened them closes them, after the server has stopped.
 
@@ -59,6 +69,7 @@ def create_app(
         tenants: all rooms; without them there is only the one.
         keys: without them nobody is asked for one.
         host: the address that it will listen on.
+        tracing: without it there are no traces.
     """
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(_Api().router())
@@ -66,9 +77,16 @@ def create_app(
     app.include_router(DocumentRoutes().router())
     errors.install(app)
     app.state.tenants = tenants = tenants or Tenants(room)
-    hosts = own_names(host, room.config.server.allowed_hosts)
+    config, clock = room.config, SystemClock()
+    hosts = own_names(host, config.server.allowed_hosts)
+    runtime = config.runtime
+    admission = Admission(runtime.max_num_seqs, runtime.max_waiting, config.server.max_wait_s, clock)
+    app.state.admission = admission
+    app.state.draining = Draining(admission, room.stop_generating, config.server.grace_s, clock)
+    app.include_router(health.router(admission))
+    app.add_middleware(Limits, config=config.server, admission=admission, metrics=room.metrics, clock=clock)
     app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts)
-    app.add_middleware(Observed, metrics=room.metrics)
+    app.add_middleware(Observed, metrics=room.metrics, clock=clock, tracing=tracing)
     return app
 
 

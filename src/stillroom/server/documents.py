@@ -27,7 +27,6 @@ from stillroom.server.answering import DONE, as_event
 from stillroom.server.errors import Refused, describe, error_body
 from stillroom.server.json_body import parse
 from stillroom.server.protocol import MAX_DOCUMENTS, DocumentsRequest
-from stillroom.server.tenants import caller_of, room_of
 from stillroom.server.replies import (
     DocumentChunk,
     DocumentDeleted,
@@ -38,6 +37,7 @@ from stillroom.server.replies import (
     UploadedFile,
     UploadReply,
 )
+from stillroom.server.tenants import caller_of, room_of
 
 if TYPE_CHECKING:
     from stillroom.rag.room import Stillroom

@@ -86,6 +86,8 @@ def error_response(error: Exception) -> JSONResponse:
     status, body = describe(error)
     # OpenAI's clients repeat requests that got 408, 409, 429 or 5xx, unless told that it will not help
     headers = {} if status in (429, 503) else {"x-should-retry": "false"}
+    if status == 503:
+        headers["retry-after"] = "5"
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
     return JSONResponse(body, status_code=status, headers=headers)
@@ -129,6 +131,7 @@ def _http_exception(request: Request, error: HTTPException) -> JSONResponse:
     message, code = {
         404: (f"there is no {where}", "not_found"),
         405: (f"{where} is not possible; see the Allow header", "method_not_allowed"),
+        413: (str(error.detail), "body_too_large"),
     }.get(error.status_code, (str(error.detail), None))
     body = error_body(message, _INVALID, code=code)
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)

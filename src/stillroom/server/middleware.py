@@ -1,32 +1,65 @@
-"""What happens around every HTTP request: it gets an id, is counted, and never shows a stack trace."""
+"""What happens around every HTTP request: it gets an id, a line of log, a trace, is counted, and never shows a stack
+trace.
 
+The id is the caller's `x-request-id` where that is a plain word, else a new one; it is in the response, in every record
+of log that is written meanwhile, and in the trace. The log says who asked and how long it took, never what.
+"""
+
+import contextlib
 import logging
+import re
 import uuid
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stillroom.core.clock import Clock
 from stillroom.server.errors import CLIENT_CLOSED_REQUEST, error_response
+from stillroom.telemetry.logs import REQUEST_ID
 from stillroom.telemetry.metrics import Metrics
+from stillroom.telemetry.spans import RequestSpan, Tracing
 
 logger = logging.getLogger(__name__)
+access = logging.getLogger("stillroom.server.access")
 
 UNKNOWN_PATH = "other"
-"""Stands in the metrics for every path that is not a route, so that a scanner cannot fill them."""
+"""Stands in metrics and log for every path that is not a route, so that a scanner cannot fill them."""
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_PROBES = ("/healthz", "/readyz", "/metrics")
+"""Machines ask for these every few seconds; what goes well is no news."""
+_PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Observed:
-    """ASGI middleware. The id is in the header `x-request-id`, and in the log where something went wrong."""
+    """ASGI middleware, outside of all others."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, clock: Clock, tracing: Tracing | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._clock = clock
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        http_id = uuid.uuid4().hex
+        headers = Headers(scope=scope)
+        method = scope["method"] if scope["method"] in _METHODS else UNKNOWN_PATH
+        given = headers.get("x-request-id", "")
+        http_id = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
+        token = REQUEST_ID.set(http_id)
+        began = self._clock.monotonic()
+        try:
+            with contextlib.ExitStack() as stack:
+                span = stack.enter_context(self._tracing.request(method, headers)) if self._tracing else None
+                status = await self._observed(scope, receive, send, http_id)
+                self._account(scope, method, status, self._clock.monotonic() - began, span)
+        finally:
+            REQUEST_ID.reset(token)
+
+    async def _observed(self, scope: Scope, receive: Receive, send: Send, http_id: str) -> int:
+        """The status that was sent."""
         status: int | None = None
 
         async def send_with_id(message: Message) -> None:
@@ -38,12 +71,39 @@ class Observed:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:  # it did not wait until its own request was sent
+            pass
         except Exception as error:
             logger.exception("%s %s failed, x-request-id %s", scope["method"], scope["path"], http_id)
             if status is not None:  # half a response is out; only closing the connection tells the client
+                self._metrics.count_http_request(_template(scope), status)
                 raise
             await error_response(error)(scope, receive, send_with_id)
-        finally:
-            path = getattr(scope.get("route"), "path", UNKNOWN_PATH)
-            self._metrics.count_http_request(path, status or CLIENT_CLOSED_REQUEST)
-            logger.debug("%s %s: %s", scope["method"], scope["path"], status)
+        except BaseException:  # the server is closing and waits no longer
+            self._metrics.count_http_request(_template(scope), status or CLIENT_CLOSED_REQUEST)
+            raise
+        return status or CLIENT_CLOSED_REQUEST
+
+    def _account(self, scope: Scope, method: str, status: int, seconds: float, span: RequestSpan | None) -> None:
+        path = _template(scope)
+        self._metrics.count_http_request(path, status)
+        caller = scope.get("state", {}).get("caller")
+        fields = {
+            "method": method,
+            "path": path,
+            "status": status,
+            "seconds": round(seconds, 6),
+            "caller": "-" if caller is None else caller.name,
+            "tenant": "-" if caller is None else caller.tenant,
+            "client": (scope.get("client") or ("-",))[0],
+        }
+        if span is not None:
+            span.set({"http.request.method": method, "http.route": path, "http.response.status_code": status})
+            span.rename(f"{method} {path}")
+            fields["trace_id"] = span.trace_id
+        level = logging.DEBUG if path in _PROBES and status < 400 else logging.INFO
+        access.log(level, "%(method)s %(path)s %(status)s %(seconds)ss %(caller)s", fields, extra={"fields": fields})
+
+
+def _template(scope: Scope) -> str:
+    return str(getattr(scope.get("route"), "path", UNKNOWN_PATH))

@@ -1,7 +1,6 @@
 """Run the application: bind first, so that a taken port is known before a model loads; listen when all is warm.
 
-The process's signals stop it gracefully: no new connections, running answers get `GRACE_SECONDS` to finish, the rest
-is cancelled.
+The process's signals stop it gracefully (`draining`); a second one ends the grace.
 """
 
 import contextlib
@@ -14,10 +13,16 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from stillroom.config.settings import ServerConfig
 from stillroom.errors import ConfigError, ServerError
+from stillroom.server.connections import ConnectionLimits, protocol_of
+from stillroom.server.draining import Draining
 
-GRACE_SECONDS = 10
-"""How long answers that are being streamed may go on after the server was asked to stop."""
+_MAX_HEAD_BYTES = 64 * 1024
+"""Of a request line and its headers."""
+
+_CLOSING_SECONDS = 5
+"""For connections to be closed when nothing runs any more."""
 
 
 class HttpServer:
@@ -33,7 +38,7 @@ class HttpServer:
         self._host = host
         self._socket = _bind(host, port)
         self.port: int = self._socket.getsockname()[1]
-        self._server: uvicorn.Server | None = None
+        self._server: _DrainingServer | None = None
         self._is_stopping = False
 
     @property
@@ -42,21 +47,29 @@ class HttpServer:
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
         return f"http://{f'[{name}]' if ':' in name and not name.startswith('[') else name}:{self.port}"
 
-    def run(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
+    def run(self, app: FastAPI, on_ready: Callable[[], None], settings: ServerConfig | None = None) -> None:
         """Serve until stopped; `on_ready` is called when connections are accepted.
+
+        Args:
+            app: of `create_app`.
+            settings: limits of connections; None takes the defaults.
 
         Raises:
             ServerError: another process took the port in the meantime.
         """
+        limits = ConnectionLimits.of(settings or ServerConfig())
         config = uvicorn.Config(
             app,
+            http=protocol_of(limits),
+            ws="none",
+            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
             server_header=False,
         )
-        self._server = _AnnouncingServer(config, on_ready)
+        self._server = _DrainingServer(config, on_ready, app.state.draining)
         self._server.should_exit = self._is_stopping
         try:
             with self._signals():
@@ -69,10 +82,11 @@ class HttpServer:
             self.close()
 
     def stop(self) -> None:
-        """Ask `run` to return; may be called from any thread, also before `run`."""
-        self._is_stopping = True
+        """Ask `run` to return; may be called from any thread, also before `run`. A second time ends the grace."""
         if self._server is not None:
+            self._server.is_hurrying |= self._is_stopping
             self._server.should_exit = True
+        self._is_stopping = True
 
     def close(self) -> None:
         """Give the address back, if `run` has not."""
@@ -93,12 +107,17 @@ class HttpServer:
                 signal.signal(number, handler)
 
 
-class _AnnouncingServer(uvicorn.Server):
-    """Says when it accepts connections."""
+class _DrainingServer(uvicorn.Server):
+    """Says when it accepts connections, and goes on for a while when it is asked to stop."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], draining: Draining) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._draining = draining
+        self.is_hurrying = False
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) and self._draining.is_over(hurry=self.is_hurrying)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)

@@ -7,8 +7,12 @@ import json
 import logging
 import os
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TextIO
+
+REQUEST_ID: ContextVar[str | None] = ContextVar("stillroom_request_id", default=None)
+"""Of the HTTP request that something is done for; set by the server, for itself and the threads that it starts."""
 
 _TALKATIVE = (
     "asyncio",
@@ -78,15 +82,22 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """The same as an object: time, level, logger, message and, with an exception, traceback."""
+    """The same as an object: time, level, logger, message, the HTTP request that it was written for, the record's
+    `fields`, and, with an exception, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        entry = {
+        entry: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
+        request_id = REQUEST_ID.get()
+        if request_id is not None:
+            entry["request_id"] = request_id
+        fields = getattr(record, "fields", None)
+        if isinstance(fields, dict):
+            entry |= {name: value for name, value in fields.items() if name not in entry}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)

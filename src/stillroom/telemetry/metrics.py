@@ -154,6 +154,12 @@ SPECS = (
     MetricSpec("stillroom_documents", "gauge", "Documents in the knowledge bases."),
     MetricSpec("stillroom_chunks", "gauge", "Chunks in the knowledge bases."),
     MetricSpec(
+        "stillroom_refused_requests_total",
+        "counter",
+        "HTTP requests not taken on: rate, concurrency, queue or closing.",
+        ("reason",),
+    ),
+    MetricSpec(
         "stillroom_http_requests_total", "counter", "HTTP requests, by route and status code.", ("path", "status")
     ),
 )
@@ -234,6 +240,7 @@ class Metrics:
         self._corpora: dict[str, tuple[int, int]] = {}
         self._documents = self._gauge("stillroom_documents")
         self._chunks = self._gauge("stillroom_chunks")
+        self._refused = self._counter("stillroom_refused_requests_total")
         self._http_requests = self._counter("stillroom_http_requests_total")
 
     def count_aborted(self) -> None:
@@ -287,6 +294,10 @@ class Metrics:
             (self._documents, self._chunks), zip(*self._corpora.values(), strict=True), strict=True
         ):
             gauge.set(sum(counts))
+
+    def count_refused(self, reason: str) -> None:
+        """Count a request that was not taken on: `rate`, `concurrency`, `queue` or `closing`."""
+        self._refused.labels(reason).inc()
 
     def count_http_request(self, path: str, status: int) -> None:
         """Count a served HTTP request; `path` is the route's template, so that there are few of them."""

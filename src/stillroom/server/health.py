@@ -1,0 +1,26 @@
+"""`/readyz`: whether to send requests here. `/healthz` says that the process lives; this one may be no for a while."""
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import JSONResponse
+
+from stillroom.server.admission import Admission
+from stillroom.server.tenants import Tenants
+
+
+def router(admission: Admission) -> APIRouter:
+    """The route."""
+
+    async def readyz(request: Request) -> Response:
+        tenants: Tenants = request.app.state.tenants
+        checks = {
+            "model": tenants.own.is_ready,
+            "queue": admission.problem() is None,
+            "open": not admission.is_closing,
+        }
+        is_ready = all(checks.values())
+        content = {"status": "ready" if is_ready else "not ready", "checks": checks}
+        return JSONResponse(content, status_code=200 if is_ready else 503)
+
+    found = APIRouter()
+    found.add_api_route("/readyz", readyz, methods=["GET"], responses={503: {"description": "Not now."}})
+    return found

@@ -1,0 +1,187 @@
+"""What one caller may take: size of a body, requests at the same time, requests per minute. ASGI middleware.
+
+Behind the guard, so it is known who asks; without keys all callers are one. Every answer to a request for work says how
+much of the rate is left, in OpenAI's headers. A body is counted while it comes, whatever its length says.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stillroom.config.settings import ServerConfig
+from stillroom.core.clock import Clock
+from stillroom.errors import StillroomError
+from stillroom.server.admission import Admission
+from stillroom.server.errors import error_body, error_response
+from stillroom.server.tenants import Caller
+from stillroom.telemetry.metrics import Metrics
+
+UPLOADS = ("/v1/documents",)
+"""Take larger bodies."""
+_RATE_ERROR = "rate_limit_error"
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A rate, as a bucket that fills steadily and holds a minute's worth."""
+
+    per_minute: int
+    level: float
+    at: float
+
+    def fill(self, now: float) -> None:
+        self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / 60)
+        self.at = now
+
+    @property
+    def seconds_to_next(self) -> float:
+        return max(0.0, (1 - self.level) * 60 / self.per_minute)
+
+    def headers(self) -> dict[str, str]:
+        """OpenAI's names and forms."""
+        return {
+            "x-ratelimit-limit-requests": str(self.per_minute),
+            "x-ratelimit-remaining-requests": str(max(0, math.floor(self.level))),
+            "x-ratelimit-reset-requests": _duration((self.per_minute - self.level) * 60 / self.per_minute),
+        }
+
+
+class Limits:
+    """See the module's docstring."""
+
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, admission: Admission, metrics: Metrics, clock: Clock
+    ) -> None:
+        self._app = app
+        self._config = config
+        self._admission = admission
+        self._metrics = metrics
+        self._clock = clock
+        self._buckets: dict[str, Bucket] = {}
+        self._num_running: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = self._config.max_upload_bytes if scope["path"].startswith(UPLOADS) else self._config.max_body_bytes
+        body = _Body(receive, limit)
+        if scope["method"] in ("GET", "HEAD", "OPTIONS") or not scope["path"].startswith("/v1/"):
+            await self._app(scope, body, send)
+            return
+        caller: Caller = scope["state"]["caller"]
+        refusal = _too_large(Headers(scope=scope), limit) or self._refusal(caller)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        await self._work(caller, scope, body, send)
+
+    async def _work(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        bucket = self._buckets.get(caller.name)
+        headers = {} if bucket is None else bucket.headers()
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).update(headers)
+            await send(message)
+
+        self._num_running[caller.name] += 1
+        try:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            self._admission.leave(was_served=status == 200)
+            self._num_running[caller.name] -= 1
+            if not self._num_running[caller.name]:
+                del self._num_running[caller.name]
+
+    def _refusal(self, caller: Caller) -> Response | None:
+        """Why this request is not taken on; None if it is, and then it is counted everywhere."""
+        bucket = self._bucket(caller)
+        headers = {} if bucket is None else bucket.headers()
+        max_concurrent = self._config.max_concurrent
+        if caller.key is not None and caller.key.max_concurrent is not None:
+            max_concurrent = caller.key.max_concurrent
+        if max_concurrent and self._num_running[caller.name] >= max_concurrent:
+            return self._too_many(
+                f"{max_concurrent} requests of this key are under way; wait for one to end", "concurrency", 1.0, headers
+            )
+        if bucket is not None and bucket.level < 1:
+            return self._too_many(
+                f"more than {bucket.per_minute} requests in a minute", "rate", bucket.seconds_to_next, headers
+            )
+        try:
+            self._admission.enter()
+        except StillroomError as error:
+            self._metrics.count_refused("closing" if self._admission.is_closing else "queue")
+            response = error_response(error)
+            response.headers.update(headers)
+            return response
+        if bucket is not None:
+            bucket.level -= 1
+        return None
+
+    def _bucket(self, caller: Caller) -> Bucket | None:
+        rate = self._config.requests_per_minute
+        if caller.key is not None and caller.key.requests_per_minute is not None:
+            rate = caller.key.requests_per_minute
+        if not rate:
+            self._buckets.pop(caller.name, None)
+            return None
+        now = self._clock.monotonic()
+        bucket = self._buckets.get(caller.name)
+        if bucket is None or bucket.per_minute != rate:
+            bucket = self._buckets[caller.name] = Bucket(rate, rate, now)
+        bucket.fill(now)
+        return bucket
+
+    def _too_many(self, message: str, reason: str, seconds: float, headers: Mapping[str, str]) -> Response:
+        self._metrics.count_refused(reason)
+        body = error_body(message, _RATE_ERROR, code=f"{reason}_limit_exceeded")
+        return JSONResponse(
+            body, status_code=429, headers={**headers, "retry-after": str(math.ceil(max(1.0, seconds)))}
+        )
+
+
+class _Body:
+    """`receive` that counts."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._num_bytes = 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._limit:
+            raise HTTPException(413, too_large(self._limit), {"connection": "close"})
+        return message
+
+
+def _too_large(headers: Headers, limit: int) -> Response | None:
+    length = headers.get("content-length", "0")
+    if length.isdecimal() and int(length) <= limit:
+        return None
+    body = error_body(too_large(limit), "invalid_request_error", code="body_too_large")
+    return JSONResponse(body, status_code=413, headers={"connection": "close", "x-should-retry": "false"})
+
+
+def too_large(limit: int) -> str:
+    return f"the body is larger than the {limit} bytes that this server takes"
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes them: `120ms`, `6.2s`, `1m30s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)}m{math.ceil(rest)}s" if minutes else f"{rest:.3g}s"

@@ -1,0 +1,179 @@
+"""Connections that are slow, silent, endless or no HTTP at all, over real sockets."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from stillroom.config.settings import ServerConfig, StillroomConfig
+from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
+from tests.server.harness import serving
+
+SHORT = {"head_timeout_s": 0.2, "body_timeout_s": 0.2, "write_timeout_s": 0.2}
+
+
+@contextmanager
+def talking(**settings: Any) -> Iterator[tuple[FakeRoom, Callable[[], socket.socket]]]:
+    """A server with short limits, and a way to connect to it."""
+    room = FakeRoom(config=StillroomConfig(server=ServerConfig(**SHORT | settings)))
+    opened: list[socket.socket] = []
+    with serving(as_room(room)) as url:
+        address = urlsplit(url)
+
+        def connect() -> socket.socket:
+            connection = socket.create_connection((str(address.hostname), address.port), timeout=20)
+            opened.append(connection)
+            return connection
+
+        try:
+            yield room, connect
+        finally:
+            for connection in opened:
+                connection.close()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    found = b""
+    try:
+        while piece := connection.recv(65536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def head(path: str = "/v1/search", length: int | None = None, **headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
+    lines += [] if length is None else [f"content-length: {length}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def request(body: object, path: str = "/v1/search") -> bytes:
+    content = json.dumps(body).encode()
+    return head(path, len(content)) + content
+
+
+def is_alive(connect: Callable[[], socket.socket]) -> bool:
+    connection = connect()
+    connection.sendall(request({"query": "keys"}))
+    return connection.recv(12) == b"HTTP/1.1 200"
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST", b"POST /v1/search HTTP/1.1\r\nhost: localhost\r\nx-slow: "])
+def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
+    with talking() as (_, connect):
+        connection = connect()
+        connection.sendall(sent)
+        reply = read_all(connection)
+        assert is_alive(connect)
+    if sent:
+        assert reply.startswith(b"HTTP/1.1 408") and b'"request_incomplete"' in reply
+    else:
+        assert reply == b""
+
+
+def test_a_body_that_does_not_come_ends_the_connection() -> None:
+    with talking() as (room, connect):
+        connection = connect()
+        connection.sendall(head("/v1/chat/completions", 1000) + b'{"messages": ')
+        reply = read_all(connection)
+        assert is_alive(connect)
+    assert reply.startswith(b"HTTP/1.1 408") and b'"request_incomplete"' in reply
+    assert not room.asked
+
+
+def test_dripping_bytes_does_not_extend_the_time() -> None:
+    with talking() as (_, connect):
+        connection = connect()
+        connection.sendall(b"GET /healthz HTTP/1.1\r\n")
+        connection.settimeout(0.02)
+        reply = b""
+        for index in range(2000):
+            try:
+                connection.sendall(f"x-{index}: y\r\n".encode())
+                reply += connection.recv(4096)
+                if not reply:
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            if reply:
+                break
+        else:
+            pytest.fail("the server waited for ever")
+        assert index < 1500
+
+
+def test_a_reader_that_does_not_read_is_cut_and_frees_what_it_held() -> None:
+    with talking() as (room, connect):
+        connection = connect()
+        question = " ".join(["w" * 900] * 2000)  # comes back in as many events of a kilobyte
+        body = {"messages": [{"role": "user", "content": question}], "stream": True}
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(request(body, "/v1/chat/completions"))
+        until(lambda: len(room.asked) == 1)
+        until(lambda: room.num_free_blocks == NUM_BLOCKS)
+        assert is_alive(connect)
+
+
+def test_connections_beyond_the_limit_are_told_to_come_back() -> None:
+    with talking(max_connections=3, head_timeout_s=20.0) as (_, connect):
+        held = [connect() for _ in range(3)]
+        for connection in held:
+            connection.sendall(b"GET /heal")
+        until(lambda: _status_of(connect()) == b"503", 20)
+        for connection in held:
+            connection.close()
+        until(lambda: _status_of(connect()) == b"200", 20)
+
+
+def _status_of(connection: socket.socket) -> bytes:
+    try:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        return read_all(connection)[9:12]
+    except OSError:
+        return b""
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x00\xff\xfe nonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nhost: other\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 100_000 + b"\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 1_000_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 100,
+    ],
+    ids=lambda sent: sent[:24].hex(),
+)
+def test_what_is_no_http_is_refused_and_hurts_nobody(sent: bytes) -> None:
+    with talking() as (_, connect):
+        connection = connect()
+        try:
+            connection.sendall(sent)
+            reply = read_all(connection)
+        except (BrokenPipeError, ConnectionResetError):
+            reply = b""  # closed while we were still sending
+        assert is_alive(connect)
+    assert reply == b"" or reply.startswith(b"HTTP/1.1 4"), reply[:200]
+
+
+def test_a_body_that_nobody_waits_for_does_not_hold_the_connection() -> None:
+    with talking() as (_, connect):
+        connection = connect()
+        connection.sendall(head("/nowhere", 10_000_000) + b"x" * 1000)
+        assert read_all(connection).startswith(b"HTTP/1.1 404")

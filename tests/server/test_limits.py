@@ -1,0 +1,184 @@
+"""What one caller may take, what the house takes on, and whether to send requests to it."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from stillroom.config.settings import GenerationConfig, RuntimeConfig, ServerConfig, StillroomConfig
+from stillroom.core.clock import VirtualClock
+from stillroom.errors import DeadlineExceededError, EngineClosedError, PromptTooLongError, QueueFullError
+from stillroom.rag.answer import AskOptions
+from stillroom.rag.room import Stillroom
+from stillroom.server.admission import Admission
+from stillroom.server.keys import KeyRing
+from stillroom.server.limits import Bucket
+from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.harness import QUESTION, serving
+from tests.server.knowledge import write_knowledge
+from tests.server.test_keys import add, bearer
+
+
+@contextmanager
+def limited(**settings: Any) -> Iterator[tuple[FakeRoom, httpx.Client]]:
+    room = FakeRoom(config=StillroomConfig(server=ServerConfig(**settings)))
+    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
+        yield room, client
+
+
+def ask(client: httpx.Client, **headers: str) -> httpx.Response:
+    return client.post("/v1/chat/completions", json=QUESTION, headers=headers)
+
+
+def test_a_rate_is_a_bucket_that_fills_steadily() -> None:
+    bucket = Bucket(60, 60.0, 0.0)
+    for _ in range(60):
+        bucket.level -= 1
+    assert bucket.seconds_to_next == 1.0 and bucket.headers()["x-ratelimit-reset-requests"] == "1m0s"
+    bucket.fill(0.5)
+    assert (bucket.level, bucket.seconds_to_next) == (0.5, 0.5)
+    bucket.fill(1000.0)
+    assert bucket.headers() == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "60",
+        "x-ratelimit-reset-requests": "0ms",
+    }
+
+
+def test_more_requests_in_a_minute_than_allowed_are_429_with_openais_headers() -> None:
+    with limited(requests_per_minute=2) as (room, client):
+        left = [ask(client).headers["x-ratelimit-remaining-requests"] for _ in range(2)]
+        refused = ask(client)
+        assert client.get("/v1/models").status_code == 200, "only work is counted"
+        metrics = client.get("/metrics").text
+    assert left == ["1", "0"]
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.headers["x-ratelimit-limit-requests"] == "2"
+    assert len(room.asked) == 2
+    assert 'stillroom_refused_requests_total{reason="rate"} 1.0' in metrics
+
+
+def test_each_key_has_its_own_limits(tmp_path: Path) -> None:
+    path, room = tmp_path / "keys.json", FakeRoom()
+    one, free = add(path, "one", requests_per_minute=1), add(path, "free")
+    with serving(as_room(room), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
+        assert [ask(client, **bearer(one)).status_code for _ in range(2)] == [200, 429]
+        assert [ask(client, **bearer(free)).status_code for _ in range(3)] == [200] * 3
+
+
+def test_more_at_the_same_time_than_allowed_are_429() -> None:
+    with limited(max_concurrent=2) as (room, client), ThreadPoolExecutor(2) as pool:
+        room.gate.clear()
+        running = [pool.submit(ask, client) for _ in range(2)]
+        until(lambda: len(room.asked) == 2)
+        refused = ask(client)
+        room.gate.set()
+        assert [one.result().status_code for one in running] == [200, 200]
+        assert ask(client).status_code == 200, "and then there is room again"
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "concurrency_limit_exceeded")
+
+
+def test_the_queue_is_bounded_and_readiness_says_when_it_is_full() -> None:
+    config = StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1, max_waiting=1))
+    room = FakeRoom(config=config)
+    with serving(as_room(room)) as url, httpx.Client(base_url=url) as client, ThreadPoolExecutor(2) as pool:
+        assert client.get("/readyz").json()["status"] == "ready"
+        room.gate.clear()
+        running = [pool.submit(ask, client) for _ in range(2)]
+        until(lambda: len(room.asked) == 2)
+        refused, ready = ask(client), client.get("/readyz")
+        room.gate.set()
+        assert [one.result().status_code for one in running] == [200, 200]
+        assert client.get("/readyz").status_code == 200
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert (ready.status_code, ready.json()["checks"]) == (503, {"model": True, "queue": False, "open": True})
+
+
+def test_a_house_without_its_model_lives_but_is_not_ready() -> None:
+    room = FakeRoom()
+    room.is_closed = True
+    with serving(as_room(room)) as url:
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert httpx.get(f"{url}/readyz").json()["checks"]["model"] is False
+
+
+def test_who_would_wait_too_long_is_refused_by_the_pace_of_the_last_ones() -> None:
+    clock = VirtualClock()
+    admission = Admission(2, 100, 10.0, clock)
+    for _ in range(8):  # nothing is known yet: four times the seats
+        admission.enter()
+    with pytest.raises(QueueFullError):
+        admission.enter()
+    for _ in range(8):  # one every two seconds
+        clock.advance(2.0)
+        admission.leave(was_served=True)
+    assert admission.num_in_flight == 0
+    for _ in range(2 + 5):  # two run, and five wait up to ten seconds
+        admission.enter()
+    with pytest.raises(QueueFullError, match="max_wait_s") as refused:
+        admission.enter()
+    assert refused.value.retry_after_seconds == pytest.approx(2.0)
+    admission.leave(was_served=False)
+    admission.enter()
+    admission.is_closing = True
+    with pytest.raises(EngineClosedError):
+        admission.enter()
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_body_that_is_too_large_is_refused_however_it_comes(has_length: bool) -> None:
+    with limited(max_body_bytes=1000) as (room, client):
+        content = b'{"messages": "' + b"x" * 5000 + b'"}'
+        body: Any = content if has_length else iter([content[:3000], content[3000:]])
+        response = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert client.post("/v1/search", json={"query": "x" * 900}).status_code == 200
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+    assert not room.asked
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+    """With a real model, whose prompts are limited."""
+    folder = tmp_path_factory.mktemp("house")
+    config = StillroomConfig(generation=GenerationConfig(max_prompt_tokens=120))
+    with Stillroom.open(folder / "kb", config=config) as room:
+        room.add(write_knowledge(folder / "docs"))
+        yield room
+
+
+def test_a_deadline_holds_during_the_search_too(house: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the search finds afterwards is given up."""
+    go_on, search = threading.Event(), house._search._search
+
+    def slow(*arguments: Any) -> Any:
+        go_on.wait(20)
+        return search(*arguments)
+
+    async def ask_in_a_hurry() -> None:
+        try:
+            with pytest.raises(DeadlineExceededError):
+                await house.astream("Which company employed Dola Kenric ?", AskOptions(deadline_seconds=0.05))
+        finally:
+            go_on.set()
+
+    house.ask("Who ?")
+    monkeypatch.setattr(house._search, "_search", slow)
+    asyncio.run(ask_in_a_hurry())
+    until(lambda: house.num_free_blocks == house.num_blocks)
+
+
+def test_prompts_are_limited(house: Stillroom) -> None:
+    answer = house.ask("Which company employed Dola Kenric ?")
+    assert answer.reuse.num_prompt_tokens <= 120
+    with pytest.raises(PromptTooLongError, match="max_prompt_tokens"):
+        house.ask("Dola Kenric " * 200)
+    with pytest.raises(PromptTooLongError, match="max_prompt_tokens"):
+        asyncio.run(house.acontinue("Dola Kenric " * 200))
