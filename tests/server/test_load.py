@@ -1,0 +1,241 @@
+"""Twice what the server can do, for a while, from many connections: it stays up, serves at its pace and in bounded
+time, refuses the rest cleanly, and afterwards everything is as it was.
+
+STILLROOM_LOAD_CONNECTIONS and STILLROOM_LOAD_SECONDS say how many and how long; the figures go to stdout.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from stillroom.rag.room import Stillroom
+from tests.server.fakes import until
+from tests.server.knowledge import write_knowledge
+
+NUM_CONNECTIONS = int(os.environ.get("STILLROOM_LOAD_CONNECTIONS", "60"))
+SECONDS = float(os.environ.get("STILLROOM_LOAD_SECONDS", "10"))
+MAX_WAIT = 5.0
+PATIENCE = 60.0
+MAX_GROWTH = 64 * 2**20
+QUESTIONS = (
+    "Which company employed Dola Kenric ?",
+    "In which year was Jatha Jurlow born ?",
+    "What did Cirik Prurs study ?",
+    "Who was the mentor of Dola Kenric ?",
+)
+SETTINGS = {
+    "STILLROOM_SERVER__MAX_WAIT_S": str(MAX_WAIT),
+    "STILLROOM_SERVER__MAX_CONCURRENT": "0",
+    "STILLROOM_SERVER__ACCESS_LOG": "false",
+    "STILLROOM_RUNTIME__NUM_THREADS": "1",
+    "STILLROOM_TRACE__KEEP": "100",
+}
+
+
+@dataclass
+class Seen:
+    """What the clients saw."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    latencies: list[float] = field(default_factory=list)
+    refusals: list[float] = field(default_factory=list)
+    num_late: int = 0
+    """Requests for which no connection was idle."""
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the server holds."""
+
+    rss: int
+    num_files: int
+    num_threads: int
+    num_free_blocks: int
+
+    @classmethod
+    def of(cls, pid: int, url: str) -> "Footprint":
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+        )
+        health = httpx.get(f"{url}/healthz", timeout=PATIENCE).json()
+        return cls(
+            int(status["VmRSS"].split()[0]) * 1024,
+            len(os.listdir(f"/proc/{pid}/fd")),
+            int(status["Threads"]),
+            health["kv_blocks"]["free"],
+        )
+
+
+@contextmanager
+def served(kb: Path) -> Iterator[tuple[str, int]]:
+    command = [sys.executable, "-m", "stillroom.cli.main", "serve", "--kb", str(kb), "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | SETTINGS, text=True)
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"], process.pid
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@asynccontextmanager
+async def connections(url: str, count: int, seen: Seen) -> AsyncIterator["asyncio.Queue[Connection]"]:
+    idle: asyncio.Queue[Connection] = asyncio.Queue()
+    made = [Connection(url, seen) for _ in range(count)]
+    for one in made:
+        await one.open()
+        idle.put_nowait(one)
+    try:
+        yield idle
+    finally:
+        for one in made:
+            one.close()
+
+
+class Connection:
+    """Asks one question at a time, again and again."""
+
+    def __init__(self, url: str, seen: Seen) -> None:
+        self._address = urlsplit(url)
+        self._seen = seen
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def open(self) -> None:
+        assert self._address.port
+        self._reader, self._writer = await asyncio.open_connection(self._address.hostname, self._address.port)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    async def ask(self, question: str) -> None:
+        body = json.dumps({"messages": [{"role": "user", "content": question}], "max_tokens": 16}).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                status, reply = await self._exchange(head.encode() + body)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            self._seen.problems.append(repr(error))
+            self.close()
+            await self.open()
+            return
+        seconds = time.perf_counter() - began
+        self._seen.statuses[status] += 1
+        if status == 200:
+            self._seen.latencies.append(seconds)
+        else:
+            self._seen.refusals.append(seconds)
+            if reply["error"]["code"] != "queue_full":
+                self._seen.problems.append(str(reply))
+
+    async def _exchange(self, request: bytes) -> tuple[int, Any]:
+        assert self._writer is not None
+        if self._writer.is_closing() or self._reader.at_eof():  # an idle connection may be closed at any time
+            await self.open()
+        try:
+            return await self._once(request)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            await self.open()
+            return await self._once(request)
+
+    async def _once(self, request: bytes) -> tuple[int, Any]:
+        assert self._writer is not None
+        self._writer.write(request)
+        head = (await self._reader.readuntil(b"\r\n\r\n")).decode("ascii")
+        length = next(line for line in head.lower().split("\r\n") if line.startswith("content-length:"))
+        content = await self._reader.readexactly(int(length.split(":")[1]))
+        return int(head[9:12]), json.loads(content)
+
+
+async def sustainable(url: str, seconds: float) -> float:
+    """Answers per second that eight clients get who always ask."""
+    seen = Seen()
+    end = time.perf_counter() + seconds
+
+    async def keep_asking(connection: Connection, index: int) -> None:
+        while time.perf_counter() < end:
+            await connection.ask(QUESTIONS[index % len(QUESTIONS)])
+
+    async with connections(url, 8, seen) as idle:
+        await asyncio.gather(*(keep_asking(idle.get_nowait(), index) for index in range(8)))
+    return seen.statuses[200] / seconds
+
+
+async def flood(url: str, rate: float, seconds: float) -> Seen:
+    """Requests at a rate that does not care how they fare."""
+    seen, randomness = Seen(), random.Random(0)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def send(idle: "asyncio.Queue[Connection]", connection: Connection) -> None:
+        try:
+            await connection.ask(randomness.choice(QUESTIONS))
+        finally:
+            idle.put_nowait(connection)
+
+    async with connections(url, NUM_CONNECTIONS, seen) as idle:
+        began, due = time.perf_counter(), 0.0
+        while due < seconds:
+            due += randomness.expovariate(rate)
+            await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
+            if idle.empty():
+                seen.num_late += 1
+                continue
+            task = asyncio.create_task(send(idle, idle.get_nowait()))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await asyncio.gather(*tasks)
+    return seen
+
+
+@pytest.mark.slow
+def test_twice_what_the_server_can_do(tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb") as room:
+        room.add(write_knowledge(tmp_path / "docs"))
+    with served(tmp_path / "kb") as (url, pid):
+        asyncio.run(sustainable(url, min(5.0, SECONDS)))
+        rate = asyncio.run(sustainable(url, min(15.0, SECONDS)))
+        asyncio.run(flood(url, 2 * rate, min(10.0, SECONDS)))  # buffers grow to what such a load needs
+        until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
+        before = Footprint.of(pid, url)
+        seen = asyncio.run(flood(url, 2 * rate, SECONDS))
+        until(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= before.num_files + 2)
+        after = Footprint.of(pid, url)
+
+    latencies = sorted(seen.latencies)
+    served_rate = len(latencies) / SECONDS
+    p50, p99 = latencies[len(latencies) // 2], latencies[int(len(latencies) * 0.99)]
+    print(
+        f"\n{NUM_CONNECTIONS} connections, {SECONDS:.0f} s, sustainable {rate:.1f}/s, sent {2 * rate:.1f}/s: "
+        f"{dict(seen.statuses)}, {seen.num_late} found no idle connection, {served_rate:.1f} answers/s; seconds to an "
+        f"answer: median {p50:.2f}, 99 % {p99:.2f}, longest {latencies[-1]:.2f}; longest to a refusal "
+        f"{max(seen.refusals, default=0.0):.2f}; before {before}, after {after}; problems {seen.problems[:5]}"
+    )
+    assert not seen.problems
+    assert set(seen.statuses) <= {200, 429}
+    assert served_rate > rate / 3, "refusing does not keep it from serving"
+    assert latencies[-1] < 3 * MAX_WAIT + 5
+    assert after.num_free_blocks == before.num_free_blocks
+    assert after.num_threads <= before.num_threads + 2
+    assert after.rss - before.rss < MAX_GROWTH

@@ -1,0 +1,81 @@
+"""Two tenants with the same documents and the same questions, over HTTP, with a real model and real keys."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from stillroom.config.settings import ReuseConfig, SpeculationConfig, StillroomConfig
+from stillroom.rag.room import Stillroom
+from stillroom.server.keys import KeyRing
+from stillroom.server.tenants import Tenants
+from tests.server.harness import serving
+from tests.server.knowledge import ANSWER, PEOPLE, QUESTION
+from tests.server.test_keys import add, bearer
+
+ASKED = {"messages": [{"role": "user", "content": QUESTION}]}
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, httpx.Client]]:
+    """By tenant."""
+    folder = tmp_path_factory.mktemp("house")
+    path = folder / "keys.json"
+    keys = {tenant: add(path, f"key-of-{tenant}", tenant) for tenant in ("legal", "sales")}
+    config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=SpeculationConfig(mode="off"))
+    with Stillroom.open(folder / "kb", config=config) as room:
+        house = Tenants(room, folder / "tenants")
+        with serving(room, tenants=house, keys=KeyRing(path)) as url:
+            made = {
+                tenant: httpx.Client(base_url=url, headers=bearer(key), timeout=120) for tenant, key in keys.items()
+            }
+            yield made
+            for client in made.values():
+                client.close()
+        house.close()
+
+
+def test_what_one_tenant_adds_and_asks_shows_nowhere_to_another(clients: dict[str, httpx.Client]) -> None:
+    legal, sales = clients["legal"], clients["sales"]
+    document = {"documents": [{"name": "people.md", "text": PEOPLE}]}
+
+    assert legal.post("/v1/documents", json=document).status_code == 200
+    first, again = (legal.post("/v1/chat/completions", json=ASKED).json() for _ in range(2))
+    assert first["choices"][0]["message"]["content"] == ANSWER
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "within a tenant it is reused"
+
+    assert sales.get("/v1/documents").json()["data"] == []
+    assert sales.post("/v1/chat/completions", json=ASKED).json()["error"]["code"] == "knowledge_base_empty"
+    assert sales.get("/v1/requests").json() == []
+    for one in legal.get("/v1/documents").json()["data"]:
+        assert sales.get(f"/v1/documents/{one['name']}").status_code == 404
+        assert sales.delete(f"/v1/documents/{one['name']}").status_code == 404
+    assert sales.get(f"/v1/requests/{first['stillroom']['request_id']}").status_code == 404
+
+    assert sales.post("/v1/documents", json=document).status_code == 200
+    same = sales.post("/v1/chat/completions", json=ASKED).json()
+    assert same["choices"] == first["choices"]
+    assert same["usage"] == first["usage"], "not one cached token"
+    assert same["stillroom"]["reuse"]["segments"] == [
+        one | {"chunk_id": other["chunk_id"]}
+        for one, other in zip(
+            first["stillroom"]["reuse"]["segments"], same["stillroom"]["reuse"]["segments"], strict=True
+        )
+    ]
+    [trace] = sales.get("/v1/requests").json()
+    assert trace["request_id"] == same["stillroom"]["request_id"]
+    assert len(legal.get("/v1/requests").json()) == 2
+    for tenant in clients.values():
+        assert tenant.get("/metrics").status_code == 403
+
+
+def test_raw_prompts_cross_no_tenant_either(clients: dict[str, httpx.Client]) -> None:
+    prompt = {"prompt": " ".join([QUESTION] * 30), "max_tokens": 1}
+
+    def cached(tenant: str) -> int:
+        reply = clients[tenant].post("/v1/completions", json=prompt).json()
+        return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("legal") == 0 < cached("legal")
+    assert cached("sales") == 0 < cached("sales")
