@@ -4,7 +4,6 @@ Routes ask `room_of(request)` for the room and `caller_of(request)` for the rest
 opens with its tenant's first request and stays open. Only tenants that a key names are ever looked for.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -87,11 +86,6 @@ class Tenants:
     def is_open(self, tenant: str) -> bool:
         """Whether `room` takes no time."""
         return tenant == DEFAULT_TENANT or tenant in self._rooms
-
-    def for_each(self, do: "Callable[[Stillroom], None]") -> None:
-        """With every open room."""
-        for room in (self.own, *list(self._rooms.values())):
-            do(room)
 
     def close(self) -> None:
         """Close all rooms but the default tenant's. Idempotent."""
