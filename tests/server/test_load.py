@@ -85,15 +85,14 @@ class Footprint:
 @contextmanager
 def served(kb: Path) -> Iterator[tuple[str, int]]:
     command = [sys.executable, "-m", "stillroom.cli.main", "serve", "--kb", str(kb), "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | SETTINGS, text=True)
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["url"], process.pid
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | SETTINGS, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())["url"], process.pid
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 @asynccontextmanager
