@@ -147,11 +147,11 @@ class Pipeline:
         if num_samples < 1:
             raise UsageError(f"n={num_samples}; it must be at least 1")
         arrival = self._clock.monotonic() if arrival is None else arrival
-        if options.deadline_seconds is not None and self._clock.monotonic() > arrival + options.deadline_seconds:
-            raise too_late()  # it waited for a thread
         if not question.strip():
             raise UsageError("the question is empty")
         _check(options)
+        if options.deadline_seconds is not None and self._clock.monotonic() > arrival + options.deadline_seconds:
+            raise too_late()  # it waited for a thread
         if self._kb.num_chunks == 0:
             raise EmptyKnowledgeBaseError(
                 "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR"
