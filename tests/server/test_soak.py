@@ -116,10 +116,8 @@ def _body(**options: Any) -> dict[str, Any]:
 
 def _request(body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(content)}\r\n"
-    )
-    return f"{head}Content-Type: application/json\r\n\r\n".encode() + content
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+    return f"{head}Connection: close\r\nContent-Type: application/json\r\n\r\n".encode() + content
 
 
 def _status(reply: bytes) -> int:

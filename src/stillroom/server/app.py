@@ -159,9 +159,7 @@ class _Api:
         if not body.query.strip():
             raise UsageError("the query is empty")
         started = time.perf_counter()
-        found = await asyncio.to_thread(
-            room.search, body.query, mode=body.mode, top_k=body.top_k, where=body.where
-        )
+        found = await asyncio.to_thread(room.search, body.query, mode=body.mode, top_k=body.top_k, where=body.where)
         mode = body.mode or room.config.search.mode
         return search_payload(body.query, mode, found, time.perf_counter() - started)
 
