@@ -60,7 +60,7 @@ def run_filters(
     ids = np.arange(size, dtype=np.int64)
     flat = FlatIndex(vectors.shape[1])
     flat.add(ids, vectors)
-    indexes = {
+    indexes: dict[str, HnswIndex | IvfPqIndex] = {
         "hnsw": HnswIndex(vectors.shape[1], IndexConfig(kind="hnsw", seed=seed)),
         "ivf_pq": IvfPqIndex(vectors.shape[1], IndexConfig(kind="ivf_pq", seed=seed)),
     }

@@ -11,7 +11,7 @@ from stillroom.server.console.routes import SECURITY_HEADERS
 from tests.server.fakes import NUM_BLOCKS, FakeRoom, until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Request
 
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script><b>bold</b> &amp; {{7*7}}'
 
@@ -159,9 +159,12 @@ def test_the_form_s_options_reach_the_server(page: "Page", url: str, room: FakeR
 @browser_test
 def test_a_conversation_goes_on_only_if_somebody_says_so(page: "Page", url: str) -> None:
     sent: list[list[dict[str, str]]] = []
-    page.on(
-        "request", lambda request: sent.append(json.loads(request.post_data)["messages"]) if request.post_data else 0
-    )
+
+    def note(request: "Request") -> None:
+        if request.post_data:
+            sent.append(json.loads(request.post_data)["messages"])
+
+    page.on("request", note)
     page.goto(url)
     assert not page.is_visible("#follow")
     for number, question in enumerate(("first?", "second?", "third?")):
