@@ -1,7 +1,8 @@
 # syntax=docker/dockerfile:1
 # Stillroom on the CPU. No generator's weights: mount a checkpoint, or name one of the hub and mount its cache.
 #   docker build -t stillroom .
-#   docker run --rm -p 127.0.0.1:8321:8321 -v stillroom:/data stillroom
+#   docker run --rm -v stillroom:/data stillroom keys add me --keys /data/keys.json
+#   docker run --rm -p 8321:8321 -v stillroom:/data stillroom serve --keys /data/keys.json
 
 FROM python:3.12-slim-bookworm AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \

@@ -13,6 +13,9 @@ import pytest
 import yaml
 
 from stillroom.config.load import load_config
+from stillroom.errors import ConfigError
+from stillroom.server.doorway import open_doorway
+from stillroom.server.guard import own_names
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -85,17 +88,28 @@ def test_the_image_runs_as_nobody_special_and_tells_whether_it_lives() -> None:
     assert not any(word in rest for _, rest in final for word in ("safetensors", "COPY src", "pip install"))
 
 
-def test_the_image_s_settings_are_settings() -> None:
-    pairs = dict(word.split("=", 1) for name, rest in instructions() if name == "ENV" for word in shlex.split(rest))
-    environment = {key: value for key, value in pairs.items() if key.startswith("STILLROOM_")}
-    for service in compose()["services"].values():
-        for key, value in service.get("environment", {}).items():
-            if key.startswith("STILLROOM_"):
-                environment[key] = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
+def image_environment() -> dict[str, str]:
+    pairs = (word.split("=", 1) for name, rest in instructions() if name == "ENV" for word in shlex.split(rest))
+    return {key: value for key, value in pairs if key.startswith("STILLROOM_")}
 
-    config = load_config(env=environment)
 
-    assert (config.server.host, config.runtime.model) == ("0.0.0.0", "bundled")
+def test_the_image_by_itself_asks_for_keys() -> None:
+    config = load_config(env=image_environment())
+
+    assert config.server.host == "0.0.0.0"
+    with pytest.raises(ConfigError, match="nobody would be asked for a key"):
+        open_doorway(config.server)
+
+
+def test_compose_starts_what_the_image_does_not_refuse() -> None:
+    own = compose()["services"]["stillroom"]["environment"]
+    given = {key: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for key, value in own.items()}
+    config = load_config(env=image_environment() | given)
+
+    assert config.runtime.model == "bundled"
+    assert open_doorway(config.server).keys is None
+    names = own_names(config.server.host, config.server.allowed_hosts)
+    assert names is not None and {"localhost", "127.0.0.1", "stillroom"} <= names  # nor pages of other names
 
 
 def test_what_is_copied_into_the_image_is_not_ignored() -> None:

@@ -54,6 +54,7 @@ def test_an_upload_is_found_and_deleted_when_asked_twice(page: "Page", real_url:
     assert real_room.num_documents == 0
 
 
+@pytest.mark.slow
 def test_many_documents_come_a_page_at_a_time(page: "Page", real_url: str) -> None:
     page.route("**/v1/documents?limit=100*", lambda route: route.continue_(url=route.request.url.replace("100", "2")))
     page.goto(real_url)
