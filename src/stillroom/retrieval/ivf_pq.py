@@ -116,6 +116,9 @@ class IvfPqIndex:
         num_fetched = max(k, k * self._config.refine)
         nprobe = min(effort or self._config.nprobe, self.nlist)
         among = None if allowed is None else self._among.get(allowed, lambda: self._listed(allowed))
+        if among is not None and self._config.refine and among.are_few(nprobe):
+            yield from self._exact.search_staged(query, k, num_stages, None, allowed)
+            return
         with one_thread():
             found_at = self._lists.quantizer.search(query.reshape(1, -1), nprobe if among is None else self.nlist)
         nearness, lists = found_at[0][0], found_at[1][0]

@@ -26,7 +26,7 @@ from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.hot_lists import Counts, DriftRules, HotLists, Spawn
 from stillroom.retrieval.ivf_pq import IvfPqIndex, num_to_train, trained_lists
 from stillroom.retrieval.list_file import ListFile, Origin, blocks, scratch_list_file, write_list_file
-from stillroom.retrieval.ranking import Ranking, best_of, ranked_arrays
+from stillroom.retrieval.ranking import Ranking, ranked_arrays
 from stillroom.retrieval.staged import stages
 from stillroom.retrieval.tiered_ivf import all_entries, emptied
 from stillroom.retrieval.tiered_rows import Rows, Snapshot
@@ -154,12 +154,15 @@ class TieredIvfPqIndex:
         num_fetched = max(k, k * self._config.refine)
         nprobe = min(effort or self._config.nprobe, self.nlist)
         among = None if allowed is None else rows.among(allowed)
+        if among is not None and self._config.refine and among.lists.are_few(nprobe):
+            yield rows.compared(query, k, among)
+            return
         near, lists = rows.tiers.probe(query.reshape(1, -1), nprobe if among is None else self.nlist)
         probed, nearness = lists[0], near[0]
         if among is not None:
             probed, nearness = among.lists.probes(probed, nearness, nprobe, num_fetched)
             if self._config.refine and among.lists.is_better_compared(probed):
-                yield best_of(rows.ids_of(among.rows), rows.vectors(among.rows) @ query, k)
+                yield rows.compared(query, k, among)
                 return
         if self._is_counting and self._hot.note(probed):
             self._on_window()

@@ -20,6 +20,7 @@ from stillroom.retrieval.filters.allowed import Allowed, PerFilter
 from stillroom.retrieval.filters.lists_among import ListsAmong
 from stillroom.retrieval.list_file import Entries, ListFile, Origin, Spill, blocks, write_list_file
 from stillroom.retrieval.partition import Lists, Nearness
+from stillroom.retrieval.ranking import Ranking, best_of
 from stillroom.retrieval.tiered_ivf import Scored, TieredLists, all_entries, emptied, scan
 
 faiss: Any = _faiss  # its type information lacks what is made at import
@@ -114,6 +115,10 @@ class Rows:
             sizes[number] += len(recent)
         selector = faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits))
         return Among(rows, bits, ListsAmong(counts, sizes, selector))
+
+    def compared(self, query: Vectors, k: int, among: "Among") -> Ranking:
+        """The k best for a query [d] of the full vectors of all that a filter leaves. Raises as `vectors`."""
+        return best_of(self.ids_of(among.rows), self.vectors(among.rows) @ query, k)
 
     def best(self, query: Vectors, num: int, probed: Lists, nearness: Nearness, among: "Among | None" = None) -> Scored:
         """Rows and approximate scores of the best `num` for a query [d], and those that equal the last of them, in

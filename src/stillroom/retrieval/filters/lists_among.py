@@ -49,3 +49,7 @@ class ListsAmong:
     def is_better_compared(self, probed: Lists) -> bool:
         """Whether comparing the whole vectors of all that is allowed costs less than scanning these lists."""
         return self.num_allowed * ENTRIES_PER_COMPARED <= int(self.sizes[probed].sum())
+
+    def are_few(self, nprobe: int) -> bool:
+        """Whether that is so of any lists, `nprobe` or more: then there is no need to ask which are near."""
+        return self.num_allowed * ENTRIES_PER_COMPARED <= nprobe * int(self.sizes.sum()) // len(self.sizes)
