@@ -67,6 +67,15 @@ def model(run: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory)
     return export_run(run, small_data, tmp_path_factory.mktemp("exported") / "model", RECIPE)
 
 
+def test_a_checkpoint_is_asked_every_set(small_data: Path, model: Path) -> None:
+    """One that has learned nothing: every figure is there, and none is reached."""
+    report = evaluate(str(model), small_data / "eval", limit=2, num_reused=0, device="cpu", say=lambda line: None)
+    assert [row["name"] for row in report["figures"]][:2] == ["xquad exact match", "xquad F1"]
+    assert all(row["questions"] in (1, 2) and row["is reached"] in (False, None) for row in report["figures"])
+    assert "| unanswerable | 0.000 |" in as_markdown(report) and report["reuse"] == {}
+
+
+@pytest.mark.slow
 def test_the_bundled_model_is_evaluated_with_and_without_reuse(small_data: Path) -> None:
     """microworld knows few of the words here, but whether reuse changes its answers can be counted."""
     report = evaluate(

@@ -13,6 +13,7 @@ from stillroom.config.settings import RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import Request, SamplingParams
+from stillroom.engine.engine import Engine
 from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.models.loader import LoadedModel, load_model
 from stillroom.rag.generator import build_engine
@@ -68,18 +69,18 @@ def ask(
         ModelError: Stillroom cannot use the checkpoint.
     """
     model = load_model(checkpoint, device=device, dtype="float32")
+    engine, _ = build_engine(model.decoder, RuntimeConfig(max_num_batched_tokens=4096), SystemClock())
     found: list[Asked] = []
     for start in range(0, len(questions), _AT_ONCE):
         some = questions[start : start + _AT_ONCE]
-        answers = _answers(model, [question for question, _ in some])
+        answers = _answers(engine, model, [question for question, _ in some])
         found += [Asked(question, group, text) for (question, group), text in zip(some, answers, strict=True)]
         on_answer(len(found))
     return found
 
 
-def _answers(model: LoadedModel, questions: Sequence[ChunkQuestion]) -> Iterator[str]:
+def _answers(engine: Engine, model: LoadedModel, questions: Sequence[ChunkQuestion]) -> Iterator[str]:
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
-    engine, _ = build_engine(model.decoder, RuntimeConfig(max_num_batched_tokens=4096), SystemClock())
     most = model.decoder.spec.max_positions - MAX_ANSWER_TOKENS
     for number, question in enumerate(questions):
         engine.submit(
