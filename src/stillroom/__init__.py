@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stillroom.config.settings import StillroomConfig
     from stillroom.rag.answer import Answer, AskOptions
+    from stillroom.rag.conversation import Exchange
     from stillroom.rag.room import Stillroom
 
-__all__ = ["Answer", "AskOptions", "Stillroom", "StillroomConfig", "__version__"]
+__all__ = ["Answer", "AskOptions", "Exchange", "Stillroom", "StillroomConfig", "__version__"]
 __version__ = version("stillroom")
 
 _HOMES = {
     "Answer": "stillroom.rag.answer",
     "AskOptions": "stillroom.rag.answer",
+    "Exchange": "stillroom.rag.conversation",
     "Stillroom": "stillroom.rag.room",
     "StillroomConfig": "stillroom.config.settings",
 }

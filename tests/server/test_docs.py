@@ -9,15 +9,18 @@ from typing import Any
 import httpx
 import pytest
 
+from stillroom.rag.room import Stillroom
 from tests.server.fakes import FakeRoom, as_room
 from tests.server.harness import serving
+from tests.server.knowledge import write_knowledge
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "http.md"
+CONVERSATIONS = PAGE.with_name("conversations.md")
 ADDRESS = "http://127.0.0.1:8321"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+def blocks(language: str, page: Path = PAGE) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +33,29 @@ def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
             scope["client"].close()  # type: ignore[attr-defined]  # the page leaves that to the end of the program
 
     assert capsys.readouterr().out.count("How do I rotate keys?") == 2
+
+
+def test_a_conversation_over_http_and_in_python(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over_http, in_python = blocks("python", CONVERSATIONS)
+    room = FakeRoom()
+    scope: dict[str, object] = {}
+    with serving(as_room(room)) as url:
+        try:
+            exec(compile(over_http.replace(ADDRESS, url), str(CONVERSATIONS), "exec"), scope)
+        finally:
+            scope["client"].close()  # type: ignore[attr-defined]
+    assert capsys.readouterr().out == "How do I rotate keys? 40\nAnd how often? 40\n"
+    assert [(question, len(options.history), options.system) for question, options in room.asked] == [
+        ("How do I rotate keys?", 0, "Answer in one sentence."),
+        ("And how often?", 1, "Answer in one sentence."),
+    ]
+    monkeypatch.chdir(tmp_path)
+    with Stillroom.open("kb") as kb:
+        kb.add(write_knowledge(tmp_path / "docs"))
+    exec(compile(in_python, str(CONVERSATIONS), "exec"), scope)
+    assert scope["second"].reuse.num_cached_tokens > 0  # type: ignore[attr-defined]
 
 
 def test_curl_examples_are_answered() -> None:

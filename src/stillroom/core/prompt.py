@@ -11,6 +11,8 @@ class SegmentKind(StrEnum):
     SYSTEM = "system"
     CHUNK = "chunk"
     QUESTION = "question"
+    TURN = "turn"
+    """An earlier question of a conversation, and its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Segment:
     kind: SegmentKind
     token_ids: tuple[int, ...]
     chunk_id: ChunkId | None = None
-    """Which chunk it renders; None for system and question."""
+    """Which chunk it renders; None for all else."""
 
     def __post_init__(self) -> None:
         assert self.token_ids, f"an empty {self.kind} segment; leave it out of the prompt"
@@ -28,7 +30,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class SegmentedPrompt:
-    """System, chunk 1..k, question: what the model reads, in order."""
+    """System, chunk 1..k, question: what the model reads, in order. In a conversation earlier turns come before: their
+    chunks, then a turn with question and answer."""
 
     segments: tuple[Segment, ...]
 

@@ -33,6 +33,14 @@ class ChatPrompt:
 
     system: str
     user: str
+    earlier: tuple[tuple[str, str], ...] = ()
+    """What the user said before, and the answers."""
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        turns = ((("user", user), ("assistant", answer)) for user, answer in self.earlier)
+        said = [("system", self.system), *(one for turn in turns for one in turn), ("user", self.user)]
+        return [{"role": role, "content": text} for role, text in said]
 
 
 RemotePrompt = ChatPrompt | str | tuple[int, ...]
@@ -64,8 +72,7 @@ def body_of(request: RemoteRequest, model: str, *, has_extra_sampling: bool) -> 
     prompt = request.prompt
     asked: dict[str, Any]
     if isinstance(prompt, ChatPrompt):
-        roles = (("system", prompt.system), ("user", prompt.user))
-        asked = {"messages": [{"role": role, "content": text} for role, text in roles]}
+        asked = {"messages": prompt.messages}
     else:
         asked = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     stream = {"stream": True, "stream_options": {"include_usage": True}}

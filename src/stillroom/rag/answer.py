@@ -7,6 +7,7 @@ from typing import Any
 
 from stillroom.config.settings import SearchMode
 from stillroom.core.ids import RequestId
+from stillroom.rag.conversation import Exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,11 @@ class AskOptions:
     """Texts before which the answer ends."""
     json_schema: Mapping[str, Any] | None = None
     """The answer is JSON of this schema, unless `max_tokens` cuts it. The model is not told: say it in the question."""
+    history: Sequence[Exchange] = ()
+    """What was asked and answered before, oldest first. Each stands before the question with what it finds
+    (docs/conversations.md)."""
+    system: str = ""
+    """Stands behind our own instructions."""
     logprobs: int | None = None
     """Report each token's log probability, and those of this many most likely tokens (up to 20)."""
 
@@ -65,6 +71,8 @@ class Source:
     start_page: int = 0
     """First page of the file, from 1; 0 where the format has no pages."""
     end_page: int = 0
+    turns_ago: int = 0
+    """0: found for this question. In a conversation: for one so many questions before, and in the prompt since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +119,7 @@ class SegmentReport:
     """One segment of the prompt, and where its KV came from."""
 
     kind: str
-    """`system`, `chunk` or `question`."""
+    """`system`, `chunk`, `question`, or `turn`: an earlier question and its answer."""
     chunk_id: str | None
     num_tokens: int
     source: str

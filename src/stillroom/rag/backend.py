@@ -12,6 +12,7 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.request import SamplingParams
 from stillroom.engine.events import Listener
 from stillroom.models.tokenizer import Tokenizer
+from stillroom.rag.conversation import NOTHING, History
 from stillroom.telemetry.metrics import CacheFigures
 
 
@@ -85,10 +86,15 @@ class Backend(Protocol):
         ...
 
     def draft(
-        self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None
+        self,
+        chunks: Sequence[Chunk],
+        question: str,
+        max_tokens: int | None,
+        schema: Mapping[str, Any] | None = None,
+        history: History = NOTHING,
     ) -> Draft:
-        """The prompt for a question and its chunks, best first; the last ones are left out where it would have more
-        than `max_tokens`. With a schema the answer is JSON.
+        """The prompt for a question and its chunks, best first, behind what was said before; the oldest turns and the
+        last chunks are left out where it would have more than `max_tokens`. With a schema the answer is JSON.
 
         Raises:
             UsageError: the schema cannot be enforced.

@@ -37,6 +37,7 @@ from stillroom.rag.calibration import (
     save_profile,
     sequence_seconds,
 )
+from stillroom.rag.conversation import NOTHING, History
 from stillroom.rag.kv_cache import KVCache, build_cache, build_device
 from stillroom.rag.placement_check import check_placement
 from stillroom.rag.prompt import PromptBuilder, format_for
@@ -84,9 +85,14 @@ class Generator:
         return True
 
     def draft(
-        self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None
+        self,
+        chunks: Sequence[Chunk],
+        question: str,
+        max_tokens: int | None,
+        schema: Mapping[str, Any] | None = None,
+        history: History = NOTHING,
     ) -> Draft:
-        return self._draft(self.prompts.build(chunks, question, max_tokens), self._constraint(schema))
+        return self._draft(self.prompts.build(chunks, question, max_tokens, history), self._constraint(schema))
 
     def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
         """Text without the model's begin token gets one, as everywhere."""

@@ -3,21 +3,23 @@
 import asyncio
 import queue
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
-from stillroom.core.document import ScoredChunk
-from stillroom.core.ids import RequestId, format_chunk_id
+from stillroom.core.document import ScoredChunk, SearchResult
+from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SamplingParams, seed_of_sample
 from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EmptyKnowledgeBaseError, PromptTooLongError, UsageError
 from stillroom.rag.answer import Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
 from stillroom.rag.backend import Backend, Draft
+from stillroom.rag.conversation import alternate, around, history_of
 from stillroom.rag.query_cache import QueryCache
+from stillroom.rag.sources import sources_of
 from stillroom.rag.speculation import Attempt, Speculator, Wanted
 from stillroom.rag.stream import AnswerCollector, AnswerStream, AsyncAnswerStream, Started
 from stillroom.retrieval.filters.language import parse_filter
@@ -107,7 +109,7 @@ class Pipeline:
         self._check_length(draft)
         attempt = Attempt(draft, self._wanted(draft, options, arrival, num_samples))
         report = SpeculationReport(SpeculationOutcome.OFF)
-        return self._astreams(self._prepared("", attempt, options, arrival, arrival, [], report))
+        return self._astreams(self._prepared("", attempt, options, arrival, arrival, (), report))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """What tokens read as, without special ones.
@@ -160,20 +162,26 @@ class Pipeline:
         top_k = defaults.top_k if options.top_k is None else options.top_k
         mode = options.mode or defaults.mode
 
+        def search(text: str) -> Sequence[ScoredChunk]:
+            return self._search.search(text, mode, top_k, options.where).results
+
+        def stages(num_stages: int) -> Iterator[SearchResult]:
+            for found in self._search.search_staged(question, mode, top_k, num_stages, options.where):
+                yield replace(found, results=alternate(found.results, found_around, top_k)) if found_around else found
+
+        history = history_of(options.history, options.system, search, top_k)
+        found_around = around(options.history, question, search)
+        room = self._room_for_prompt(options)
+
         def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
             chunks = [scored.chunk for scored in found]
-            draft = self._backend.draft(chunks, question, self._room_for_prompt(options), options.json_schema)
+            draft = self._backend.draft(chunks, question, room, options.json_schema, history)
             self._check_length(draft)
             return Attempt(draft, self._wanted(draft, options, arrival, num_samples))
 
-        found = self._speculator.find(
-            lambda num_stages: self._search.search_staged(question, mode, top_k, num_stages, options.where),
-            mode,
-            attempt_with,
-        )
-        return self._prepared(
-            question, found.attempt, options, arrival, found.ended_at, found.result.results, found.report
-        )
+        found = self._speculator.find(stages, mode, attempt_with)
+        sources = sources_of(found.attempt.draft.chunk_ids, found.result.results, history)
+        return self._prepared(question, found.attempt, options, arrival, found.ended_at, sources, found.report)
 
     def _room_for_prompt(self, options: AskOptions) -> int | None:
         limit, most = self._backend.max_model_len, self._config.generation.max_prompt_tokens
@@ -212,12 +220,10 @@ class Pipeline:
         options: AskOptions,
         arrival: float,
         retrieved_at: float,
-        found: Sequence[ScoredChunk],
+        sources: tuple[Source, ...],
         report: SpeculationReport,
     ) -> _Prepared:
         stops = _stops(options)
-        by_id = {scored.chunk.chunk_id: scored for scored in found}
-        sources = _sources([by_id[chunk_id] for chunk_id in attempt.draft.chunk_ids])
 
         def collector(wanted: Wanted) -> AnswerCollector:
             started = Started(
@@ -337,22 +343,3 @@ def _trace(answer: Answer, ended_at: float, model: str) -> None:
 
 def _stops(options: AskOptions) -> Sequence[str]:
     return (options.stop,) if isinstance(options.stop, str) else options.stop
-
-
-def _sources(found: Sequence[ScoredChunk]) -> tuple[Source, ...]:
-    return tuple(
-        Source(
-            document=scored.chunk.document_id,
-            chunk_id=format_chunk_id(scored.chunk.chunk_id),
-            text=scored.chunk.text,
-            score=scored.score,
-            scores=dict(scored.scores),
-            position=position,
-            heading=scored.chunk.heading,
-            start_line=scored.chunk.start_line,
-            end_line=scored.chunk.end_line,
-            start_page=scored.chunk.start_page,
-            end_page=scored.chunk.end_page,
-        )
-        for position, scored in enumerate(found, start=1)
-    )

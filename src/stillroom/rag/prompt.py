@@ -1,18 +1,19 @@
-"""How a question and its chunks become a `SegmentedPrompt`. Every segment is tokenised on its own.
+"""How a question, its chunks and what was said before become a `SegmentedPrompt`. Every segment is tokenised alone.
 
-A format is five pieces of text around what comes from outside. Nothing in a chunk's segment depends on its place in the
+A format is seven pieces of text around what comes from outside. Nothing in a chunk's segment depends on its place in a
 prompt (no numbering), so its tokens are the same wherever it stands; text from documents and users is encoded as plain
 text, so it cannot imitate the template.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from stillroom.core.document import Chunk
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.errors import ModelError
 from stillroom.models.tokenizer import Tokenizer
+from stillroom.rag.conversation import NOTHING, History, new_chunks, num_turns_to_drop
 
 INSTRUCTIONS = (
     "Answer the question using only the documents below. "
@@ -20,6 +21,8 @@ INSTRUCTIONS = (
 )
 _MARKERS = frozenset({"<chunk>", "</chunk>", "<q>", "<a>"})
 _SLOT = "@@STILLROOM@@"
+_ANSWER_SLOT = "@@STILLROOM-ANSWER@@"
+_NEXT_SLOT = "@@STILLROOM-NEXT@@"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +30,27 @@ class PromptFormat:
     """The text around system, chunks and question. Special tokens in it are meant as such."""
 
     system: str
+    """Up to where a caller's own system message goes."""
+    opening: str
+    """From there to the first chunk."""
     chunk_start: str
     chunk_end: str
     question_start: str
     question_end: str
+    next_turn: str
+    """From the end of an answer to the first new chunk, or the next question."""
     shows_headings: bool = True
     """Whether a chunk's text is preceded by its title and headings."""
 
 
 PLAIN_CHAT = PromptFormat(
-    system="Documents:\n\n",
+    system="",
+    opening="Documents:\n\n",
     chunk_start="<document>\n",
     chunk_end="\n</document>\n\n",
     question_start="Question: ",
     question_end="",
+    next_turn="",
 )
 """The user's message in a chat, without a template around it."""
 
@@ -58,46 +68,85 @@ def marker_format(bos_token: str) -> PromptFormat:
     """For models trained on Stillroom's own prompts, recognised by their special tokens."""
     return PromptFormat(
         system=f"{bos_token} Answer the question using only the chunks below .",
+        opening="",
         chunk_start="<chunk> ",
         chunk_end=" </chunk>",
         question_start="<q> ",
         question_end=" <a>",
+        next_turn="",
         shows_headings=False,
     )
 
 
 def chat_format(tokenizer: Tokenizer) -> PromptFormat:
-    """The checkpoint's chat template, rendered once around a slot and cut there."""
+    """The checkpoint's chat template, rendered once around slots and cut there."""
     slot = [{"role": "user", "content": _SLOT}]
     try:
         rendered = tokenizer.render_chat([{"role": "system", "content": INSTRUCTIONS}, *slot])
     except ModelError:
         rendered = ""
-    instructions = ""
-    if INSTRUCTIONS not in rendered:  # some templates drop the system role, some refuse it (Gemma 2)
-        rendered = tokenizer.render_chat(slot)
-        instructions = INSTRUCTIONS + "\n\n"
-    before, _, after = rendered.partition(_SLOT)
-    return replace(PLAIN_CHAT, system=f"{before}{instructions}{PLAIN_CHAT.system}", question_end=after)
+    if INSTRUCTIONS in rendered:
+        before, _, after = rendered.partition(_SLOT)
+        start, _, rest = before.partition(INSTRUCTIONS)
+    else:  # some templates drop the system role, some refuse it (Gemma 2)
+        start, _, after = tokenizer.render_chat(slot).partition(_SLOT)
+        rest = "\n\n"
+    return replace(
+        PLAIN_CHAT,
+        system=f"{start}{INSTRUCTIONS}",
+        opening=f"{rest}{PLAIN_CHAT.opening}",
+        question_end=after,
+        next_turn=_next_turn(tokenizer),
+    )
+
+
+def _next_turn(tokenizer: Tokenizer) -> str:
+    """What the template writes between an answer and the user's next message."""
+    slots = [("user", _SLOT), ("assistant", _ANSWER_SLOT), ("user", _NEXT_SLOT)]
+    try:
+        rendered = tokenizer.render_chat([{"role": role, "content": content} for role, content in slots])
+    except ModelError:
+        rendered = ""
+    _, _, rest = rendered.partition(_ANSWER_SLOT)
+    between, found, _ = rest.partition(_NEXT_SLOT)
+    return between if found else "\n\n"
 
 
 def plain_format(bos_token: str) -> PromptFormat:
     """For base models without a chat template."""
     return PromptFormat(
-        system=f"{bos_token}{INSTRUCTIONS}\n\n",
+        system=f"{bos_token}{INSTRUCTIONS}",
+        opening="\n\n",
         chunk_start="Document:\n",
         chunk_end="\n\n",
         question_start="Question: ",
         question_end="\nAnswer:",
+        next_turn="\n\n",
     )
 
 
-def render(prompt_format: PromptFormat, chunks: Sequence[Chunk], question: str) -> str:
+def render(prompt_format: PromptFormat, chunks: Sequence[Chunk], question: str, history: History = NOTHING) -> str:
     """The whole prompt as text. A tokenizer may read special tokens in the documents; `PromptBuilder` prevents that."""
-    parts = [prompt_format.system]
-    for chunk in chunks:
-        parts += [prompt_format.chunk_start, _text_of(chunk, prompt_format), prompt_format.chunk_end]
-    return "".join([*parts, prompt_format.question_start, question, prompt_format.question_end])
+    form = prompt_format
+    *earlier, last = new_chunks(history.turns, chunks)
+    parts = [form.system, *(["\n\n", history.system] if history.system else ()), form.opening]
+    for turn, added in zip(history.turns, earlier, strict=True):
+        parts += [_user_text(form, added, turn.exchange.question), turn.exchange.answer, form.next_turn]
+    return "".join([*parts, _user_text(form, last, question)])
+
+
+def user_messages(chunks: Sequence[Chunk], question: str, history: History) -> list[str]:
+    """What the user says in each turn of a chat, without a template around it."""
+    *earlier, last = new_chunks(history.turns, chunks)
+    turns = zip(history.turns, earlier, strict=True)
+    said = [_user_text(PLAIN_CHAT, added, turn.exchange.question) for turn, added in turns]
+    said.append(_user_text(PLAIN_CHAT, last, question))
+    return [PLAIN_CHAT.opening + said[0], *said[1:]]
+
+
+def _user_text(form: PromptFormat, chunks: Sequence[Chunk], question: str) -> str:
+    documents = [part for one in chunks for part in (form.chunk_start, _text_of(one, form), form.chunk_end)]
+    return "".join([*documents, form.question_start, question, form.question_end])
 
 
 def _text_of(chunk: Chunk, prompt_format: PromptFormat) -> str:
@@ -110,24 +159,54 @@ class PromptBuilder:
     def __init__(self, tokenizer: Tokenizer, prompt_format: PromptFormat) -> None:
         self._tokenizer = tokenizer
         self._format = prompt_format
-        self._system = Segment(SegmentKind.SYSTEM, tuple(tokenizer.encode_template(prompt_format.system)))
+        self._system = Segment(
+            SegmentKind.SYSTEM, tuple(tokenizer.encode_template(prompt_format.system + prompt_format.opening))
+        )
 
-    def build(self, chunks: Sequence[Chunk], question: str, max_tokens: int | None) -> SegmentedPrompt:
-        """System, chunks in the given order, question; the last chunks are left out where more than `max_tokens` would
-        result; None is no limit.
+    def build(
+        self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, history: History = NOTHING
+    ) -> SegmentedPrompt:
+        """System, earlier turns, chunks in the given order, question. Where more than `max_tokens` would result, the
+        oldest turns are left out until the chunks have half of the room or all that they need, then the last chunks;
+        None is no limit.
 
         Without any chunk the prompt may still be longer: the scheduler then says so.
         """
-        last = self._question(question)
-        room = math.inf if max_tokens is None else max_tokens - len(self._system.token_ids) - len(last.token_ids)
+        system, last = self._system_with(history.system), self._question(question)
+        room = math.inf if max_tokens is None else max_tokens - len(system.token_ids) - len(last.token_ids)
+        earlier: list[Segment] = []
+        new = list(chunks)
+        for num_dropped in num_turns_to_drop(len(history.turns)):
+            earlier, new = self._turns(history.without(num_dropped), chunks)
+            needed = _num_tokens(map(self._chunk, new))
+            if _num_tokens(earlier) + min(needed, room / 2) <= room:
+                break
+        return SegmentedPrompt((system, *earlier, *self._fitting(new, room - _num_tokens(earlier)), last))
+
+    def _turns(self, history: History, chunks: Sequence[Chunk]) -> tuple[list[Segment], list[Chunk]]:
+        """The segments of earlier turns, and what is new in these chunks."""
+        *earlier, new = new_chunks(history.turns, chunks)
+        found: list[Segment] = []
+        for turn, added in zip(history.turns, earlier, strict=True):
+            exchange = turn.exchange
+            asked = self._wrap(self._format.question_start, exchange.question, self._format.question_end)
+            answered = self._wrap("", exchange.answer, self._format.next_turn)
+            found += [*map(self._chunk, added), Segment(SegmentKind.TURN, asked + answered)]
+        return found, new
+
+    def _fitting(self, chunks: Sequence[Chunk], room: float) -> list[Segment]:
         kept = []
-        for chunk in chunks:
-            segment = self._chunk(chunk)
+        for segment in map(self._chunk, chunks):
             room -= len(segment.token_ids)
             if room < 0:
                 break
             kept.append(segment)
-        return SegmentedPrompt((self._system, *kept, last))
+        return kept
+
+    def _system_with(self, said: str) -> Segment:
+        if not said:
+            return self._system
+        return Segment(SegmentKind.SYSTEM, self._wrap(self._format.system, f"\n\n{said}", self._format.opening))
 
     def _chunk(self, chunk: Chunk) -> Segment:
         ids = self._wrap(self._format.chunk_start, _text_of(chunk, self._format), self._format.chunk_end)
@@ -145,3 +224,7 @@ class PromptBuilder:
             *tokenizer.encode_text(text),
             *tokenizer.encode_template(end),
         )
+
+
+def _num_tokens(segments: Iterable[Segment]) -> int:
+    return sum(len(segment.token_ids) for segment in segments)

@@ -14,11 +14,12 @@ from stillroom.errors import ConfigError, UsageError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.backend import Draft, Load, Sample
+from stillroom.rag.conversation import NOTHING, History, new_chunks
 from stillroom.rag.document_order import PrefixOrder
-from stillroom.rag.prompt import INSTRUCTIONS, PLAIN_CHAT, PromptBuilder, format_for, render
+from stillroom.rag.prompt import INSTRUCTIONS, PromptBuilder, format_for, render, user_messages
 
-Writer = Callable[[Sequence[Chunk], str], RemotePrompt]
-"""Chunks in order and a question as a prompt."""
+Writer = Callable[[Sequence[Chunk], str, History], RemotePrompt]
+"""Chunks in order, a question and what was said before, as a prompt."""
 
 
 class RemoteGenerator:
@@ -46,14 +47,20 @@ class RemoteGenerator:
         return False
 
     def draft(
-        self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, schema: Mapping[str, Any] | None = None
+        self,
+        chunks: Sequence[Chunk],
+        question: str,
+        max_tokens: int | None,
+        schema: Mapping[str, Any] | None = None,
+        history: History = NOTHING,
     ) -> Draft:
         """Every chunk is sent: what the server has room for, it says itself."""
         _refuse(schema)
         if self._order is not None:
             by_id = {chunk.chunk_id: chunk for chunk in chunks}
             chunks = [by_id[chunk_id] for chunk_id in self._order.arrange(list(by_id))]
-        return self._draft(tuple(chunk.chunk_id for chunk in chunks), self._write(chunks, question))
+        in_order = [chunk for added in new_chunks(history.turns, chunks) for chunk in added]
+        return self._draft(tuple(chunk.chunk_id for chunk in in_order), self._write(chunks, question, history))
 
     def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
         _refuse(schema)
@@ -118,10 +125,18 @@ def connect(config: EngineConfig, model: str, clock: Clock) -> RemoteGenerator:
 
 def _writer(kind: EnginePrompt, model: str) -> Writer:
     if kind == "chat":
-        return lambda chunks, question: ChatPrompt(INSTRUCTIONS, render(PLAIN_CHAT, chunks, question))
+        return _chat
     tokenizer = Tokenizer.load(resolve(model))
     prompt_format = format_for(tokenizer)
     if kind == "text":  # the server puts the begin token in front
-        return lambda chunks, question: render(prompt_format, chunks, question).removeprefix(tokenizer.bos_token)
+        begin = tokenizer.bos_token
+        return lambda chunks, question, history: render(prompt_format, chunks, question, history).removeprefix(begin)
     builder = PromptBuilder(tokenizer, prompt_format)
-    return lambda chunks, question: builder.build(chunks, question, max_tokens=None).token_ids
+    return lambda chunks, question, history: builder.build(chunks, question, None, history).token_ids
+
+
+def _chat(chunks: Sequence[Chunk], question: str, history: History) -> ChatPrompt:
+    system = f"{INSTRUCTIONS}\n\n{history.system}" if history.system else INSTRUCTIONS
+    *earlier, last = user_messages(chunks, question, history)
+    answers = (turn.exchange.answer for turn in history.turns)
+    return ChatPrompt(system, last, tuple(zip(earlier, answers, strict=True)))

@@ -20,6 +20,7 @@ from stillroom.server.answering import AnswerEvents, whole_answers
 from stillroom.server.chat import ask_options
 from stillroom.server.completions import Completions
 from stillroom.server.console import routes as console
+from stillroom.server.conversation import read_messages
 from stillroom.server.documents import DocumentRoutes
 from stillroom.server.draining import Draining
 from stillroom.server.errors import model_not_served
@@ -115,9 +116,10 @@ class _Api:
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
         room = room_of(request)
         self._check_model(body.model, [room.model_name])
-        if not body.question.strip():
+        conversation = read_messages(body.messages)
+        if not conversation.question.strip():
             raise UsageError("messages hold no question; the last message of the role 'user' is the question")
-        streams = await room.astreams(body.question, ask_options(body), n=body.n or 1)
+        streams = await room.astreams(conversation.question, ask_options(body, conversation), n=body.n or 1)
         model = room.model_name
         if body.stream:
             return AnswerEvents(streams, chat.chat_events(streams, model, includes_usage=body.includes_usage))

@@ -17,6 +17,7 @@ from stillroom.server.answering import (
     slowest,
     usage_of,
 )
+from stillroom.server.conversation import Conversation
 from stillroom.server.payloads import Payload, source_payload
 from stillroom.server.protocol import ChatCompletionRequest, SearchOptions
 from stillroom.server.replies import (
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from stillroom.rag.stream import AsyncAnswerStream
 
 
-def ask_options(body: ChatCompletionRequest) -> AskOptions:
+def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskOptions:
     """What the request sets; the rest is left to the configuration.
 
     Raises:
@@ -48,6 +49,8 @@ def ask_options(body: ChatCompletionRequest) -> AskOptions:
     extension = body.stillroom or SearchOptions()
     return replace(
         generation_options(body),
+        history=conversation.history,
+        system=conversation.system,
         mode=extension.mode,
         where=extension.where,
         top_k=extension.top_k,

@@ -192,12 +192,6 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stillroom: SearchOptions | None = None
 
-    @property
-    def question(self) -> str:
-        """The last message of the user; empty if there is none."""
-        texts = (message.text for message in reversed(self.messages) if message.role == "user")
-        return next(texts, "")
-
 
 class EmbeddingRequest(Body):
     input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
