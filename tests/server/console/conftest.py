@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # not longer: its event loop would be in the way of other tests
 def browser() -> Iterator["Browser"]:
     from playwright.sync_api import sync_playwright
 
