@@ -11,6 +11,7 @@ from stillroom.config.load import load_config
 from stillroom.config.settings import IndexConfig, StillroomConfig
 from stillroom.rag import generator
 from stillroom.rag.room import Stillroom
+from stillroom.retrieval import ivf_pq
 from tests.cli.harness import Run
 from tests.server.knowledge import QUESTION, write_knowledge
 
@@ -32,8 +33,9 @@ def lists_kb(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lists")
     records = [{"_id": f"r{number}", "text": f"key {number} of town {number * 37 % 101}"} for number in range(640)]
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = StillroomConfig(index=IndexConfig(kind="ivf_pq", nbits=4, nlist=16, nprobe=4))
-    with Stillroom.open(folder / "kb", config=config) as room:
+    config = StillroomConfig(index=IndexConfig(kind="ivf_pq", nlist=16, nprobe=4))
+    with pytest.MonkeyPatch.context() as patch, Stillroom.open(folder / "kb", config=config) as room:
+        patch.setattr(ivf_pq, "_POINTS_PER_CENTROID", 2)  # 8 bits, as a device wants, without 9,984 records
         room.add(folder / "records.jsonl")
     return folder / "kb"
 
@@ -69,6 +71,27 @@ def test_a_plan_for_index_and_kv(run: Run, lists_kb: Path) -> None:
     assert found["chosen"]["predicted"]["p95_seconds"] <= 1.01 * best
     assert {"hit_rate", "binding"} & found["smallest_hit_rate"].keys()
     assert found["search_model"]["per_query"] >= 0 and found["workload"]["requests"] == 6
+
+
+def test_a_plan_for_a_device_that_lists_and_kv_share(run: Run, lists_kb: Path) -> None:
+    Path("stillroom.toml").write_text('[index]\nkind = "ivf_pq"\ndevice_bytes = 1000000\ndevices = "cpu"\n')
+    ran = run("plan", "--slo-ttft", "100s", "--kb", lists_kb, "--ram", "64MiB", "--apply", "--json", *SMALL)
+
+    assert ran.code == 0, ran.err
+    found = ran.json
+    codes = 640 * 48
+    now = found["now"]["bytes"]
+    assert (now["device_lists"], now["ram_lists"], now["disk_lists"]) == (codes, 0, codes + 640 * 8)
+    assert found["now"]["predicted"]["device_hit_rate"] == 1.0 and found["search_model"]["device"]
+    options = [option["bytes"] for option in found["options"]]
+    assert {option["device_lists"] for option in options} > {0, codes}
+    assert all(option["device_lists"] + option["device_kv"] == 64 * 2**20 for option in options)
+    names = [effect["name"] for effect in found["sensitivity"] + found["purchases"]]
+    assert "half the lists on devices" in names and "twice the device memory" in names
+    loaded = load_config(env={})
+    chosen = found["chosen"]["bytes"]
+    assert (loaded.index.device_bytes, loaded.index.devices) == (chosen["device_lists"], "cpu")
+    assert loaded.index.hot_bytes == max(1, chosen["ram_lists"])
 
 
 def test_a_target_that_cannot_be_met_says_what_binds_and_writes_nothing(run: Run, kb: Path) -> None:

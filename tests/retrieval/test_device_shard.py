@@ -234,3 +234,12 @@ def test_nothing_held_or_nothing_probed_finds_nothing(index: Any, queries: Any) 
 def test_codes_of_other_widths_are_refused() -> None:
     with pytest.raises(ConfigError, match="index.nbits = 8, not 5"):
         DeviceShard(trained(nbits=5), np.arange(NLIST), "cpu")
+
+
+def test_a_vector_that_must_not_be_written_to_is_searched(index: Any, queries: Any) -> None:
+    """As those are that an embedder keeps. PyTorch warns of such an array, once, and a warning fails a test."""
+    kept = queries[:1].copy()
+    kept.setflags(write=False)
+    lists, nearness = probes(index, kept, 6)
+    (found,) = DeviceShard(index, np.arange(NLIST), "cpu").scan_batch(kept, 10, lists, nearness)
+    assert_same(found, first_arrays(*scan(index, kept[0], 10, lists[0], nearness[0]), 10))

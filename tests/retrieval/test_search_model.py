@@ -7,27 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stillroom.retrieval.division import Division, hottest_in_ram, hottest_on_devices
 from stillroom.retrieval.hit_rates import HitRates, SearchTimes
 from stillroom.retrieval.partition import Partition
 from stillroom.retrieval.search_model import (
-    Division,
+    DeviceCosts,
     Observed,
     ScanModel,
     fit,
+    fit_device,
     hits_of,
-    hottest_in_ram,
     rate_by_hits,
     straight,
     straight_line,
     worst_error_of_line,
 )
-from stillroom.retrieval.tiered_ivf import DISK, RAM
+from stillroom.retrieval.tiered_ivf import DISK, FIRST_DEVICE, RAM
 
 SIZES = np.array([4, 0, 10, 6])
 TIMES = SearchTimes((1, 4), (0.5, 2.0), (3.0, 9.0))
 
 
-def model(**costs: float) -> ScanModel:
+def model(device: DeviceCosts | None = None, **costs: float) -> ScanModel:
     known = {
         "per_batch": 0.0,
         "per_query": 0.0,
@@ -39,7 +40,7 @@ def model(**costs: float) -> ScanModel:
         "block_sd": 0.0,
         "batch_sd": 0.0,
     }
-    return ScanModel(TIMES, window_bytes=16, num_blocks=20, **{**known, **costs})
+    return ScanModel(TIMES, window_bytes=16, num_blocks=20, device=device, **{**known, **costs})
 
 
 def divided(*shards: int) -> Division:
@@ -94,6 +95,86 @@ def test_the_hottest_lists_that_fit() -> None:
     assert np.flatnonzero(hottest_in_ram(heat, SIZES, 2, 20).partition.shard_of == RAM).tolist() == [1, 3]
     assert hottest_in_ram(heat, SIZES, 2, 40).disk_bytes == 0
     assert hottest_in_ram(heat, SIZES, 2, 0).ram_bytes == 0
+
+
+ONE, TWO = FIRST_DEVICE, FIRST_DEVICE + 1
+
+
+def test_a_device_releases_a_batch_at_once_by_hand() -> None:
+    """Query 0 has list 0 on the device, query 1 list 2, query 2 list 3 in RAM, query 3 nothing."""
+    division = Division(SIZES, 10, Partition(np.array([ONE, DISK, ONE, RAM]), 3))
+    probed = np.array([[0, -1], [2, 3], [3, -1], [-1, -1]])
+    asked, work = division.device_work(ONE, probed)
+    assert asked.tolist() == [0, 1] and work.tolist() == [1, 2, 2 * 10], "as wide as the query with most"
+    costs = model(DeviceCosts(0.5, 0.2, 0.01), per_query=1.0, per_code=0.1)
+    # coarse search of four 2.0; the device 0.5 + 2 * 0.2 + 20 * 0.01; RAM 1 + 6 codes for query 1, then for query 2
+    assert costs.release_seconds(division, probed).tolist() == pytest.approx([3.1, 3.6, 5.2, 2.0])
+    assert division.device_bytes == (2 * 14,), "of each of 10 bytes 8 are the id, and that stays on the host"
+    assert (division.ram_bytes, division.disk_bytes) == (60, 0)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.data())
+def test_releases_with_devices_are_those_of_a_slow_twin(sizes: list[int], data: st.DataObject) -> None:
+    num = len(sizes)
+    shards = data.draw(st.lists(st.sampled_from([RAM, DISK, ONE, TWO]), min_size=num, max_size=num))
+    query = st.lists(st.integers(0, num - 1), unique=True, max_size=3).map(lambda found: (found + [-1] * 3)[:3])
+    probed = data.draw(st.lists(query, min_size=1, max_size=4))
+    known = model(DeviceCosts(0.5, 0.03, 0.002), per_query=0.2, per_list=0.1, per_code=0.01, overlap=0.3)
+    found = known.release_seconds(Division(np.array(sizes), 10, Partition(np.array(shards), 4)), np.array(probed))
+
+    ends = {number: [0.0] for number in range(len(probed))}
+    on_host: dict[int, list[tuple[int, float]]] = {}
+    for shard in (RAM, DISK):
+        rows = [
+            (number, [one for one in row if one >= 0 and shards[one] == shard]) for number, row in enumerate(probed)
+        ]
+        at, done = 0.0, []
+        for number, mine in sorted(((n, mine) for n, mine in rows if mine), key=lambda one: len(one[1])):
+            at += 0.2 + 0.1 * len(mine) + 0.01 * sum(sizes[one] for one in mine)
+            done.append((number, at))
+        on_host[shard] = done
+    for shard, other in ((RAM, DISK), (DISK, RAM)):
+        busy = on_host[other][-1][1] if on_host[other] else 0.0
+        for number, at in on_host[shard]:
+            ends[number].append(at + 0.3 * min(at, busy))
+    for shard in (ONE, TWO):
+        codes = {
+            number: sum(sizes[one] for one in row if one >= 0 and shards[one] == shard)
+            for number, row in enumerate(probed)
+            if any(one >= 0 and shards[one] == shard for one in row)
+        }
+        for number in codes:
+            ends[number].append(0.5 + 0.03 * len(codes) + 0.002 * len(codes) * max(codes.values()))
+    coarse = TIMES.coarse(len(probed))
+    assert found.tolist() == pytest.approx([coarse + max(ends[number]) for number in range(len(probed))])
+
+
+def test_the_hottest_on_devices_and_the_next_in_ram() -> None:
+    heat = np.array([1.0, 9.0, 5.0, 7.0])
+    sizes = np.array([4, 5, 10, 6])
+    held = hottest_on_devices(heat, sizes, 9, 6, 2)  # a byte of each vector's 9 is its code
+    assert [one.tolist() for one in held] == [[3], [1]], "the larger first; then the next does not fit on either"
+    division = hottest_in_ram(heat, sizes, 9, 95, held)
+    assert division.partition.shard_of.tolist() == [DISK, TWO, RAM, ONE] and division.device_bytes == (6, 5)
+    nothing = hottest_in_ram(heat, sizes, 9, 95, hottest_on_devices(heat, sizes, 9, 0, 1))
+    assert nothing.device_bytes == (0,) and nothing.partition.of(RAM).tolist() == [1]
+
+
+def test_costs_of_a_device_are_found_again() -> None:
+    rng = np.random.default_rng(4)
+    sizes = rng.integers(5, 200, size=64)
+    division = Division(sizes, 56, Partition(np.where(rng.random(64) < 0.6, ONE, DISK), 3))
+    made = DeviceCosts(3e-4, 2e-5, 4e-9)
+    works = []
+    for size, probes in [(1, 16), (4, 16), (16, 16), (1, 4), (4, 4), (16, 4)]:
+        for _ in range(8):
+            probed = np.array([rng.choice(64, size=probes, replace=False) for _ in range(size)])
+            works.append(division.device_work(ONE, probed)[1])
+    seconds = [made.seconds(work) for work in works]
+    found = fit_device(works, seconds)
+    assert (found.per_launch, found.per_query, found.per_code) == pytest.approx((3e-4, 2e-5, 4e-9), rel=1e-6)
+    noisy = fit_device(works, [one * float(np.exp(0.05 * rng.standard_normal())) for one in seconds])
+    assert [noisy.seconds(work) for work in works] == pytest.approx(seconds, rel=0.1)
 
 
 def observations(truth: ScanModel, noise: float, seed: int) -> list[list[Observed]]:
@@ -177,3 +258,5 @@ def test_hits_are_counted_over_queries() -> None:
     division = divided(RAM, DISK, RAM, DISK)
     fitted = hits_of(division, np.array([[0, 2], [1, 3], [0, 1], [2, 3]]))
     assert fitted.num_probes == 2 and fitted.mean == pytest.approx(0.5)
+    on_device = Division(SIZES, 10, Partition(np.array([ONE, DISK, RAM, DISK]), 3))
+    assert hits_of(on_device, np.array([[0, 2], [1, 3], [0, 1], [2, 3]])) == fitted, "a device counts as RAM does"

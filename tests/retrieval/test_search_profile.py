@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stillroom.bench.tiered import Scope, made_lists
-from stillroom.retrieval.search_model import hottest_in_ram
-from stillroom.retrieval.search_profile import Effort, measure_profile
+from stillroom.retrieval.division import hottest_in_ram
+from stillroom.retrieval.search_profile import Effort, measure_device, measure_profile
 
 SCOPE = Scope(size=8000, nlist=64, nprobe=8)
 
@@ -31,3 +31,16 @@ def test_a_profile_counts_the_lists_and_predicts_from_them(tmp_path: Path) -> No
     assert 0 < prediction.low < prediction.value < prediction.high
     assert told[-1][0] == told[-1][1] == pytest.approx(len(told))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_device_is_timed_with_as_many_lists_as_fit() -> None:
+    """On the CPU, whose code is the same."""
+    lists = made_lists(SCOPE)
+    queries = np.ascontiguousarray(lists.quantizer.reconstruct_n(0, 20))
+    effort = Effort(batch_sizes=(1, 4), num_queries=8)
+
+    costs = measure_device(lists, queries, 8, "cpu", 4000 * 48, effort)
+
+    assert costs is not None and min(costs.per_launch, costs.per_query, costs.per_code) >= 0
+    assert 0 < costs.seconds(np.array([1.0, 4.0, 4 * 1000.0])) < 10
+    assert measure_device(lists, queries, 8, "cpu", 47, effort) is None, "not one list fits"

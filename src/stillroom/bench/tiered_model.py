@@ -21,9 +21,9 @@ from stillroom.bench.harness import Samples, run_arms
 from stillroom.bench.report import BenchResult
 from stillroom.bench.tiered import SKEWS, DividedBench, Questions, Scope, made_lists
 from stillroom.errors import UsageError
+from stillroom.retrieval.division import Division
 from stillroom.retrieval.partition import Lists, Partition, by_heat
 from stillroom.retrieval.search_model import (
-    Division,
     Prediction,
     hits_of,
     rate_by_hits,

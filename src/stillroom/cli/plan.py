@@ -68,7 +68,9 @@ def plan(  # noqa: PLR0913  one parameter per flag
     model: ModelOption = None,
     device: Annotated[
         SizeOption,
-        typer.Option("--device-memory", metavar="SIZE", help="For KV on the device; without it, as configured."),
+        typer.Option(
+            "--device-memory", metavar="SIZE", help="For KV, and lists of the index, on the device; without it, as now."
+        ),
     ] = None,
     ram: Annotated[
         SizeOption,
@@ -165,20 +167,33 @@ def _budgets(
 
     lists = forecaster.list_bytes
     hot_bytes = config.index.hot_bytes
+    index = forecaster.scene.index
+    has_devices = index is not None and bool(index.devices)
+    device_bytes = config.index.device_bytes if has_devices else 0
+    device_lists = forecaster.fitted_on_devices(device_bytes)
     now = Split(
         device_kv=config.runtime.kv_bytes,
         host_kv=config.reuse.host_bytes,
         disk_kv=config.reuse.disk_bytes,
-        ram_lists=forecaster.fitted(hot_bytes) if lists and hot_bytes else lists,
+        ram_lists=forecaster.fitted(hot_bytes or lists, device_lists),
         disk_lists=lists,
+        device_lists=device_lists,
+        num_devices=forecaster.num_devices,
     )
 
     def given(flag: str, default: int) -> int:
         size = sizes[flag]
         return default if size is None else size
 
-    device = given("--device-memory", now.device_kv)
-    budgets = Budgets(device=device, ram=given("--ram", now.ram), disk=given("--disk", now.disk_kv + lists))
+    shares_device = index is not None and index.shares_device
+    device = given("--device-memory", now.device_kv + (device_lists if shares_device else 0))
+    budgets = Budgets(
+        device=device,
+        ram=given("--ram", now.ram),
+        disk=given("--disk", now.disk_kv + lists),
+        device_lists=device if shares_device else device_bytes,
+        shares_device=shares_device,
+    )
     return budgets, now
 
 

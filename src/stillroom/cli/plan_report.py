@@ -62,6 +62,10 @@ def _table(plan: "Plan") -> None:
 
     splits = [option.split for _, option in columns]
     row("device: kept KV", [size(split.device_kv) for split in splits])
+    if any(split.num_devices for split in splits):
+        num = max(split.num_devices for split in splits)
+        name = "device: lists of the index" if num == 1 else f"devices: lists, on each of {num}"
+        row(name, [size(split.device_lists) for split in splits])
     if any(split.ram_lists + split.disk_lists for split in splits):
         row("host: lists of the index", [size(split.ram_lists) for split in splits])
     row("host: kept KV", [size(split.host_kv) for split in splits])
@@ -73,8 +77,10 @@ def _table(plan: "Plan") -> None:
         row(f"predicted time to first token, p{percent}", [duration(one.percentile(percent)) for one in forecasts])
     row("of that search, mean", [duration(float(one.search_seconds.mean())) for one in forecasts])
     row("prompt tokens whose KV is kept", [f"{one.kept_share:.0%}" for one in forecasts])
+    if any(split.num_devices for split in splits):
+        row("probed lists on devices", [f"{one.device_hit_rate:.0%}" for one in forecasts])
     if any(split.disk_lists for split in splits):
-        row("probed lists in RAM", [f"{one.list_hit_rate:.0%}" for one in forecasts])
+        row("probed lists in RAM", [f"{one.list_hit_rate - one.device_hit_rate:.0%}" for one in forecasts])
     line("Kept KV is knowledge tree and chunk caches: one store, one budget in each tier.")
 
 

@@ -8,7 +8,7 @@ Scores are faiss' up to rounding: the same numbers in float32, added in another 
 are nearer to each other than about 1e-6 may stand the other way round. Equal codes of a list score equal.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -104,21 +104,16 @@ class DeviceShard:
         """A part of the batch at a time."""
         num_rows = np.where(probed >= 0, self._sizes[probed], 0).sum(axis=1)
         found: list[Scored] = []
-        start = 0
-        while start < len(queries):
-            stop = start + 1
-            while stop < len(queries) and num_rows[start : stop + 1].max() * (stop + 1 - start) <= _SCORED_AT_ONCE:
-                stop += 1
-            part = slice(start, stop)
+        for part in launches(num_rows):
             found += self._scanned(queries[part], num, probed[part], nearness[part], int(num_rows[part].max()))
-            start = stop
         return found
 
     def _scanned(self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, num_rows: int) -> list[Scored]:
         if num_rows == 0 or num < 1:
             return [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)) for _ in queries]
         queries_QD, lists_QP, nearness_QP = (
-            torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in (queries, probed, nearness)
+            torch.tensor(np.ascontiguousarray(array), device=self.device)  # a question's vector may be read-only
+            for array in (queries, probed, nearness)
         )
         rows_QW, place_QW = pq_scan.rows_of(lists_QP, self._starts_L, self._sizes_L, num_rows)
         if not self._is_residual:
@@ -132,6 +127,21 @@ class DeviceShard:
         bounds = np.searchsorted(owners, np.arange(len(queries) + 1))
         parts = [slice(*pair) for pair in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
         return [first_arrays(self._ids[rows[part]], scores[part], part.stop - part.start) for part in parts]
+
+
+def launches(num_rows: Lists) -> Iterator[slice]:
+    """The queries of a batch that are scanned for at a time: not too many scores in memory.
+
+    Args:
+        num_rows: codes that each has, [q].
+    """
+    start = 0
+    while start < len(num_rows):
+        stop = start + 1
+        while stop < len(num_rows) and num_rows[start : stop + 1].max() * (stop + 1 - start) <= _SCORED_AT_ONCE:
+            stop += 1
+        yield slice(start, stop)
+        start = stop
 
 
 def _only(found: Scored, allowed: Any) -> Scored:

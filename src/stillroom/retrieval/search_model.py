@@ -1,4 +1,4 @@
-"""How long searches take when some lists of an IVF-PQ index are in RAM and the others on disk: a model fitted to a few
+"""How long searches take when lists of an IVF-PQ index are divided among devices, RAM and disk: a model fitted to a few
 measured divisions that tells the time of any other (VectorLiteRAG 4.1).
 
 The paper scales the time of scanning everything by the least hit rate of a batch (Eq. 5). That fits where all queries
@@ -8,6 +8,10 @@ queries of a batch probe is read from disk once. So here a batch's own lists are
     per query + per probed list + per code + (on disk) per window of the file that is touched first + per byte of it
 
 for its queries, those with least to scan first, and a query is released when the last of its shards is done with it.
+A device scans for all queries of a batch at once, and so releases them together:
+
+    per launch + per query + per place of a code, of which every query has as many as the one with most
+
 Both forms are kept, and `bench tiered --predict` has both beside what was measured.
 """
 
@@ -16,79 +20,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import optimize, stats
 
+from stillroom.retrieval.division import Division, Floats
 from stillroom.retrieval.hit_rates import HitRates, SearchTimes, expected_minimum, expected_minimum_by_paper
-from stillroom.retrieval.list_file import capacity
-from stillroom.retrieval.partition import Lists, Partition, by_heat
+from stillroom.retrieval.partition import Lists
 from stillroom.retrieval.tiered_ivf import DISK, RAM
-
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
 
 WINDOWS = tuple(2**power for power in range(14, 25))
 """Bytes that the system might read at a time around a page that is missing; the one that fits best is taken."""
 _NUM_FITTED = 7
 _CONFIDENCE = 0.90
-
-
-class Division:
-    """Which lists are in RAM, and where all of them lie in their file: one after the other, by number (`list_file`)."""
-
-    def __init__(self, sizes: Counts, bytes_per_vector: int, partition: Partition) -> None:
-        """
-        Args:
-            sizes: vectors in each list, [nlist].
-            partition: into `RAM` and `DISK`.
-        """
-        self.partition = partition
-        self.sizes = sizes
-        self.bytes = sizes * bytes_per_vector
-        room = capacity(sizes) * bytes_per_vector
-        self._begins = np.cumsum(room) - room
-        self._ends = self._begins + self.bytes
-
-    @property
-    def ram_bytes(self) -> int:
-        """Of the lists in RAM."""
-        return int(self.bytes[self.partition.shard_of == RAM].sum())
-
-    @property
-    def disk_bytes(self) -> int:
-        return int(self.bytes[self.partition.shard_of == DISK].sum())
-
-    def work(self, shard: int, probed: Lists, window_bytes: int) -> tuple[Counts, Floats]:
-        """Queries of a batch [q, p] that a shard scans for, in its order, and for each [n, 5]: 1, lists, codes, and of
-        the file windows and bytes of lists that nobody before it in the batch has touched; 0 in RAM."""
-        num_in = self.partition.num_in(probed)[:, shard]
-        asked = np.flatnonzero(num_in)
-        order = asked[np.argsort(num_in[asked], kind="stable")]
-        rows = np.zeros((len(order), 5))
-        windows: set[int] = set()
-        touched: set[int] = set()
-        for row, query in enumerate(order.tolist()):
-            numbers = probed[query][probed[query] >= 0]
-            mine = numbers[self.partition.shard_of[numbers] == shard]
-            rows[row, :3] = 1, len(mine), self.sizes[mine].sum()
-            if shard == DISK:
-                fresh = [number for number in mine.tolist() if number not in touched and self.bytes[number]]
-                touched.update(fresh)
-                before = len(windows)
-                for number in fresh:
-                    first, last = int(self._begins[number]), int(self._ends[number]) - 1
-                    windows.update(range(first // window_bytes, last // window_bytes + 1))
-                rows[row, 3:] = len(windows) - before, self.bytes[fresh].sum()
-        return order, rows
-
-
-def hottest_in_ram(num_accesses: Floats, sizes: Counts, bytes_per_vector: int, ram_bytes: int) -> Division:
-    """The hottest lists that fit into so many bytes, in RAM: hottest first, up to the first that does not fit."""
-    order = by_heat(num_accesses)
-    num = int(np.searchsorted(np.cumsum(sizes[order] * bytes_per_vector), ram_bytes, side="right"))
-    shard_of = np.full(len(sizes), DISK)
-    shard_of[order[:num]] = RAM
-    return Division(sizes, bytes_per_vector, Partition(shard_of, 2))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +59,22 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceCosts:
+    """Seconds of the parts of a scan on a device."""
+
+    per_launch: float
+    """Starting it, and taking the results from the device."""
+    per_query: float
+    """Its look-up tables, and its best results."""
+    per_code: float
+    """Or a place that another query's codes leave empty."""
+
+    def seconds(self, work: Floats) -> float:
+        """Of a `Division.device_work`."""
+        return float(work @ np.array([self.per_launch, self.per_query, self.per_code]))
+
+
+@dataclass(frozen=True, slots=True)
 class ScanModel:
     """Seconds of the parts of a search."""
 
@@ -138,6 +96,8 @@ class ScanModel:
     batch_sd: float
     """The same of single batches within such a group."""
     num_blocks: int
+    device: DeviceCosts | None = None
+    """Of each device alike; None where none was measured."""
 
     def release_seconds(self, division: Division, probed: Lists) -> Floats:
         """When each query of a batch [q, p] has its result, from the start of the batch: [q]."""
@@ -148,6 +108,11 @@ class ScanModel:
         found = np.zeros(len(probed))
         for (order, _), end, other in zip(works, ends, reversed(totals), strict=True):
             found[order] = np.maximum(found[order], end + self.overlap * np.minimum(end, other))
+        for device in division.devices:
+            asked, work = division.device_work(device, probed)
+            if len(asked):
+                assert self.device is not None, "no device was measured"
+                found[asked] = np.maximum(found[asked], self.device.seconds(work))
         return found + self.times.coarse(len(probed)) + self.per_batch
 
     def throughput(self, division: Division, batches: Sequence[Lists], num_measured: int) -> Prediction:
@@ -208,6 +173,11 @@ def fit(observed: Sequence[Sequence[Observed]]) -> ScanModel:
     within = np.concatenate([group - group.mean() for group in errors])
     batch_sd = math.sqrt(float((within**2).sum()) / max(1, len(within) - len(errors)))
     return replace(model, block_sd=block_sd, batch_sd=batch_sd)
+
+
+def fit_device(works: Sequence[Floats], seconds: Sequence[float]) -> DeviceCosts:
+    """From scans of batches of different sizes and widths: what `Division.device_work` counts [3], and the time."""
+    return DeviceCosts(*_least_squares(works, seconds, seconds).tolist())
 
 
 def _with_usual_coarse_seconds(observed: Sequence[Sequence[Observed]]) -> list[list[Observed]]:
@@ -321,5 +291,6 @@ def rate_by_hits(times: SearchTimes, hits: HitRates, batch_size: int, *, as_pape
 
 
 def hits_of(division: Division, probed: Lists) -> HitRates:
-    """Fitted to how many of the lists that each query [n, p] probes are in RAM."""
-    return HitRates.fit(division.partition.num_in(probed)[:, RAM], probed.shape[1])
+    """Fitted to how many of the lists that each query [n, p] probes are in RAM or on devices."""
+    num_in = division.partition.num_in(probed)
+    return HitRates.fit(num_in.sum(axis=1) - num_in[:, DISK], probed.shape[1])

@@ -4,6 +4,8 @@ small number of requests").
 
 Before each batch the pages of the lists on disk are dropped, so what is told is what a search costs that finds nothing
 in the system's page cache: the worst case, and the only one that a budget can promise.
+
+Where there are devices, scans on the first of them are timed by themselves: what they share with the host is not known.
 """
 
 import time
@@ -15,10 +17,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.retrieval.device_shard import DeviceShard
+from stillroom.retrieval.division import ID_BYTES, Counts, Division, Floats
 from stillroom.retrieval.hit_rates import HitRates
 from stillroom.retrieval.partition import Lists, Partition, hottest
-from stillroom.retrieval.search_model import Counts, Division, Floats, Observed, ScanModel, fit, hits_of, rate_by_hits
-from stillroom.retrieval.tiered_ivf import DISK, RAM, TieredLists, written
+from stillroom.retrieval.search_model import (
+    DeviceCosts,
+    Observed,
+    ScanModel,
+    fit,
+    fit_device,
+    hits_of,
+    rate_by_hits,
+)
+from stillroom.retrieval.tiered_ivf import DISK, FIRST_DEVICE, RAM, TieredLists, written
 from stillroom.retrieval.vector_index import one_thread
 
 Vectors = NDArray[np.float32]
@@ -118,6 +130,48 @@ def measure_profile(
     return SearchProfile(*_shape(lists), probed_lists(lists, queries, nprobe), model)
 
 
+def measure_device(
+    lists: Any, queries: Vectors, nprobe: int, device: str, num_bytes: int, effort: Effort | None = None
+) -> DeviceCosts | None:
+    """Time scans on a device, coarse search apart: of a random part of the lists, as many as fit.
+
+    Args:
+        num_bytes: of codes, that may be on the device meanwhile.
+
+    Returns:
+        None where not one list fits.
+    """
+    effort = effort or Effort()
+    rng = np.random.default_rng([effort.seed, 3])
+    sizes, bytes_per_vector = _shape(lists)
+    order = rng.permutation(lists.nlist)
+    held = np.sort(order[np.cumsum(sizes[order] * (bytes_per_vector - ID_BYTES)) <= num_bytes])
+    if not sizes[held].sum():
+        return None
+    shard_of = np.full(lists.nlist, DISK)
+    shard_of[held] = FIRST_DEVICE
+    division = Division(sizes, bytes_per_vector, Partition(shard_of, FIRST_DEVICE + 1))
+    shard = DeviceShard(lists, held, device)
+    works: list[Floats] = []
+    seconds: list[float] = []
+    for size, probes in _groups(min(nprobe, int(lists.nlist)), effort.batch_sizes):
+        for number in range(1 + max(2, effort.num_queries // size)):
+            chosen = np.ascontiguousarray(queries[rng.choice(len(queries), size=size, replace=size > len(queries))])
+            with one_thread():
+                nearness, probed = lists.quantizer.search(chosen, probes)
+            asked, work = division.device_work(FIRST_DEVICE, probed)
+            if not len(asked):
+                continue
+            mine, near = division.partition.probes(FIRST_DEVICE, probed, nearness)
+            began = time.perf_counter()
+            shard.scan_batch(chosen[asked], effort.num_found, mine[asked], near[asked])
+            took = time.perf_counter() - began
+            if number:  # the first of a shape allocates, and on a GPU it loads kernels
+                works.append(work)
+                seconds.append(max(took, _LEAST_SECONDS))
+    return fit_device(works, seconds) if works else None
+
+
 def observe(  # noqa: PLR0913  what is measured, and how
     lists: Any,
     partition: Partition,
@@ -149,7 +203,7 @@ def observe(  # noqa: PLR0913  what is measured, and how
 def _shape(lists: Any) -> tuple[Counts, int]:
     """Vectors in each list [nlist], and bytes of each: its code and its id."""
     sizes = np.array([lists.invlists.list_size(number) for number in range(lists.nlist)], dtype=np.int64)
-    return sizes, int(lists.code_size) + 8
+    return sizes, int(lists.code_size) + ID_BYTES
 
 
 def _groups(nprobe: int, batch_sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

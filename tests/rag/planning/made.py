@@ -13,7 +13,7 @@ from stillroom.rag.planning.workload import Workload
 from stillroom.rag.simulation.simulated_runtime import Plant
 from stillroom.rag.simulation.stepped_engine import System
 from stillroom.retrieval.hit_rates import SearchTimes
-from stillroom.retrieval.search_model import ScanModel
+from stillroom.retrieval.search_model import DeviceCosts, ScanModel
 from stillroom.retrieval.search_profile import SearchProfile
 
 NUM_LISTS, LIST_BYTES = 10, 64
@@ -28,18 +28,22 @@ PLANT = Plant(
 )
 
 
-def scene(
+def scene(  # noqa: PLR0913  what tests vary
     *,
     has_lists: bool = True,
     num_requests: int = 30,
     rate: float = 1.0,
     caches: bool = False,
     window_seconds: float = 0.1,
+    num_devices: int = 0,
+    device_seconds: float = 0.001,
 ) -> Scene:
     """Ten questions, each over a document of its own; question n probes lists n and n + 1.
 
     Args:
         window_seconds: what a list costs more that is on disk.
+        num_devices: for lists, the first of them the model's; half of a list's bytes are ids, which stay in RAM.
+        device_seconds: what a batch takes there.
     """
     rng = np.random.default_rng(0)
     found = tuple(
@@ -58,9 +62,12 @@ def scene(
         probed = np.array([[n, (n + 1) % 10, (n + 2) % 10, (n + 3) % 10] for n in range(10)])
         times = SearchTimes((1, 2, 4), (0.001, 0.001, 0.001), (0.2, 0.4, 0.8))
         model = ScanModel(times, 0.0, 0.002, 0.001, 0.0, window_seconds, 0.0, LIST_BYTES, 0.0, 0.0, 0.0, 20)
-        profile = SearchProfile(np.full(NUM_LISTS, 8), 8, probed, model)
+        if num_devices:
+            model = replace(model, device=DeviceCosts(device_seconds, 0.0, 0.0))
+        shape = (4, 16) if num_devices else (8, 8)
+        profile = SearchProfile(np.full(NUM_LISTS, shape[0]), shape[1], probed, model)
         heat = np.bincount(probed[list(workload.warm), :2].ravel(), minlength=10).astype(float)
-        index = IndexLists(profile, 2, heat)
+        index = IndexLists(profile, 2, heat, ("cuda:0", "cuda:1")[:num_devices], num_devices > 0)
     return Scene(
         PLANT,
         System(reuse=ReuseConfig(policy="lru")),

@@ -59,3 +59,28 @@ def test_a_faster_decoder_and_a_lower_rate_wait_less() -> None:
 def test_forecasts_repeat() -> None:
     one, other = (Forecaster(scene(rate=5.0)).forecast(ROOMY).seconds for _ in range(2))
     assert np.array_equal(one, other)
+
+
+def test_lists_on_a_device_by_hand() -> None:
+    """Question 3 probes lists 3 and 4, which the one before made hot."""
+    made = scene(num_devices=1)
+    made = replace(made, workload=replace(made.workload, warm=(3,), asked=(3,), dues=(5.0,)))
+    forecaster = Forecaster(made)
+    split = replace(ROOMY, ram_lists=0, disk_lists=ALL, num_devices=1)
+    both, one, none = (forecaster.forecast(replace(split, device_lists=room)) for room in (64, 32, 0))
+    # in RAM a query and its two lists take 4 ms of the 21; on the device 1 ms; on disk 0.1 s for each window more
+    assert both.search_seconds.tolist() == pytest.approx([0.021 - 0.004 + 0.001])
+    assert one.search_seconds.tolist() == pytest.approx([0.021 - 0.004 + 0.003 + 0.1])
+    assert none.search_seconds.tolist() == pytest.approx([0.221])
+    assert [at.device_hit_rate for at in (both, one, none)] == [1.0, 0.5, 0.0]
+    assert [at.list_hit_rate for at in (both, one, none)] == [1.0, 0.5, 0.0]
+    next_ones = forecaster.forecast(replace(split, device_lists=32, ram_lists=64))
+    assert (next_ones.device_hit_rate, next_ones.list_hit_rate) == (0.5, 1.0), "RAM holds the next"
+    assert next_ones.search_seconds.tolist() == pytest.approx([0.021 - 0.001])
+
+
+def test_what_fits_on_devices() -> None:
+    forecaster = Forecaster(scene(num_devices=2))
+    assert [forecaster.fitted_on_devices(room) for room in (0, 31, 32, 100, 160, 10**6)] == [0, 0, 32, 96, 160, 160]
+    assert forecaster.fitted(ALL, 96) == 4 * LIST_BYTES, "six of ten lists are on the devices"
+    assert Forecaster(scene()).fitted_on_devices(10**6) == 0

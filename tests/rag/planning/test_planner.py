@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from stillroom.cli.plan_report import show
 from stillroom.errors import UsageError
 from stillroom.rag.planning.as_json import plan_as_json
 from stillroom.rag.planning.choice import Option, Target, choose
@@ -11,6 +12,7 @@ from stillroom.rag.planning.constraints import Sufficient
 from stillroom.rag.planning.forecast import Forecaster, Variation
 from stillroom.rag.planning.planner import make_plan
 from stillroom.rag.planning.splits import Budgets, Split, candidates
+from stillroom.rag.planning.workload import Questions
 from tests.rag.planning.made import LIST_BYTES, NUM_LISTS, scene, with_costs
 
 ALL = NUM_LISTS * LIST_BYTES
@@ -23,10 +25,7 @@ def test_the_choice_is_the_best_of_all_splits(percent: float) -> None:
     plan = make_plan(Forecaster(scene(rate=4.0)), BUDGETS, Target(100.0, percent))
 
     fresh = Forecaster(scene(rate=4.0))
-    tried = {
-        split: fresh.forecast(split).percentile(percent)
-        for split in candidates(BUDGETS, fresh.list_bytes, fresh.fitted)
-    }
+    tried = {split: fresh.forecast(split).percentile(percent) for split in candidates(BUDGETS, fresh.list_bytes, fresh)}
     best = min(tried.values())
     assert len(tried) == NUM_LISTS + 1 and plan.chosen.forecast.percentile(percent) <= 1.01 * best
     nearly = [split.ram_lists for split, seconds in tried.items() if seconds <= 1.01 * best]
@@ -114,3 +113,70 @@ def test_progress_ends_where_it_said() -> None:
     seen: list[tuple[int, int]] = []
     make_plan(Forecaster(scene()), BUDGETS, EASY, tell=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def on_one_device(device: int, ram: int = 0) -> Budgets:
+    """Which the model shares."""
+    return Budgets(device=device, ram=ram, disk=2 * ALL, device_lists=device, shares_device=True)
+
+
+def test_the_choice_is_the_best_of_all_splits_with_devices() -> None:
+    few = scene(rate=4.0, num_devices=1, num_requests=10)
+    plan = make_plan(Forecaster(few), on_one_device(700, ram=ALL), EASY)
+
+    fresh = Forecaster(few)
+    tried = {
+        (split.device_lists, split.ram_lists): fresh.forecast(split).percentile(95)
+        for split in candidates(on_one_device(700, ram=ALL), ALL, fresh)
+    }
+    assert len({held for held, _ in tried}) == 6 and len(tried) > 20
+    best = min(tried.values())
+    chosen = plan.chosen.split
+    assert (chosen.device_lists, chosen.ram_lists) == min(at for at, one in tried.items() if one <= 1.01 * best)
+    assert chosen.device_kv == 700 - chosen.device_lists
+
+
+def test_a_device_is_for_lists_only_where_that_is_faster() -> None:
+    """A query and its two lists take 4 ms in RAM."""
+    fast, slow = (
+        make_plan(
+            Forecaster(scene(num_requests=10, num_devices=1, device_seconds=seconds)),
+            on_one_device(700, ram=ALL + 300),
+            EASY,
+        )
+        for seconds in (0.001, 0.004)
+    )
+    assert fast.chosen.split.device_lists > 0 and fast.chosen.forecast.device_hit_rate > 0
+    assert slow.chosen.split.device_lists == 0 < slow.chosen.split.ram_lists
+
+
+def test_lists_leave_room_for_the_longest_prompt() -> None:
+    plan = make_plan(Forecaster(scene(num_requests=10, num_devices=1)), on_one_device(300), EASY)
+    assert 115 <= min(option.split.device_kv for option in plan.options) < 300
+    with pytest.raises(UsageError, match="--device-memory more than 64 bytes"):
+        make_plan(Forecaster(scene(num_requests=10, num_devices=1)), on_one_device(64), EASY)
+
+
+def test_lists_on_devices_are_varied_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    forecaster = Forecaster(scene(rate=4.0, num_requests=10, num_devices=2))
+    now = Split(device_kv=512, host_kv=300, disk_kv=ALL, disk_lists=ALL, device_lists=64, num_devices=2)
+    plan = make_plan(forecaster, on_one_device(700), EASY, now)
+    assert {"half the lists on devices", "twice the lists on devices"} < {effect.name for effect in plan.sensitivity}
+    assert "twice the device memory" in [effect.name for effect in plan.purchases]
+    assert plan.current is not None and plan.current.forecast.device_hit_rate > 0
+    assert plan.hits is not None and plan.hits.mean == pytest.approx(plan.chosen.forecast.list_hit_rate, abs=1e-5)
+    payload = plan_as_json(plan, forecaster.scene)
+    assert payload["now"]["bytes"]["device_lists"] == 64 and payload["search_model"]["device"]["per_launch"] == 0.001
+
+    show(plan, forecaster.scene, Questions(forecaster.scene.texts, (1,) * 10, "made"), 1)
+
+    printed = capsys.readouterr().out
+    assert "devices: lists, on each of 2" in printed and "probed lists on devices" in printed
+
+
+def test_devices_of_their_own_are_no_part_of_the_models() -> None:
+    budgets = replace(BUDGETS, ram=0, device_lists=96)
+    plan = make_plan(Forecaster(scene(num_requests=10, num_devices=1)), budgets, EASY)
+    assert {option.split.device_kv for option in plan.options} == {512}
+    assert max(option.split.device_lists for option in plan.options) == 96
+    assert "twice the device memory for lists" in [effect.name for effect in plan.purchases]

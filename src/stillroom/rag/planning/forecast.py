@@ -19,8 +19,8 @@ from stillroom.rag.planning.search_queue import released
 from stillroom.rag.planning.splits import Split
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.simulation.simulated_runtime import SimulatedRuntime
-from stillroom.retrieval.search_model import Division, hottest_in_ram
-from stillroom.retrieval.tiered_ivf import RAM
+from stillroom.retrieval.division import Division, hottest_in_ram, hottest_on_devices
+from stillroom.retrieval.tiered_ivf import DISK, RAM
 
 _MODE: SearchMode = "hybrid"
 """For the query cache, to which all questions of a workload are of one kind."""
@@ -56,7 +56,9 @@ class Forecast:
     kept_share: float
     """Of prompt tokens, whose KV was there."""
     list_hit_rate: float
-    """Share of probed lists that are in RAM; 1 where the index has none that could be elsewhere."""
+    """Share of probed lists that are in RAM or on devices; 1 where the index has none that could be elsewhere."""
+    device_hit_rate: float
+    """Share of probed lists that are on devices."""
     cached_share: float
     """Of questions, whose result the query cache had."""
 
@@ -74,6 +76,7 @@ class Forecast:
             "requests_per_second": self.requests_per_second,
             "kept_share": self.kept_share,
             "list_hit_rate": self.list_hit_rate,
+            "device_hit_rate": self.device_hit_rate,
             "query_cache_share": self.cached_share,
         }
 
@@ -86,7 +89,7 @@ class Forecaster:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self._divisions: dict[int, Division] = {}
+        self._divisions: dict[tuple[int, int], Division] = {}
         self._known: dict[tuple[Split, Variation], Forecast] = {}
 
     @property
@@ -94,18 +97,38 @@ class Forecaster:
         """Of all lists that can be divided."""
         return 0 if self.scene.index is None else self.scene.index.profile.list_bytes
 
-    def fitted(self, ram_bytes: int) -> int:
-        """Bytes of the hottest lists that fit into so many."""
-        return 0 if self.scene.index is None else self.division(ram_bytes).ram_bytes
+    @property
+    def num_devices(self) -> int:
+        """For lists."""
+        return 0 if self.scene.index is None else len(self.scene.index.devices)
 
-    def division(self, ram_bytes: int) -> Division:
-        """The hottest lists that fit, in RAM."""
+    def fitted(self, ram_bytes: int, device_lists: int = 0) -> int:
+        """Bytes of the hottest lists that fit into so many, beside devices with so many bytes for lists each."""
+        return 0 if self.scene.index is None else self.division(ram_bytes, device_lists).ram_bytes
+
+    def fitted_on_devices(self, device_lists: int) -> int:
+        """The least on each device that holds the same lists as so much does."""
+        if not self.num_devices:
+            return 0
+        division = self.division(0, device_lists)
+        least = max(division.device_bytes)
+        is_same = np.array_equal(self.division(0, least).partition.shard_of, division.partition.shard_of)
+        return least if is_same else device_lists
+
+    def division(self, ram_bytes: int, device_lists: int = 0) -> Division:
+        """The hottest lists that fit on the devices, with so many bytes each, and the next ones that fit in RAM."""
         index = self.scene.index
         assert index is not None
-        if ram_bytes not in self._divisions:
-            profile = index.profile
-            self._divisions[ram_bytes] = hottest_in_ram(index.heat, profile.sizes, profile.bytes_per_vector, ram_bytes)
-        return self._divisions[ram_bytes]
+        key = (ram_bytes, device_lists)
+        if key not in self._divisions:
+            shape = index.heat, index.profile.sizes, index.profile.bytes_per_vector
+            on_devices = hottest_on_devices(*shape, device_lists, len(index.devices))
+            self._divisions[key] = hottest_in_ram(*shape, ram_bytes, on_devices)
+        return self._divisions[key]
+
+    def division_of(self, split: Split) -> Division:
+        """Where the lists of a split are."""
+        return self.division(split.ram_lists, split.device_lists)
 
     def forecast(self, split: Split, variation: Variation = _PLAIN) -> Forecast:
         """Run the workload, or remember how it went.
@@ -150,7 +173,7 @@ class Forecaster:
             searched,
             len(prompts) / max(outcome.wall_seconds, 1e-9),
             outcome.num_kept_tokens / max(1, outcome.num_tokens),
-            self._list_hit_rate(split, variation.probes),
+            *self._hit_rates(split, variation.probes),
             float(self._is_cached.mean()),
         )
 
@@ -194,7 +217,7 @@ class Forecaster:
         """By the model, for a batch of questions; None has every list in RAM."""
         index = self.scene.index
         assert index is not None
-        division = self.division(self.list_bytes if split is None else split.ram_lists)
+        division = self.division(self.list_bytes) if split is None else self.division_of(split)
         probed = np.stack([index.probed(number, probes) for number in numbers])
         return index.profile.model.release_seconds(division, probed)
 
@@ -221,14 +244,15 @@ class Forecaster:
         found[waiting] = np.array(released(ready.tolist(), releases, max_batch)) + search[waiting, 2]
         return found
 
-    def _list_hit_rate(self, split: Split, probes: float) -> float:
+    def _hit_rates(self, split: Split, probes: float) -> tuple[float, float]:
+        """Of probed lists, in RAM or on devices, and on devices."""
         index = self.scene.index
         if index is None:
-            return 1.0
+            return 1.0, 0.0
         probed = np.stack([index.probed(number, probes) for number in self.scene.workload.asked])
-        return float(
-            self.division(split.ram_lists).partition.num_in(probed)[:, RAM].sum() / max(1, (probed >= 0).sum())
-        )
+        num_in = self.division_of(split).partition.num_in(probed).sum(axis=0)
+        total, on_devices = max(1, num_in.sum()), num_in.sum() - num_in[RAM] - num_in[DISK]
+        return float((num_in.sum() - num_in[DISK]) / total), float(on_devices / total)
 
 
 def _faster(costs: CostProfile, speed: float) -> CostProfile:

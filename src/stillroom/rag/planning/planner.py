@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from stillroom.errors import PromptTooLongError, UsageError
-from stillroom.rag.planning.choice import Option, Target, choose
+from stillroom.rag.planning.choice import Option, Target, choose, simulated
 from stillroom.rag.planning.constraints import Shortfall, Sufficient, smallest_hit_rate
 from stillroom.rag.planning.forecast import Forecast, Forecaster, Variation
 from stillroom.rag.planning.splits import Budgets, Split, candidates
@@ -47,7 +47,8 @@ class Plan:
     rule: Sufficient | Shortfall | None
     """VectorLiteRAG's, of the search alone; None without lists."""
     hits: HitRates | None
-    """Of the questions that count, with the chosen lists in RAM: a Beta-binomial (4.1); None without lists."""
+    """Of the questions that count, with the chosen lists on devices and in RAM: a Beta-binomial (4.1); None without
+    lists."""
     sensitivity: tuple[Effect, ...]
     purchases: tuple[Effect, ...]
     """Best first."""
@@ -69,20 +70,19 @@ def make_plan(
     Raises:
         UsageError: no split is possible: too little disk for the lists, or too little of the device for a prompt.
     """
-    splits = candidates(budgets, forecaster.list_bytes, forecaster.fitted)
+    splits = candidates(budgets, forecaster.list_bytes, forecaster)
     if not splits:
         missing = forecaster.list_bytes - budgets.disk
         raise UsageError(
             f"the lists of the index do not fit: {missing:,} bytes are missing on disk; raise --disk by that"
         )
     progress = _Progress(tell, len(splits) + 24)
-    options = []
-    for split in splits:
+    options = simulated(forecaster, splits, progress.step)
+    if not options:
         try:
-            options.append(Option(split, forecaster.forecast(split)))
+            forecaster.forecast(splits[0])  # the one with the most for KV
         except PromptTooLongError as error:
             raise UsageError(f"{error}; or give --device-memory more than {budgets.device:,} bytes") from None
-        progress.step()
     chosen = choose(options, target.percent)
     alone = forecaster.forecast(chosen.split, Variation(is_alone=True))
     binding = None if target.is_met(chosen.forecast) else binding_constraint(alone, target)
@@ -158,7 +158,7 @@ def _hits(forecaster: Forecaster, split: Split) -> HitRates | None:
     if index is None:
         return None
     probed = np.stack([index.probed(number) for number in forecaster.scene.workload.asked])
-    return hits_of(forecaster.division(split.ram_lists), probed)
+    return hits_of(forecaster.division_of(split), probed)
 
 
 def _rule(forecaster: Forecaster, split: Split, target: Target, alone: Forecast) -> Sufficient | Shortfall | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import faiss as _faiss
 import numpy as np
+import torch
 
 from stillroom.config.settings import QueryCacheConfig, StillroomConfig
 from stillroom.core.clock import Clock
@@ -19,10 +20,11 @@ from stillroom.rag.planning.workload import Questions, Workload
 from stillroom.rag.prompt import PromptBuilder, format_for
 from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
 from stillroom.rag.simulation.stepped_engine import Prompt, System
+from stillroom.retrieval.device_lists import devices_named
 from stillroom.retrieval.ivf_pq import IvfPqIndex
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.partition import Lists
-from stillroom.retrieval.search_profile import Effort, SearchProfile, measure_profile, probed_lists
+from stillroom.retrieval.search_profile import Effort, SearchProfile, measure_device, measure_profile, probed_lists
 from stillroom.retrieval.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.vector_index import VectorIndex
 
@@ -54,6 +56,10 @@ class IndexLists:
     nprobe: int
     heat: "np.ndarray[Any, np.dtype[np.float64]]"
     """Accesses of each list by the questions that come before those that count: [nlist]."""
+    devices: tuple[str, ...] = ()
+    """That may hold lists."""
+    shares_device: bool = False
+    """Whether one of them is the model's."""
 
     def probed(self, question: int, share: float = 1.0) -> Lists:
         """[p] of a question, nearest first."""
@@ -120,6 +126,8 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
     index = None
     if config.search.mode != "sparse":
         index = _index_lists(kb, questions, workload, say)
+    if index is not None:
+        index = _with_devices(index, kb, config, questions, model.decoder.device, say)
     system = System(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
     prompts_of_warm = [found[number].prompt for number in workload.warm]
     return Scene(
@@ -186,6 +194,38 @@ def _index_lists(
     asked = wide.probed[list(workload.warm), :nprobe]  # those that count come later, as they will
     heat = np.bincount(asked[asked >= 0].ravel(), minlength=len(wide.sizes)).astype(float)
     return IndexLists(wide, nprobe, heat)
+
+
+def _with_devices(
+    index: IndexLists,
+    kb: KnowledgeBase,
+    config: StillroomConfig,
+    questions: Questions,
+    model_device: torch.device,
+    say: Callable[[str], None],
+) -> IndexLists:
+    """The same with the devices that may hold lists, if any: those configured, else GPUs where the model is on one."""
+    own = config.index
+    if kb.index_config.nbits != 8 or not (own.device_bytes or model_device.type == "cuda"):
+        return index
+    devices = devices_named(own.devices)
+    shares_device = any(_is_same(torch.device(device), model_device) for device in devices)
+    num_bytes = own.device_bytes or config.runtime.kv_bytes
+    lists = lists_of(kb)
+    if lists is None or not (own.device_bytes or shares_device):
+        return index
+    say(f"profiling lists on {devices[0]}")
+    vectors = np.stack([kb.embed_question(text) for text in questions.texts])
+    costs = measure_device(lists, vectors, index.nprobe, devices[0], num_bytes, _EFFORT)
+    if costs is None:
+        return index
+    profile = replace(index.profile, model=replace(index.profile.model, device=costs))
+    return replace(index, profile=profile, devices=devices, shares_device=shares_device)
+
+
+def _is_same(one: torch.device, other: torch.device) -> bool:
+    """A device without a number is the first."""
+    return one.type == other.type and (one.index or 0) == (other.index or 0)
 
 
 def _in_ram(kb: KnowledgeBase) -> VectorIndex:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stillroom.errors import PromptTooLongError
-from stillroom.rag.planning.choice import Option, Target, choose
+from stillroom.rag.planning.choice import Target, choose, simulated
 from stillroom.rag.planning.forecast import Forecast, Forecaster, Variation
 from stillroom.rag.planning.splits import Budgets, Split, candidates
 
@@ -39,8 +39,12 @@ def sensitivity(forecaster: Forecaster, split: Split, step: Callable[[], None]) 
             (f"{word} the KV on disk", replace(split, disk_kv=int(split.disk_kv * times))),
         ]
         if forecaster.list_bytes:
-            ram_lists = forecaster.fitted(min(int(split.ram_lists * times), forecaster.list_bytes))
-            others.insert(0, (f"{word} the lists in RAM", replace(split, ram_lists=ram_lists)))
+            ram_lists = min(int(split.ram_lists * times), forecaster.list_bytes)
+            fitted = forecaster.fitted(ram_lists, split.device_lists)
+            others.insert(0, (f"{word} the lists in RAM", replace(split, ram_lists=fitted)))
+        if split.num_devices:
+            device_lists = forecaster.fitted_on_devices(int(split.device_lists * times))
+            others.insert(0, (f"{word} the lists on devices", replace(split, device_lists=device_lists)))
         for name, other in others:
             found.append(_try(forecaster, name, other, Variation()))
             step()
@@ -58,12 +62,15 @@ def purchases(
 ) -> list[Effect]:
     """What could be bought or given up next, best first."""
     reuse = forecaster.scene.system.reuse
-    more = [
-        Option(one, forecaster.forecast(one))
-        for one in candidates(replace(budgets, ram=2 * budgets.ram), forecaster.list_bytes, forecaster.fitted, 4)
-    ]
+    found = [_anew(forecaster, "twice the RAM", replace(budgets, ram=2 * budgets.ram), target)]
     step()
-    found = [Effect("twice the RAM", choose(more, target.percent).forecast, "split anew")]
+    if split.num_devices:
+        more = replace(budgets, device_lists=2 * budgets.device_lists)
+        if budgets.shares_device:
+            more = replace(more, device=2 * budgets.device, device_lists=2 * budgets.device)
+        name = "twice the device memory" if budgets.shares_device else "twice the device memory for lists"
+        found.append(_anew(forecaster, name, more, target))
+        step()
     device = replace(split, device_kv=2 * split.device_kv)
     found.append(_try(forecaster, "twice the memory for KV on the device", device, Variation()))
     disk = replace(split, disk_kv=split.disk_kv + budgets.disk)
@@ -78,3 +85,9 @@ def purchases(
     step()
     known = [one for one in found if one.forecast is not None]
     return sorted(known, key=lambda one: one.forecast.percentile(target.percent) if one.forecast else 0.0)
+
+
+def _anew(forecaster: Forecaster, name: str, budgets: Budgets, target: Target) -> Effect:
+    """The best split of other budgets, of fewer than a plan looks at."""
+    splits = candidates(budgets, forecaster.list_bytes, forecaster, 4, 2)
+    return Effect(name, choose(simulated(forecaster, splits, lambda: None), target.percent).forecast, "split anew")
