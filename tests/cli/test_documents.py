@@ -1,7 +1,8 @@
 """`stillroom add`, `remove` and `list` over a fake room."""
 
 import io
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from rich.progress import Progress, TextColumn
 
 from stillroom.cli.progress import BarListener, LineListener
 from stillroom.core.ids import DocumentId
-from stillroom.errors import UnknownDocumentError
+from stillroom.errors import KnowledgeBaseBusyError, UnknownDocumentError, UsageError
+from stillroom.retrieval import watching
+from stillroom.retrieval.discovery import Skipped
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from tests.cli.harness import Opened, Run, use_fake
 from tests.fakes import ManualClock
@@ -26,17 +29,21 @@ class EditableRoom(FakeRoom):
         self.added: list[Path] = []
         self.metadata: Mapping[str, object] | None = None
         self.reports_progress = False
+        self.exclude: Sequence[str] = ()
+        self.skipped = Skipped()
 
     def add(
         self,
         *paths: Path,
         progress: Callable[[AddProgress], None] | None = None,
         metadata: Mapping[str, object] | None = None,
+        exclude: Sequence[str] = (),
     ) -> AddReport:
         self.added += paths
         self.metadata = metadata
+        self.exclude = exclude
         self.reports_progress = progress is not None
-        return AddReport(3, 1, 10, 2, num_chunks=57, failures=self.failures, seconds=4.2)
+        return AddReport(3, 1, 10, 2, num_chunks=57, failures=self.failures, skipped=self.skipped, seconds=4.2)
 
     def remove(self, *targets: str) -> RemoveReport:
         if "nowhere.md" in targets:
@@ -91,8 +98,54 @@ def test_add_as_json(run: Run, room: EditableRoom) -> None:
         "num_chunks": 57,
         "seconds": 4.2,
         "failures": [{"path": "/x/bad.html", "reason": "it is not UTF-8"}],
+        "skipped": {"hidden": 0, "ignored": 0, "other": 0},
     }
     assert not room.reports_progress
+
+
+def test_add_says_what_it_passed_over(run: Run, room: EditableRoom) -> None:
+    room.skipped = Skipped(num_hidden=2, num_other=1000)
+
+    result = run("add", "docs", "--exclude", "drafts/", "--exclude", "*.csv")
+
+    assert result.err == "passed over: 2 hidden, 1,000 of no format that is read\n"
+    assert room.exclude == ["drafts/", "*.csv"]
+
+
+def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writing(
+    run: Run, room: EditableRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[bool] = []
+    reports: Iterator[AddReport | Exception] = iter(
+        [
+            AddReport(num_added=1, failures=(("/x/bad.html", "it is damaged"),)),
+            KnowledgeBaseBusyError("somebody else is writing"),
+            AddReport(num_unchanged=1, failures=(("/x/bad.html", "it is damaged"),)),
+            UsageError("docs does not exist"),
+            AddReport(num_unchanged=1),
+        ]
+    )
+
+    def add(*_: object, **__: object) -> AddReport:
+        report = next(reports)
+        if isinstance(report, Exception):
+            raise report
+        return report
+
+    def keep_in_step(folders: list[Path], follow: Callable[[], bool], stop: object, apart_from: Path) -> None:
+        assert (folders, apart_from) == ([Path("docs").resolve()], Path("kb").resolve())
+        answers.extend(follow() for _ in range(5))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room, "add", add)
+    monkeypatch.setattr(watching, "keep_in_step", keep_in_step)
+    result = run("add", "docs", "--watch", "--json")
+
+    assert answers == [True, False, True, True, True]
+    first, second = map(json.loads, result.out.splitlines())
+    assert (first["num_added"], len(first["failures"]), second["failures"]) == (1, 1, [])
+    assert result.err == "docs does not exist; watching on\n"
+    assert result.code == 0
 
 
 def test_add_quietly_prints_failures_only(run: Run, room: EditableRoom) -> None:

@@ -164,3 +164,21 @@ def test_serve_answers_and_stops(kb: Path) -> None:
         finally:
             process.kill()
     assert answer["choices"][0]["message"]["content"] == ANSWER
+
+
+@pytest.mark.slow
+def test_a_watched_folder_is_followed_until_ctrl_c(tmp_path: Path) -> None:
+    docs = write_knowledge(tmp_path / "docs")
+    command = [*PROGRAM, "add", str(docs), "--kb", str(docs / "kb"), "--watch", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            first = json.loads(process.stdout.readline())
+            (docs / "new.md").write_text("# Keys\n\nRotate them.\n")
+            second = json.loads(process.stdout.readline())
+            (docs / "new.md").unlink()
+            third = json.loads(process.stdout.readline())
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert (first["num_added"], second["num_added"], third["num_removed"]) == (2, 1, 1)
+        assert process.wait(60) == 0

@@ -47,7 +47,7 @@ def make_file(docs: Path) -> MakeFile:
 @pytest.fixture
 def open_kb(tmp_path: Path, embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenKb]:
     """Opens knowledge bases in `tmp_path/kb` that share the loaded model, and closes them in the end."""
-    monkeypatch.setattr(knowledge_base, "Embedder", lambda config: _shared(config, embedder))
+    monkeypatch.setattr(knowledge_base, "Embedder", lambda config, _=None: _shared(config, embedder))
     opened: list[KnowledgeBase] = []
 
     def open_one(config: StillroomConfig | None = None, *, name: str = "kb", create: bool = True) -> KnowledgeBase:

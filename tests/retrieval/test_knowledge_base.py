@@ -22,7 +22,7 @@ from stillroom.errors import (
     UnknownDocumentError,
     UsageError,
 )
-from stillroom.retrieval import ingest
+from stillroom.retrieval import ingest, reading
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -144,7 +144,7 @@ def test_what_has_not_changed_is_neither_read_nor_embedded(
     kb = open_kb()
     kb.add([three])
     assert len(spy.texts) == 3
-    monkeypatch.setattr(ingest, "load", None)
+    monkeypatch.setattr(reading, "load", None)
     report = kb.add([three])
     assert (report.num_added, report.num_updated, report.num_unchanged, len(spy.texts)) == (0, 0, 3, 3)
     os.utime(three / "keys.md", (1, 1))

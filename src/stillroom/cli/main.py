@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stillroom.cli import ask, bench, cache, calibrate, console, documents, explain, keys, plan, search, serve
+from stillroom.cli import add, ask, bench, cache, calibrate, console, documents, explain, keys, plan, search, serve
 from stillroom.errors import (
     ConfigError,
     KnowledgeBaseNotFoundError,
@@ -87,7 +87,7 @@ def build_app() -> typer.Typer:
             print(ctx.get_help())
             raise typer.Exit(WRONG_CALL)
 
-    app.command("add", help=documents.ADD_HELP)(documents.add)
+    app.command("add", help=add.HELP)(add.add)
     app.command("remove", help=documents.REMOVE_HELP)(documents.remove)
     app.command("list", help=documents.LIST_HELP)(documents.list_)
     app.command("digest", help=documents.DIGEST_HELP)(documents.digest)

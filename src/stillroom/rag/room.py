@@ -135,6 +135,7 @@ class Stillroom:
         *paths: str | Path,
         progress: Callable[[AddProgress], None] | None = None,
         metadata: Mapping[str, object] | None = None,
+        exclude: Sequence[str] = (),
     ) -> AddReport:
         """Index files and folders; what has not changed since the last time costs nothing.
 
@@ -144,13 +145,14 @@ class Stillroom:
         Args:
             metadata: of every file that is added, for filters. It goes before what the file says itself and holds until
                 the file is removed; None as a value takes back what was said before.
+            exclude: files and folders to pass over, as patterns in .gitignore: `["drafts/", "*.csv"]`.
 
         Raises:
             KnowledgeBaseBusyError: another process is writing to this knowledge base.
-            UsageError: a path does not exist.
+            UsageError: a path does not exist, or a pattern is none.
         """
         try:
-            return self._kb.add([Path(path) for path in paths], progress=progress, metadata=metadata)
+            return self._kb.add([Path(path) for path in paths], progress=progress, metadata=metadata, exclude=exclude)
         finally:
             self._corpus_changed()
 

@@ -32,7 +32,6 @@ from stillroom.errors import (
     KnowledgeBaseError,
     KnowledgeBaseNotFoundError,
     StorageError,
-    UnknownDocumentError,
 )
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
@@ -40,10 +39,11 @@ from stillroom.retrieval.digest import IndexDigest, index_digest
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.indexes import Indexes
-from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport
+from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport, documents_at
 from stillroom.retrieval.kb_folder import CORPUS, MANIFEST, WriteLock, check_corpus_is_there, check_may_be_made
 from stillroom.retrieval.loaders.metadata import said_metadata
 from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
+from stillroom.retrieval.reading import Failures, FileReader
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
@@ -76,6 +76,7 @@ class KnowledgeBase:
         self._checking = Lock()
         self._is_embedder_checked = False
         self._are_indexes_checked = False
+        self._unreadable: Failures = {}
 
     @classmethod
     def open(
@@ -133,6 +134,7 @@ class KnowledgeBase:
         *,
         progress: Callable[[AddProgress], None] | None = None,
         metadata: Mapping[str, object] | None = None,
+        exclude: Sequence[str] = (),
     ) -> AddReport:
         """Index files and folders; what has not changed since the last time costs nothing.
 
@@ -142,18 +144,20 @@ class KnowledgeBase:
         Args:
             metadata: of every file that is added. It goes before what the file says itself and holds until the file is
                 removed; None as a value takes back what was said before.
+            exclude: files and folders to pass over, as patterns in .gitignore.
 
         Raises:
             KnowledgeBaseBusyError: somebody else is writing.
-            UsageError: a path does not exist.
+            UsageError: a path does not exist, or a pattern is none.
             IndexUnavailableError: the dense index is on a server that cannot be reached. What was committed until then
                 is kept, and goes there next time.
         """
         said = said_metadata(metadata or {})
         with self._writing("add"):
             following = _Following(self._corpus, self._indexes, progress)
-            ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), self._clock, following, said)
-            return ingest.run(paths)
+            reader = FileReader(self._config.documents, self._unreadable)
+            ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), reader, self._clock, following)
+            return ingest.run(paths, said, exclude)
 
     def remove(self, targets: Sequence[str]) -> RemoveReport:
         """Forget documents: each target is a document id, a file (absolute or from the working folder) or a folder.
@@ -164,7 +168,7 @@ class KnowledgeBase:
         """
         with self._writing("remove"):
             known = self._corpus.paths()
-            doomed = {document_id: None for target in targets for document_id in _matches(target, known)}
+            doomed = {document_id: None for target in targets for document_id in documents_at(target, known)}
             return RemoveReport(len(doomed), self._corpus.commit(removed=doomed))
 
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
@@ -397,23 +401,3 @@ def _create(path: Path, config: StillroomConfig, clock: Clock) -> None:
     except (OSError, StorageError) as error:
         reason = getattr(error, "strerror", None) or error
         raise KnowledgeBaseError(f"{path} cannot be made: {reason}; choose another folder") from error
-
-
-def _matches(target: str, known: dict[str, list[DocumentId]]) -> list[DocumentId]:
-    """The documents that a target of `remove` stands for.
-
-    Raises:
-        UnknownDocumentError: none.
-    """
-    absolute = os.path.abspath(target)
-    names = {target, absolute}
-    folder = os.path.join(absolute, "")
-    found = [
-        document_id
-        for path, document_ids in known.items()
-        for document_id in document_ids
-        if path in names or document_id in names or path.startswith(folder)
-    ]
-    if not found:
-        raise UnknownDocumentError(f"no document is or lies under {target!r}; `stillroom list` shows what there is")
-    return found

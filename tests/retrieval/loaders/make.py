@@ -163,3 +163,14 @@ def archive(files: Mapping[str, str | bytes]) -> bytes:
         for name, data in files.items():
             written.writestr(name, data)
     return target.getvalue()
+
+
+def edited(data: bytes, name: str, change: Mapping[str, str]) -> bytes:
+    """The package with texts in one of its files replaced."""
+    source = zipfile.ZipFile(BytesIO(data))
+    files = {entry: source.read(entry) for entry in source.namelist()}
+    text = files[name].decode()
+    for old, new in change.items():
+        assert old in text
+        text = text.replace(old, new)
+    return archive({**files, name: text.encode()})

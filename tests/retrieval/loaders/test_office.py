@@ -12,19 +12,7 @@ from pptx.enum.chart import XL_CHART_TYPE
 from pptx.util import Inches
 
 from stillroom.errors import DocumentError
-from tests.retrieval.loaders.make import Slides, archive, pages, parsed, says, slides, word, workbook
-
-
-def edited(data: bytes, name: str, change: dict[str, str]) -> bytes:
-    """The package with texts in one of its files replaced."""
-    source = zipfile.ZipFile(BytesIO(data))
-    files = {entry: source.read(entry) for entry in source.namelist()}
-    text = files[name].decode()
-    for old, new in change.items():
-        assert old in text
-        text = text.replace(old, new)
-    return archive({**files, name: text.encode()})
-
+from tests.retrieval.loaders.make import Slides, archive, edited, pages, parsed, says, slides, word, workbook
 
 # DOCX
 

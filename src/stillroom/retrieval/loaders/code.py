@@ -28,6 +28,8 @@ _C_FUNCTION = re.compile(
 )
 _C_LIKE = frozenset({".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".cu", ".java", ".cs", ".m", ".mm"})
 _NO_FUNCTION = frozenset({"if", "for", "while", "switch", "catch", "return", "else", "do", "sizeof", "new", "case"})
+_MAX_DEPTH = 8
+"""Definitions within definitions that make a heading."""
 _LEAD = re.compile(r"\s*(?:#|//|/\*|\*|--|;|@|\[|%|\"\"\")")
 """Comments and decorators: directly above a definition they belong to it."""
 
@@ -127,5 +129,5 @@ def _paths(lines: Sequence[str], definitions: Sequence[_Definition]) -> list[tup
     paths: list[tuple[str, ...]] = [()] * (len(lines) + 1)
     for one in definitions:  # from outer to inner
         for index in range(_with_lead(lines, one.start) - 1, min(one.end, len(lines))):
-            paths[index] = (*paths[index], one.name)
+            paths[index] = (*paths[index], one.name)[:_MAX_DEPTH]
     return paths

@@ -113,7 +113,10 @@ def _labels(archive: zipfile.ZipFile, items: dict[str, _Item]) -> dict[str, str]
         is_nav, is_ncx = "nav" in item.properties.split(), "dtbncx" in item.media_type
         if not (is_nav or is_ncx) or item.path not in archive.namelist():
             continue
-        soup = soup_of(decode(archive.read(item.path), item.path))
+        try:
+            soup = soup_of(decode(archive.read(item.path), item.path))
+        except DocumentError:  # chapters can be read without their names
+            continue
         links = [(link.get("href"), link.get_text(" ")) for link in soup("a")] if is_nav else []
         for point in soup("navpoint") if is_ncx else ():
             content, text = point.find("content"), point.find("text")

@@ -1,5 +1,6 @@
 """One file to documents. Whatever is wrong with the file is a DocumentError, no crash."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,9 +24,35 @@ def load(path: Path, config: DocumentsConfig = _DEFAULT) -> Iterator[Document]:
         DocumentError: the file cannot be read, is malformed, or larger than the configuration allows.
     """
     if is_jsonl(path):
-        yield from parse_jsonl(path, config)
+        yield from map(_storable, parse_jsonl(path, config))
     else:
         yield parse(read_file(path, config))
+
+
+def _storable(document: Document) -> Document:
+    """Without what no text in UTF-8 can hold, which JSON and PDF can name, and without NUL."""
+    if all(text.isascii() and "\0" not in text for text in _texts(document)):
+        return document
+    return dataclasses.replace(
+        document,
+        title=_clean(document.title),
+        paragraphs=tuple(
+            dataclasses.replace(one, text=_clean(one.text), heading_path=tuple(map(_clean, one.heading_path)))
+            for one in document.paragraphs
+            if _clean(one.text).strip()
+        ),
+    )
+
+
+def _texts(document: Document) -> Iterator[str]:
+    yield document.title
+    for paragraph in document.paragraphs:
+        yield paragraph.text
+        yield from paragraph.heading_path
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode().replace("\0", "")
 
 
 def parse(file: File) -> Document:
@@ -49,4 +76,4 @@ def parse(file: File) -> Document:
         raise DocumentError(f"{file.path}: nested too deeply to be read") from error
     except Exception as error:  # whatever a parser does with a strange file, the other files go on
         raise DocumentError(f"{file.path}: damaged, or not understood: {type(error).__name__}: {error}") from error
-    return document
+    return _storable(document)

@@ -28,12 +28,19 @@ _MAX_SIDECAR_BYTES = 1 << 20
 _FRONT_TITLE = re.compile(r"^title:[ \t]*(['\"]?)(.+?)\1[ \t]*$", re.MULTILINE)
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Without merge keys (`<<`), by which a few lines can say more than memory holds."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Leaves a merge key as it is, and no value is made of one."""
+
+
 def front_matter(text: str) -> tuple[str, Metadata]:
     """Title, or "", and metadata of a YAML block. Where it is not YAML, a line `title: ...` still gives the title."""
     found: Any = None
     if len(text) <= _MAX_FRONT_MATTER_CHARS:
         try:
-            found = yaml.safe_load(text)
+            found = yaml.load(text, _Loader)  # a SafeLoader
         except (yaml.YAMLError, ValueError, TypeError, RecursionError):  # an impossible date is a ValueError
             found = None
     if not isinstance(found, dict):

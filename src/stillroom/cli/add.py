@@ -1,0 +1,191 @@
+"""`stillroom add`: files and folders into the knowledge base, once, or again whenever they change."""
+
+import os
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stillroom.cli import room
+from stillroom.cli.console import count, duration, line, note, print_json, short_path
+from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
+from stillroom.cli.progress import showing_progress
+from stillroom.core.metadata import typed
+from stillroom.errors import KnowledgeBaseBusyError, StillroomError, UsageError
+
+if TYPE_CHECKING:
+    from stillroom.rag.room import Stillroom
+    from stillroom.retrieval.ingest import AddReport
+
+HELP = help_text(
+    "Index files and folders.",
+    "PDF, DOCX, PPTX, XLSX, EPUB, HTML, Markdown, reStructuredText, text, source code, notebooks, CSV and JSONL. In "
+    "folders, what is hidden, what .gitignore or .stillroomignore name, and other formats are passed over.",
+    "What has not changed since the last time costs nothing, and what is gone from a folder is forgotten. A file that "
+    "cannot be read is reported at the end and does not stop the others; the exit code is then 1.",
+    "Interrupting loses nothing that was finished: the same command does the rest.",
+    examples=(
+        "stillroom add docs/ --kb ./kb",
+        "stillroom add handbook.pdf notes/ corpus.jsonl",
+        "stillroom add . --exclude drafts/ --exclude '*.csv'",
+        "stillroom add docs/ --watch",
+        "stillroom add contracts/ --meta team=legal --meta year=2024",
+        "stillroom add docs/ --json | jq .failures",
+    ),
+)
+
+
+def add(  # noqa: PLR0913  one parameter per flag
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", exists=True, help="Files and folders.")],
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", metavar="PATTERN", help="Pass over what fits, as in .gitignore; repeat it."),
+    ] = None,
+    meta: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--meta",
+            metavar="NAME=VALUE",
+            help="Metadata of all these files, to filter by; repeat it. It holds until they are removed; NAME= takes "
+            "it back.",
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on: take over every change in the folders, until Ctrl-C.")
+    ] = False,
+    kb: KbOption = DEFAULT_KB,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    said = _metadata(meta or [])
+    with room.open_room(kb, room.settings(config), create=True) as opened:
+        adding = _Adding(opened, paths, exclude or [], said, as_json=as_json, quiet=quiet)
+        if watch:
+            _watch(adding, [Path(os.path.abspath(path)) for path in paths], Path(os.path.abspath(kb)))
+        else:
+            report = adding.run()
+            adding.show(report)
+            if report.failures:
+                raise typer.Exit(1)
+
+
+class _Adding:
+    """One `add`, as often as it is needed, and how it is shown."""
+
+    def __init__(
+        self,
+        opened: "Stillroom",
+        paths: list[Path],
+        exclude: list[str],
+        said: dict[str, object],
+        *,
+        as_json: bool,
+        quiet: bool,
+    ) -> None:
+        self.is_quiet = quiet or as_json
+        self._as_json = as_json
+        self._opened = opened
+        self._paths = paths
+        self._exclude = exclude
+        self._said = said
+
+    def run(self) -> "AddReport":
+        with showing_progress(is_shown=not self.is_quiet) as progress:
+            return self._opened.add(*self._paths, progress=progress, metadata=self._said, exclude=self._exclude)
+
+    def show(self, report: "AddReport", *, indent: int | None = 2) -> None:
+        if self._as_json:
+            print_json(_payload(report), indent=indent)
+            return
+        if not self.is_quiet:
+            line(
+                f"added {report.num_added}, updated {report.num_updated}, unchanged {report.num_unchanged}, "
+                f"removed {report.num_removed}: {count(report.num_chunks, 'chunk')} in {duration(report.seconds)}"
+            )
+            _note_skipped(report)
+        if report.failures:
+            note(f"{count(len(report.failures), 'file')} could not be read:")
+            for path, reason in report.failures:
+                note(f"  {short_path(str(path))}: {reason}")
+
+
+def _watch(adding: _Adding, folders: list[Path], kb: Path) -> None:
+    """Follow the folders until Ctrl-C. What is shown: the first report, and later ones that say something new."""
+    from stillroom.retrieval.watching import keep_in_step
+
+    shown: list[tuple[tuple[str, str], ...]] = []
+    is_adding = False
+
+    def follow() -> bool:
+        nonlocal is_adding
+        is_adding = True
+        is_done = _follow(adding, shown)
+        is_adding = False
+        return is_done
+
+    if not adding.is_quiet:
+        note(f"watching {', '.join(short_path(str(folder)) for folder in folders)}; Ctrl-C ends it")
+    try:
+        keep_in_step(folders, follow, Event(), apart_from=kb)
+    except KeyboardInterrupt:
+        if is_adding:
+            raise
+        if not adding.is_quiet:
+            note("stopped watching; nothing is lost, the same command goes on from here")
+
+
+def _follow(adding: _Adding, shown: list[tuple[tuple[str, str], ...]]) -> bool:
+    """Take over what changed; false where somebody else is writing. `shown` is what could not be read last time."""
+    try:
+        report = adding.run()
+    except KnowledgeBaseBusyError:  # what changed is still there when he is done
+        return False
+    except StillroomError as error:
+        note(f"{error}; watching on")
+        return True
+    if [report.failures] != shown or report.num_added + report.num_updated + report.num_removed:
+        shown[:] = [report.failures]
+        adding.show(report, indent=None)
+    return True
+
+
+def _note_skipped(report: "AddReport") -> None:
+    skipped = report.skipped
+    parts = (
+        (skipped.num_hidden, "hidden"),
+        (skipped.num_ignored, "ignored"),
+        (skipped.num_other, "of no format that is read"),
+    )
+    if any(number for number, _ in parts):
+        note("passed over: " + ", ".join(f"{number:,} {what}" for number, what in parts if number))
+
+
+def _metadata(pairs: list[str]) -> dict[str, object]:
+    """What `--meta` says; a name that is there twice has a list.
+
+    Raises:
+        UsageError: a pair is none.
+    """
+    found: dict[str, list[object]] = {}
+    for pair in pairs:
+        name, separator, text = pair.partition("=")
+        if not separator or not name.strip():
+            raise UsageError(f"--meta {pair}: give NAME=VALUE, such as --meta team=legal")
+        found.setdefault(name.strip(), []).append(typed(text) if text.strip() else None)
+    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+
+
+def _payload(report: "AddReport") -> dict[str, object]:
+    skipped = report.skipped
+    return {
+        "num_added": report.num_added,
+        "num_updated": report.num_updated,
+        "num_unchanged": report.num_unchanged,
+        "num_removed": report.num_removed,
+        "num_chunks": report.num_chunks,
+        "seconds": report.seconds,
+        "failures": [{"path": str(path), "reason": reason} for path, reason in report.failures],
+        "skipped": {"hidden": skipped.num_hidden, "ignored": skipped.num_ignored, "other": skipped.num_other},
+    }

@@ -1,0 +1,85 @@
+"""Files parsed in processes of their own: the same documents, and what ends one process is one file's failure."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from stillroom.config.documents_settings import DocumentsConfig
+from stillroom.errors import DocumentError
+from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.parsing import ParserPool
+from tests.retrieval.loaders.make import epub, pdf, word, workbook
+
+SLOW = "*a **b " * 60_000
+"""Markdown over which the parser takes many seconds."""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    contents = {
+        "a.pdf": pdf([[(11, "The vault.")], [(16, "Keys"), (11, "Rotate them.")]], info={"Author": "Ann"}),
+        "b.docx": word(lambda document: document.add_heading("Keys", 1)),
+        "c.xlsx": workbook({"Keys": [["Name", "Days"], ["cellar", 30]]}),
+        "d.epub": epub({"a.xhtml": "<h1>Keys</h1><p>Iron.</p>"}),
+        "e.md": b"# Keys\n\n## Old\n\nRust \xe2\x82\xac.\n",
+    }
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    return [tmp_path / name for name in contents]
+
+
+def test_the_documents_are_those_that_a_loader_gives_here(files: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "bad.pdf").write_bytes(b"no PDF")
+    pool = ParserPool(DocumentsConfig(num_workers=2))
+    try:
+        futures = [pool.submit(path) for path in (files[0], tmp_path / "bad.pdf", *files[1:])]
+        with pytest.raises(DocumentError, match=r"bad\.pdf: damaged, cut off, or no PDF"):
+            futures.pop(1).result()
+        assert [[future.result()] for future in futures] == [list(load(path)) for path in files]
+    finally:
+        pool.close()
+
+
+def test_what_takes_too_long_or_too_much_memory_is_stopped_and_the_next_file_is_read(
+    files: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "slow.md").write_text(SLOW)
+    (tmp_path / "large.html").write_text("<p>a" * 500_000)
+    for name, limits, reason in (
+        ("slow.md", DocumentsConfig(num_workers=1, timeout_s=1.0), r"took longer than documents\.timeout_s \(1 s\)"),
+        ("large.html", DocumentsConfig(num_workers=1, max_reader_bytes=60 << 20), "needs more memory"),
+    ):
+        pool = ParserPool(limits)
+        try:
+            with pytest.raises(DocumentError, match=f"{name}: {reason}"):
+                pool.submit(tmp_path / name).result()
+            assert pool.submit(files[-1]).result().paragraphs
+        finally:
+            pool.close()
+
+
+def test_a_reader_that_crashes_takes_one_file_with_it(files: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "slow.md").write_text(SLOW)
+    pool = ParserPool(DocumentsConfig(num_workers=1))
+    try:
+        assert pool.submit(files[0]).result().paragraphs
+        (process,) = pool._all
+        future = pool.submit(tmp_path / "slow.md")
+        os.kill(process.pid, signal.SIGSEGV)
+        with pytest.raises(DocumentError, match=r"slow\.md: its reader crashed \(SIGSEGV\)"):
+            future.result()
+        assert pool.submit(files[-1]).result().paragraphs
+    finally:
+        pool.close()
+
+
+def test_closing_waits_for_nobody(tmp_path: Path) -> None:
+    (tmp_path / "slow.md").write_text(SLOW)
+    pool = ParserPool(DocumentsConfig(num_workers=1))
+    futures = [pool.submit(tmp_path / "slow.md") for _ in range(3)]
+    pool.close()
+    pool.close()
+    assert all(future.cancelled() or isinstance(future.exception(), DocumentError) for future in futures)
+    assert not pool._all

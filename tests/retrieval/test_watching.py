@@ -1,0 +1,90 @@
+"""Folders that are followed: every change is told, and it goes on after a failure."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+from threading import Event, Thread
+
+import pytest
+
+from stillroom.errors import UsageError
+from stillroom.retrieval.watching import keep_in_step
+
+
+class Follower:
+    """Counts how often it is told; answers as it is set to."""
+
+    def __init__(self) -> None:
+        self.told: Queue[int] = Queue()
+        self.answer = True
+        self._count = 0
+
+    def __call__(self) -> bool:
+        self._count += 1
+        self.told.put(self._count)
+        return self.answer
+
+    def wait(self) -> int:
+        return self.told.get(timeout=30)
+
+
+@contextlib.contextmanager
+def watching(folder: Path, follower: Follower) -> Iterator[None]:
+    stop = Event()
+    arguments = {"apart_from": folder / "kb", "debounce_ms": 50}
+    thread = Thread(target=keep_in_step, args=([folder], follower, stop), kwargs=arguments)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_it_is_told_at_the_beginning_and_of_files_that_come_change_and_go(tmp_path: Path) -> None:
+    (tmp_path / "kb").mkdir()
+    (tmp_path / ".git").mkdir()
+    follower = Follower()
+    with watching(tmp_path, follower):
+        follower.wait()
+        for change in (
+            lambda: (tmp_path / "a.md").write_text("one"),
+            lambda: (tmp_path / "a.md").write_text("two"),
+            lambda: (tmp_path / "sub").mkdir(),
+            lambda: (tmp_path / "sub" / "b.md").write_text("three"),
+            lambda: (tmp_path / ".stillroomignore").write_text("sub/"),
+            lambda: (tmp_path / "a.md").unlink(),
+        ):
+            (tmp_path / "kb" / "corpus.sqlite3").write_text("does not count")
+            (tmp_path / ".git" / "index").write_text("does not count")
+            change()
+            follower.wait()
+
+
+def test_it_is_told_again_where_it_could_not_follow(tmp_path: Path) -> None:
+    follower = Follower()
+    follower.answer = False
+    with watching(tmp_path, follower):
+        assert [follower.wait() for _ in range(3)] == [1, 2, 3]
+        follower.answer = True
+
+
+def test_a_folder_that_is_gone_for_a_while_is_followed_again(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "docs", tmp_path / "elsewhere"
+    folder.mkdir()
+    follower = Follower()
+    with watching(folder, follower):
+        follower.wait()
+        folder.rename(elsewhere)
+        (elsewhere / "a.md").write_text("written while away")
+        elsewhere.rename(folder)
+        follower.wait()
+        (folder / "b.md").write_text("one")
+        follower.wait()
+
+
+def test_only_folders_can_be_watched(tmp_path: Path) -> None:
+    (tmp_path / "a.md").touch()
+    with pytest.raises(UsageError, match="is no folder"):
+        keep_in_step([tmp_path / "a.md"], lambda: True, Event(), apart_from=tmp_path / "kb")
