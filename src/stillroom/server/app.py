@@ -7,14 +7,16 @@ examples: docs/http.md
 import asyncio
 import base64
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from stillroom import __version__
 from stillroom.core.clock import SystemClock
 from stillroom.errors import UsageError
-from stillroom.server import chat, errors, health
+from stillroom.server import chat, errors, health, openapi
 from stillroom.server.admission import Admission
 from stillroom.server.answering import AnswerEvents, whole_answers
 from stillroom.server.chat import ask_options
@@ -77,6 +79,7 @@ def create_app(
     app.include_router(console.router())
     app.include_router(DocumentRoutes().router())
     errors.install(app)
+    openapi.install(app)
     app.state.tenants = tenants = tenants or Tenants(room)
     config, clock = room.config, SystemClock()
     hosts = own_names(host, config.server.allowed_hosts)
@@ -99,21 +102,27 @@ class _Api:
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=JsonRoute)
+
+        def add(method: str, path: str, tag: str, reply: type, call: Callable[..., Any]) -> None:
+            is_health = reply is Health  # says nothing of what is not there
+            router.add_api_route(
+                path, call, methods=[method], response_model=reply, tags=[tag], response_model_exclude_none=is_health
+            )
+
+        add("POST", "/v1/chat/completions", "answers", ChatCompletion, self.chat_completions)
+        add("POST", "/v1/completions", "answers", Completion, self.completions)
+        add("POST", "/v1/embeddings", "search", EmbeddingList, self.embeddings)
+        add("POST", "/v1/search", "search", SearchReply, self.search)
+        add("GET", "/v1/models", "operations", ModelList, self.models)
+        add("GET", "/v1/models/{model:path}", "operations", Model, self.model)
+        add("GET", "/healthz", "operations", Health, self.healthz)
         router.add_api_route(
-            "/v1/chat/completions", self.chat_completions, methods=["POST"], response_model=ChatCompletion
+            "/metrics", self.metrics, methods=["GET"], response_class=PlainTextResponse, tags=["operations"]
         )
-        router.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=Completion)
-        router.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"])
-        router.add_api_route("/v1/models", self.models, methods=["GET"])
-        router.add_api_route("/v1/models/{model:path}", self.model, methods=["GET"])
-        router.add_api_route("/v1/search", self.search, methods=["POST"], response_model=SearchReply)
-        router.add_api_route(
-            "/healthz", self.healthz, methods=["GET"], response_model=Health, response_model_exclude_none=True
-        )
-        router.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=Response)
         return router
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """Ask the documents: the last user message is the question, what stands before it the conversation."""
         room = room_of(request)
         self._check_model(body.model, [room.model_name])
         conversation = read_messages(body.messages)
@@ -126,6 +135,7 @@ class _Api:
         return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts as they are, without a search."""
         room = room_of(request)
         self._check_model(body.model, [room.model_name])
         found = await Completions.begin(room, body)
@@ -134,6 +144,7 @@ class _Api:
         return await whole_answers(found.streams, request, found.whole)
 
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> EmbeddingList:
+        """Embed texts with the knowledge base's embedder."""
         room = room_of(request)
         embedder = room.config.embedder.model
         self._check_model(body.model, [embedder])
@@ -149,14 +160,17 @@ class _Api:
         return EmbeddingList(data=data, model=embedder, usage=EmbeddingUsage())
 
     async def models(self, request: Request) -> ModelList:
+        """The generator and the embedder."""
         return ModelList(data=[self._describe(name) for name in _names(room_of(request))])
 
     async def model(self, model: str, request: Request) -> Model:
+        """One of them, by name."""
         room = room_of(request)
         self._check_model(model, _names(room))
         return self._describe(room.model_name if model == ALIAS else model)
 
     async def search(self, body: SearchRequest, request: Request) -> Payload:
+        """Find chunks, without a model that writes."""
         room = room_of(request)
         if not body.query.strip():
             raise UsageError("the query is empty")
@@ -166,6 +180,7 @@ class _Api:
         return search_payload(body.query, mode, found, time.perf_counter() - started)
 
     async def healthz(self, request: Request) -> dict[str, Any]:
+        """What is served, and how much room there is."""
         if not caller_of(request).is_operator:
             return {"status": "ok"}  # what a room holds and how busy the house is are not everybody's business
         room = room_of(request)
@@ -184,6 +199,7 @@ class _Api:
         }
 
     async def metrics(self, request: Request) -> Response:
+        """Prometheus' text format."""
         content = await asyncio.to_thread(room_of(request).metrics.render)
         return Response(content, headers={"Content-Type": CONTENT_TYPE})
 

@@ -21,7 +21,7 @@ from stillroom.server.answering import (
     usage_of,
 )
 from stillroom.server.protocol import CompletionRequest
-from stillroom.server.replies import AnswerDetails, Completion, CompletionChoice, CompletionLogprobs
+from stillroom.server.replies import AnswerDetails, Completion, CompletionChoice, CompletionChunk, CompletionLogprobs
 
 if TYPE_CHECKING:
     from stillroom.rag.room import Stillroom
@@ -80,7 +80,7 @@ class Completions:
         """The response as server-sent events."""
 
         def event(choices: list[CompletionChoice], **fields: Any) -> str:
-            chunk = Completion(**self._common, choices=choices, **fields)
+            chunk = CompletionChunk(**self._common, choices=choices, **fields)
             return chunk_event(chunk, includes_usage=includes_usage)
 
         offsets = [_Offsets() for _ in self.streams]

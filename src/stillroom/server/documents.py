@@ -122,7 +122,7 @@ class DocumentRoutes:
             return StreamingResponse(desk.events(upload), media_type="text/event-stream")
         results = await desk.run(lambda: desk.upload(upload))
         reply = desk.reply(results)
-        return JSONResponse(reply.model_dump(exclude_none=True), 200 if reply.error is None else 422)
+        return JSONResponse(reply.model_dump(), 200 if reply.error is None else 422)
 
     async def page(
         self,
@@ -193,7 +193,7 @@ class _Desk:
         while (progress := await arrived.get()) is not None:
             yield as_event({"object": "documents.progress", **asdict(progress)})
         try:
-            yield as_event(self.reply(await running).model_dump(exclude_none=True))
+            yield as_event(self.reply(await running).model_dump())
             yield DONE
         except Exception as error:
             yield as_event(describe(error)[1])

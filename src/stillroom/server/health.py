@@ -11,6 +11,7 @@ def router(admission: Admission) -> APIRouter:
     """The route."""
 
     async def readyz(request: Request) -> Response:
+        """Whether to send requests here."""
         tenants: Tenants = request.app.state.tenants
         checks = {
             "model": tenants.own.is_ready,

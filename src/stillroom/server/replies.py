@@ -142,7 +142,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The whole response, or one event of a stream."""
+    """The whole response."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -151,7 +151,10 @@ class Completion(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     stillroom: AnswerDetails | None = None
-    """Of a whole response."""
+
+
+class CompletionChunk(Completion):
+    """One event of a stream."""
 
 
 class Model(BaseModel):

@@ -71,9 +71,11 @@ def router() -> APIRouter:
         return _respond(request, static[name])
 
     async def requests(request: Request, limit: Annotated[int, Query(ge=1, le=500)] = 50) -> list[RecordSummary]:
+        """Past questions, latest first."""
         return await asyncio.to_thread(room_of(request).records.recent, limit)
 
     async def one_request(request_id: str, request: Request) -> dict[str, Any]:
+        """All that is remembered of one."""
         return await asyncio.to_thread(room_of(request).records.get, request_id)
 
     router.add_api_route("/", page, methods=["GET", "HEAD"], include_in_schema=False)

@@ -1,0 +1,100 @@
+"""LangChain and LlamaIndex, as their users run them, against a real server. Skipped where they are not installed:
+`pip install 'stillroom[clients]'`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fakes import FakeRoom, as_room
+from tests.server.harness import serving
+
+QUESTION = "How do I rotate keys?"
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
+
+
+@pytest.fixture
+def room() -> FakeRoom:
+    return FakeRoom()
+
+
+@pytest.fixture
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client() as client:
+        yield client
+
+
+@pytest.fixture
+def url(room: FakeRoom) -> Iterator[str]:
+    with serving(as_room(room)) as address:
+        yield address
+
+
+def test_langchain_asks_streams_and_goes_on_with_a_conversation(url: str, room: FakeRoom) -> None:
+    langchain_openai = pytest.importorskip("langchain_openai")
+    messages = pytest.importorskip("langchain_core.messages")
+    chat = langchain_openai.ChatOpenAI(model="stillroom", base_url=f"{url}/v1", api_key="unused", max_retries=0)
+
+    answer = chat.invoke(QUESTION)
+    streamed = "".join(chunk.content for chunk in chat.stream(QUESTION))
+    chat.invoke(
+        [messages.SystemMessage("Be brief."), messages.HumanMessage(QUESTION), answer, ("user", "And how often?")]
+    )
+
+    assert answer.content == streamed == QUESTION
+    assert answer.usage_metadata["input_token_details"]["cache_read"] == 40
+    question, options = room.asked[-1]
+    assert (question, options.system) == ("And how often?", "Be brief.")
+    assert [(one.question, one.answer) for one in options.history] == [(QUESTION, QUESTION)]
+
+
+def test_langchain_embeds_and_has_a_retriever(url: str, room: FakeRoom) -> None:
+    langchain_openai = pytest.importorskip("langchain_openai")
+    documents = pytest.importorskip("langchain_core.documents")
+    retrievers = pytest.importorskip("langchain_core.retrievers")
+
+    class StillroomRetriever(retrievers.BaseRetriever):  # type: ignore[misc, name-defined]
+        """As docs/http.md has it."""
+
+        url: str
+        top_k: int = 5
+
+        def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Any]:
+            reply = httpx.post(f"{self.url}/v1/search", json={"query": query, "top_k": self.top_k}).raise_for_status()
+            return [
+                documents.Document(one.pop("text"), id=one["chunk_id"], metadata=one) for one in reply.json()["results"]
+            ]
+
+    embeddings = langchain_openai.OpenAIEmbeddings(
+        model="stillroom", base_url=f"{url}/v1", api_key="unused", check_embedding_ctx_length=False
+    )
+
+    assert embeddings.embed_query("one") == pytest.approx(room.embed(["one"])[0].tolist())
+    [found] = StillroomRetriever(url=url, top_k=1).invoke("keys")
+    assert found.page_content.startswith("Rotate keys") and found.metadata["document"] == "docs/keys.md"
+
+
+def test_llamaindex_asks_streams_completes_and_goes_on(url: str, room: FakeRoom, http: httpx.Client) -> None:
+    llms = pytest.importorskip("llama_index.llms.openai_like")
+    core = pytest.importorskip("llama_index.core.llms")
+    llm = llms.OpenAILike(
+        model="stillroom",
+        api_base=f"{url}/v1",
+        api_key="unused",
+        is_chat_model=True,
+        context_window=2048,
+        max_retries=0,
+        http_client=http,
+    )
+    raw = llms.OpenAILike(model="stillroom", api_base=f"{url}/v1", api_key="unused", max_retries=0, http_client=http)
+
+    asked = [core.ChatMessage(role="user", content=QUESTION)]
+    assert llm.chat(asked).message.content == QUESTION
+    assert "".join(piece.delta or "" for piece in llm.stream_chat(asked)) == QUESTION
+    assert raw.complete("keys are rotated").text == "keys are rotated"
+    assert "".join(piece.delta or "" for piece in raw.stream_complete("keys are")) == "keys are"
+    llm.chat([*asked, core.ChatMessage(role="assistant", content="So."), core.ChatMessage(role="user", content="Why?")])
+    question, options = room.asked[-1]
+    assert question == "Why?" and [one.answer for one in options.history] == ["So."]

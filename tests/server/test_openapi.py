@@ -1,0 +1,139 @@
+"""The OpenAPI document says what the server does: schemathesis makes requests of it, good and bad, and finds nothing.
+
+The requests go to the real application over a fake room, and in the slow run over one with the bundled model too.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from pydantic import BaseModel
+from schemathesis.checks import CHECKS, load_all_checks
+from schemathesis.generation import GenerationMode
+
+from stillroom.rag.room import Stillroom
+from stillroom.server.app import create_app
+from stillroom.server.replies import ChatCompletionChunk, CompletionChunk
+from tests.server.fakes import FakeRoom, as_room
+from tests.server.harness import QUESTION, events
+from tests.server.knowledge import write_knowledge
+
+load_all_checks()
+UNFIT = {
+    "positive_data_acceptance",  # a schema cannot say that a question is not blank, or that a model is served here
+    "ignored_auth",  # without a file of keys there are none
+    "object_level_authorization",
+    "max_response_time",
+}
+FITTING = [check for check in CHECKS.get_all() if check.__name__ not in UNFIT]
+OWN = {"host": "127.0.0.1:8321"}
+"""A name that the server answers to."""
+OPERATIONS = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/search"),
+    ("POST", "/v1/documents"),
+    ("GET", "/v1/documents"),
+    ("GET", "/v1/documents/{document}"),
+    ("DELETE", "/v1/documents/{document}"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/v1/requests"),
+    ("GET", "/v1/requests/{request_id}"),
+    ("GET", "/healthz"),
+    ("GET", "/readyz"),
+    ("GET", "/metrics"),
+]
+
+
+@pytest.fixture(scope="module")
+def app() -> FastAPI:
+    return create_app(as_room(FakeRoom()))
+
+
+@pytest.fixture(scope="module")
+def real_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
+    folder = tmp_path_factory.mktemp("openapi")
+    with Stillroom.open(folder / "kb") as room:
+        room.add(write_knowledge(folder / "docs"))
+        room.warm_up()
+        yield create_app(room)
+
+
+def attack(app: FastAPI, method: str, path: str, max_examples: int) -> None:
+    """Requests as the document allows them, and as it does not."""
+    operation = schemathesis.openapi.from_asgi("/openapi.json", app, headers=OWN)[path][method]
+    quick = settings(
+        max_examples=max_examples,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        derandomize=max_examples < 100,
+    )
+    for mode in GenerationMode:
+
+        @quick
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def holds(case: Any) -> None:
+            case.call_and_validate(checks=FITTING, headers=OWN)
+
+        try:
+            holds()
+        except Unsatisfiable:
+            assert mode is GenerationMode.NEGATIVE, "some operations take everything"
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_the_server_does_what_the_document_says(app: FastAPI, method: str, path: str) -> None:
+    attack(app, method, path, 4)
+
+
+@pytest.mark.parametrize(
+    ("path", "event"), [("chat/completions", ChatCompletionChunk), ("completions", CompletionChunk)]
+)
+def test_events_are_of_their_type(any_client: httpx.Client, path: str, event: type[BaseModel]) -> None:
+    options = {"stream": True, "n": 2, "stream_options": {"include_usage": True}}
+    logprobs = {"logprobs": True, "top_logprobs": 1} if path.startswith("chat") else {"logprobs": 1}
+
+    response = any_client.post(f"/v1/{path}", json=QUESTION | {"prompt": "keys"} | options | logprobs)
+
+    *found, _ = events(response)
+    assert len(found) > 4
+    for one in found:
+        assert event.model_validate(one).model_dump(mode="json", exclude_unset=True) == one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_the_server_does_what_the_document_says_for_longer(app: FastAPI, method: str, path: str) -> None:
+    attack(app, method, path, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_a_real_server_does_what_the_document_says(real_app: FastAPI, method: str, path: str) -> None:
+    attack(real_app, method, path, 100)
+
+
+def test_every_operation_is_described_and_attacked(app: FastAPI) -> None:
+    document = app.openapi()
+    told = {(method.upper(), path): one for path, item in document["paths"].items() for method, one in item.items()}
+
+    assert set(told) == set(OPERATIONS)
+    for (method, path), operation in told.items():
+        where = f"{method} {path}"
+        assert operation["tags"] and operation["description"], where
+        for status, response in operation["responses"].items():
+            schemas = [content["schema"] for content in response["content"].values()]
+            assert schemas and all(schemas), f"{where}: {status} has a type"
+            if int(status) >= 400 and (status, path) not in (("422", "/v1/documents"), ("503", "/readyz")):
+                assert schemas == [{"$ref": "#/components/schemas/ErrorReply"}], f"{where}: {status}"
+        for content in operation.get("requestBody", {}).get("content", {}).values():
+            assert content["schema"]
+    assert "HTTPValidationError" not in str(document)
