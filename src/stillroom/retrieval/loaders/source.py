@@ -147,12 +147,14 @@ def decode(data: bytes, name: str, *, strict: bool = False) -> str:
 
 def _marked(data: bytes, name: str) -> str | None:
     """Text that says with its first bytes that it is UTF-16 or UTF-32."""
-    for mark, encoding in _BYTE_ORDER_MARKS:
-        if data.startswith(mark):
-            try:
-                return data.decode(encoding)
-            except UnicodeDecodeError as error:
-                raise DocumentError(f"{name}: begins as {encoding.upper()} text, but is none") from error
+    marks = [encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)]
+    for encoding in marks:  # what begins as UTF-32 may be UTF-16 that begins with NUL
+        try:
+            return data.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+    if marks:
+        raise DocumentError(f"{name}: begins as {marks[-1].upper()} text, but is none")
     return None
 
 
