@@ -51,7 +51,7 @@ def test_a_dozen_kills_and_some_full_disks(faulty: House) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_kills_at_every_part_of_the_work_and_disks_that_fail(faulty: House, kind: str) -> None:
-    """In all 200 kills and 60 disks."""
+    """In all 200 kills and 75 disks."""
     num_struck = kill_everywhere(faulty, kind, 8, 3, random.Random(f"{SEED} {kind}"))
     assert num_struck >= 8 * len(SCENES) - 4, "threads may do some operations more, or less"
 

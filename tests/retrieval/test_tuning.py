@@ -79,6 +79,9 @@ class FakeIndex:
 
     def remove(self, ids: Sequence[int]) -> None: ...
 
+    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
+        raise NotImplementedError
+
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         return {}
 

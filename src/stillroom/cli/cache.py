@@ -57,8 +57,7 @@ def clear(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False) -> None:
 
 @app.command("verify", help=VERIFY_HELP)
 def verify(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
-    folder = _folder(kb)
-    reports = [_verify_one(folder, fingerprint, is_quiet=quiet or as_json) for fingerprint in fingerprints(folder)]
+    reports = verify_records(kb, is_quiet=quiet or as_json)
     failures = [failure for report in reports for failure in report["failures"]]
     if as_json:
         print_json({"models": reports, "num_failures": len(failures)})
@@ -69,6 +68,12 @@ def verify(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False, quiet: QuietO
         line(f"{count(num_records, 'record')} checked, {len(failures)} damaged")
     if failures:
         raise typer.Exit(1)
+
+
+def verify_records(kb: Path, *, is_quiet: bool) -> list[dict[str, Any]]:
+    """Read and check all KV of a knowledge base: for each model, what there is and what was damaged."""
+    folder = _folder(kb)
+    return [_verify_one(folder, fingerprint, is_quiet=is_quiet) for fingerprint in fingerprints(folder)]
 
 
 def _verify_one(folder: Path, fingerprint: bytes, *, is_quiet: bool) -> dict[str, Any]:

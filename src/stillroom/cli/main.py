@@ -17,7 +17,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stillroom.cli import add, ask, bench, cache, calibrate, console, documents, explain, keys, plan, search, serve
+from stillroom.cli import (
+    add,
+    ask,
+    bench,
+    cache,
+    calibrate,
+    console,
+    documents,
+    explain,
+    keys,
+    plan,
+    search,
+    serve,
+    verify,
+)
 from stillroom.errors import (
     ConfigError,
     KnowledgeBaseNotFoundError,
@@ -34,6 +48,7 @@ _WRONG_CALLS = (ConfigError, UsageError, KnowledgeBaseNotFoundError, ModelNotFou
 
 _RESUME = {
     "add": "Finished files are kept; run the same command again to do the rest.",
+    "verify": "What was repaired stays so; run the same command again to do the rest.",
     "bench": "Nothing is lost; run the same command again.",
 }
 _RESUME_DEFAULT = "Nothing was changed and nothing is lost; run the same command again."
@@ -91,6 +106,7 @@ def build_app() -> typer.Typer:
     app.command("remove", help=documents.REMOVE_HELP)(documents.remove)
     app.command("list", help=documents.LIST_HELP)(documents.list_)
     app.command("digest", help=documents.DIGEST_HELP)(documents.digest)
+    app.command("verify", help=verify.HELP)(verify.verify)
     app.command("search", help=search.HELP)(search.search)
     app.command("ask", help=ask.HELP)(ask.ask)
     app.command("serve", help=serve.HELP)(serve.serve)

@@ -29,6 +29,7 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.retrieval.uploads import UploadResult, Uploads
+from stillroom.retrieval.verify_report import Tell, VerifyReport
 from stillroom.telemetry.metrics import IndexFigures, Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
@@ -216,6 +217,13 @@ class Stillroom:
             KnowledgeBaseBusyError: another process is writing.
         """
         return self._kb.digest()
+
+    def verify(self, *, repair: bool = False, progress: Tell | None = None) -> VerifyReport:
+        """Check that SQLite, vectors and postings are whole and agree, and make them so; see `KnowledgeBase.verify`."""
+        try:
+            return self._kb.verify(repair=repair, progress=progress)
+        finally:
+            self._corpus_changed()
 
     # Search
 

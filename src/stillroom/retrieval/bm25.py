@@ -10,13 +10,17 @@ import json
 import os
 import re
 import shutil
+import struct
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tantivy
+from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
@@ -150,6 +154,38 @@ class Bm25Index:
         write_atomically(self._folder / _STATE, json.dumps(state).encode())
         self.refresh()
 
+    # For checking it
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is anything on disk, of whatever use."""
+        return self._folder.exists()
+
+    def ids(self) -> NDArray[np.int64]:
+        """Chunk ids [n] of all that searches can find, one for each entry."""
+        searcher = self._view.searcher
+        if searcher is None or not searcher.num_docs:
+            return np.empty(0, dtype=np.int64)
+        hits = searcher.search(tantivy.Query.all_query(), int(searcher.num_docs), count=False).hits
+        found = searcher.fast_field_values("chunk_id", [address for _, address in hits])
+        return np.array(found, dtype=np.int64)
+
+    def has_words(self, chunk_id: int, stems: Collection[str]) -> bool:
+        """Whether exactly one entry of a chunk holds all of these stems."""
+        searcher = self._view.searcher
+        terms = [tantivy.Query.term_query(self._schema, "chunk_id", chunk_id)]
+        terms += [tantivy.Query.term_query(self._schema, "body", stem, index_option="freq") for stem in sorted(stems)]
+        every = tantivy.Query.boolean_query([(tantivy.Occur.Must, term) for term in terms])
+        return searcher is not None and len(searcher.search(every, 2, count=False).hits) == 1
+
+    def damaged_files(self) -> list[str]:
+        """Names of segments' files that are not as tantivy wrote them, by the checksum at their end."""
+        return [path.name for path in sorted(self._folder.glob("*.*")) if _is_segment(path) and not _is_whole(path)]
+
     def document_frequency(self, word: str) -> int:
         """How many chunks hold a stem, as BM25 counts them: a removed one still counts until its segment is merged."""
         searcher = self._view.searcher
@@ -244,6 +280,25 @@ def _hits_among(searcher: Any, query: Any, n: int, allowed: Allowed, num_docs: i
         if is_allowed.sum() >= n or len(hits) < depth or depth >= num_docs:
             return [hit for hit, is_one in zip(hits, is_allowed.tolist(), strict=True) if is_one][:n]
         depth = min(num_docs, depth * 4)
+
+
+def _is_segment(path: Path) -> bool:
+    return re.fullmatch(r"[0-9a-f]{32}", path.name.partition(".")[0]) is not None
+
+
+def _is_whole(path: Path) -> bool:
+    """A segment's file ends with JSON that has the CRC-32 of what stands before it, its length and a magic number."""
+    content = path.read_bytes()
+    try:
+        size, magic = _SEGMENT_END.unpack(content[-_SEGMENT_END.size :])
+        end = len(content) - _SEGMENT_END.size
+        crc = json.loads(content[end - size : end])["crc"]
+    except (struct.error, ValueError, KeyError, TypeError):
+        return False
+    return bool(magic == _SEGMENT_MAGIC and zlib.crc32(content[: end - size]) == crc)
+
+
+_SEGMENT_END, _SEGMENT_MAGIC = struct.Struct("<II"), 1337
 
 
 def _open(folder: Path) -> Any:

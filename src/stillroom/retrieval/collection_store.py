@@ -49,6 +49,10 @@ class CollectionStore:
         """There are no tiers."""
         return None
 
+    def rebuild(self) -> None:
+        """An empty collection, whatever there is; `writing` fills it."""
+        self._opened().clear()
+
     def close(self) -> None:
         """Let go of the collection. Idempotent."""
         if self._index is not None:

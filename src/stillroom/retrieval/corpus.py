@@ -131,6 +131,11 @@ class Corpus:
         found = {row[0]: row[1] for row in self._select_in(rows.SELECT_VECTORS, chunk_ids)}
         kept = [chunk_id for chunk_id in chunk_ids if chunk_id in found]
         vectors = np.frombuffer(b"".join(found[chunk_id] for chunk_id in kept), dtype=np.float32)
+        if kept and len(vectors) % len(kept):
+            raise CorruptKnowledgeBaseError(
+                f"{self._path} holds vectors of several lengths; `stillroom verify --repair --kb {self._path.parent}` "
+                "makes them again"
+            )
         return np.array(kept, dtype=np.int64), vectors.reshape(len(kept), -1 if kept else 0)
 
     def num_added_since(self, generation: int) -> int:

@@ -80,6 +80,22 @@ class DenseStore:
         self.current()
         return self._saved_generation != self._corpus.generation
 
+    @property
+    def saved_generation(self) -> int:
+        """Which state of the corpus the file shows; 0 where there is none that can be used. After `current`."""
+        return max(0, self._saved_generation)
+
+    @property
+    def is_saved_otherwise(self) -> bool:
+        """Whether the file is good, but will be written in another form. After `current`."""
+        return self._saved_generation == -1 and self.generation > 0 and not self._damaged
+
+    def rebuild(self) -> None:
+        """Remove the files; the next `current` makes the index from the corpus. Only under the write lock."""
+        for path in (self._arrays_path, self._lists_path):
+            path.unlink(missing_ok=True)
+        self._index = None
+
     def writing(self) -> Callable[[], None] | None:
         """What brings the file up to date, to be called under the write lock while others may use this; None if it is.
 

@@ -14,6 +14,9 @@ from stillroom.retrieval.ranking import Ranking, best_of, ranked, top_k
 from stillroom.retrieval.staged import stages
 from stillroom.retrieval.vector_index import compared, one_thread
 
+_BLOCK = 4096
+"""Vectors looked at at a time."""
+
 faiss: Any = _faiss  # its type information lacks what is made at import
 
 
@@ -74,6 +77,13 @@ class FlatIndex:
         """The vectors [len(ids), d] of chunks that are in the index."""
         found: NDArray[np.float32] = self._index.reconstruct_batch(ids)
         return found
+
+    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
+        """See `VectorIndex`."""
+        ids = self.ids()
+        for start in range(0, len(ids), _BLOCK):
+            rows = ids[start : start + _BLOCK]
+            yield rows, self._index.index.reconstruct_n(start, len(rows))
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         """Ids [q, k] of the best for queries [q, d], all compared at once; -1 fills up."""

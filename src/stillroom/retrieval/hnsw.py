@@ -27,6 +27,9 @@ _MAX_DEAD_SHARE = 0.2
 _MAX_EF_SEARCH = 4096
 """Beyond it a search of all vectors is hardly slower."""
 
+_BLOCK = 4096
+"""Vectors looked at at a time."""
+
 faiss: Any = _faiss  # its type information lacks what is made at import
 
 
@@ -211,6 +214,13 @@ class HnswIndex:
         return vectors
 
     # Storage
+
+    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
+        """See `VectorIndex`."""
+        alive = self._alive_positions()
+        for start in range(0, len(alive), _BLOCK):
+            positions = alive[start : start + _BLOCK]
+            yield self._ids[positions], self._graph.reconstruct_batch(positions)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         return {"hnsw": faiss.serialize_index(self._graph), "ids": self._ids, "dead": self._dead_positions()}

@@ -54,6 +54,7 @@ class Indexes:
         """
         self._corpus = corpus
         self._folder = folder
+        self._config, self._dimension = config, dimension
         self._sparse_folder = folder / "sparse"
         self._lock = Lock()
         """Of the dense index."""
@@ -171,6 +172,30 @@ class Indexes:
         """The dense index has turned out to be damaged in its file: whoever needs it next gets it made anew."""
         with self._lock:
             self._dense.discard()
+
+    def rebuild(self, *, dense: bool, sparse: bool) -> None:
+        """Make either anew from the corpus. Only under the write lock. Raises as `write`."""
+        with self._reporting():
+            if dense:
+                with self._lock:
+                    self._dense.rebuild()
+            if sparse:
+                self._current_sparse().clear()
+        self.write()
+
+    @contextlib.contextmanager
+    def opened_anew(self) -> Iterator[DenseStore | CollectionStore]:
+        """The dense index as the next process would find it; an embedded collection, which only one may have open, as
+        it is. Only under the write lock."""
+        if isinstance(self._dense, CollectionStore):
+            with self._lock:
+                yield self._dense
+            return
+        store = DenseStore(self._folder, self._corpus, self._config, self._dimension)
+        try:
+            yield store
+        finally:
+            store.close()
 
     @property
     def list_figures(self) -> ListFigures | None:

@@ -175,6 +175,21 @@ class IvfPqIndex:
 
     # Storage
 
+    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
+        """See `VectorIndex`. What has only a code or only a full vector is not in it."""
+        if self._lists is None:
+            yield from self._exact.in_order()
+            return
+        entries = self._lists.invlists
+        listed = np.concatenate([entries_of(entries, number)[0] for number in range(self.nlist)])
+        if not self._config.refine:
+            yield listed, None
+            return
+        for ids, vectors in self._exact.in_order():
+            assert vectors is not None
+            is_listed = np.isin(ids, listed)
+            yield ids[is_listed], vectors[is_listed]
+
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         lists = faiss.serialize_index(self._lists) if self._lists is not None else np.empty(0, dtype=np.uint8)
         return {"ivf_pq": lists, "num_trained": np.array(self._num_trained), **self._exact.to_arrays()}

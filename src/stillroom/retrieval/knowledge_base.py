@@ -41,12 +41,15 @@ from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport, documents_at
 from stillroom.retrieval.kb_folder import CORPUS, MANIFEST, WriteLock, check_corpus_is_there, check_may_be_made
+from stillroom.retrieval.kb_writing import Following
 from stillroom.retrieval.loaders.metadata import said_metadata
 from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
 from stillroom.retrieval.reading import Failures, FileReader
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
+from stillroom.retrieval.verify import Verification
+from stillroom.retrieval.verify_report import Tell, VerifyReport
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +157,7 @@ class KnowledgeBase:
         """
         said = said_metadata(metadata or {})
         with self._writing("add"):
-            following = _Following(self._corpus, self._indexes, progress)
+            following = Following(self._corpus, self._indexes, progress)
             reader = FileReader(self._config.documents, self._unreadable)
             ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), reader, self._clock, following)
             return ingest.run(paths, said, exclude)
@@ -299,6 +302,22 @@ class KnowledgeBase:
                 self._indexes.write()
                 return index_digest(self._manifest, self._corpus, *self._indexes.current())
 
+    def verify(self, *, repair: bool = False, progress: Tell | None = None) -> VerifyReport:
+        """Check SQLite, vectors and postings, each by itself and against the others (see `verify`); nobody can write
+        meanwhile.
+
+        Args:
+            repair: make whole what can be. A vector that was lost is embedded again, which needs the embedder.
+            progress: told how many of how many steps are done.
+
+        Raises:
+            KnowledgeBaseBusyError: somebody is writing.
+            StorageError: the disk is full or failing.
+        """
+        run = Verification(self._path, self._corpus, self._indexes, self._config, self._dimension, self._clock)
+        with self._lock.held("verify"):
+            return run.run(self._embed_again if repair else None, progress or (lambda done, total: None))
+
     @property
     def list_figures(self) -> ListFigures | None:
         """Of lists in RAM and on disk; None where `index` asks for no such tiers, or nothing was searched yet."""
@@ -339,6 +358,9 @@ class KnowledgeBase:
                 self._is_embedder_checked = True
         return self._embedder
 
+    def _embed_again(self, texts: list[str]) -> NDArray[np.float32]:
+        return self._checked_embedder().embed_documents(texts)
+
     def _repair_indexes(self) -> None:
         """Once after opening: bring index files up to date that an interrupted writer left behind, or somebody damaged.
 
@@ -369,24 +391,6 @@ class KnowledgeBase:
                     logger.warning("%s", error)
                 raise
             self._indexes.write()
-
-
-class _Following:
-    """Told how far an `add` is, keeps a collection close behind each commit: readers hold the rest in memory."""
-
-    def __init__(self, corpus: Corpus, indexes: Indexes, progress: Callable[[AddProgress], None] | None) -> None:
-        self._corpus = corpus
-        self._indexes = indexes
-        self._progress = progress
-        self._generation = corpus.generation
-
-    def __call__(self, done: AddProgress) -> None:
-        generation = self._corpus.generation
-        if generation != self._generation:
-            self._indexes.write_collection()
-            self._generation = generation
-        if self._progress is not None:
-            self._progress(done)
 
 
 def _create(path: Path, config: StillroomConfig, clock: Clock) -> None:

@@ -27,6 +27,9 @@ _MARK = "5371696c-6c72-4f6f-8d00-000000000000"
 _VECTOR = "dense"
 """Vectors have a name, because only then may a point have none."""
 
+_PAGE = 1000
+"""Points asked for at a time, where all are."""
+
 _WORDS_ALONE = "--mode sparse searches by words alone"
 
 
@@ -78,6 +81,19 @@ class QdrantCollection:
         """Chunks in it."""
         with self._reporting() as client:
             return int(client.count(self.name, exact=True).count) - 1
+
+    def points(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Ids [n] and vectors [n, d] of all chunks in it, some at a time."""
+        offset: Any = None
+        while True:
+            with self._reporting() as client:
+                found, offset = client.scroll(self.name, limit=_PAGE, offset=offset, with_vectors=True)
+            chunks = [point for point in found if isinstance(point.id, int)]
+            if chunks:
+                vectors = np.array([point.vector[_VECTOR] for point in chunks], dtype=np.float32)
+                yield np.array([point.id for point in chunks], dtype=np.int64), vectors
+            if offset is None:
+                return
 
     def nearest(
         self,

@@ -157,12 +157,27 @@ class QdrantIndex:
             log = logger.warning if total > MOST_BEHIND else logger.info  # somebody waits
             log("%s: %d of %d chunks", self._collection.where, done, total)
 
+    def clear(self) -> None:
+        """Nothing is in the collection any more."""
+        self._collection.clear()
+        self._is_counted = False
+        self._shown = None
+
     def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         self._collection.put(ids.tolist(), vectors)
 
     def remove(self, ids: Sequence[int]) -> None:
         for start in range(0, len(ids), _BATCH):
             self._collection.drop([int(chunk_id) for chunk_id in ids[start : start + _BATCH]])
+
+    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
+        """See `VectorIndex`; after `follow`. What the collection has not got yet comes from beside it."""
+        hidden = np.array(self._hidden, dtype=np.int64)
+        assert self._shown is not None
+        for ids, vectors in self._collection.points() if self._shown[0] is not None else ():
+            is_shown = ~np.isin(ids, hidden)
+            yield ids[is_shown], vectors[is_shown]
+        yield from self._beside.in_order()
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Nothing: a server's graph is its own, so two equal digests say nothing of it."""

@@ -47,10 +47,10 @@ ADDED_COLUMNS = (
 )
 """Table, column, definition. What `add --meta` says of a file is in `sources`, and with it in `documents`."""
 
-_CHUNK = """c.chunk_id, c.document_id, c.ordinal, c.text, c.title, c.heading_path, c.num_tokens, c.start_line,
+CHUNK_COLUMNS = """c.chunk_id, c.document_id, c.ordinal, c.text, c.title, c.heading_path, c.num_tokens, c.start_line,
     c.end_line, c.record_id, c.start_page, c.end_page"""
-SELECT_CHUNKS = f"SELECT {_CHUNK} FROM chunks c WHERE c.chunk_id IN ({{}})"
-SELECT_CHUNKS_OF = f"""SELECT {_CHUNK}, v.vector FROM chunks c JOIN vectors v USING (chunk_id)
+SELECT_CHUNKS = f"SELECT {CHUNK_COLUMNS} FROM chunks c WHERE c.chunk_id IN ({{}})"
+SELECT_CHUNKS_OF = f"""SELECT {CHUNK_COLUMNS}, v.vector FROM chunks c JOIN vectors v USING (chunk_id)
     WHERE c.document_id = ? ORDER BY c.ordinal"""
 SELECT_VECTORS = "SELECT chunk_id, vector FROM vectors WHERE chunk_id IN ({})"
 SELECT_EXISTING = "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})"

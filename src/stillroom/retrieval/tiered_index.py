@@ -275,6 +275,17 @@ class TieredIvfPqIndex:
 
     # Storage
 
+    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
+        """See `VectorIndex`. Reads every list and every vector of the file."""
+        if self._young is not None:
+            yield from self._young.in_order()
+            return
+        self._rows.check()
+        if self._rows.file.has_vectors:
+            yield from self._rows.in_order()
+        else:
+            yield self._rows.ids_of(self._rows.alive()), None
+
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """As `IvfPqIndex`: everything, in RAM."""
         if self._young is not None:

@@ -15,6 +15,7 @@ import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.ops.teams import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import Allowed, PerFilter
 from stillroom.retrieval.filters.lists_among import ListsAmong
@@ -199,6 +200,18 @@ class Rows:
         """All rows that were not removed, ascending."""
         recent = np.flatnonzero(self._is_recent_kept) + len(self.file.ids)
         return np.append(np.flatnonzero(self._is_kept), recent)
+
+    def check(self) -> None:
+        """Read every list of the file.
+
+        Raises:
+            CorruptKnowledgeBaseError: one is damaged, or some row is in none of them or in two.
+        """
+        rows = [self.file.entries(number)[0] for number in range(len(self.file.sizes))]
+        if not np.array_equal(np.sort(np.concatenate(rows)), np.arange(len(self.file.ids))):
+            raise CorruptKnowledgeBaseError(
+                f"{self.file.path}: its lists do not hold each row once; it will be rebuilt"
+            )
 
     def in_order(self) -> Iterator[tuple[Ids, Vectors]]:
         """Ids and full vectors of all, in the order of addition, a few thousand at a time."""

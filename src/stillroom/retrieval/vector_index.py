@@ -86,6 +86,15 @@ class VectorIndex(Protocol):
         """
         ...
 
+    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
+        """Ids [n] and full vectors [n, d] of all that is in it, a few thousand at a time, for checking it; None where
+        it keeps no full vectors.
+
+        Raises:
+            CorruptKnowledgeBaseError: a part of its file is damaged that nobody had asked for yet.
+        """
+        ...
+
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Everything, to be stored."""
         ...

@@ -1,0 +1,65 @@
+"""`stillroom verify`: whether SQLite, vectors and postings of a knowledge base are whole and agree. Needs no model."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stillroom.cli import room
+from stillroom.cli.console import count, duration, line, print_json
+from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
+from stillroom.cli.progress import counting
+
+if TYPE_CHECKING:
+    from stillroom.retrieval.verify_report import VerifyReport
+
+HELP = help_text(
+    "Check that the knowledge base is whole: SQLite, vectors and postings, and each against the others.",
+    "Every text is compared with its checksum, every vector and every word with what the indexes hold. Each finding "
+    "says what it means. Ends with code 1 if there is any, with --repair too; then the next run is clean.",
+    "--repair makes SQLite whole first: rows without their other half go, a lost vector is embedded again, and a "
+    "document that lost a part is removed, so that adding its file reads it again. Then it makes anew each index that "
+    "differs. --kv also reads every record of kept KV, as `stillroom cache verify` does.",
+    examples=("stillroom verify --kb ./kb", "stillroom verify --repair", "stillroom verify --json | jq .findings"),
+)
+
+
+def verify(
+    kb: KbOption = DEFAULT_KB,
+    repair: Annotated[bool, typer.Option("--repair", help="Make whole what can be.")] = False,
+    kv: Annotated[bool, typer.Option("--kv", help="Check the kept KV, too; damaged records are removed.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    with (
+        room.open_room(kb, room.settings(config)) as opened,
+        counting("checking", is_shown=not (quiet or as_json)) as tell,
+    ):
+        report = opened.verify(repair=repair, progress=tell)
+    records = _records(kb, is_quiet=quiet or as_json) if kv else []
+    failures = [failure for one in records for failure in one["failures"]]
+    if as_json:
+        print_json({**report.to_json(), **({"kv": records} if kv else {})})
+    else:
+        _show(report)
+        for failure in failures:
+            line(f"kv: {failure['record']} is damaged: {failure['reason']}")
+    if failures or not report.is_clean:
+        raise typer.Exit(1)
+
+
+def _show(report: "VerifyReport") -> None:
+    for finding in report.findings:
+        line(f"{finding.part}: {finding.problem} ({finding.num:,}){' - repaired' if finding.is_repaired else ''}")
+        line(f"  {finding.meaning}")
+        if finding.examples:
+            line(f"  such as {', '.join(finding.examples)}")
+    what = f"{count(report.num_documents, 'document')}, {count(report.num_chunks, 'chunk')}"
+    found = "all is well" if report.is_clean else count(len(report.findings), "finding")
+    line(f"{what} checked in {duration(report.seconds)}: {found}")
+
+
+def _records(kb: Any, *, is_quiet: bool) -> list[dict[str, Any]]:
+    from stillroom.cli.cache import verify_records
+
+    return verify_records(kb, is_quiet=is_quiet)
