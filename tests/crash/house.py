@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from tests.retrieval.test_migration import make_old
 
 HERE = Path(__file__).parent
 NUM_FILES = 30
-SCENES = ("add", "remove", "rebuild", "migrate", "update")
+SCENES = ("add", "remove", "rebuild", "migrate", "repair", "update")
 
 Said = dict[str, Any]
 
@@ -180,14 +181,16 @@ class House:
             yield self._measured(Scene("remove", kind, "remove", {"target": gone}, first, one, left, []))
         if "rebuild" in names:
             bare = self._copy(first, f"bare-{kind}")
-            shutil.rmtree(bare / "sparse")
-            for path in (*bare.glob("dense.*"), bare / "qdrant"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            clear_indexes(bare)
             yield self._measured(Scene("rebuild", kind, "search", {"queries": [word(1, 1)]}, bare, one, one, []))
         if "migrate" in names:
             old = self._copy(first, f"old-{kind}")
             make_old(old)
             yield self._measured(Scene("migrate", kind, "search", {"queries": [word(1, 1)]}, old, one, one, []))
+        if "repair" in names:
+            broken = self._copy(first, f"broken-{kind}")
+            damage(broken)
+            yield self._measured(Scene("repair", kind, "repair", {}, broken, oracle.documents(broken), {}, []))
         if "update" in names:
             write_docs(self.docs, 2)
             files = sorted(str(path) for path in self.docs.rglob("*") if path.is_file())
@@ -255,6 +258,20 @@ def check_whole(scene: Scene, found: oracle.Documents, ended: Said) -> None:
         path = name.partition("#")[0]
         if last(ended, "done") or path in acknowledged:
             assert found.get(name) == scene.after.get(name), f"{name} was acknowledged"
+
+
+def damage(kb: Path) -> None:
+    """A text that was changed, no vectors and no postings."""
+    with sqlite3.connect(kb / "corpus.sqlite3") as database:
+        last_one = "(SELECT chunk_id FROM chunks ORDER BY document_id DESC LIMIT 1)"
+        database.execute(f"UPDATE chunks SET text = 'something else' WHERE chunk_id = {last_one}")
+    database.close()
+    clear_indexes(kb)
+
+
+def clear_indexes(kb: Path) -> None:
+    for path in (kb / "sparse", kb / "qdrant", *kb.glob("dense.*")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def spread(count: int, total: int, rng: random.Random) -> list[int]:

@@ -115,19 +115,30 @@ def watch(job: dict[str, Any], say: Say) -> None:
             rounds += 1
         for query in job["queries"]:
             say(query=query, mode="hybrid", found=_found(kb, query, "hybrid"), is_last=True)
+        say(done=True)
 
 
 def _found(kb: KnowledgeBase, query: str, mode: Any) -> list[tuple[str, str]]:
     return [(one.chunk.document_id, one.chunk.text) for one in kb.search(query, mode=mode, top_k=3).results]
 
 
-JOBS = {"add": add, "remove": remove, "search": search, "watch": watch}
+def repair(job: dict[str, Any], say: Say) -> None:
+    with opened(job) as kb:
+        report = kb.verify(repair=True)
+        assert all(one.is_repaired for one in report.findings), report
+        say(done=True, findings=len(report.findings))
+
+
+JOBS = {"repair": repair, "add": add, "remove": remove, "search": search, "watch": watch}
 
 # The process that forks
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Run one job in a fork; with `kill_after_s`, end it then."""
+    if job["kind"] == "qdrant":
+        import qdrant_client  # noqa: F401
+
     reader, writer = os.pipe()
     started = time.monotonic()
     pid = os.fork()
@@ -203,8 +214,6 @@ def main() -> None:
 
 def _import_all() -> None:
     """What jobs would import for themselves."""
-    import qdrant_client  # noqa: F401
-
     from stillroom.retrieval.loaders import jsonl, markdown, text  # noqa: F401
 
 
