@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -552,3 +554,8 @@ def test_a_searcher_keeps_its_words_while_the_writer_makes_them_anew(open_kb: Op
     kb.add([three])
     assert (kb.path / "sparse" / "meta.json").exists(), "who writes looks at the disk"
     assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
+
+
+def test_listing_removing_and_searching_by_words_can_do_without_torch() -> None:
+    code = "import sys, stillroom.retrieval.knowledge_base; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -9,14 +9,17 @@ is lower by more than a margin, lists are exchanged, the hottest first and a few
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.errors import CorruptKnowledgeBaseError
-from stillroom.retrieval.device_lists import DeviceLists
 from stillroom.retrieval.partition import Lists, best_lists, by_heat
 from stillroom.retrieval.tiered_ivf import TieredLists
+
+if TYPE_CHECKING:  # it imports torch, which a search by words can do without
+    from stillroom.retrieval.device_lists import DeviceLists
 
 Counts = NDArray[np.float64]
 Spawn = Callable[[Callable[[], None]], None]
@@ -73,7 +76,7 @@ class HotLists:
         rules: DriftRules,
         spawn: Spawn,
         counts: Counts | None = None,
-        devices: DeviceLists | None = None,
+        devices: "DeviceLists | None" = None,
     ) -> None:
         """
         Args:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import faiss as _faiss
 import numpy as np
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
 from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.retrieval.device_lists import DeviceLists, devices_named
 from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.hot_lists import Counts, DriftRules, HotLists, Spawn
@@ -31,6 +30,9 @@ from stillroom.retrieval.staged import stages
 from stillroom.retrieval.tiered_ivf import all_entries, emptied
 from stillroom.retrieval.tiered_rows import Rows, Snapshot
 from stillroom.retrieval.vector_index import one_thread
+
+if TYPE_CHECKING:  # it imports torch, which an index without devices can do without
+    from stillroom.retrieval.device_lists import DeviceLists
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
@@ -85,7 +87,7 @@ class TieredIvfPqIndex:
         self._spawn, self._rules, self._on_window = spawn, rules or DriftRules(), on_window
         self._young: IvfPqIndex | None = IvfPqIndex(dimension, config)
         """Everything, until the first training."""
-        self._devices = devices_named(config.devices) if config.device_bytes else ()
+        self._devices = _devices(config)
         self._on_devices: DeviceLists | None = None
         self._rows: Rows
         self._hot: HotLists
@@ -321,7 +323,10 @@ class TieredIvfPqIndex:
         self.close()
         self._rows = Rows(file, self._folder)
         tiers, config = self._rows.tiers, self._config
-        self._on_devices = DeviceLists(tiers, self._devices, config.device_bytes) if self._devices else None
+        if self._devices:
+            from stillroom.retrieval.device_lists import DeviceLists
+
+            self._on_devices = DeviceLists(tiers, self._devices, config.device_bytes)
         hot_bytes = config.hot_bytes or int(tiers.list_bytes().sum())
         self._hot = HotLists(tiers, hot_bytes, self._rules, self._spawn, counts, self._on_devices)
         self._num_trained = file.origin.num_trained
@@ -400,6 +405,14 @@ class TieredIvfPqIndex:
     def _check_refine(self) -> None:
         if not self._config.refine:
             raise ConfigError("an ivf_pq index with index.refine = 0 cannot be tuned; set index.refine to 1 or more")
+
+
+def _devices(config: IndexConfig) -> tuple[str, ...]:
+    if not config.device_bytes:
+        return ()
+    from stillroom.retrieval.device_lists import devices_named
+
+    return devices_named(config.devices)
 
 
 _IP = faiss.METRIC_INNER_PRODUCT
