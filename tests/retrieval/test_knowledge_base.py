@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -559,3 +560,27 @@ def test_a_searcher_keeps_its_words_while_the_writer_makes_them_anew(open_kb: Op
 def test_listing_removing_and_searching_by_words_can_do_without_torch() -> None:
     code = "import sys, stillroom.retrieval.knowledge_base; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_lost_manifest_is_said_to_be_lost(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+    kb = open_kb()
+    kb.add([three])
+    kb.close()
+    (tmp_path / "kb" / "manifest.json").unlink()
+    for create in (False, True):
+        with pytest.raises(CorruptKnowledgeBaseError, match="missing, the documents are there"):
+            open_kb(create=create)
+    open_kb(name="other")
+    shutil.copy(tmp_path / "other" / "manifest.json", tmp_path / "kb")
+    assert first_name(open_kb().search("cats")) == "cats.md", "as it says"
+
+
+def test_a_corpus_without_its_state_is_damaged(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+    kb = open_kb()
+    kb.add([three])
+    kb.close()
+    with sqlite3.connect(tmp_path / "kb" / "corpus.sqlite3") as database:
+        database.execute("DELETE FROM state")
+    database.close()
+    with pytest.raises(CorruptKnowledgeBaseError, match="lost the record of its state"):
+        open_kb()

@@ -53,8 +53,8 @@ class Corpus:
             self._connection = self._connect()
             try:
                 self._upgrade()
-                self.corpus_id = str(self._connection.execute("SELECT corpus_id FROM state").fetchone()[0])
-            except (sqlite3.Error, IncompatibleKnowledgeBaseError):
+                self.corpus_id = self._own_id()
+            except (sqlite3.Error, KnowledgeBaseError):
                 self._connection.close()
                 raise
 
@@ -222,6 +222,15 @@ class Corpus:
                 connection.execute("DELETE FROM sources")  # the next `add` looks into every file for its metadata
             connection.execute("INSERT OR IGNORE INTO state VALUES (0, 0, ?)", (uuid.uuid4().hex,))
             connection.execute(f"PRAGMA user_version = {rows.SCHEMA_VERSION}")
+
+    def _own_id(self) -> str:
+        state = self._connection.execute("SELECT corpus_id FROM state").fetchone()
+        if state is None:
+            raise CorruptKnowledgeBaseError(
+                f"{self._path} has lost the record of its state; put it back from a backup, or remove the folder and "
+                "add the documents again"
+            )
+        return str(state[0])
 
     def _version(self) -> int:
         return int(self._connection.execute("PRAGMA user_version").fetchone()[0])

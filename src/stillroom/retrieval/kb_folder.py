@@ -6,7 +6,6 @@ who holds it says so in `writer.json`, which is believed only while the lock is 
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import socket
@@ -18,8 +17,7 @@ from filelock import FileLock, Timeout
 
 from stillroom.core.clock import Clock
 from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
-
-logger = logging.getLogger(__name__)
+from stillroom.retrieval.manifest import SAME_MANIFEST
 
 MANIFEST = "manifest.json"
 CORPUS = "corpus.sqlite3"
@@ -49,6 +47,18 @@ def check_may_be_made(path: Path) -> None:
     """
     if path.exists() and (not path.is_dir() or any(not _is_own(entry.name) for entry in path.iterdir())):
         raise KnowledgeBaseError(f"{path} is not empty and no knowledge base; give a new or an empty folder")
+
+
+def check_manifest_is_there(path: Path) -> None:
+    """Refuse a folder that has lost its manifest: it would count as something else, or as nothing.
+
+    Raises:
+        CorruptKnowledgeBaseError: it is missing, and the corpus is there.
+    """
+    if (path / CORPUS).exists() and not (path / MANIFEST).exists():
+        raise CorruptKnowledgeBaseError(
+            f"{path / MANIFEST} is missing, the documents are there; put it back from a backup. {SAME_MANIFEST}"
+        )
 
 
 def check_corpus_is_there(path: Path) -> None:

@@ -40,7 +40,14 @@ from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport, documents_at
-from stillroom.retrieval.kb_folder import CORPUS, MANIFEST, WriteLock, check_corpus_is_there, check_may_be_made
+from stillroom.retrieval.kb_folder import (
+    CORPUS,
+    MANIFEST,
+    WriteLock,
+    check_corpus_is_there,
+    check_manifest_is_there,
+    check_may_be_made,
+)
 from stillroom.retrieval.kb_writing import Following
 from stillroom.retrieval.loaders.metadata import said_metadata
 from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
@@ -106,6 +113,7 @@ class KnowledgeBase:
             ModelNotFoundError: a new one was to be made and its embedder is not there.
         """
         path, clock = Path(os.path.abspath(path)), clock or SystemClock()
+        check_manifest_is_there(path)
         if not (path / MANIFEST).exists():
             if not create:
                 raise KnowledgeBaseNotFoundError(

@@ -27,6 +27,11 @@ _GOALS = ("ann_recall", "search_budget_s")
 SEARCHING = ("ef_search", "nprobe", *_GOALS)
 """Settings of the index that do not change what is stored."""
 
+SAME_MANIFEST = (
+    "If the knowledge base was made with the default settings, the manifest.json of any other that was will do; else "
+    "remove the folder and add the documents again"
+)
+
 HERE = ("hot_bytes", "device_bytes", "devices")
 """Settings of the index that are about this machine: the manifest has none of them."""
 
@@ -119,7 +124,7 @@ def load_manifest(path: Path) -> Manifest:
         raise KnowledgeBaseNotFoundError(f"there is no knowledge base in {path.parent}; add documents first") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptKnowledgeBaseError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); restore it, or make the knowledge base again"
+            f"{path} cannot be read ({type(error).__name__}: {error}); put it back from a backup. {SAME_MANIFEST}"
         ) from error
     raise IncompatibleKnowledgeBaseError(
         f"{path.parent} has format version {version}, this Stillroom reads up to {FORMAT_VERSION}; "
