@@ -36,7 +36,7 @@ def embedder() -> SmallEmbedder:
 
 @pytest.fixture(autouse=True)
 def small(embedder: SmallEmbedder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knowledge_base, "Embedder", lambda _: embedder)
+    monkeypatch.setattr(knowledge_base, "Embedder", lambda *_: embedder)
     monkeypatch.setattr(ingest, "_WINDOW", 40)
 
 
