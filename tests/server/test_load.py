@@ -119,6 +119,7 @@ class Connection:
 
     async def open(self) -> None:
         assert self._address.port
+        self.close()
         self._reader, self._writer = await asyncio.open_connection(self._address.hostname, self._address.port)
 
     def close(self) -> None:
