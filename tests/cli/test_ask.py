@@ -105,14 +105,15 @@ def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeRoom) -> Non
 
 def test_every_way_to_pick_tokens_has_a_flag(run: Run, opened: Opened, fake: FakeRoom) -> None:
     """A setting without a flag is found by the first assertion."""
-    values = {field.name: 0.5 for field in dataclasses.fields(GenerationConfig)}
+    limits = {"max_prompt_tokens": 0}
+    values = {field.name: 0.5 for field in dataclasses.fields(GenerationConfig) if field.name not in limits}
     values |= {"max_tokens": 7, "sample_top_k": 3, "seed": 5}
     flags = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
     assert run("ask", QUESTION, *flags, "--min-tokens", "2").code == 0
 
     assert fake.asked == [(QUESTION, AskOptions(min_tokens=2, **values))]  # type: ignore[arg-type]
-    assert dataclasses.asdict(opened.calls[0][1].generation) == values
+    assert dataclasses.asdict(opened.calls[0][1].generation) == values | limits
 
 
 def test_json_schema_is_read_from_a_file(run: Run, opened: Opened, fake: FakeRoom, tmp_path: Path) -> None:

@@ -160,7 +160,9 @@ def test_serve_answers_and_stops(kb: Path) -> None:
             answer = httpx.post(f"{url}/v1/chat/completions", json=request, timeout=60).json()
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
-            assert process.stderr.read() == ""
+            records = [json.loads(line) for line in process.stderr.read().splitlines()]
+            assert [record["logger"] for record in records] == ["stillroom.server.access"]
+            assert QUESTION not in str(records)
         finally:
             process.kill()
     assert answer["choices"][0]["message"]["content"] == ANSWER
