@@ -83,7 +83,7 @@ def test_a_server_is_told_how_hard_to_look(tmp_path: Path, exact: bool) -> None:
     assert collection.nearest(np.ones(D, dtype=np.float32), 3, 77, [4, 5]) == [2**63 - 2]
     sent = json.loads(asked[0].content)
     assert sent["params"] == {"hnsw_ef": 77, "exact": exact}
-    assert sent["filter"] == {"must_not": [{"has_id": [4, 5]}]}
+    assert sent["filter"] == {"must_not": {"has_id": [4, 5]}}
     assert (sent["limit"], sent["using"]) == (3, "dense")
     assert asked[0].url.path == "/collections/stillroom-c0ffee/points/query"
     collection.close()

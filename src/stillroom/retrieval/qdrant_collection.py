@@ -111,8 +111,8 @@ class QdrantCollection:
         """
         from qdrant_client import models
 
-        without = [models.HasIdCondition(has_id=list(hidden))] if hidden else None
-        among = [models.HasIdCondition(has_id=list(wanted))] if wanted is not None else None
+        without = models.HasIdCondition(has_id=list(hidden)) if hidden else None
+        among = models.HasIdCondition(has_id=list(wanted)) if wanted is not None else None
         conditions = models.Filter(must=among, must_not=without) if among or without else None
         # the embedded mode is always exact, and warns of parameters
         parameters = None if self._is_embedded else models.SearchParams(hnsw_ef=ef, exact=self._config.exact)
