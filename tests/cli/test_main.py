@@ -200,7 +200,8 @@ def test_reader_that_goes_away_is_not_an_error() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_a_command_without_a_stack_trace(number: int, code: int, tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & has it ignored
+        "from stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
         "class Room(FakeRoom):\n"
         "    def close(self): print('closed', file=sys.stderr)\n"
         "room.open_room = lambda *_, **__: Room()\n"
