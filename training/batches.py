@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from training.data.library import Library, Split
+from training.data.collection import Library, Split
 from training.data.rows import Batch, Batches, Renderer
 from training.recipe import Recipe
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
-from stillroom.core.ids import ChunkId, DocumentId, RequestId, format_chunk_id
+from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.errors import (
     EmptyKnowledgeBaseError,
     EngineClosedError,
@@ -27,7 +27,9 @@ from stillroom.errors import (
     UsageError,
 )
 from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing, TokenScore
+from stillroom.rag.conversation import NOTHING
 from stillroom.rag.records import Records
+from stillroom.rag.sources import sources_of
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
 from stillroom.retrieval.tiered_index import ListFigures
@@ -239,7 +241,8 @@ class FakeRoom:
         if not self.texts:
             raise EmptyKnowledgeBaseError("the knowledge base is empty; add documents first: stillroom add PATH")
         found = self.search(question, mode=options.mode, top_k=options.top_k).results
-        return FakeStream(self, question, options, tuple(_source(i, s) for i, s in enumerate(found, start=1)))
+        sources = sources_of([scored.chunk.chunk_id for scored in found], found, NOTHING)
+        return FakeStream(self, question, options, sources)
 
     async def astreams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> list[FakeStream]:
         first = self.stream(question, options)
@@ -308,23 +311,6 @@ def _chunk(name: str, text: str) -> Chunk:
         heading_path=("Rotation",),
         start_line=3,
         end_line=4,
-    )
-
-
-def _source(position: int, scored: ScoredChunk) -> Source:
-    chunk = scored.chunk
-    return Source(
-        document=chunk.document_id,
-        chunk_id=format_chunk_id(chunk.chunk_id),
-        text=chunk.text,
-        score=scored.score,
-        scores=dict(scored.scores),
-        position=position,
-        heading=chunk.heading,
-        start_line=chunk.start_line,
-        end_line=chunk.end_line,
-        start_page=chunk.start_page,
-        end_page=chunk.end_page,
     )
 
 

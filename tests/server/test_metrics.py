@@ -5,7 +5,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from stillroom.telemetry.metrics import SPECS, AuditMetrics, CacheFigures, IndexFigures, Metrics, reference
+from stillroom.telemetry.figures import AuditMetrics, CacheFigures, IndexFigures
+from stillroom.telemetry.metrics import SPECS, Metrics, reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 

@@ -10,7 +10,7 @@ from stillroom.bench.chunk_questions import load_questions
 from stillroom.models.tokenizer import Tokenizer
 from tests.training.conftest import SMALL
 from training.data.cleaning import MAX_CHARS, clean, is_prose, passages, sentences
-from training.data.library import Library
+from training.data.collection import Library
 from training.data.neighbours import neighbours
 from training.data.prepare import prepare
 from training.data.shards import digest, read_shards, write_shards

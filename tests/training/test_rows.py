@@ -10,7 +10,7 @@ import torch
 
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.prompt import PromptBuilder, format_for
-from training.data.library import Library
+from training.data.collection import Library
 from training.data.rows import NO_TARGET, Batches, Renderer, Sample
 from training.data.spans import occurs
 from training.data.tasks import Example, Mixture, compose, vary

@@ -18,7 +18,7 @@ from stillroom.models.tokenizer import Tokenizer
 from tests.engine.harness import Run as EngineRun
 from tests.engine.harness import engine_on, request
 from training.checkpoint import CHECKPOINT, ResumeError, load_checkpoint, read_log
-from training.data.library import Library
+from training.data.collection import Library
 from training.data.rows import Batch, Batches, Renderer
 from training.data.tasks import Mixture
 from training.export import export_model, export_run

@@ -20,7 +20,7 @@ from typing import Any
 
 from training.data.attribution import attribution
 from training.data.cleaning import clean, passages, sentences
-from training.data.library import Split
+from training.data.collection import Split
 from training.data.neighbours import neighbours
 from training.data.shards import MANIFEST, digest, write_shards
 from training.data.sources import EXCLUDED, SOURCES, XQUAD, RawDocument, Source

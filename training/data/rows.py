@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.prompt import PromptBuilder, format_for
-from training.data.library import Library
+from training.data.collection import Library
 from training.data.tasks import Branch, Example, Mixture, compose
 from training.data.tokens import END, STOP
 

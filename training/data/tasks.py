@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId
 from training.data.cleaning import sentences
-from training.data.library import Library, Passage
+from training.data.collection import Library, Passage
 from training.data.spans import kind_of, occurs, replace_all
 from training.data.wording import cloze
 from training.data.worlds import MAX_CHUNKS, SILENT

@@ -13,7 +13,7 @@ from stillroom.core.request import SamplingParams
 from stillroom.engine.events import Listener
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.conversation import NOTHING, History
-from stillroom.telemetry.metrics import CacheFigures
+from stillroom.telemetry.figures import CacheFigures
 
 
 @dataclass(frozen=True, slots=True)

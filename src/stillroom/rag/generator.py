@@ -45,7 +45,7 @@ from stillroom.rag.threads import tune_threads
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.policy import POLICIES
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
-from stillroom.telemetry.metrics import CacheFigures
+from stillroom.telemetry.figures import CacheFigures
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.tiered import TieredStore
 from stillroom.models.decoder import Decoder
-from stillroom.telemetry.metrics import AuditMetrics, CacheFigures
+from stillroom.telemetry.figures import AuditMetrics, CacheFigures
 
 
 @dataclass(frozen=True, slots=True)

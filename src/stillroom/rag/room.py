@@ -30,7 +30,8 @@ from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.retrieval.uploads import UploadResult, Uploads
 from stillroom.retrieval.verify_report import Tell, VerifyReport
-from stillroom.telemetry.metrics import IndexFigures, Metrics
+from stillroom.telemetry.figures import IndexFigures
+from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without

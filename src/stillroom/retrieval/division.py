@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from stillroom.retrieval.device_lists import spread
 from stillroom.retrieval.device_shard import launches
 from stillroom.retrieval.list_file import capacity
-from stillroom.retrieval.partition import Lists, Partition, best_lists, by_heat
+from stillroom.retrieval.partition import Lists, Partition, best_lists
 from stillroom.retrieval.tiered_ivf import DISK, FIRST_DEVICE, RAM
 
 Floats = NDArray[np.float64]
@@ -99,7 +99,7 @@ def hottest_in_ram(
     ram_bytes: int,
     on_devices: Sequence[Lists] = (),
 ) -> Division:
-    """The hottest lists that fit into so many bytes, in RAM: hottest first, up to the first that does not fit.
+    """The hottest lists that fit into so many bytes, in RAM, as `HotLists` chooses them.
 
     Args:
         on_devices: lists that each device has; RAM holds the next ones.
@@ -107,10 +107,8 @@ def hottest_in_ram(
     shard_of = np.full(len(sizes), DISK)
     for number, held in enumerate(on_devices):
         shard_of[held] = FIRST_DEVICE + number
-    order = by_heat(num_accesses)
-    order = order[shard_of[order] == DISK]
-    num = int(np.searchsorted(np.cumsum(sizes[order] * bytes_per_vector), ram_bytes, side="right"))
-    shard_of[order[:num]] = RAM
+    left = np.flatnonzero(shard_of == DISK)
+    shard_of[left[best_lists(num_accesses[left], sizes[left] * bytes_per_vector, ram_bytes)]] = RAM
     return Division(sizes, bytes_per_vector, Partition(shard_of, FIRST_DEVICE + len(on_devices)))
 
 

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from stillroom.telemetry.figures import CacheFigures, IndexFigures
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of `Metrics.render`: the Prometheus text format."""
 
@@ -166,59 +168,6 @@ SPECS = (
 _BY_NAME = {spec.name: spec for spec in SPECS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditMetrics:
-    """Answers from placed KV that were compared with a full prefill."""
-
-    results: Mapping[str, int]
-    """`agreed`, `differed`."""
-    disagreement_bound: float
-    recompute_ratio: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheFigures:
-    """What a KV cache holds and did, by tier (`device`, `host`, `disk`) or tiers copied between. Counts only grow."""
-
-    num_nodes: Mapping[str, int]
-    num_bytes: Mapping[str, int]
-    hits: Mapping[str, int]
-    hit_tokens: Mapping[str, int]
-    misses: int
-    missed_tokens: int
-    cheaper: int
-    """Of the misses: kept, but slower to load than to compute."""
-    placed: Mapping[str, int]
-    placed_tokens: int
-    repaired_tokens: int
-    placed_overlap: float
-    placed_overhead: float
-    unfocused: int
-    evictions: Mapping[str, int]
-    failed_loads: Mapping[str, int]
-    rejected: int
-    moves: Mapping[tuple[str, str], int]
-    moved_bytes: Mapping[tuple[str, str], int]
-    moved_seconds: Mapping[tuple[str, str], float]
-    verify_failures: Mapping[str, int]
-    write_failures: int
-    read_ahead_bytes: Mapping[str, int]
-    """`used`, `wasted`."""
-    audit: AuditMetrics | None = None
-    """None where nothing is audited."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexFigures:
-    """What a tiered index holds and did, by tier: `device`, `ram`, `disk`. Counts only grow, or begin anew."""
-
-    num_lists: Mapping[str, int]
-    num_bytes: Mapping[str, int]
-    probes: Mapping[str, int]
-    hit_ratio: float
-    exchanged: int
-
-
 class Metrics:
     """The metrics of one knowledge base and its engine. Thread-safe."""
 
@@ -305,11 +254,11 @@ class Metrics:
 
     def watch_cache(self, figures: Callable[[], CacheFigures | None]) -> None:
         """Ask for these whenever somebody looks."""
-        self.registry.register(_CacheCollector(figures))
+        self.registry.register(_Collector(lambda: _cache_series(figures())))
 
     def watch_index(self, figures: Callable[[], IndexFigures | None]) -> None:
         """Ask for these whenever somebody looks."""
-        self.registry.register(_IndexCollector(figures))
+        self.registry.register(_Collector(lambda: _index_series(figures())))
 
     def render(self) -> bytes:
         """Everything, in the Prometheus text format."""
@@ -328,66 +277,67 @@ class Metrics:
         return Histogram(name, spec.help, spec.labels, registry=self.registry, buckets=spec.buckets)
 
 
-class _CacheCollector(Collector):
-    """A cache's own counts as metrics."""
-
-    def __init__(self, figures: Callable[[], CacheFigures | None]) -> None:
-        self._figures = figures
-
-    def collect(self) -> Iterator[Metric]:
-        figures = self._figures()
-        if figures is None:
-            return
-        for name, values in (
-            ("nodes", figures.num_nodes),
-            ("bytes", figures.num_bytes),
-            ("hits_total", figures.hits),
-            ("hit_tokens_total", figures.hit_tokens),
-            ("misses_total", {(): figures.misses}),
-            ("missed_tokens_total", {(): figures.missed_tokens}),
-            ("recomputed_total", {(): figures.cheaper}),
-            ("placed_total", figures.placed),
-            ("placed_tokens_total", {(): figures.placed_tokens}),
-            ("repaired_tokens_total", {(): figures.repaired_tokens}),
-            ("placed_overlap_total", {(): figures.placed_overlap}),
-            ("placed_overhead_total", {(): figures.placed_overhead}),
-            ("unfocused_total", {(): figures.unfocused}),
-            ("evictions_total", figures.evictions),
-            ("failed_loads_total", figures.failed_loads),
-            ("verify_failures_total", figures.verify_failures),
-            ("write_failures_total", {(): figures.write_failures}),
-            ("rejected_total", {(): figures.rejected}),
-            ("moves_total", figures.moves),
-            ("moved_bytes_total", figures.moved_bytes),
-            ("move_seconds_total", figures.moved_seconds),
-            ("read_ahead_bytes_total", figures.read_ahead_bytes),
-        ):
-            yield _family(_BY_NAME[f"stillroom_kv_cache_{name}"], values)
-        audit = figures.audit
-        if audit is not None:
-            yield _family(_BY_NAME["stillroom_audits_total"], audit.results)
-            yield _family(_BY_NAME["stillroom_audit_disagreement_bound_ratio"], {(): audit.disagreement_bound})
-            yield _family(_BY_NAME["stillroom_recompute_ratio"], {(): audit.recompute_ratio})
+Series = Mapping[Any, float]
+"""Values by their labels."""
 
 
-class _IndexCollector(Collector):
-    """A tiered index' own counts as metrics."""
+class _Collector(Collector):
+    """What somebody counts by himself, asked for whenever somebody looks."""
 
-    def __init__(self, figures: Callable[[], IndexFigures | None]) -> None:
-        self._figures = figures
+    def __init__(self, series: Callable[[], Mapping[str, Series]]) -> None:
+        """`series`: by name of the metric."""
+        self._series = series
 
     def collect(self) -> Iterator[Metric]:
-        figures = self._figures()
-        if figures is None:
-            return
-        for name, values in (
-            ("lists", figures.num_lists),
-            ("list_bytes", figures.num_bytes),
-            ("probes_total", figures.probes),
-            ("hit_ratio", {(): figures.hit_ratio}),
-            ("exchanged_total", {(): figures.exchanged}),
-        ):
-            yield _family(_BY_NAME[f"stillroom_index_{name}"], values)
+        for name, values in self._series().items():
+            yield _family(_BY_NAME[name], values)
+
+
+def _cache_series(figures: CacheFigures | None) -> Mapping[str, Series]:
+    if figures is None:
+        return {}
+    found: dict[str, Series] = {
+        "stillroom_kv_cache_nodes": figures.num_nodes,
+        "stillroom_kv_cache_bytes": figures.num_bytes,
+        "stillroom_kv_cache_hits_total": figures.hits,
+        "stillroom_kv_cache_hit_tokens_total": figures.hit_tokens,
+        "stillroom_kv_cache_misses_total": {(): figures.misses},
+        "stillroom_kv_cache_missed_tokens_total": {(): figures.missed_tokens},
+        "stillroom_kv_cache_recomputed_total": {(): figures.cheaper},
+        "stillroom_kv_cache_placed_total": figures.placed,
+        "stillroom_kv_cache_placed_tokens_total": {(): figures.placed_tokens},
+        "stillroom_kv_cache_repaired_tokens_total": {(): figures.repaired_tokens},
+        "stillroom_kv_cache_placed_overlap_total": {(): figures.placed_overlap},
+        "stillroom_kv_cache_placed_overhead_total": {(): figures.placed_overhead},
+        "stillroom_kv_cache_unfocused_total": {(): figures.unfocused},
+        "stillroom_kv_cache_evictions_total": figures.evictions,
+        "stillroom_kv_cache_failed_loads_total": figures.failed_loads,
+        "stillroom_kv_cache_verify_failures_total": figures.verify_failures,
+        "stillroom_kv_cache_write_failures_total": {(): figures.write_failures},
+        "stillroom_kv_cache_rejected_total": {(): figures.rejected},
+        "stillroom_kv_cache_moves_total": figures.moves,
+        "stillroom_kv_cache_moved_bytes_total": figures.moved_bytes,
+        "stillroom_kv_cache_move_seconds_total": figures.moved_seconds,
+        "stillroom_kv_cache_read_ahead_bytes_total": figures.read_ahead_bytes,
+    }
+    audit = figures.audit
+    if audit is not None:
+        found["stillroom_audits_total"] = audit.results
+        found["stillroom_audit_disagreement_bound_ratio"] = {(): audit.disagreement_bound}
+        found["stillroom_recompute_ratio"] = {(): audit.recompute_ratio}
+    return found
+
+
+def _index_series(figures: IndexFigures | None) -> Mapping[str, Series]:
+    if figures is None:
+        return {}
+    return {
+        "stillroom_index_lists": figures.num_lists,
+        "stillroom_index_list_bytes": figures.num_bytes,
+        "stillroom_index_probes_total": figures.probes,
+        "stillroom_index_hit_ratio": {(): figures.hit_ratio},
+        "stillroom_index_exchanged_total": {(): figures.exchanged},
+    }
 
 
 def _family(spec: MetricSpec, values: Mapping[Any, float]) -> Metric:
