@@ -92,7 +92,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         found = {one.chunk.document_id: one for name in PEOPLE for one in room.search(name, mode="sparse").results}
         script.chunks = [found[name] for name in sorted(found)]
         room.warm_up()
-        generator = room._backend
+        generator = room._answering.backend
         assert isinstance(generator, Generator) and len(script.chunks) == len(PEOPLE)
         search = QueryCache(script.search, lambda: 0, room._kb.embed_question, QueryCacheConfig(max_tokens=0))
         traces = TraceLog(folder / "trace.sqlite", 0)

@@ -16,9 +16,10 @@ from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId, chunk_id_of
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.indexes import Indexes
+from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.rows import StoredDocument
-from stillroom.retrieval.tiered_index import ListFigures, TieredIvfPqIndex
+from stillroom.retrieval.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.vector_index import VectorIndex
 
 D = 16

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
 from stillroom.retrieval.device_lists import DeviceLists, devices_named, spread
+from stillroom.retrieval.filters import lists_among
+from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.hot_lists import DriftRules
 from stillroom.retrieval.ivf_pq import IvfPqIndex
 from stillroom.retrieval.list_file import ListFile
@@ -76,6 +78,27 @@ def test_devices_follow_what_is_asked_for(tmp_path: Path) -> None:
     assert on_devices.follow(first[::-1].copy(), 0.02) > 4
     assert np.flatnonzero(tiers.device_of >= 0).min() > NLIST // 2
     tiers.close()
+
+
+@pytest.mark.parametrize("one_in", [2, 7, 60])
+def test_a_filter_leaves_the_same_of_lists_on_devices(
+    tmp_path: Path, one_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lists_among, "ENTRIES_PER_COMPARED", 10**9)  # never compare all that is allowed
+    config = dataclasses.replace(CONFIG, device_bytes=3000, hot_bytes=30_000, refine=20)
+    plain, index = IvfPqIndex(D, config), TieredIvfPqIndex(D, config, tmp_path, here_and_now)
+    for each in (plain, index):
+        each.add(np.arange(11_000), vectors(11_000, 1))
+        each.remove(list(range(1, 11_000, 5)))
+        each.add(np.arange(11_000, 11_400), vectors(400, 2))
+    allowed = Allowed(np.arange(0, 11_400, one_in, dtype=np.int64))
+    for query in vectors(20, 3):
+        found = index.search(query, 10, allowed=allowed)
+        assert found == plain.search(query, 10, allowed=allowed)
+        assert len(found) == 10 and all(number % one_in == 0 for number, _ in found)
+    figures = index.figures
+    assert figures is not None and figures.num_device_hits > 0
+    index.close()
 
 
 @pytest.mark.parametrize("hot_bytes", [0, 30_000])

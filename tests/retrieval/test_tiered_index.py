@@ -15,9 +15,10 @@ from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
 from stillroom.retrieval.hot_lists import DriftRules
 from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.list_file import ListFile
 from stillroom.retrieval.ranking import Ranking
-from stillroom.retrieval.tiered_index import ListFigures, TieredIvfPqIndex
+from stillroom.retrieval.tiered_index import TieredIvfPqIndex
 
 Vectors = NDArray[np.float32]
 D = 16

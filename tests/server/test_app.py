@@ -2,7 +2,7 @@
 
 import httpx
 
-from stillroom.retrieval.tiered_index import ListFigures
+from stillroom.retrieval.list_figures import ListFigures
 from tests.server.fakes import NUM_BLOCKS, FakeRoom
 
 

@@ -152,7 +152,7 @@ def soak(url: str, room: Stillroom, count: int, seed: int) -> Counter[str]:
 
 
 def _is_idle(room: Stillroom) -> bool:
-    backend = room._backend
+    backend = room._answering.backend
     assert isinstance(backend, Generator)
     load = backend.load
     is_free = load.num_free_blocks == load.num_blocks > 0
@@ -160,7 +160,7 @@ def _is_idle(room: Stillroom) -> bool:
 
 
 def _check_books(room: Stillroom) -> None:
-    backend, checked = room._backend, threading.Event()
+    backend, checked = room._answering.backend, threading.Event()
     assert isinstance(backend, Generator)
 
     def check(engine: Engine) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -18,19 +17,18 @@ from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
 from stillroom.core.ids import DocumentId
-from stillroom.errors import EngineClosedError
 from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.rag.answer import Answer, AskOptions
+from stillroom.rag.answering import Answering
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.staged import NUM_STAGES
-from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.retrieval.uploads import UploadResult, Uploads
 from stillroom.retrieval.verify_report import Tell, VerifyReport
-from stillroom.telemetry.figures import IndexFigures
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
@@ -75,17 +73,14 @@ class Stillroom:
         )
         self.uploads = Uploads(kb)
         self._clock = clock
-        self._loading = Lock()
-        self._host = host
-        self._backend: Backend | None = None
-        self._answering: Pipeline | None = None
-        self._is_closed = False
         self._traces = TraceLog(kb.path / TRACE_FILE, config.trace.keep)
+        self._answering = Answering(kb, config, clock, host, self._pipeline_over)
         self.records = Records(self._traces, kb.chunks)
         """What was asked before."""
-        if host is None:
-            metrics.watch_cache(lambda: self._backend.cache_figures if self._backend else None)
-            metrics.watch_index(lambda: _index_figures(kb))
+        self._is_host = host is None
+        if self._is_host:
+            metrics.watch_cache(lambda: self._answering.backend.cache_figures if self._answering.backend else None)
+            metrics.watch_index(lambda: None if (figures := kb.list_figures) is None else figures.by_tier())
         self._publish_corpus()
 
     @classmethod
@@ -128,7 +123,7 @@ class Stillroom:
         """
         kb = KnowledgeBase.open(Path(path), self.config, create=create, clock=self._clock, like=self._kb)
         salt = f"{tenant}\0{kb.identity}"
-        return Stillroom(kb, self.config, self.metrics, self._clock, lambda: self._backend_beside(salt))
+        return Stillroom(kb, self.config, self.metrics, self._clock, lambda: self._answering.beside(salt))
 
     # Documents
 
@@ -306,7 +301,7 @@ class Stillroom:
 
     def streams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> "list[AnswerStream]":
         """`n` answers to one question, piece by piece; each can be cancelled by itself. Raises as `ask`."""
-        return self._pipeline().streams(question, options or AskOptions(), n)
+        return self._answering.pipeline().streams(question, options or AskOptions(), n)
 
     async def astream(self, question: str, options: AskOptions | None = None) -> "AsyncAnswerStream":
         """`stream` for an event loop: nothing blocks it."""
@@ -316,7 +311,7 @@ class Stillroom:
         self, question: str, options: AskOptions | None = None, *, n: int = 1
     ) -> "list[AsyncAnswerStream]":
         """`streams` for an event loop: nothing blocks it."""
-        pipeline = await asyncio.to_thread(self._pipeline)
+        pipeline = await asyncio.to_thread(self._answering.pipeline)
         return await pipeline.astreams(question, options or AskOptions(), n)
 
     async def acontinue(
@@ -328,12 +323,12 @@ class Stillroom:
             UsageError: the prompt is empty or does not fit the model, or an option is out of range.
             ModelError: the model cannot be loaded.
         """
-        pipeline = await asyncio.to_thread(self._pipeline)
+        pipeline = await asyncio.to_thread(self._answering.pipeline)
         return await pipeline.acontinue(prompt, options or AskOptions(), n)
 
     async def atext_of(self, token_ids: Sequence[int]) -> str:
         """What tokens of the model read as. Raises UsageError for those that are none."""
-        pipeline = await asyncio.to_thread(self._pipeline)
+        pipeline = await asyncio.to_thread(self._answering.pipeline)
         return pipeline.text_of(token_ids)
 
     # Life
@@ -341,10 +336,7 @@ class Stillroom:
     @property
     def model_name(self) -> str:
         """The model's name, as it was given."""
-        if self._backend:
-            return self._backend.name
-        engine = self.config.engine
-        return self.config.runtime.model if engine.kind == "builtin" else engine.model or engine.base_url
+        return self._answering.model_name
 
     @property
     def num_documents(self) -> int:
@@ -359,16 +351,16 @@ class Stillroom:
     @property
     def num_blocks(self) -> int:
         """KV blocks in all; 0 before the model is loaded, and with an engine elsewhere."""
-        return self._backend.load.num_blocks if self._backend else 0
+        return backend.load.num_blocks if (backend := self._answering.backend) else 0
 
     @property
     def num_free_blocks(self) -> int:
         """KV blocks that no running request uses."""
-        return self._backend.load.num_free_blocks if self._backend else 0
+        return backend.load.num_free_blocks if (backend := self._answering.backend) else 0
 
     def warm_up(self) -> None:
         """Load the model, the embedder and the indexes now instead of with the first question."""
-        self._pipeline()
+        self._answering.pipeline()
         self._kb.embed(["warm up"])  # an empty knowledge base would not
         for _ in self._kb.search_staged("warm up"):  # compiles what a plain search does not need
             pass
@@ -376,22 +368,18 @@ class Stillroom:
     @property
     def is_ready(self) -> bool:
         """Whether a question finds the model loaded and everything open."""
-        return self._answering is not None and not self._is_closed
+        return self._answering.is_ready
 
     def stop_generating(self) -> None:
         """Every answer under way, of this room and those beside it, ends with an EngineClosedError; so does every new
         one. The room still searches."""
-        if self._backend is not None:
-            self._backend.stop()
+        if self._answering.backend is not None:
+            self._answering.backend.stop()
 
     def close(self) -> None:
         """Stop generating and close the files. Idempotent."""
-        with self._loading:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        if self._backend is not None:
-            self._backend.close()
+        if not self._answering.close():
+            return
         self._search.close()
         self._traces.close()
         self._kb.close()
@@ -402,53 +390,19 @@ class Stillroom:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _pipeline(self) -> "Pipeline":
+    def _pipeline_over(self, backend: "Backend") -> "Pipeline":
         from stillroom.rag.pipeline import Pipeline
         from stillroom.rag.speculation import Speculator
 
-        with self._loading:
-            if self._is_closed:
-                raise EngineClosedError("this Stillroom was closed; open it again")
-            if self._answering is None:
-                backend = self._backend = self._open_backend()
-                speculator = Speculator(backend, self.config.speculation, self._clock, self.metrics)
-                self._answering = Pipeline(
-                    self._kb,
-                    self._search,
-                    backend,
-                    speculator,
-                    self.config,
-                    self.metrics,
-                    self._traces,
-                    self._clock,
-                )
-            return self._answering
-
-    def _open_backend(self) -> "Backend":
-        backend = self._host() if self._host is not None else self._own_backend()
-        backend.documents_changed(self._kb.existing_chunks)  # another process may have changed them
-        return backend
-
-    def _own_backend(self) -> "Backend":
-        config = self.config
-        if config.engine.kind == "openai":
-            from stillroom.rag.remote import connect
-
-            return connect(config.engine, config.runtime.model, self._clock)
-        from stillroom.rag.generator import build_generator
-
-        return build_generator(config, self._clock, self._kb.path)
-
-    def _backend_beside(self, salt: str) -> "Backend":
-        self._pipeline()
-        assert self._backend is not None
-        return self._backend.beside(salt)
+        config, metrics, clock = self.config, self.metrics, self._clock
+        speculator = Speculator(backend, config.speculation, clock, metrics)
+        return Pipeline(self._kb, self._search, backend, speculator, config, metrics, self._traces, clock)
 
     def _corpus_changed(self) -> None:
         self._publish_corpus()
-        if self._backend is not None:
-            self._backend.documents_changed(self._kb.existing_chunks)
-        elif self._host is None:
+        if self._answering.backend is not None:
+            self._answering.backend.documents_changed(self._kb.existing_chunks)
+        elif self._is_host:
             forget_chunks(self._kb.path / KV_FOLDER, lambda chunk_id: bool(self._kb.existing_chunks({chunk_id})))
         self._search.refresh_hot()
 
@@ -460,22 +414,3 @@ def _read_to_end(stream: "AnswerStream") -> Answer:
     for _ in stream:
         pass
     return stream.answer
-
-
-def _index_figures(kb: KnowledgeBase) -> IndexFigures | None:
-    figures = kb.list_figures
-    if figures is None:
-        return None
-    in_ram, on_device, device_hits = figures.num_lists_in_ram, figures.num_lists_on_devices, figures.num_device_hits
-    num_lists = {"ram": in_ram, "disk": figures.num_lists - in_ram - on_device}
-    num_bytes = {"ram": figures.ram_bytes, "disk": figures.disk_bytes}
-    probes = {"ram": figures.num_hits - device_hits, "disk": figures.num_probes - figures.num_hits}
-    if on_device:
-        num_lists["device"], num_bytes["device"], probes["device"] = on_device, figures.device_bytes, device_hits
-    return IndexFigures(
-        num_lists=num_lists,
-        num_bytes=num_bytes,
-        probes=probes,
-        hit_ratio=figures.hit_rate,
-        exchanged=figures.num_exchanged,
-    )

@@ -25,8 +25,9 @@ from stillroom.retrieval.hnsw import HnswIndex
 from stillroom.retrieval.hot_lists import Counts, Spawn
 from stillroom.retrieval.index_file import load_arrays, save_arrays
 from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.list_file import ListFile
-from stillroom.retrieval.tiered_index import ListFigures, TieredIvfPqIndex
+from stillroom.retrieval.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.vector_index import VectorIndex
 
 DENSE_FILES = ("dense.npz", "dense.lists")

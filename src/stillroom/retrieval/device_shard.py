@@ -30,7 +30,7 @@ _SCORED_AT_ONCE = 2**24
 
 
 class DeviceShard:
-    """Thread-safe: nothing changes after it is made."""
+    """Thread-safe."""
 
     def __init__(
         self, lists: Any, held: Lists, device: str | torch.device, entries: Callable[[int], Entries] | None = None
@@ -62,6 +62,7 @@ class DeviceShard:
         """[N], not on the device: only those of results are asked for."""
         codes = np.concatenate([np.empty((0, quantizer.M), dtype=np.uint8), *(codes for _, codes in parts)])
         self._codes_MN = torch.from_numpy(np.ascontiguousarray(codes.T)).to(self.device)
+        self._last_mask: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.bool))
         self._sizes_L, self._starts_L = (torch.from_numpy(array).to(self.device) for array in (sizes, starts))
 
     def __len__(self) -> int:
@@ -85,30 +86,33 @@ class DeviceShard:
         """The same for each of queries [q, d], in lists [q, p] as near as `nearness` [q, p].
 
         Args:
-            allowed: a selector of faiss; None allows every id. What it does not allow is scanned, too, and left out, so
-                it should be little.
+            allowed: an IDSelectorBitmap of faiss; None allows every id.
         """
-        found = self._best(queries, num, probed, nearness)
-        if allowed is None:
-            return found
-        for number, one in enumerate(found):
-            row, asked = slice(number, number + 1), num
-            found[number] = _only(one, allowed)
-            while len(found[number][0]) < num and len(one[0]) >= asked:
-                asked *= 2
-                one = self._best(queries[row], asked, probed[row], nearness[row])[0]
-                found[number] = _only(one, allowed)
-        return found
+        return self._best(queries, num, probed, nearness, None if allowed is None else self._mask(allowed))
 
-    def _best(self, queries: Vectors, num: int, probed: Lists, nearness: Nearness) -> list[Scored]:
+    def _mask(self, allowed: Any) -> torch.Tensor:
+        """[N], which codes a bitmap allows; made once, as long as the same one is asked for again."""
+        known, is_allowed_N = self._last_mask
+        if known is not allowed:
+            bits = np.unpackbits(faiss.rev_swig_ptr(allowed.bitmap, allowed.n), bitorder="little")
+            is_allowed_N = torch.from_numpy(bits[self._ids].astype(bool)).to(self.device)
+            self._last_mask = allowed, is_allowed_N
+        return is_allowed_N
+
+    def _best(
+        self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, is_allowed_N: torch.Tensor | None
+    ) -> list[Scored]:
         """A part of the batch at a time."""
         num_rows = np.where(probed >= 0, self._sizes[probed], 0).sum(axis=1)
         found: list[Scored] = []
         for part in launches(num_rows):
-            found += self._scanned(queries[part], num, probed[part], nearness[part], int(num_rows[part].max()))
+            found += self._scanned(queries[part], num, probed[part], nearness[part], is_allowed_N)
         return found
 
-    def _scanned(self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, num_rows: int) -> list[Scored]:
+    def _scanned(
+        self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, is_allowed_N: torch.Tensor | None
+    ) -> list[Scored]:
+        num_rows = int(np.where(probed >= 0, self._sizes[probed], 0).sum(axis=1).max())
         if num_rows == 0 or num < 1:
             return [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)) for _ in queries]
         queries_QD, lists_QP, nearness_QP = (
@@ -116,6 +120,8 @@ class DeviceShard:
             for array in (queries, probed, nearness)
         )
         rows_QW, place_QW = pq_scan.rows_of(lists_QP, self._starts_L, self._sizes_L, num_rows)
+        if is_allowed_N is not None:
+            rows_QW = torch.where((rows_QW >= 0) & is_allowed_N[rows_QW.clamp(min=0)], rows_QW, -1)
         if not self._is_residual:
             nearness_QP = torch.zeros_like(nearness_QP)
         tables_MQC = pq_scan.tables(queries_QD, self._centroids_MCS)
@@ -142,9 +148,3 @@ def launches(num_rows: Lists) -> Iterator[slice]:
             stop += 1
         yield slice(start, stop)
         start = stop
-
-
-def _only(found: Scored, allowed: Any) -> Scored:
-    ids, scores = found
-    is_allowed = np.fromiter((allowed.is_member(number) for number in ids.tolist()), dtype=bool, count=len(ids))
-    return ids[is_allowed], scores[is_allowed]

@@ -23,8 +23,9 @@ from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.dense_store import DenseStore
 from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.hot_lists import Spawn
+from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.ranking import Ranking
-from stillroom.retrieval.tiered_index import ListFigures, TieredIvfPqIndex
+from stillroom.retrieval.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.together import OnFound, Together
 from stillroom.retrieval.tuning import Tuner
 from stillroom.retrieval.vector_index import VectorIndex

@@ -49,11 +49,11 @@ from stillroom.retrieval.kb_folder import (
     check_may_be_made,
 )
 from stillroom.retrieval.kb_writing import Following
+from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.loaders.metadata import said_metadata
 from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
 from stillroom.retrieval.reading import Failures, FileReader
 from stillroom.retrieval.staged import NUM_STAGES
-from stillroom.retrieval.tiered_index import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
 from stillroom.retrieval.verify import Verification
 from stillroom.retrieval.verify_report import Tell, VerifyReport

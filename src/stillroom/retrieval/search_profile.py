@@ -44,8 +44,10 @@ class Effort:
     """How much is measured."""
 
     batch_sizes: Sequence[int] = BATCH_SIZES
-    num_queries: int = 64
+    num_queries: int = 128
     """Of each group of like batches, at least two batches."""
+    num_rounds: int = 2
+    """The groups take turns, so that a slow moment of the machine is not all that is known of one."""
     num_found: int = 50
     """Results of a search."""
     seed: int = 0
@@ -187,13 +189,18 @@ def observe(  # noqa: PLR0913  what is measured, and how
     file = folder / f"profile-{time.monotonic_ns()}.ivf"
     tiered = TieredLists(written(lists, file), partition.of(RAM))
     plan = list(_groups(min(nprobe, int(lists.nlist)), effort.batch_sizes))
-    groups: list[list[Observed]] = []
+    groups: list[list[Observed]] = [[] for _ in plan]
     try:
         bench = _Bench(lists, tiered, division, queries, effort, rng)
         bench.batch(*plan[0])  # threads start, pages are allocated
-        for size, probes in plan:
-            groups.append([bench.batch(size, probes) for _ in range(max(2, effort.num_queries // size))])
-            on_progress(len(groups), len(plan))
+        for number in range(effort.num_rounds):
+            for at, (size, probes) in enumerate(plan):
+                num_batches = max(2, effort.num_queries // size)
+                share = range(
+                    num_batches * number // effort.num_rounds, num_batches * (number + 1) // effort.num_rounds
+                )
+                groups[at] += [bench.batch(size, probes) for _ in share]
+                on_progress(number * len(plan) + at + 1, effort.num_rounds * len(plan))
     finally:
         tiered.close()
         file.unlink(missing_ok=True)

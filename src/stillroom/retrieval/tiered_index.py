@@ -8,7 +8,6 @@ what was removed since is masked. Writing makes a new file of all that, list by 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.hot_lists import Counts, DriftRules, HotLists, Spawn
 from stillroom.retrieval.ivf_pq import IvfPqIndex, num_to_train, trained_lists
+from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.list_file import ListFile, Origin, blocks, scratch_list_file, write_list_file
 from stillroom.retrieval.ranking import Ranking, ranked_arrays
 from stillroom.retrieval.staged import stages
@@ -38,27 +38,6 @@ faiss: Any = _faiss  # its type information lacks what is made at import
 
 _BATCH = 4096
 """Vectors added at a time, so that no more are in RAM before the first training."""
-
-
-@dataclass(frozen=True, slots=True)
-class ListFigures:
-    """What the tiers of an index hold and did. Counts only grow, until the quantizers are trained anew."""
-
-    num_lists: int
-    num_lists_in_ram: int
-    num_lists_on_devices: int
-    list_bytes: int
-    disk_bytes: int
-    """Of lists that are in the file only."""
-    ram_bytes: int
-    device_bytes: int
-    num_probes: int
-    num_hits: int
-    """In RAM or on a device."""
-    num_device_hits: int
-    hit_rate: float
-    """Of the last window of queries."""
-    num_exchanged: int
 
 
 class TieredIvfPqIndex:
@@ -352,21 +331,8 @@ class TieredIvfPqIndex:
         """None while untrained."""
         if self._young is not None:
             return None
-        hot, tiers = self._hot, self._rows.tiers
-        is_on_device = tiers.device_of >= 0
-        return ListFigures(
-            num_lists=self.nlist,
-            num_lists_in_ram=int(tiers.is_in_ram.sum()),
-            num_lists_on_devices=int(is_on_device.sum()),
-            list_bytes=int(tiers.list_bytes().sum()),
-            disk_bytes=int(tiers.list_bytes()[~is_on_device & ~tiers.is_in_ram].sum()),
-            ram_bytes=tiers.ram_bytes,
-            device_bytes=0 if self._on_devices is None else self._on_devices.num_bytes,
-            num_probes=hot.num_probes,
-            num_hits=hot.num_hits,
-            num_device_hits=hot.num_device_hits,
-            hit_rate=hot.hit_rate,
-            num_exchanged=hot.num_exchanged,
+        return ListFigures.of(
+            self._rows.tiers, self._hot, 0 if self._on_devices is None else self._on_devices.num_bytes
         )
 
     # Inside
