@@ -1,6 +1,8 @@
 """The query cache over a search that counts its calls and a corpus that changes when told to."""
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ from numpy.typing import NDArray
 from stillroom.config.settings import QueryCacheConfig, SearchMode
 from stillroom.core.document import Chunk, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.errors import UsageError
 from stillroom.rag.query_cache import QueryCache
+from stillroom.rag.room import Stillroom
+from tests.server.knowledge import write_knowledge
 
 VECTORS = {"big cat": (1.0, 0.0), "large cat": (0.96, 0.28), "tax law": (0.0, 1.0)}
 
@@ -21,10 +26,13 @@ class World:
         self.generation = 1
         self.searches: list[str] = []
         self.fails = False
+        self.refused: set[str] = set()
 
     def search(self, query: str, mode: SearchMode, top_k: int, num_stages: int, where: str) -> Iterator[SearchResult]:
         if self.fails:
             raise RuntimeError("disk on fire")
+        if query in self.refused:
+            raise UsageError("the filter is none")
         self.searches.append(query)
         said = f"{query} {mode} {top_k}{where} at {self.generation}"
         chunk = Chunk(ChunkId(1), DocumentId("d"), 0, said, num_tokens=10)
@@ -117,15 +125,26 @@ def test_a_change_during_the_search_is_not_missed(world: World, caches: list[Que
 
 
 def test_the_token_budget_holds_and_zero_switches_it_off(world: World, caches: list[QueryCache]) -> None:
-    small = make(world, caches, max_tokens=25)  # an entry costs 11
+    small = make(world, caches, max_tokens=25)  # an entry costs 11, and a token for each four letters asked
     for name in "abc":
         small.search(name, "hybrid", 5)
     small.search("a", "hybrid", 5)
     assert world.searches == ["a", "b", "c", "a"], "a was evicted for c"
+    small.search("b" * 60, "hybrid", 5)
+    small.search("b" * 60, "hybrid", 5)
+    assert world.searches[4:] == ["b" * 60] * 2, "it costs 26"
     off = make(world, caches, max_tokens=0)
     off.search("x", "hybrid", 5)
     off.search("x", "hybrid", 5)
     assert world.searches[-2:] == ["x", "x"]
+
+
+def test_texts_of_any_length_are_not_held(world: World, caches: list[QueryCache]) -> None:
+    cache = make(world, caches, hot_after=1)
+    for query, where in (("word " * 2000, ""), ("word", "a = 1 or " * 1000)):
+        for _ in range(2):
+            cache.search(query, "hybrid", 5, where)
+    assert len(world.searches) == 4 and not len(cache._entries) and not cache._hot
 
 
 def test_near_identical_questions_share_a_result_only_when_asked_to(world: World, caches: list[QueryCache]) -> None:
@@ -172,6 +191,7 @@ def test_hot_questions_are_searched_again_before_anybody_asks(world: World, cach
 
 def test_a_failing_refresh_harms_nobody(world: World, caches: list[QueryCache]) -> None:
     cache = make(world, caches, hot_after=1)
+    cache.search("other", "hybrid", 5)
     cache.search("big cat", "hybrid", 5)
     world.generation, world.fails = 2, True
     with pytest.raises(RuntimeError):
@@ -179,3 +199,46 @@ def test_a_failing_refresh_harms_nobody(world: World, caches: list[QueryCache]) 
     cache.wait_for_refresh()
     world.fails = False
     assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
+
+
+def test_a_question_that_fails_is_not_hot_and_one_that_fails_later_holds_no_other_up(
+    world: World, caches: list[QueryCache], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make(world, caches, hot_after=2)
+    for query in ("big cat", "tax law"):
+        for _ in range(2):
+            cache.search(query, "hybrid", 5)
+    world.refused = {"wrong", "tax law"}
+    for _ in range(3):
+        with pytest.raises(UsageError):
+            cache.search("wrong", "hybrid", 5)
+    world.generation = 2
+    with caplog.at_level(logging.WARNING):
+        cache.refresh_hot()
+        cache.wait_for_refresh()
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "of the one that was hot"
+    assert world.searches == ["big cat", "tax law", "big cat"] and cache.stats.num_refreshed == 1
+    world.generation = 3
+    cache.refresh_hot()
+    cache.wait_for_refresh()
+    assert len(caplog.records) == 1 and cache.stats.num_refreshed == 2
+
+
+def test_what_was_found_before_the_words_had_followed_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = write_knowledge(tmp_path / "docs")
+    with Stillroom.open(tmp_path / "kb") as room:
+        room.add(docs)
+        write = room._kb._indexes._write_sparse
+        during: list[int] = []
+
+        def search_and_write() -> None:
+            during.append(len(room.search("Wunwick bells", mode="sparse", top_k=9).results))
+            write()
+
+        monkeypatch.setattr(room._kb._indexes, "_write_sparse", search_and_write)
+        (docs / "bells.txt").write_text("The bells rang .\n", encoding="utf-8")
+        room.add(docs)
+        found = room.search("Wunwick bells", mode="sparse", top_k=9).results
+        assert during[-1] == 1 and [one.chunk.text for one in found if "bells" in one.chunk.text]

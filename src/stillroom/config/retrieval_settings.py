@@ -149,7 +149,8 @@ class QueryCacheConfig:
     """Search results kept for questions that are asked again."""
 
     max_tokens: int = 200_000
-    """Budget: tokens of the chunks in all kept results. 0 switches the cache off."""
+    """Budget: tokens of the chunks in all kept results, and of their questions; one of more than 8,192 characters is
+    not kept. 0 switches the cache off."""
     similarity: float = 1.0
     """Cosine from which another question's result is taken over. 1: only the same question's (apart from blanks).
     Below, an answer can rest on what a slightly different question found; 0.95 and more is sensible."""

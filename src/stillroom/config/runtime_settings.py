@@ -51,8 +51,8 @@ class RuntimeConfig:
     """Requests that run at the same time; others wait."""
     scheduling: SchedulingPolicy = "first_come"
     """Who waits no longer: `first_come`; `cache_first`, who finds most of his prompt kept, for what is left to compute
-    (RAGCache 5.2); or `shortest_first`, who has least to compute. Requests of a higher priority (a lower number), and
-    tenants that were served less, go before that."""
+    (RAGCache 5.2); or `shortest_first`, who has least to compute. Tenants that were served less, and of a tenant's
+    requests those of a higher priority (a lower number), go before that."""
     starvation_window: int = 32
     """Later requests that may be admitted before one that waits."""
     max_waiting: int = 1024

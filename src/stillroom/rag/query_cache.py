@@ -7,7 +7,7 @@ the hot questions, and those are searched again in the background as soon as the
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -19,11 +19,16 @@ from stillroom.config.settings import QueryCacheConfig, SearchMode
 from stillroom.core.count_min import CountMinSketch
 from stillroom.core.document import SearchResult
 from stillroom.core.token_cache import TokenCache
+from stillroom.errors import StillroomError
 
 logger = logging.getLogger(__name__)
 
 _HALVE_EVERY = 10_000
 """Questions after which the sketch forgets half: what was hot last week need not be kept warm."""
+
+_MAX_CHARS = 8192
+"""Of a question with its filter; a longer one is searched each time. Who asks that much seldom asks it again."""
+_CHARS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,10 @@ class _Question:
     top_k: int
     where: str
 
+    @property
+    def num_chars(self) -> int:
+        return len(self.text) + len(self.where)
+
     def as_bytes(self) -> bytes:
         return f"{self.mode}\0{self.top_k}\0{self.where}\0{self.text}".encode()
 
@@ -42,7 +51,7 @@ class _Question:
 @dataclass(frozen=True, slots=True)
 class _Entry:
     result: SearchResult
-    generation: int
+    generation: Hashable
     vector: NDArray[np.float32] | None
     """Embedding [d] of the question; None unless near-identical questions are recognised."""
 
@@ -67,14 +76,14 @@ class QueryCache:
     def __init__(
         self,
         search: StagedSearch,
-        generation: Callable[[], int],
+        generation: Callable[[], Hashable],
         embed: Callable[[str], NDArray[np.float32]],
         config: QueryCacheConfig,
     ) -> None:
         """
         Args:
             search: in stages; in one where nobody sees the provisional results.
-            generation: of the corpus; changes with every change of a document.
+            generation: of what is searched; another one after every change of what a question may find.
             embed: question -> vector [d] of length 1.
         """
         self._search = search
@@ -86,7 +95,7 @@ class QueryCache:
         self._sketch = CountMinSketch(halve_every=_HALVE_EVERY)
         self._hot: dict[_Question, None] = {}
         """Questions seen at least `hot_after` times, oldest first; at most `max_hot`."""
-        self._hot_generation = -1
+        self._hot_generation: Hashable = None
         self._num_hits = self._num_misses = self._num_refreshed = 0
         self._worker: ThreadPoolExecutor | None = None
 
@@ -103,20 +112,22 @@ class QueryCache:
     ) -> Iterator[SearchResult]:
         """The wrapped search's results; only the last one where it is in the cache. It is kept if the search is not
         left before its end."""
-        if self._config.max_tokens == 0:
+        question = _Question(" ".join(query.split()), mode, top_k, where.strip())
+        if self._config.max_tokens == 0 or question.num_chars > _MAX_CHARS:
             yield from self._search(query, mode, top_k, num_stages, where)
             return
-        question = _Question(" ".join(query.split()), mode, top_k, where.strip())
         generation = self._generation()
-        self._note(question, generation)
+        self._follow(generation, question)
         vector = self._embed(query) if self._needs_vector(mode) else None
         found = self._find(question, generation, vector)
         if found is not None:
+            self._count(question)
             yield SearchResult(found.results)  # it cost nothing this time
             return
         for result in self._search(query, mode, top_k, num_stages, where):
             yield result
         self._keep(question, result, generation, vector)
+        self._count(question)
 
     def close(self) -> None:
         """Wait for a refresh that is under way. Idempotent."""
@@ -129,7 +140,9 @@ class QueryCache:
         if self._worker is not None:
             self._worker.submit(lambda: None).result()
 
-    def _find(self, question: _Question, generation: int, vector: NDArray[np.float32] | None) -> SearchResult | None:
+    def _find(
+        self, question: _Question, generation: Hashable, vector: NDArray[np.float32] | None
+    ) -> SearchResult | None:
         with self._lock:
             entry = self._entries.get(question)
             if entry is not None and entry.generation != generation:
@@ -141,7 +154,7 @@ class QueryCache:
             self._num_misses += entry is None
         return None if entry is None else entry.result
 
-    def _find_similar(self, question: _Question, generation: int, vector: NDArray[np.float32]) -> _Entry | None:
+    def _find_similar(self, question: _Question, generation: Hashable, vector: NDArray[np.float32]) -> _Entry | None:
         """The entry of the most similar question of the same kind, if it is similar enough."""
         best, best_similarity = None, self._config.similarity
         for other in self._entries:
@@ -158,10 +171,11 @@ class QueryCache:
         return self._config.similarity < 1.0 and mode != "sparse"
 
     def _keep(
-        self, question: _Question, result: SearchResult, generation: int, vector: NDArray[np.float32] | None
+        self, question: _Question, result: SearchResult, generation: Hashable, vector: NDArray[np.float32] | None
     ) -> None:
         """`generation` was read before the search, so a change in between can only end the entry too early."""
-        num_tokens = 1 + sum(scored.chunk.num_tokens for scored in result.results)
+        num_tokens = 1 + question.num_chars // _CHARS_PER_TOKEN
+        num_tokens += sum(scored.chunk.num_tokens for scored in result.results)
         with self._lock:
             self._entries.put(question, _Entry(result, generation, vector), num_tokens)
 
@@ -170,37 +184,38 @@ class QueryCache:
     def refresh_hot(self) -> None:
         """Have the hot questions searched again in the background if the corpus has changed. The next question would
         start it too; who has just changed a document need not wait for one."""
-        generation = self._generation()
+        self._follow(self._generation())
+
+    def _follow(self, generation: Hashable, asked: _Question | None = None) -> None:
+        """If this generation is new, have the hot questions searched again, but for the one that is asked right now."""
         with self._lock:
-            stale = self._take_stale(generation)
+            stale = [question for question in self._take_stale(generation) if question != asked]
         self._start_refresh(stale, generation)
 
-    def _note(self, question: _Question, generation: int) -> None:
-        """Count the question; if the corpus has changed, have the other hot ones searched again."""
+    def _count(self, question: _Question) -> None:
+        """It was asked once more, and has an answer."""
         with self._lock:
             if self._sketch.add(question.as_bytes()) >= self._config.hot_after:
                 self._hot.pop(question, None)
                 self._hot[question] = None
                 if len(self._hot) > self._config.max_hot:
                     self._hot.pop(next(iter(self._hot)))
-            stale = [other for other in self._take_stale(generation) if other != question]
-        self._start_refresh(stale, generation)
 
-    def _take_stale(self, generation: int) -> list[_Question]:
+    def _take_stale(self, generation: Hashable) -> list[_Question]:
         """The hot questions if this generation is new to them, once; under the lock."""
         if generation == self._hot_generation:
             return []
-        is_first = self._hot_generation == -1
+        is_first = self._hot_generation is None
         self._hot_generation = generation
         return [] if is_first else list(self._hot)
 
-    def _start_refresh(self, stale: list[_Question], generation: int) -> None:
+    def _start_refresh(self, stale: list[_Question], generation: Hashable) -> None:
         if stale:
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stillroom-query-cache")
             self._worker.submit(self._refresh, stale, generation)
 
-    def _refresh(self, stale: list[_Question], generation: int) -> None:
+    def _refresh(self, stale: list[_Question], generation: Hashable) -> None:
         for question in reversed(stale):  # the most recently asked first
             if self._generation() != generation:
                 return  # changed again: another refresh is coming
@@ -213,6 +228,10 @@ class QueryCache:
                 *_, result = self._search(question.text, question.mode, question.top_k, 1, question.where)
                 self._keep(question, result, generation, vector)
                 self._num_refreshed += 1
+            except StillroomError as error:  # of this question alone, perhaps; who asks it again makes it hot again
+                logger.warning("a hot question is let go of: %s", error)
+                with self._lock:
+                    self._hot.pop(question, None)
             except Exception:  # nobody waits for this; whoever asks will see the error
                 logger.exception("could not refresh a hot question")
                 return

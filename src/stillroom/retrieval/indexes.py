@@ -110,6 +110,11 @@ class Indexes:
         """The k best chunks by BM25. `allowed`: the only ones."""
         return self._current_sparse().search(text, k, allowed)
 
+    @property
+    def sparse_generation(self) -> int:
+        """Of the corpus, as far as words find it: behind while somebody writes."""
+        return self._current_sparse().generation
+
     def complete(
         self, query: NDArray[np.float32], text: str, dense: Ranking, sparse: Ranking
     ) -> tuple[dict[ChunkId, float], dict[ChunkId, float]]:

@@ -204,9 +204,9 @@ class KnowledgeBase:
         return self._corpus.num_chunks
 
     @property
-    def generation(self) -> int:
-        """Changes with every change of a document, whoever made it; one cheap read."""
-        return self._corpus.generation
+    def generation(self) -> tuple[int, int]:
+        """Another one after every change of a document, whoever made it, and again when words find it; cheap."""
+        return self._corpus.generation, self._indexes.sparse_generation
 
     # Search
 
