@@ -139,18 +139,35 @@ def test_where_there_is_no_room_the_oldest_turns_leave_then_the_last_chunks(toke
 
     whole = builder.build(chunks_of(7, 20, 21), "now?", None, History(turns)).num_tokens
     assert kept(None) == kept(whole) == (7, [*range(1, 8), 20, 21])
-    assert kept(whole - 1) == (6, [*range(2, 8), 20, 21])
+    assert kept(whole - 1) == (5, [*range(3, 8), 20, 21]), "the next prompt will begin there too"
     alone = builder.build(chunks_of(7, 20, 21), "now?", None).num_tokens
     assert kept(alone) == (0, [7, 20, 21]), "a chunk whose turn has left stands with the question again"
     numbers = [kept(size)[0] for size in range(alone, whole + 1)]
-    assert sorted(set(numbers)) == [0, 3, 5, 6, 7] and numbers == sorted(numbers)
+    assert sorted(set(numbers)) == [0, 1, 2, 3, 5, 7] and numbers == sorted(numbers)
 
 
-@given(st.integers(0, 300))
-def test_turns_leave_in_powers_of_two(num_turns: int) -> None:
-    steps = num_turns_to_drop(num_turns)
-    assert steps[0] == 0 and steps[-1] == num_turns and steps == sorted(set(steps))
-    assert all(step & (step - 1) == 0 for step in steps[:-1])
+@given(st.integers(0, 80))
+def test_half_of_the_turns_that_fit_stay_and_the_cut_holds_for_some_questions(num_fitting: int) -> None:
+    def num_kept(num_turns: int) -> int:
+        left = num_turns - num_turns_to_drop(num_turns, lambda num_dropped: num_turns - num_dropped <= num_fitting)
+        assert min(num_turns, num_fitting) >= left >= min(num_turns, num_fitting / 2)
+        return left
+
+    cuts = {num_turns - num_kept(num_turns) for num_turns in range(301)}
+    assert len(cuts) <= 2 + 300 / max(1, num_fitting / 4)
+
+
+def test_a_long_conversation_in_a_small_context_keeps_its_last_turns(tokenizer: Tokenizer) -> None:  # noqa: F811
+    builder = PromptBuilder(tokenizer, format_for(tokenizer))
+    turns = [turn("question", "answer") for _ in range(20)]
+    room = builder.build(chunks_of(1), "now?", None, History(tuple(turns[:3]))).num_tokens
+
+    def num_kept(num_turns: int) -> int:
+        prompt = builder.build(chunks_of(1), "now?", room, History(tuple(turns[:num_turns])))
+        assert prompt.segments[-2].chunk_id == 1
+        return [segment.kind for segment in prompt.segments].count(SegmentKind.TURN)
+
+    assert [num_kept(number) for number in range(21)] == [0, 1, 2, 3] + [2, 3] * 8 + [2]
 
 
 def test_every_turn_finds_by_itself_and_with_the_question_before() -> None:
@@ -165,16 +182,19 @@ def test_every_turn_finds_by_itself_and_with_the_question_before() -> None:
     assert asked == ["a", "a\nbb", "bb"]
     assert [[one.chunk.chunk_id for one in turn.found] for turn in history.turns] == [[1], [2, 4, 1]]
     assert history.system == "s"
+    blank = history_of([Exchange("a", "A"), Exchange(" ", "B")], "", search, 3)
+    assert not blank.turns[1].found and asked[-1] == "a"
 
 
 def test_a_long_conversation_is_cut_where_it_stays_cut() -> None:
-    def first(num_turns: int) -> str:
+    def first(num_turns: int) -> int:
         exchanges = [Exchange(f"question {number}", "") for number in range(num_turns)]
         history = history_of(exchanges, "", lambda text: (), 5)
         assert len(history.turns) <= MAX_TURNS
-        return history.turns[0].exchange.question
+        return int(history.turns[0].exchange.question.removeprefix("question "))
 
-    assert {first(num_turns) for num_turns in range(65 + 64, 129 + 64)} == {"question 128"}
+    for num_turns in range(65, 330):
+        assert first(num_turns) == -(-(num_turns - MAX_TURNS) // 32) * 32
 
 
 def test_the_question_goes_first_and_both_searches_take_turns() -> None:

@@ -31,6 +31,11 @@ def said(*messages: tuple[str, str | None]) -> list[ChatMessage]:
         ([("system", "s"), ("user", "a"), ("developer", "t")], Conversation("a", (), "s\n\nt")),
         ([("tool", "x"), ("user", "a"), ("function", "y")], Conversation("a", (), "")),
         ([("system", " ")], Conversation("", (), "")),
+        ([("user", " "), ("assistant", "A"), ("user", "b")], Conversation("b", (), "")),
+        (
+            [("user", "a"), ("assistant", "A"), ("user", ""), ("assistant", "B"), ("user", "b")],
+            Conversation("b", (Exchange("a", "A"),), ""),
+        ),
     ],
 )
 def test_messages(messages: list[tuple[str, str | None]], expected: Conversation) -> None:

@@ -3,10 +3,11 @@
 Nothing is remembered between requests. The documents of an earlier turn are found again by the search that found them
 then, so as long as neither documents nor options change, a prompt begins with the tokens of the turns before, and their
 KV is used exactly. A chunk stands in a prompt once, in the first turn that found it. Where the prompt gets too long the
-oldest turns leave, in powers of two, so that what is left stays the beginning of the next prompts too. Worked example:
+oldest turns leave, several at once, so that what is left stays the beginning of the next prompts too. Worked example:
 docs/conversations.md
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -73,12 +74,15 @@ def alternate(found: Sequence[ScoredChunk], found_around: Sequence[ScoredChunk],
 
 
 def history_of(exchanges: Sequence[Exchange], system: str, search: Search, top_k: int) -> History:
-    """Every turn with what its search finds now."""
-    first = next(n for n in num_turns_to_drop(len(exchanges)) if len(exchanges) - n <= MAX_TURNS)
+    """Every turn with what its search finds now; nothing for one that asks nothing."""
+    first = num_turns_to_drop(len(exchanges), lambda num_dropped: len(exchanges) - num_dropped <= MAX_TURNS)
     turns = []
     for index, one in enumerate(exchanges[first:], start=first):
-        found_around = around(exchanges[:index], one.question, search)
-        turns.append(Turn(one, alternate(search(one.question), found_around, top_k)))
+        found: tuple[ScoredChunk, ...] = ()
+        if one.question.strip():
+            found_around = around(exchanges[:index], one.question, search)
+            found = alternate(search(one.question), found_around, top_k)
+        turns.append(Turn(one, found))
     return History(tuple(turns), system.strip())
 
 
@@ -93,9 +97,15 @@ def new_chunks(turns: Iterable[Turn], last: Sequence[Chunk]) -> list[list[Chunk]
     return added
 
 
-def num_turns_to_drop(num_turns: int) -> list[int]:
-    """How many of the oldest turns may be left out, fewest first: none, then powers of two, in the end all."""
-    powers = [0]
-    while (power := max(1, 2 * powers[-1])) < num_turns:
-        powers.append(power)
-    return [*powers, num_turns] if num_turns else powers
+def num_turns_to_drop(num_turns: int, fits: Callable[[int], bool]) -> int:
+    """How many of the oldest turns are left out: the least number that fits, rounded up to a multiple of the largest
+    power of two within half of what is then left. So at least half of what would fit stays, and the cut stays where it
+    is until as many turns have come.
+
+    Args:
+        fits: whether what is left fits without so many; if so, also without more.
+    """
+    least = 0 if fits(0) else bisect_left(range(num_turns), True, key=fits)
+    half = max(1, (num_turns - least + 1) // 2)
+    step = 1 << (half.bit_length() - 1)
+    return -(-least // step) * step

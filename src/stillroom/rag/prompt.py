@@ -8,6 +8,7 @@ text, so it cannot imitate the template.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from stillroom.core.document import Chunk
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -135,6 +136,13 @@ def render(prompt_format: PromptFormat, chunks: Sequence[Chunk], question: str, 
     return "".join([*parts, _user_text(form, last, question)])
 
 
+def raw_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Of text that is continued as it is, in which special tokens count as such; without the model's begin token it
+    gets one, as everywhere."""
+    begin = tokenizer.bos_token
+    return tuple(tokenizer.encode_template(text if text.startswith(begin) else begin + text))
+
+
 def user_messages(chunks: Sequence[Chunk], question: str, history: History) -> list[str]:
     """What the user says in each turn of a chat, without a template around it."""
     *earlier, last = new_chunks(history.turns, chunks)
@@ -174,13 +182,16 @@ class PromptBuilder:
         """
         system, last = self._system_with(history.system), self._question(question)
         room = math.inf if max_tokens is None else max_tokens - len(system.token_ids) - len(last.token_ids)
-        earlier: list[Segment] = []
-        new = list(chunks)
-        for num_dropped in num_turns_to_drop(len(history.turns)):
-            earlier, new = self._turns(history.without(num_dropped), chunks)
-            needed = _num_tokens(map(self._chunk, new))
-            if _num_tokens(earlier) + min(needed, room / 2) <= room:
-                break
+
+        @cache
+        def without(num_dropped: int) -> tuple[list[Segment], list[Chunk]]:
+            return self._turns(history.without(num_dropped), chunks)
+
+        def fits(num_dropped: int) -> bool:
+            earlier, new = without(num_dropped)
+            return _num_tokens(earlier) + min(_num_tokens(map(self._chunk, new)), room / 2) <= room
+
+        earlier, new = without(num_turns_to_drop(len(history.turns), fits))
         return SegmentedPrompt((system, *earlier, *self._fitting(new, room - _num_tokens(earlier)), last))
 
     def _turns(self, history: History, chunks: Sequence[Chunk]) -> tuple[list[Segment], list[Chunk]]:

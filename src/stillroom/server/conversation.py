@@ -35,6 +35,8 @@ def read_messages(messages: Sequence[ChatMessage]) -> Conversation:
     *earlier, (last, _) = turns
     return Conversation(
         question="\n".join(last),
-        history=tuple(Exchange("\n".join(asked), "\n".join(answered)) for asked, answered in earlier if asked),
+        history=tuple(
+            Exchange("\n".join(asked), "\n".join(answered)) for asked, answered in earlier if "".join(asked).strip()
+        ),
         system="\n\n".join(text for text in system if text.strip()),
     )
