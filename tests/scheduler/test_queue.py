@@ -144,6 +144,12 @@ def test_tenants_take_turns() -> None:
     assert world.drain() == [0, 4, 1, 5, 2, 3]
 
 
+def test_a_tenants_priority_is_over_his_own_requests_only() -> None:
+    world = World(first_come)
+    world.push(*(sequence(arrival, "pushy", priority=-arrival) for arrival in range(4)), sequence(4, "modest"))
+    assert world.drain() == [3, 4, 2, 1, 0]
+
+
 def test_a_tenant_who_had_nothing_to_ask_has_saved_no_turns() -> None:
     world = World(first_come)
     world.push(*(sequence(arrival, "busy") for arrival in range(8)))
@@ -165,9 +171,10 @@ class Twin:
         self.served: dict[str, float] = {}
 
     def push(self, one: Sequence) -> None:
-        if not any(tenant_of(other) == tenant_of(one) for other in self.waiting):
-            least = min((self.served[tenant_of(other)] for other in self.waiting), default=0.0)
-            self.served[tenant_of(one)] = max(self.served.get(tenant_of(one), 0.0), least)
+        new = [other.request.cache_salt for other in self.waiting if not has_run(other)]
+        if not has_run(one) and one.request.cache_salt not in new:
+            least = min((self.served[tenant] for tenant in new), default=0.0)
+            self.served[one.request.cache_salt] = max(self.served.get(one.request.cache_salt, 0.0), least)
         self.waiting.append(one)
         self.overtaken[one.request_id] = 0
 
@@ -176,21 +183,23 @@ class Twin:
         oldest = min(self.waiting, key=lambda one: one.arrival)
         if self.overtaken[oldest.request_id] >= self.world.window:
             return {oldest.request_id}
-        of_level = [one for one in self.waiting if level(one) == min(map(level, self.waiting))]
-        least = min(self.served[tenant_of(one)] for one in of_level)
+        if any(map(has_run, self.waiting)):
+            return {min(filter(has_run, self.waiting), key=lambda one: one.arrival).request_id}
+        least = min(self.served[one.request.cache_salt] for one in self.waiting)
         chosen: set[RequestId] = set()
-        for tenant in {tenant_of(one) for one in of_level if self.served[tenant_of(one)] == least}:
-            of_tenant = [one for one in of_level if tenant_of(one) == tenant]
+        for tenant in {one.request.cache_salt for one in self.waiting if self.served[one.request.cache_salt] == least}:
+            of_tenant = [one for one in self.waiting if one.request.cache_salt == tenant]
             best = min(map(self.key, of_tenant))
             chosen |= {one.request_id for one in of_tenant if self.key(one) == best}
         return chosen
 
-    def key(self, one: Sequence) -> float:
-        return float(one.arrival) if one.status is Status.PREEMPTED else self.world.policy(self.world.outlook(one))
+    def key(self, one: Sequence) -> tuple[int, float]:
+        return one.request.priority, self.world.policy(self.world.outlook(one))
 
     def admit(self, one: Sequence) -> None:
         self.remove(one)
-        self.served[tenant_of(one)] += one.num_to_compute
+        if not has_run(one):
+            self.served[one.request.cache_salt] += one.num_to_compute
         for other in self.waiting:
             self.overtaken[other.request_id] += other.arrival < one.arrival
         if not self.waiting:
@@ -200,12 +209,8 @@ class Twin:
         self.waiting.remove(one)
 
 
-def tenant_of(one: Sequence) -> str:
-    return "nobody" if one.status is Status.PREEMPTED else one.request.cache_salt
-
-
-def level(one: Sequence) -> float:
-    return float("-inf") if one.status is Status.PREEMPTED else one.request.priority
+def has_run(one: Sequence) -> bool:
+    return one.status is Status.PREEMPTED
 
 
 @settings(max_examples=200)

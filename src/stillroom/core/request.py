@@ -123,7 +123,7 @@ class Request:
     cache_salt: str = ""
     """KV is shared only among requests of the same salt: one per tenant."""
     priority: int = 0
-    """Of two that wait, the one with the lower number is admitted first."""
+    """Of two of a tenant that wait, the one with the lower number is admitted first."""
     deadline: float | None = None
     """When its answer must be complete, in seconds on the engine's monotonic clock; None: whenever it is."""
     may_place: bool = True
