@@ -15,12 +15,14 @@ import pytest
 
 from stillroom.server.run import HttpServer
 from tests.cli.harness import Opened, Run
-from tests.server.fakes import FakeRoom
+from tests.server.fakes import FakeRoom, until
+from tests.server.test_leaving import streaming
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 from stillroom.cli import main, room
+from stillroom.config.settings import ServerConfig, StillroomConfig
 from tests.server.fakes import FakeRoom
 
 class Room(FakeRoom):
@@ -29,7 +31,12 @@ class Room(FakeRoom):
     def close(self):
         print("room closed", file=sys.stderr, flush=True)
 
-room.open_room = lambda *_, **__: Room()
+def open_room(*_, **__):
+    opened = Room(config=StillroomConfig(server=ServerConfig(grace_s=60.0)))
+    opened.gate.clear()
+    return opened
+
+room.open_room = open_room
 sys.argv = ["stillroom", "serve", *sys.argv[1:]]
 main.main()
 """
@@ -61,6 +68,18 @@ def test_server_says_when_it_is_ready_and_stops_on_a_signal(number: signal.Signa
         assert process.wait(20) == 0
         assert process.stderr.read() == "stopped\nroom closed\n"
         assert process.stdout.read() == ""
+
+
+def test_a_second_signal_ends_the_grace() -> None:
+    with launched("--port", "0", "--json") as process:
+        assert process.stdout
+        url = json.loads(process.stdout.readline())["url"]
+        with streaming(url) as lines:
+            process.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(f"{url}/readyz").status_code == 503)
+            process.send_signal(signal.SIGINT)
+            assert "shutting_down" in [line for line in lines if line][-1]
+        assert process.wait(20) == 0
 
 
 def test_json_prints_one_object_when_ready() -> None:

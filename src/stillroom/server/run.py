@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -84,8 +85,7 @@ class HttpServer:
     def stop(self) -> None:
         """Ask `run` to return; may be called from any thread, also before `run`. A second time ends the grace."""
         if self._server is not None:
-            self._server.is_hurrying |= self._is_stopping
-            self._server.should_exit = True
+            self._server.stop()
         self._is_stopping = True
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class HttpServer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        # uvicorn stops on the first signal and raises it again when it has stopped; by then it is dealt with.
+        # until uvicorn has them: a signal that comes while it starts must stop it too
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -114,10 +114,19 @@ class _DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._on_ready = on_ready
         self._draining = draining
-        self.is_hurrying = False
+        self._is_hurrying = False
+
+    def stop(self) -> None:
+        """From any thread, or a signal; a second time ends the grace."""
+        self._is_hurrying |= self.should_exit
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """While it runs the signals are uvicorn's, whose own would end nothing earlier the second time."""
+        self.stop()
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) and self._draining.is_over(hurry=self.is_hurrying)
+        return await super().on_tick(counter) and self._draining.is_over(hurry=self._is_hurrying)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
