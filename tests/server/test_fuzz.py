@@ -104,6 +104,7 @@ STREAMS = st.lists(TOKENS | st.binary(max_size=8), max_size=24).map(b"".join)
 @example(b"POST /v1/search HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\nhello")
 @example(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
 @example(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50)
+@example(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\norigin: http://[\r\nconnection: close\r\n\r\n")
 def test_any_bytes(url: str, sent: bytes) -> None:
     reply = exchange(url, sent)
     for status in (line[9:12] for line in reply.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")):
@@ -157,6 +158,21 @@ def test_json_that_is_nearly_right(url: str, path: str, fields: dict[str, Any]) 
 def test_any_body(url: str, path: str, content: bytes) -> None:
     response = httpx.post(f"{url}{path}", content=content, headers={"content-type": "application/json"}, timeout=20)
     assert 400 <= response.status_code < 500, (content, response.text)
+
+
+@FAST
+@given(
+    st.sampled_from(["undefined", "unicode_escape", "utf-16", "punycode", "nosuch", "utf-8"]),
+    st.binary(max_size=30).filter(lambda said: b"--x" not in said),
+)
+@example("undefined", b"{}")
+@example("unicode_escape", b'{"a": "\\ud800"}')
+def test_any_charset_of_a_form(url: str, charset: str, metadata: bytes) -> None:
+    part = b'--x\r\ncontent-disposition: form-data; name="'
+    content = part + b'file"; filename="\\ud800.md"\r\n\r\n\r\n' + part + b'metadata"\r\n\r\n' + metadata + b"\r\n--x--"
+    headers = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+    response = httpx.post(f"{url}/v1/documents", content=content, headers=headers, timeout=20)
+    assert 400 <= response.status_code < 500, response.text
 
 
 @FAST

@@ -170,6 +170,7 @@ def test_each_key_reaches_its_tenants_documents_only(tmp_path: Path) -> None:
         ({"host": "[::"}, "host_not_allowed"),
         ({"origin": "https://evil.example"}, "origin_not_allowed"),
         ({"origin": "null"}, "origin_not_allowed"),
+        ({"origin": "http://["}, "origin_not_allowed"),
     ],
 )
 def test_other_peoples_pages_may_not_ask_a_server_without_keys(

@@ -91,7 +91,7 @@ class Guard:
                 "host_not_allowed",
             )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _netloc(origin) != host:
             return _forbidden(f"pages of {origin} may not ask this server without a key", "origin_not_allowed")
         return None
 
@@ -102,6 +102,14 @@ def host_name(host: str) -> str:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
         return ""
+
+
+def _netloc(origin: str) -> str | None:
+    """Of an `Origin` header; None if it is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def is_loopback(host: str) -> bool:
