@@ -1,6 +1,9 @@
 """`/v1/documents`, over a real server and a fake room; and once over a real knowledge base."""
 
 import asyncio
+import json
+import logging
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -8,9 +11,10 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from stillroom.config.settings import ServerConfig, StillroomConfig
 from stillroom.errors import KnowledgeBaseBusyError
 from stillroom.rag.room import Stillroom
-from tests.server.fakes import FakeRoom
+from tests.server.fakes import FakeRoom, as_room
 from tests.server.harness import events, serving
 
 ROUTE = "/v1/documents"
@@ -74,6 +78,54 @@ def test_an_error_after_the_stream_has_begun_is_an_event(
 
     assert events(streamed)[-1]["error"]["code"] == "knowledge_base_busy"
     assert (plain.status_code, plain.json()["error"]["code"]) == (503, "knowledge_base_busy")
+
+
+def test_a_failure_after_the_stream_has_begun_is_in_the_log(
+    client: httpx.Client, room: FakeRoom, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(room, "upload", broken)
+
+    streamed = client.post(ROUTE, json=as_json(a_md="one"), headers={"accept": "text/event-stream"})
+
+    assert events(streamed)[-1]["error"]["code"] == "internal_error"
+    [record] = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert record.exc_info and "a bug" in str(record.exc_info[1])
+
+
+def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more upload is refused before it is read."""
+    room = FakeRoom(config=StillroomConfig(server=ServerConfig(max_upload_bytes=1000)))
+    go_on, upload = threading.Event(), room.upload
+
+    def slow(*arguments: Any) -> Any:
+        assert go_on.wait(20)
+        return upload(*arguments)
+
+    monkeypatch.setattr(room, "upload", slow)
+    content = json.dumps(as_json(a_md="x" * 800)).encode()
+    bodies: list[Any] = [content, iter([b"of any length"])]
+    kind = {"content-type": "application/json"}
+    streamed = kind | {"accept": "text/event-stream"}
+    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
+        for _ in range(3):
+            assert client.post(ROUTE, content=b"{" * 900, headers=kind).status_code == 400, "it takes no room for good"
+        with (
+            client.stream("POST", ROUTE, content=content, headers=streamed) as first,
+            client.stream("POST", ROUTE, content=content, headers=streamed) as second,
+        ):
+            refused = [client.post(ROUTE, content=body, headers=kind) for body in bodies]
+            go_on.set()
+            for one in (first, second):
+                one.read()
+                assert events(one)[-1] == "[DONE]"
+        assert client.post(ROUTE, content=iter([content]), headers=kind).status_code == 200
+        assert b'reason="queue"} 2' in room.metrics.render()
+    for one in refused:
+        assert (one.status_code, one.json()["error"]["code"]) == (429, "queue_full")
+        assert int(one.headers["retry-after"]) > 0
 
 
 @pytest.mark.parametrize("name", ["../a.md", "/etc/passwd", ".env", "a/../b", "a\\b", "a#1", ""])

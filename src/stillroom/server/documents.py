@@ -5,8 +5,10 @@ deletions of one server wait for each other; one that has begun is completed, ev
 """
 
 import asyncio
+import contextlib
 import io
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeVar
 
@@ -20,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import DocumentId, format_chunk_id
-from stillroom.errors import UnknownDocumentError, UsageError
+from stillroom.errors import QueueFullError, StillroomError, UnknownDocumentError
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.uploads import UploadResult, checked_name
 from stillroom.server.answering import DONE, as_event
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from stillroom.rag.room import Stillroom
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,9 @@ class Upload:
 
 
 MAX_PAGE = 1000
+_MAX_HELD = 2
+"""Uploads of the largest size that one tenant may have here at the same time, being read, waiting or being indexed."""
+_RETRY_SECONDS = 5.0
 UNREADABLE = "document_unreadable"
 
 _DocumentPath = Annotated[str, Path(description="The id, or the name of an uploaded file.", min_length=1)]
@@ -111,17 +117,19 @@ class DocumentRoutes:
 
         With `Accept: text/event-stream` the response is a stream of events that say how far it is.
         """
-        desk, upload = self._desk(request), await _read_upload(request)
-        try:
+        desk, arrived = self._desk(request), _Progress()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(desk.holding(_size(request, desk.max_bytes)))
+            upload = await _read_upload(request)
+            stack.callback(upload.close)
             for name, _ in upload.files:
                 checked_name(name)  # before a stream begins
-        except UsageError:
-            upload.close()
-            raise
+            taken = stack.pop_all()
+        running = desk.start(lambda: desk.room.upload(upload.files, arrived.note, upload.metadata))
+        running.add_done_callback(lambda _: taken.close())
         if "text/event-stream" in request.headers.get("accept", ""):
-            return StreamingResponse(desk.events(upload), media_type="text/event-stream")
-        results = await desk.run(lambda: desk.upload(upload))
-        reply = desk.reply(results)
+            return StreamingResponse(desk.events(running, arrived), media_type="text/event-stream")
+        reply = desk.reply(await asyncio.shield(running))
         return JSONResponse(reply.model_dump(), 200 if reply.error is None else 422)
 
     async def page(
@@ -157,8 +165,20 @@ class DocumentRoutes:
         """Forget one document, or all of one file. An uploaded file is deleted with its last document; other files stay
         where they are."""
         desk = self._desk(request)
-        report = await desk.run(lambda: desk.room.discard(document))
+        report = await asyncio.shield(desk.start(lambda: desk.room.discard(document)))
         return DocumentDeleted(id=document, num_documents=report.num_documents, num_chunks=report.num_chunks)
+
+
+class _Progress:
+    """Of an upload, from the thread that works on it to the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.arrived: asyncio.Queue[AddProgress | None] = asyncio.Queue()
+        """None is the end."""
+
+    def note(self, progress: AddProgress | None) -> None:
+        self._loop.call_soon_threadsafe(self.arrived.put_nowait, progress)
 
 
 class _Desk:
@@ -166,11 +186,32 @@ class _Desk:
 
     def __init__(self, room: "Stillroom") -> None:
         self.room = room
+        self.max_bytes = room.config.server.max_upload_bytes
         self._writing = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
+        self._num_bytes_held = 0
 
-    async def run(self, change: Callable[[], T]) -> T:
-        """A change in a thread, one after the other, completed whoever leaves."""
+    @contextlib.contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """As long as so much of an upload may be here.
+
+        Raises:
+            QueueFullError: with those that are here already it is too much.
+        """
+        if self._num_bytes_held + num_bytes > _MAX_HELD * self.max_bytes:
+            self.room.metrics.count_refused("queue")
+            raise QueueFullError(
+                f"uploads of {self._num_bytes_held} bytes are under way; send this one when they are done",
+                _RETRY_SECONDS,
+            )
+        self._num_bytes_held += num_bytes
+        try:
+            yield
+        finally:
+            self._num_bytes_held -= num_bytes
+
+    def start(self, change: Callable[[], T]) -> "asyncio.Task[T]":
+        """A change in a thread, one after the other, completed whoever leaves: shield it."""
 
         async def locked() -> T:
             async with self._writing:
@@ -179,30 +220,19 @@ class _Desk:
         task = asyncio.create_task(locked())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
+        return task
 
-    async def events(self, upload: Upload) -> AsyncIterator[str]:
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[AddProgress | None] = asyncio.Queue()
-
-        def note(progress: AddProgress) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, progress)
-
-        running = asyncio.ensure_future(self.run(lambda: self.upload(upload, note)))
-        running.add_done_callback(lambda _: arrived.put_nowait(None))
-        while (progress := await arrived.get()) is not None:
-            yield as_event({"object": "documents.progress", **asdict(progress)})
+    async def events(self, running: "asyncio.Task[list[UploadResult]]", progress: _Progress) -> AsyncIterator[str]:
+        running.add_done_callback(lambda _: progress.note(None))
+        while (step := await progress.arrived.get()) is not None:
+            yield as_event({"object": "documents.progress", **asdict(step)})
         try:
-            yield as_event(self.reply(await running).model_dump())
+            yield as_event(self.reply(await asyncio.shield(running)).model_dump())
             yield DONE
         except Exception as error:
+            if not isinstance(error, StillroomError):
+                logger.exception("an upload failed")
             yield as_event(describe(error)[1])
-
-    def upload(self, upload: Upload, progress: Callable[[AddProgress], None] | None = None) -> list[UploadResult]:
-        try:
-            return self.room.upload(upload.files, progress, upload.metadata)
-        finally:
-            upload.close()
 
     def reply(self, results: Sequence[UploadResult]) -> UploadReply:
         data = [self._uploaded(result) for result in results]
@@ -231,6 +261,12 @@ class _Desk:
         )
 
 
+def _size(request: Request, max_bytes: int) -> int:
+    """Most bytes that the body may have."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() and "transfer-encoding" not in request.headers else max_bytes
+
+
 async def _read_upload(request: Request) -> Upload:
     """A form, or JSON.
 
@@ -239,8 +275,9 @@ async def _read_upload(request: Request) -> Upload:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
+        content = b"".join([piece async for piece in request.stream()])  # not kept by the request, as its body would be
         try:
-            body = DocumentsRequest.model_validate(await asyncio.to_thread(parse, await request.body()))
+            body = DocumentsRequest.model_validate(await asyncio.to_thread(parse, content))
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from error
         files = [(document.name, io.BytesIO(document.text.encode())) for document in body.documents]
@@ -254,7 +291,7 @@ async def _read_upload(request: Request) -> Upload:
 async def _read_form(request: Request) -> Upload:
     try:
         form = await request.form(max_files=MAX_DOCUMENTS, max_fields=1)
-    except (HTTPException, MultiPartException) as error:
+    except (HTTPException, MultiPartException, UnicodeError) as error:  # the last for a charset that is none
         if getattr(error, "status_code", 400) == 413:
             raise
         raise Refused(400, "invalid_form", f"the form cannot be read: {getattr(error, 'detail', error)}") from error
@@ -264,7 +301,7 @@ async def _read_form(request: Request) -> Upload:
         if len(files) + (said is not None) < len(form.multi_items()) or not files:
             message = "send each file as a part called 'file', and besides at most 'metadata', a JSON object"
             raise Refused(400, "invalid_value", message, "file")
-        metadata = parse(said.encode()) if isinstance(said, str) else None
+        metadata = parse(said.encode(errors="surrogatepass")) if isinstance(said, str) else None
         if not isinstance(metadata, dict | None):
             raise Refused(400, "invalid_value", "metadata: it must be a JSON object", "metadata")
         return Upload(files, metadata)
