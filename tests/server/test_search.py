@@ -33,9 +33,19 @@ def test_search_without_a_mode_names_the_configured_one(client: httpx.Client) ->
     assert client.post("/v1/search", json={"query": "keys"}).json()["mode"] == "hybrid"
 
 
-@pytest.mark.parametrize("request_body", [{}, {"query": " "}, {"query": "x", "top_k": 0}, {"query": "x", "k": 3}])
+@pytest.mark.parametrize(
+    "request_body",
+    [{}, {"query": " "}, {"query": "x", "top_k": 0}, {"query": "x", "top_k": 1001}, {"query": "x", "k": 3}],
+)
 def test_impossible_search_is_400(client: httpx.Client, request_body: dict[str, Any]) -> None:
     assert client.post("/v1/search", json=request_body).status_code == 400
+
+
+def test_a_thousand_chunks_are_the_most(client: httpx.Client) -> None:
+    assert client.post("/v1/search", json={"query": "x", "top_k": 1000}).status_code == 200
+    chat = {"messages": [{"role": "user", "content": "x"}], "stillroom": {"top_k": 1001}}
+    response = client.post("/v1/chat/completions", json=chat)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stillroom.top_k")
 
 
 def test_a_search_takes_a_filter(client: httpx.Client, room: FakeRoom) -> None:

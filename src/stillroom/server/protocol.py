@@ -21,6 +21,8 @@ MAX_CHOICES = 128
 """Most answers to one prompt; OpenAI's own limit. `runtime.max_num_seqs` may allow less."""
 MAX_DOCUMENTS = 1000
 """Most documents in one upload."""
+MAX_TOP_K = 1000
+"""Most chunks that a search gives over HTTP; each is loaded, sent, and in a chat counted in tokens."""
 MAX_STOPS = 64
 """Most stop texts; OpenAI's own limit is 4."""
 
@@ -43,7 +45,7 @@ def _is_prompt(value: object) -> str | list[int]:
     raise ValueError("a prompt is a text or a list of tokens, and not empty")
 
 
-TopK = Annotated[int, Field(ge=1, lt=2**31)]
+TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K)]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1)]
 StopTexts = Annotated[
