@@ -1,5 +1,6 @@
 """`stillroom search` over a fake room."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,9 @@ def test_text_cannot_steer_the_terminal(run: Run, opened: Opened, fake: FakeRoom
 
     assert not {"\x1b", "\x07", "\x9b"} & set(out)
     assert "\N{REPLACEMENT CHARACTER}[31mred" in out
+    as_json = run("search", "x", "--json").out
+    assert not {"\x1b", "\x07", "\x9b"} & set(as_json)
+    assert json.loads(as_json)["results"][0]["text"] == fake.texts["a.md"]
 
 
 def test_kb_and_settings_reach_the_room(run: Run, opened: Opened, tmp_path: Path) -> None:

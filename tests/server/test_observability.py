@@ -85,6 +85,18 @@ def test_what_is_logged_meanwhile_has_the_id(logged: None, capfd: pytest.Capture
     assert REQUEST_ID.get() is None
 
 
+def test_an_error_does_not_name_the_document(
+    logged: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = FakeRoom()
+    monkeypatch.setattr(room, "discard", lambda name: 1 / 0)
+    with serving(as_room(room)) as url:
+        response = httpx.delete(f"{url}/v1/documents/secret.md")
+    capturing = capfd.readouterr().err
+    assert response.status_code == 500 and "secret" not in capturing
+    assert "DELETE /v1/documents/{document:path} failed" in capturing
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_an_answer_is_a_trace_of_its_phases_below_the_callers(tmp_path: Path, is_streamed: bool) -> None:
     exporter = InMemorySpanExporter()

@@ -1,6 +1,6 @@
 """What goes where: results to stdout, everything else to stderr, and nothing that could steer a terminal.
 
-Text of documents and models is shown with its control characters replaced; JSON escapes them by itself.
+Text of documents and models is shown with its control characters replaced; in JSON they are escaped.
 """
 
 import json
@@ -12,6 +12,8 @@ from typing import Any
 
 _KEPT = "\n\t"
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT}
+_ESCAPES = {code: f"\\u{code:04x}" for code in range(127, 160)}
+"""Those that a terminal may obey although JSON need not escape them."""
 _MAX_WIDTH = 100
 
 
@@ -33,7 +35,7 @@ def line(text: str = "") -> None:
 
 def print_json(payload: Any, *, indent: int | None = 2) -> None:
     """A result as JSON; with `indent=None` on one line."""
-    sys.stdout.write(json.dumps(payload, ensure_ascii=False, indent=indent) + "\n")
+    sys.stdout.write(_as_json(payload, indent) + "\n")
     sys.stdout.flush()
 
 
@@ -45,9 +47,13 @@ def note(text: str) -> None:
 def error(kind: str, message: str, *, as_json: bool) -> None:
     """What went wrong, on stderr: a line for people, or one JSON object for programs."""
     if as_json:
-        print(json.dumps({"error": {"type": kind, "message": message}}, ensure_ascii=False), file=sys.stderr)
+        print(_as_json({"error": {"type": kind, "message": message}}), file=sys.stderr)
     else:
         note(message)
+
+
+def _as_json(payload: Any, indent: int | None = None) -> str:
+    return json.dumps(payload, ensure_ascii=False, indent=indent).translate(_ESCAPES)
 
 
 def text_width() -> int:

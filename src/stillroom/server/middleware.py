@@ -74,7 +74,7 @@ class Observed:
         except ClientDisconnect:  # it did not wait until its own request was sent
             pass
         except Exception as error:
-            logger.exception("%s %s failed, x-request-id %s", scope["method"], scope["path"], http_id)
+            logger.exception("%s %s failed, x-request-id %s", scope["method"], _template(scope), http_id)
             if status is not None:  # half a response is out; only closing the connection tells the client
                 self._metrics.count_http_request(_template(scope), status)
                 raise
