@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stillroom.config.settings import EngineConfig, EnginePrompt, StillroomConfig
+from stillroom.config.settings import EngineConfig, EnginePrompt, GenerationConfig, StillroomConfig
 from stillroom.errors import ConfigError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.room import Stillroom
@@ -82,6 +82,24 @@ def test_several_answers_and_stop_strings(here: Stillroom, url: str) -> None:
         assert room.ask(QUESTION, AskOptions(stop="Bank")).text == here.ask(QUESTION, AskOptions(stop="Bank")).text
         with pytest.raises(UsageError, match="not asked for JSON"):
             room.ask(QUESTION, AskOptions(json_schema={"type": "integer"}))
+
+
+def test_a_limit_of_prompts_holds_where_tokens_are_sent(here: Stillroom, url: str) -> None:
+    whole = here.ask(QUESTION)
+    limit = GenerationConfig(max_prompt_tokens=whole.reuse.num_prompt_tokens - 1)
+    engine = EngineConfig(kind="openai", base_url=url, prompt="tokens")
+    config = StillroomConfig(engine=engine, generation=limit)
+    with Stillroom.open(here._kb.path, config=config) as room:
+        answer = room.ask(QUESTION)
+        assert answer.reuse.num_prompt_tokens < whole.reuse.num_prompt_tokens
+        left = [source.chunk_id for source in answer.sources]
+        assert left == [source.chunk_id for source in whole.sources][:-1], "the last by rank is left out"
+        with pytest.raises(PromptTooLongError, match="max_prompt_tokens"):
+            room.ask("Dola Kenric " * 200)
+        with pytest.raises(PromptTooLongError, match="max_prompt_tokens"):
+            asyncio.run(room.acontinue("Dola Kenric " * 200))
+    with pytest.raises(ConfigError, match="max_prompt_tokens needs engine.prompt = 'tokens'"):
+        StillroomConfig(engine=EngineConfig(kind="openai", base_url=url), generation=limit)
 
 
 def test_stream_for_threads_and_for_event_loops(here: Stillroom, url: str) -> None:

@@ -106,3 +106,8 @@ class StillroomConfig:
                 "index.kind = 'qdrant' needs qdrant.url: a server's address such as http://127.0.0.1:6333, "
                 "or 'embedded'"
             )
+        if self.generation.max_prompt_tokens and self.engine.kind == "openai" and self.engine.prompt != "tokens":
+            raise ConfigError(
+                "generation.max_prompt_tokens needs engine.prompt = 'tokens' where the engine is elsewhere: otherwise "
+                "only the server there counts tokens, so set its own limit"
+            )

@@ -41,5 +41,10 @@ class SegmentedPrompt:
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
+    def chunk_ids(self) -> tuple[ChunkId, ...]:
+        """The chunks in it, in order."""
+        return tuple(segment.chunk_id for segment in self.segments if segment.chunk_id is not None)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

@@ -40,7 +40,7 @@ from stillroom.rag.calibration import (
 from stillroom.rag.conversation import NOTHING, History
 from stillroom.rag.kv_cache import KVCache, build_cache, build_device
 from stillroom.rag.placement_check import check_placement
-from stillroom.rag.prompt import PromptBuilder, format_for
+from stillroom.rag.prompt import PromptBuilder, format_for, raw_tokens
 from stillroom.rag.threads import tune_threads
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.policy import POLICIES
@@ -95,8 +95,7 @@ class Generator:
         return self._draft(self.prompts.build(chunks, question, max_tokens, history), self._constraint(schema))
 
     def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
-        """Text without the model's begin token gets one, as everywhere."""
-        ids = self._tokens(prompt) if isinstance(prompt, str) else tuple(prompt)
+        ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else tuple(prompt)
         num_known = self.model.decoder.spec.vocab_size
         if not ids:
             raise UsageError("the prompt is empty")
@@ -129,10 +128,6 @@ class Generator:
     def _constraint(self, schema: Mapping[str, Any] | None) -> TokenConstraint | None:
         return None if schema is None else self.constraints.compile(schema)
 
-    def _tokens(self, text: str) -> tuple[int, ...]:
-        begin = self.tokenizer.bos_token
-        return tuple(self.tokenizer.encode_template(text if text.startswith(begin) else begin + text))
-
     def _draft(self, prompt: SegmentedPrompt, constraint: TokenConstraint | None = None) -> Draft:
         def request(sample: Sample) -> Request:
             self._check_bias(sample.sampling)
@@ -151,8 +146,7 @@ class Generator:
             first, *others = ((request(sample), sample.listener) for sample in samples)
             self.engine.submit(*first, *others)
 
-        chunk_ids = tuple(segment.chunk_id for segment in prompt.segments if segment.chunk_id is not None)
-        return Draft(chunk_ids, prompt.num_tokens, start)
+        return Draft(prompt.chunk_ids, prompt.num_tokens, start)
 
     def _check_bias(self, sampling: SamplingParams) -> None:
         vocab_size = self.model.decoder.spec.vocab_size

@@ -16,10 +16,13 @@ from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.backend import Draft, Load, Sample
 from stillroom.rag.conversation import NOTHING, History, new_chunks
 from stillroom.rag.document_order import PrefixOrder
-from stillroom.rag.prompt import INSTRUCTIONS, PromptBuilder, format_for, render, user_messages
+from stillroom.rag.prompt import INSTRUCTIONS, PromptBuilder, format_for, raw_tokens, render, user_messages
 
-Writer = Callable[[Sequence[Chunk], str, History], RemotePrompt]
-"""Chunks in order, a question and what was said before, as a prompt."""
+Written = tuple[RemotePrompt, tuple[ChunkId, ...]]
+"""A prompt, and the chunks in it, in order."""
+Writer = Callable[[Sequence[Chunk], str, History, int | None], Written]
+"""Chunks in order, a question and what was said before, as a prompt of at most so many tokens; only who has the
+tokenizer can keep to that."""
 
 
 class RemoteGenerator:
@@ -28,11 +31,22 @@ class RemoteGenerator:
     tokenizer = None
     max_model_len = None
 
-    def __init__(self, engine: OpenAIEngine, write: Writer, order: PrefixOrder[ChunkId] | None) -> None:
-        """Without an order, documents stand by rank."""
+    def __init__(
+        self,
+        engine: OpenAIEngine,
+        write: Writer,
+        order: PrefixOrder[ChunkId] | None,
+        tokenize: Callable[[str], RemotePrompt] | None = None,
+    ) -> None:
+        """
+        Args:
+            order: without one, documents stand by rank.
+            tokenize: text that is continued as it is, for a server that is sent tokens.
+        """
         self._engine = engine
         self._write = write
         self._order = order
+        self._tokenize = tokenize
 
     @property
     def name(self) -> str:
@@ -54,19 +68,24 @@ class RemoteGenerator:
         schema: Mapping[str, Any] | None = None,
         history: History = NOTHING,
     ) -> Draft:
-        """Every chunk is sent: what the server has room for, it says itself."""
+        """Without `max_tokens` every chunk is sent: what the server has room for, it says itself."""
         _refuse(schema)
+        if max_tokens is not None:  # who is left out, the rank decides
+            _, kept = self._write(chunks, question, history, max_tokens)
+            chunks = [chunk for chunk in chunks if chunk.chunk_id in kept]
         if self._order is not None:
             by_id = {chunk.chunk_id: chunk for chunk in chunks}
             chunks = [by_id[chunk_id] for chunk_id in self._order.arrange(list(by_id))]
-        in_order = [chunk for added in new_chunks(history.turns, chunks) for chunk in added]
-        return self._draft(tuple(chunk.chunk_id for chunk in in_order), self._write(chunks, question, history))
+        prompt, chunk_ids = self._write(chunks, question, history, max_tokens)
+        return self._draft(chunk_ids, prompt)
 
     def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
         _refuse(schema)
         if not prompt:
             raise UsageError("the prompt is empty")
-        return self._draft((), prompt if isinstance(prompt, str) else tuple(prompt))
+        if isinstance(prompt, str):
+            return self._draft((), prompt if self._tokenize is None else self._tokenize(prompt))
+        return self._draft((), tuple(prompt))
 
     def documents_changed(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> None:
         """The server forgets by itself what is not asked for any more."""
@@ -113,30 +132,44 @@ def connect(config: EngineConfig, model: str, clock: Clock) -> RemoteGenerator:
         EngineRefusedError: it refuses the key, or lists no model.
         ModelError: the checkpoint has no tokenizer.
     """
-    write = _writer(config.prompt, model)
+    write, tokenize = _writer(config.prompt, model)
     engine = OpenAIEngine(OpenAIServer(config, clock), config.model, clock)
     try:
         engine.find_model()
     except BaseException:
         engine.close()
         raise
-    return RemoteGenerator(engine, write, PrefixOrder() if config.document_order == "prefix" else None)
+    return RemoteGenerator(engine, write, PrefixOrder() if config.document_order == "prefix" else None, tokenize)
 
 
-def _writer(kind: EnginePrompt, model: str) -> Writer:
+def _writer(kind: EnginePrompt, model: str) -> tuple[Writer, Callable[[str], RemotePrompt] | None]:
+    """With what makes tokens of other text, where the server is sent tokens."""
     if kind == "chat":
-        return _chat
+        return _chat, None
     tokenizer = Tokenizer.load(resolve(model))
     prompt_format = format_for(tokenizer)
     if kind == "text":  # the server puts the begin token in front
         begin = tokenizer.bos_token
-        return lambda chunks, question, history: render(prompt_format, chunks, question, history).removeprefix(begin)
+
+        def write_text(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:
+            return render(prompt_format, chunks, question, history).removeprefix(begin), _in_order(chunks, history)
+
+        return write_text, None
     builder = PromptBuilder(tokenizer, prompt_format)
-    return lambda chunks, question, history: builder.build(chunks, question, None, history).token_ids
+
+    def write_tokens(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:
+        prompt = builder.build(chunks, question, max_tokens, history)
+        return prompt.token_ids, prompt.chunk_ids
+
+    return write_tokens, lambda text: raw_tokens(tokenizer, text)
 
 
-def _chat(chunks: Sequence[Chunk], question: str, history: History) -> ChatPrompt:
+def _in_order(chunks: Sequence[Chunk], history: History) -> tuple[ChunkId, ...]:
+    return tuple(chunk.chunk_id for added in new_chunks(history.turns, chunks) for chunk in added)
+
+
+def _chat(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:
     system = f"{INSTRUCTIONS}\n\n{history.system}" if history.system else INSTRUCTIONS
     *earlier, last = user_messages(chunks, question, history)
     answers = (turn.exchange.answer for turn in history.turns)
-    return ChatPrompt(system, last, tuple(zip(earlier, answers, strict=True)))
+    return ChatPrompt(system, last, tuple(zip(earlier, answers, strict=True))), _in_order(chunks, history)
