@@ -94,6 +94,7 @@ def test_the_queue_is_bounded_and_readiness_says_when_it_is_full() -> None:
         running = [pool.submit(ask, client) for _ in range(2)]
         until(lambda: len(room.asked) == 2)
         refused, ready = ask(client), client.get("/readyz")
+        assert int(ready.headers["retry-after"]) > 0
         room.gate.set()
         assert [one.result().status_code for one in running] == [200, 200]
         assert client.get("/readyz").status_code == 200

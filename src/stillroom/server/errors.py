@@ -30,6 +30,9 @@ from stillroom.errors import (
 CLIENT_CLOSED_REQUEST = 499
 """What nginx made the usual status for a client that did not wait; nobody receives it, but the metrics count it."""
 
+LATER = {"retry-after": "5"}
+"""Of what is not possible now, where nobody knows when it will be."""
+
 _INVALID = "invalid_request_error"
 _UNAVAILABLE = "service_unavailable_error"
 
@@ -87,7 +90,7 @@ def error_response(error: Exception) -> JSONResponse:
     # OpenAI's clients repeat requests that got 408, 409, 429 or 5xx, unless told that it will not help
     headers = {} if status in (429, 503) else {"x-should-retry": "false"}
     if status == 503:
-        headers["retry-after"] = "5"
+        headers |= LATER
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
     return JSONResponse(body, status_code=status, headers=headers)

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from stillroom.server.admission import Admission
+from stillroom.server.errors import LATER
 from stillroom.server.tenants import Tenants
 
 
@@ -20,7 +21,7 @@ def router(admission: Admission) -> APIRouter:
         }
         is_ready = all(checks.values())
         content = {"status": "ready" if is_ready else "not ready", "checks": checks}
-        return JSONResponse(content, status_code=200 if is_ready else 503)
+        return JSONResponse(content, 200) if is_ready else JSONResponse(content, 503, LATER)
 
     found = APIRouter()
     found.add_api_route("/readyz", readyz, methods=["GET"], responses={503: {"description": "Not now."}})

@@ -40,8 +40,9 @@ _STATUSES = {
     502: "The engine elsewhere refuses.",
     503: "Not now; try again later.",
     504: "It took too long.",
+    507: "The disk is full or failing.",
 }
-_ALWAYS = (400, 401, 403, 429, 500, 503)
+_ALWAYS = (400, 401, 403, 429, 500, 503, 507)
 _BODY = (413, 415)
 _GENERATING = (404, 409, 502, 504)
 _MORE: dict[tuple[str, str], tuple[int, ...]] = {
