@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
+from filelock import FileLock
 from llvmlite import ir
 from numba import types
+from numba.core.cpu_options import ParallelOptions
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -39,17 +41,32 @@ _SOURCES = tuple(
 )
 _FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not ninf and nnan: attention starts from -inf
 _OPTIONS: Any = {"fastmath": _FAST, "nogil": True, "cache": _can_keep_code()}
-_PARALLEL: Any = {"prange": True} | dict.fromkeys(
-    ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False
+_PARALLEL: Any = ParallelOptions(
+    {"prange": True}
+    | dict.fromkeys(("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False)
 )
+"""No dictionary: numba empties one with the first kernel that it compiles, and from then on makes parallel whatever it
+can. Not only is that slow: the buffers of such regions may be too small (numba's issue 9769)."""
 
 
 def kernel(function: _Function, **options: Any) -> _Function:
     """Compiled for one thread."""
     compiled = numba.njit(**_OPTIONS, **options)(function)
     if _OPTIONS["cache"]:
-        compiled._cache._cache_file._source_stamp = _SOURCES
+        _keep_safely(compiled._cache._cache_file)
     return compiled  # type: ignore[no-any-return]
+
+
+def _keep_safely(cache_file: Any) -> None:
+    """One process at a time changes what is kept of a kernel: two that compiled it for different types at the same time
+    would give their code one name, and the later one's would answer for both."""
+    save = cache_file.save
+
+    def save_alone(key: Any, data: Any) -> None:
+        with FileLock(f"{cache_file._index_path}.lock"):
+            save(key, data)
+
+    cache_file._source_stamp, cache_file.save = _SOURCES, save_alone
 
 
 def parallel_kernel(function: _Function) -> _Function:

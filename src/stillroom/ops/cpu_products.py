@@ -76,10 +76,11 @@ def linear_scaled(x_TM: Floats, weight_NM: Any, scale_N: Floats, out_TN: Floats,
     """x @ (weight * scale).T for weights in int8 or float32; one scale for each output."""
     num_rows, num_inputs, num_outputs = x_TM.shape[0], weight_NM.shape[1], weight_NM.shape[0]
     num_blocks = (num_rows + 3) // 4
-    x_RM = x_TM
-    if num_rows > 1:
-        x_RM = np.zeros((4 * num_blocks, num_inputs), np.float32)
-        x_RM[:num_rows] = x_TM
+    # defined once: of an array that is defined twice numba may take the wrong shape (its issue 9769)
+    x_RM = np.zeros((1 if num_rows == 1 else 4 * num_blocks, num_inputs), np.float32)
+    for row in range(num_rows):
+        for i in range(num_inputs):
+            x_RM[row, i] = x_TM[row, i]
     part = (num_outputs + 3) // 4 if num_rows == 1 else (num_outputs + 1) // 2
     for thread in numba.prange(num_threads):
         for n in range(part * thread // num_threads, part * (thread + 1) // num_threads):

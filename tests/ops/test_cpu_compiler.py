@@ -1,0 +1,75 @@
+"""What is compiled is what was written, whichever kernels came before, and what is kept of it is of one process."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from threading import Barrier, BrokenBarrierError
+from typing import Any
+
+import pytest
+from numba.core.cpu_options import ParallelOptions
+
+from stillroom.ops import cpu_kernels, cpu_products
+
+IN_A_PROCESS_OF_ITS_OWN = """
+import inspect, re
+import numpy as np
+from stillroom.ops import cpu_products
+from stillroom.ops.cpu_kernels import rms_norm
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+rms_norm(ones(2, 8), ones(8), 1e-5, ones(2, 8))
+for dtype in (np.float32, np.int8):
+    cpu_products.linear_scaled(ones(5, 8), ones(3, 8, dtype=dtype), ones(3), ones(5, 3), 1)
+cpu_products.linear_bfloat16(ones(5, 8), ones(3, 4, dtype=np.uint32), ones(5, 3), 1)
+for kernel in (rms_norm, cpu_products.linear_scaled, cpu_products.linear_bfloat16):
+    written = inspect.getsource(kernel.py_func).count("numba.prange(")
+    for code in kernel.inspect_llvm().values():
+        assert len(set(re.findall("__numba_parfor_gufunc_0x[0-9a-f]+", code))) == written, kernel
+"""
+
+
+def test_only_loops_that_say_so_are_parallel(tmp_path: Path) -> None:
+    """Results cannot tell: a buffer that numba makes too small is read behind its end, and what is read thrown away."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN], env=environment, check=True, timeout=300)
+
+
+def test_options_are_those_of_every_kernel() -> None:
+    kernels: list[Any] = [cpu_kernels.rms_norm, cpu_kernels.attend_rows, cpu_products.linear_scaled]
+    intended = dict.fromkeys(ParallelOptions.__slots__, False) | {"enabled": True, "prange": True}
+    for kernel in kernels:
+        for _ in range(2):
+            assert ParallelOptions(kernel.targetoptions["parallel"])._get_values() == intended
+
+
+def test_two_that_keep_code_of_one_kernel_do_not_mix_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two processes do that compile it for different types at the same time."""
+    file: Any = cpu_products.linear_scaled._cache._cache_file  # type: ignore[attr-defined]
+    if cpu_products.linear_scaled.stats.cache_path is None:  # type: ignore[attr-defined]
+        pytest.skip("there is no folder to keep code in")
+    kept: dict[str, str] = {}
+    index: dict[str, str] = {}
+    both = Barrier(2)
+
+    def load_index() -> dict[str, str]:
+        found = dict(index)
+        with suppress(BrokenBarrierError):
+            both.wait(0.2)  # in vain, if they take turns
+        return found
+
+    monkeypatch.setattr(file, "_load_index", load_index)
+    monkeypatch.setattr(file, "_save_index", index.update)
+    monkeypatch.setattr(file, "_save_data", kept.__setitem__)
+    Path(file._index_path).parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda key: file.save(key, f"code for {key}"), ("float32", "int8")))
+    assert {key: kept[name] for key, name in index.items()} == {
+        "float32": "code for float32",
+        "int8": "code for int8",
+    }
