@@ -7,7 +7,8 @@ queries of a batch probe is read from disk once. So here a batch's own lists are
 
     per query + per probed list + per code + (on disk) per window of the file that is touched first + per byte of it
 
-for its queries, those with least to scan first, and a query is released when the last of its shards is done with it.
+for its queries, those with least to scan first, and a query is released when the last of its shards is done with it. A
+single query wakes no shards: one thread scans its lists in RAM, then those on disk.
 A device scans for all queries of a batch at once, and so releases them together:
 
     per launch + per query + per place of a code, of which every query has as many as the one with most
@@ -106,14 +107,15 @@ class ScanModel:
         ends = [np.cumsum(rows @ costs) for _, rows in works]
         totals = [float(end[-1]) if len(end) else 0.0 for end in ends]
         found = np.zeros(len(probed))
+        overlap = self.overlap if _wakes(probed) else 1.0
         for (order, _), end, other in zip(works, ends, reversed(totals), strict=True):
-            found[order] = np.maximum(found[order], end + self.overlap * np.minimum(end, other))
+            found[order] = np.maximum(found[order], end + overlap * np.minimum(end, other))
         for device in division.devices:
             asked, work = division.device_work(device, probed)
             if len(asked):
                 assert self.device is not None, "no device was measured"
                 found[asked] = np.maximum(found[asked], self.device.seconds(work))
-        return found + self.times.coarse(len(probed)) + self.per_batch
+        return found + self.times.coarse(len(probed)) + self.per_batch * _wakes(probed)
 
     def throughput(self, division: Division, batches: Sequence[Lists], num_measured: int) -> Prediction:
         """Queries per second to the last result of each batch (Eq. 6), from batches [q, p] like those to come.
@@ -142,9 +144,9 @@ def fit(observed: Sequence[Sequence[Observed]]) -> ScanModel:
     whole = max(one.probed.shape[1] for one in everything)
     in_ram = [one for one in everything if one.division.disk_bytes == 0]
     on_disk = [one for one in everything if one.division.ram_bytes == 0]
-    divided = [one for one in everything if one.division.ram_bytes and one.division.disk_bytes]
+    divided = [one for one in everything if one.division.ram_bytes and one.division.disk_bytes and _wakes(one.probed)]
     assert in_ram and on_disk
-    works = [np.concatenate([[1.0], _total(one, RAM, WINDOWS[0])[:3]]) for one in in_ram]
+    works = [np.concatenate([[_wakes(one.probed)], _total(one, RAM, WINDOWS[0])[:3]]) for one in in_ram]
     per_batch, *scan_costs = _least_squares(
         works, [_scan(one) for one in in_ram], [one.seconds for one in in_ram]
     ).tolist()
@@ -192,6 +194,11 @@ def _with_usual_coarse_seconds(observed: Sequence[Sequence[Observed]]) -> list[l
     ]
 
 
+def _wakes(probed: Lists) -> float:
+    """1 if a batch [q, p] is scanned by the shards' threads, 0 for a single query."""
+    return float(len(probed) > 1)
+
+
 def _scan(one: Observed) -> float:
     return max(one.seconds - one.coarse_seconds, 1e-9)
 
@@ -218,7 +225,8 @@ def _file_costs(on_disk: Sequence[Observed], per_batch: float, scan_costs: Float
     best: tuple[float, int, Floats] | None = None
     for window_bytes in WINDOWS:
         works = [_total(one, DISK, window_bytes) for one in on_disk]
-        scanned = [per_batch + float(work[:3] @ scan_costs) for work in works]
+        woken = [per_batch * _wakes(one.probed) for one in on_disk]
+        scanned = [start + float(work[:3] @ scan_costs) for start, work in zip(woken, works, strict=True)]
         rest = [max(total - one, 0.0) for total, one in zip(totals, scanned, strict=True)]
         costs = _least_squares([work[3:] for work in works], rest, scale)
         told = np.array([one + float(work[3:] @ costs) for one, work in zip(scanned, works, strict=True)])

@@ -256,8 +256,23 @@ class TieredLists:
             allowed: as of the function `scan`.
 
         Returns:
-            The shards' work, an error of which is that of a damaged list.
+            The shards' work, an error of which is that of a damaged list; nothing for a single query, whose work is
+            done, or its error raised, here.
         """
+        if len(queries) == 1:  # waking shards takes longer than what they gain
+            on_found(0, self.scan(queries[0], num, probed[0], nearness[0], allowed))
+            return []
+        return self._wake_shards(queries, num, probed, nearness, on_found, allowed)
+
+    def _wake_shards(
+        self,
+        queries: Vectors,
+        num: int,
+        probed: Lists,
+        nearness: Nearness,
+        on_found: Callable[[int, Scored], None],
+        allowed: Any,
+    ) -> list[Future[None]]:
         ram, devices = self._ram, self._on_devices
         on_host = np.where(ram.is_held, RAM, DISK)
         shard_of = np.where(devices.device_of >= 0, FIRST_DEVICE + devices.device_of, on_host)
