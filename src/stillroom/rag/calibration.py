@@ -9,8 +9,10 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +36,9 @@ from stillroom.runner.torch_runner import TorchRunner
 CACHED = (0, 128, 512, 1024, 2048)
 NEW = (1, 16, 64, 256, 1024)
 _FORMAT = 1
+_SCRATCH = ".stillroom-calibrate-"
+_SCRATCH_SECONDS = 3600.0
+"""Who began to measure so long ago was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,8 @@ def calibrate(
     """The whole grid, the median of `repeat` runs of each point, and the bandwidths to host and disk.
 
     Args:
-        folder: a place on the disk whose KV this is about; what is written there is removed again.
+        folder: a place on the disk whose KV this is about; what is written there is removed again. Where nothing can be
+            written, the system's folder for temporary files stands in.
 
     Raises:
         UsageError: the KV pool or the model is too small to measure anything.
@@ -90,7 +96,10 @@ def quick_profile(bench: Bench, folder: Path | None, *, budget_seconds: float = 
     them; the best of three each.
 
     Other work on the machine can only make a run longer. So the best run counts, and where fewer tokens seemed to take
-    longer than more did, they are taken to have taken as long."""
+    longer than more did, they are taken to have taken as long.
+
+    Args:
+        folder: as of `calibrate`; None if nothing is kept on disk."""
     limit = min(bench.num_blocks * bench.device.block_size, bench.max_model_len) - 1
     started = bench.clock.monotonic()
     seconds: dict[int, float] = {}
@@ -106,7 +115,7 @@ def quick_profile(bench: Bench, folder: Path | None, *, budget_seconds: float = 
         per_pair = max(_best(bench, before, new) - seconds[new], 0.0) / (before * new)
     cached = (0, 1024)
     grid = tuple(tuple(seconds[new] + per_pair * count * new for new in lengths) for count in cached)
-    return CostProfile(cached, tuple(lengths), grid, {} if folder is None else _links(bench, folder))
+    return CostProfile(cached, tuple(lengths), grid, _links(bench, folder))
 
 
 def _best(bench: Bench, num_cached: int, num_new: int) -> float:
@@ -209,19 +218,20 @@ def _sample(tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> SampleSpec:
     return SampleSpec(RequestId("calibrate"), SamplingParams(max_tokens=1), 0.0, tokens, len(tokens))
 
 
-def _links(bench: Bench, folder: Path) -> dict[Tier, Link]:
-    """Latency and bandwidth to the device, from loads of a small and a large node, the best of five each."""
+def _links(bench: Bench, folder: Path | None) -> dict[Tier, Link]:
+    """Latency and bandwidth to the device, from loads of a small and a large node, the best of five each; of what can
+    be measured."""
     block_size = bench.device.block_size
     large = min(256, bench.num_blocks * block_size // 2 // block_size * block_size)
     sizes = (min(block_size, large), large)
     if sizes[0] == sizes[1]:
         return {}
     _clear(bench, 2 * large)
-    with tempfile.TemporaryDirectory(prefix="calibrate-", dir=_nearest_folder(folder)) as scratch:
+    with _scratch(folder, bench.clock) as scratch:
         tiers = TieredStore(
             bench.device,
             HostStore(bench.device.shape, bench.device.k_LSGD.device),
-            DiskStore(Path(scratch), bytes(32)),
+            None if scratch is None else DiskStore(scratch, bytes(32)),
             bench.clock,
         )
         times = {
@@ -231,6 +241,26 @@ def _links(bench: Bench, folder: Path) -> dict[Tier, Link]:
         tiers.close()
     num_bytes = [num_tokens * bench.device.shape.bytes_per_token for num_tokens in sizes]
     return {tier: _link(num_bytes, seconds) for tier, seconds in times.items() if min(seconds) > 0}
+
+
+@contextmanager
+def _scratch(folder: Path | None, clock: Clock) -> Iterator[Path | None]:
+    """An empty folder on the same disk, or where the system has its temporary files; None if there is neither, or no
+    disk to measure. It is gone afterwards; those of killed processes go too."""
+    made = None
+    for parent in () if folder is None else (_nearest_folder(folder), None):
+        with suppress(OSError):
+            made = tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=parent, ignore_cleanup_errors=True)
+            break
+    if made is None:
+        yield None
+        return
+    with made as name:
+        for left in Path(name).parent.glob(f"{_SCRATCH}*"):
+            with suppress(OSError):
+                if left.stat().st_mtime < clock.unix() - _SCRATCH_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)
+        yield Path(name)
 
 
 def _link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
