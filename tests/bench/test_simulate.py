@@ -1,5 +1,6 @@
 """The simulated runtime against sums by hand, and every experiment at a tiny size."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,15 @@ def test_who_waits_waits_for_the_step() -> None:
     outcome = SimulatedRuntime(PLANT, VLLM).ask([PROMPT, PROMPT], [0.0, 1.0])
 
     assert outcome.seconds == pytest.approx([2.2, 1.2 + 2.2])
+
+
+@pytest.mark.parametrize(("num_seats", "waited"), [(4, 2.0), (2, 1.0)])
+def test_who_waits_for_company_has_it_when_it_comes(num_seats: int, waited: float) -> None:
+    """Until the delay ends or the seats are taken; then both prompts are one step: T(0, 1), and 2 x 119 tokens more."""
+    plant = replace(PLANT, batch_delay_seconds=2.0, max_seqs=num_seats)
+    outcome = SimulatedRuntime(plant, VLLM).ask([PROMPT, PROMPT], [0.0, 1.0])
+
+    assert outcome.seconds == pytest.approx([waited + 3.39, waited - 1.0 + 3.39])
 
 
 def test_host_is_worth_its_link() -> None:

@@ -1,6 +1,7 @@
 """`stillroom plan` over real knowledge bases and the bundled model."""
 
 import json
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import pytest
 from stillroom.cli.main import FAILED, WRONG_CALL
 from stillroom.cli.plan import MISSED
 from stillroom.config.load import load_config
-from stillroom.config.settings import IndexConfig, StillroomConfig
+from stillroom.config.settings import GenerationConfig, IndexConfig, RuntimeConfig, StillroomConfig
+from stillroom.core.clock import SystemClock
 from stillroom.rag import generator
+from stillroom.rag.planning.scene import measure_scene
+from stillroom.rag.planning.workload import Questions, Workload
 from stillroom.rag.room import Stillroom
 from stillroom.retrieval import ivf_pq
+from stillroom.retrieval.knowledge_base import KnowledgeBase
 from tests.cli.harness import Run
 from tests.server.knowledge import QUESTION, write_knowledge
 
@@ -54,6 +59,17 @@ def test_a_plan_for_kv_alone(run: Run, kb: Path) -> None:
     assert "Met: p95 of at most 1 min 40 s at 2/s" in found.out and "What to get next" in found.out
     assert "The index (flat) cannot be divided, so the plan is about KV alone." in found.out
     assert "6 requests at 2/s" in found.out and "stillroom calibrate measures them well" in found.out
+
+
+def test_a_plan_sends_the_prompts_that_are_allowed_and_waits_for_company_as_configured(kb: Path) -> None:
+    config = StillroomConfig(
+        runtime=RuntimeConfig(kv_bytes=2**26, batch_delay_ms=20.0), generation=GenerationConfig(max_prompt_tokens=60)
+    )
+    asked = Questions((QUESTION,), (1,), "one")
+    with closing(KnowledgeBase.open(kb, config, clock=SystemClock())) as opened:
+        scene = measure_scene(opened, config, asked, Workload((0,), (0,), (0.0,), 1.0), 2, SystemClock())
+    assert 40 < sum(map(len, scene.found[0].prompt)) <= 60
+    assert scene.plant.batch_delay_seconds == 0.02
 
 
 def test_a_plan_for_index_and_kv(run: Run, lists_kb: Path) -> None:

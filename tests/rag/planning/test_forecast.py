@@ -56,6 +56,14 @@ def test_a_faster_decoder_and_a_lower_rate_wait_less() -> None:
     assert alone.percentile(95) <= plain and len(alone.seconds) == 30
 
 
+def test_what_the_model_can_serve_has_no_part_in_the_search() -> None:
+    forecaster = Forecaster(scene(window_seconds=60.0))
+    splits = ROOMY, replace(ROOMY, ram_lists=0, disk_lists=ALL)
+    in_ram, on_disk = (forecaster.forecast(split, Variation(at_once=True)) for split in splits)
+    assert on_disk.list_hit_rate == 0.0 and not on_disk.search_seconds.any()
+    assert in_ram.requests_per_second == on_disk.requests_per_second
+
+
 def test_forecasts_repeat() -> None:
     one, other = (Forecaster(scene(rate=5.0)).forecast(ROOMY).seconds for _ in range(2))
     assert np.array_equal(one, other)

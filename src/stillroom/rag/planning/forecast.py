@@ -40,7 +40,7 @@ class Variation:
     is_alone: bool = False
     """Each question asked when the one before is answered."""
     at_once: bool = False
-    """All asked in the first moment."""
+    """All prompts are there in the first moment, without a search: what the model can serve."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,8 +162,10 @@ class Forecaster:
             searched = search.sum(axis=1)
             seconds = searched + np.array(outcome.seconds)
         else:
-            dues = np.zeros(len(prompts)) if variation.at_once else np.array(workload.dues) / variation.rate
-            searched = self._searched(dues, search, split, variation) - dues
+            dues, searched = np.zeros(len(prompts)), np.zeros(len(prompts))
+            if not variation.at_once:
+                dues = np.array(workload.dues) / variation.rate
+                searched = self._searched(dues, search, split, variation) - dues
             order = np.argsort(dues + searched, kind="stable")
             outcome = runtime.ask([prompts[at] for at in order], (dues + searched)[order].tolist())
             seconds = searched.copy()

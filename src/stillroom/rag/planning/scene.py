@@ -119,10 +119,13 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
         max_tokens=answer_tokens,
         block_size=runtime.block_size,
         sequence_seconds=costs.sequence_seconds,
+        batch_delay_seconds=runtime.batch_delay_ms / 1000,
     )
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     say("searching")
-    found = _search(kb, config, questions.texts, prompts, spec.max_positions - answer_tokens, clock, tell)
+    room = spec.max_positions - answer_tokens
+    room = min(room, config.generation.max_prompt_tokens or room)
+    found = _search(kb, config, questions.texts, prompts, room, clock, tell)
     index = None
     if config.search.mode != "sparse":
         index = _index_lists(kb, questions, workload, say)

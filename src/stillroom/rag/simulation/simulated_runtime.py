@@ -50,6 +50,8 @@ class Plant:
     step_seconds: float = 0.0
     sequence_seconds: float = 0.0
     """See `ModelledRunner`."""
+    batch_delay_seconds: float = 0.0
+    """See `SchedulerLimits`."""
 
 
 @dataclass(slots=True)
@@ -97,6 +99,7 @@ class SimulatedRuntime(SteppedEngine):
             max_num_seqs=plant.max_seqs,
             max_num_batched_tokens=plant.step_tokens,
             max_model_len=plant.max_model_len,
+            batch_delay_s=plant.batch_delay_seconds,
         )
         manager = KVCacheManager(pool, _reuse(plant, self._system.reuse, pool, self.clock))
         self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._system.scheduling], self._system.window)
@@ -110,10 +113,14 @@ class SimulatedRuntime(SteppedEngine):
         )
         self._engine = Engine(self._scheduler, runner, self.clock)
         self._found = [0, 0]  # documents asked for, and kept
+        self._dues: list[float] = []
 
     def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
         """Keeps what `ask` tells of it, too."""
         events = self.engine.step()
+        if self.engine.pause > 0:  # for company, which may come before
+            coming = (due for due in self._dues if due > self.clock.now)
+            self._sleep(min(self.engine.pause, next(coming, float("inf")) - self.clock.now))
         for event in events:
             if event.reuse is not None:
                 documents = [one for one in event.reuse.segments if one.kind is SegmentKind.CHUNK]
@@ -125,6 +132,7 @@ class SimulatedRuntime(SteppedEngine):
         """Send prompts when they are due, in seconds from now; None: each when the one before is answered."""
         self._found = [0, 0]
         self._scheduler.seconds = []
+        self._dues = [self.clock.now + due for due in dues or ()]
         told = drive(self, prompts, dues, self.clock.monotonic, self._sleep)
         return Outcome(
             seconds=told["seconds"],
