@@ -28,6 +28,8 @@ class PrefixMemory:
     records: dict[NodeKey, NodeRecord] = field(default_factory=dict)
     damaged: set[NodeKey] = field(default_factory=set)
     """Records on disk that will not verify."""
+    unreadable: set[NodeKey] = field(default_factory=set)
+    """Records that cannot be read just now."""
     is_disk_full: bool = False
     log: list[tuple[str, Tier]] = field(default_factory=list)
     expected: Counter[NodeKey] = field(default_factory=Counter)
@@ -52,6 +54,8 @@ class PrefixMemory:
         return True
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        if source is Tier.DISK and key in self.unreadable:
+            return False
         if source is Tier.DISK and key in self.damaged:
             self.lower[source].pop(key)
             return False
@@ -62,6 +66,8 @@ class PrefixMemory:
 
     def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
         """What is placed has the KV of other tokens: nobody who wants exact KV may find it."""
+        if copy.tier is Tier.DISK and copy.key in self.unreadable:
+            return False
         if copy.tier is Tier.DISK and copy.key in self.damaged:
             self.lower[copy.tier].pop(copy.key)
             return False
@@ -86,6 +92,9 @@ class PrefixMemory:
         self.damaged.discard(record.key)
         self.log.append(("store", source))
         return True
+
+    def has(self, key: NodeKey, tier: Tier) -> bool:
+        return key in self.lower[tier]
 
     def drop(self, key: NodeKey, tier: Tier) -> None:
         del self.lower[tier][key]
@@ -115,6 +124,9 @@ class PrefixRunner:
             history = step(history, token)
             histories.append(history)
         self.histories[request_id] = histories
+
+    def recover(self) -> None:
+        self.memory.lose_device()
 
     def execute(self, batch: Batch) -> StepResult:
         memory, size = self.memory, self.memory.block_size

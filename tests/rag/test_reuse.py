@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from stillroom.config.settings import ReuseConfig, SpeculationConfig, StillroomConfig
+from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER
 from stillroom.rag.answer import Answer
 from stillroom.rag.room import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
+from tests.kvstore.nodes import payload, record
 
 TEXTS = {
     "ardun": "The capital of Ardun is Belmar . The river of Ardun is the Tolvane .",
@@ -139,3 +141,18 @@ def test_a_document_is_reused_at_another_place_if_asked_for(tmp_path: Path) -> N
     found = log.get(other.request_id)
     log.close()
     assert found is not None and found[2]["reuse"]["num_recomputed_tokens"] == other.reuse.num_recomputed_tokens
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_removed_document_takes_its_kv_of_other_models_with_it(docs: Path, tmp_path: Path, is_loaded: bool) -> None:
+    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as room:
+        room.add(docs)
+        chunk_ids = [room.chunks_of(document.document_id)[0].chunk_id for document in room.documents()]
+        if is_loaded:
+            room.warm_up()
+        other = DiskStore(tmp_path / "kb" / KV_FOLDER, b"other model" + bytes(21))
+        for number, chunk_id in enumerate(chunk_ids):
+            assert other.write(record(number, chunk=chunk_id), payload(number))
+        room.remove(str(docs / "corvia.txt"))
+        assert len(list(other.folder.rglob("*.kv"))) == len(chunk_ids) - 1
+        other.close()

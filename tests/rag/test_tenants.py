@@ -3,16 +3,19 @@
 The strongest case is the same documents and the same questions: whatever crossed over would be found and used.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stillroom.config.settings import QueryCacheConfig, ReuseConfig, SpeculationConfig, StillroomConfig
 from stillroom.core.kv import NO_TENANT, owner_of
-from stillroom.kvstore.files import KV_FOLDER, usage
+from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.files import KV_FOLDER, record_paths, usage
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.room import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
+from tests.kvstore.nodes import key, payload, record
 from tests.rag.test_reuse import TEXTS
 
 ALONE = SpeculationConfig(mode="off")
@@ -139,6 +142,20 @@ def test_removing_a_document_forgets_its_kv_for_that_tenant_and_for_no_other(doc
         answer = a.ask(QUESTION)
         assert answer.reuse.segments[1].source == "computed"
         assert own.ask(QUESTION).reuse.num_cached_tokens == kept
+
+
+def test_a_tenant_who_has_not_asked_yet_takes_his_kv_with_his_document(docs: Path, tmp_path: Path) -> None:
+    """His records are in the host's folder, from an earlier process."""
+    with Stillroom.open(tmp_path / "own") as own, own.beside(tmp_path / "a", "a") as a:
+        a.add(docs)
+        document = a.documents()[0].document_id
+        store = DiskStore(tmp_path / "own" / KV_FOLDER, bytes(32))
+        mine = record(1, chunk=a.chunks_of(document)[0].chunk_id)
+        for node in (replace(mine, owner=owner_of(f"a\0{a._kb.identity}")), replace(mine, key=key(2), parent=key(2))):
+            assert store.write(node, payload(1))
+        store.close()
+        a.remove(document)
+        assert [path.stem for path in record_paths(store.folder)] == [key(2).hex()], "what is not his stays"
 
 
 def test_each_tenants_diary_is_his_own(docs: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine.backlog import Backlog
+from stillroom.engine.corpora import Corpus
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EngineClosedError, EngineError
@@ -104,6 +105,15 @@ class AsyncEngine:
 
         self._commands.put(carry_out)
 
+    def documents_changed(self, salt: str, corpus: Corpus) -> None:
+        """The documents of this salt's requests are these, and may have changed: nothing is kept of what is gone."""
+        self._engine.follow(salt, corpus)
+        self.run(Engine.catch_up)
+
+    def leave(self, salt: str) -> None:
+        """Do not ask these documents any more, as from this method's return."""
+        self._engine.leave(salt)
+
     def close(self) -> None:
         """Abort what runs and stop the thread. Idempotent."""
         with self._closing:
@@ -130,6 +140,7 @@ class AsyncEngine:
             for event in events:
                 self._dispatch(event)
         self._abort_all(EngineClosedError("the engine was closed before the answer was complete"))
+        self._engine.catch_up()  # what is still to be stored must not hold what is gone
 
     def _take_commands(self) -> bool:
         """Carry out what was asked since the last step, waiting for something if there is nothing to do yet; False to

@@ -10,6 +10,7 @@ from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine.audit import Audit
+from stillroom.engine.corpora import Corpora, Corpus
 from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import DeviceLostError
@@ -17,6 +18,9 @@ from stillroom.runner.torch_runner import Runner
 from stillroom.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+_CATCH_UP_SECONDS = 1.0
+"""At most so often it is noticed, while requests come, that other processes have removed documents."""
 
 
 class Engine:
@@ -41,6 +45,8 @@ class Engine:
         self.runner = runner
         self.clock = clock
         self._deadlines = Deadlines(timeout_seconds)
+        self._corpora = Corpora()
+        self._caught_up_at = float("-inf")
 
     @property
     def has_work(self) -> bool:
@@ -60,7 +66,9 @@ class Engine:
             UsageError: there are more samples than can run at the same time.
         """
         now = self.clock.monotonic()
-        self.scheduler.add(request, *samples, now=now)
+        if now - self._caught_up_at >= _CATCH_UP_SECONDS:
+            self.catch_up()
+        self._add(request, *samples, now=now)
         if self.audit is not None:
             self._interrupt_audit()
             for one in (request, *samples):
@@ -92,8 +100,8 @@ class Engine:
             result = self.runner.execute(batch)
         except DeviceLostError:
             logger.warning("the device's memory is lost; requests go on from what is kept on host and disk")
-            self.runner.recover()
             self.scheduler.lose_device()
+            self.runner.recover()  # last: nobody may take what is gone for KV
             return expired
         now = self.clock.monotonic()
         events = [
@@ -117,12 +125,27 @@ class Engine:
 
     def tend(self) -> bool:
         """Something useful in an idle moment; False if there is nothing left to do."""
+        self.catch_up()
         if self.scheduler.kv.tend():
             return True
         shadow = None if self.audit is None else self.audit.next()
         if shadow is not None:
-            self.scheduler.add(shadow)
+            self._add(shadow, now=0.0)
         return shadow is not None
+
+    def follow(self, salt: str, corpus: Corpus) -> None:
+        """The requests of this salt are about these documents, which may have changed: of chunks that are gone nothing
+        is kept from the next `catch_up` on. From any thread."""
+        self._corpora.follow(salt, corpus)
+
+    def leave(self, salt: str) -> None:
+        """Do not ask these documents any more, as from this method's return. From any thread."""
+        self._corpora.leave(salt)
+
+    def catch_up(self) -> None:
+        """Forget the chunks that are gone."""
+        self._caught_up_at = self.clock.monotonic()
+        self._corpora.catch_up(self.scheduler.forget_chunks)
 
     def give_up_audit(self) -> None:
         """A step failed, and whoever listens is told; nobody listens to an audit."""
@@ -133,6 +156,13 @@ class Engine:
     def check_integrity(self) -> None:
         """Every block is accounted for; see `Scheduler.check_integrity`."""
         self.scheduler.check_integrity()
+
+    def _add(self, request: Request, *samples: Request, now: float) -> None:
+        """Queue. A document may have been removed since it was found for the prompt."""
+        self.scheduler.add(request, *samples, now=now)
+        chunk_ids = {segment.chunk_id for segment in request.prompt.segments if segment.chunk_id is not None}
+        if not self._corpora.check(request.cache_salt, chunk_ids):
+            self.catch_up()
 
     def _interrupt_audit(self) -> None:
         """Audits are for idle moments."""

@@ -115,18 +115,25 @@ def usage(root: Path) -> list[FolderUsage]:
     return found
 
 
-def forget_chunks(root: Path, is_alive: Callable[[ChunkId], bool], owner: OwnerTag = NO_TENANT) -> int:
+def forget_chunks(
+    root: Path, is_alive: Callable[[ChunkId], bool], owner: OwnerTag = NO_TENANT, but: bytes | None = None
+) -> int:
     """Remove a tenant's records, of every model, of chunks that are not alive, and of what was computed after one in a
     prompt.
 
     The latter hold traces of the chunk's text, and nobody asks for them again: their keys contain its tokens. They are
     found by parent, so those whose parent's record was removed earlier stay.
 
+    Args:
+        but: the fingerprint of the model whose records somebody else takes care of.
+
     Returns:
         Records removed.
     """
     num_removed = 0
     for fingerprint in fingerprints(root):
+        if fingerprint == but:
+            continue
         folder = folder_of(root, fingerprint)
         headers = (read_header(path, fingerprint) for path in record_paths(folder))
         records = [header.record for header in headers if isinstance(header, Header) and header.record.owner == owner]

@@ -1,17 +1,59 @@
 """What answers the questions of a room: its backend and the pipeline in front of it, loaded with the first question."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
-from stillroom.errors import EngineClosedError
+from stillroom.core.kv import NO_TENANT, owner_of
+from stillroom.errors import ConfigError, EngineClosedError
+from stillroom.kvstore.files import KV_FOLDER, forget_chunks
+from stillroom.rag.answer import Answer
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
     from stillroom.rag.backend import Backend
     from stillroom.rag.pipeline import Pipeline
+    from stillroom.rag.stream import AnswerStream
+
+
+def read_to_end(stream: "AnswerStream") -> Answer:
+    """The whole answer, when it is there."""
+    for _ in stream:
+        pass
+    return stream.answer
+
+
+def read_all(streams: "Sequence[AnswerStream]") -> list[Answer]:
+    """Each in a thread: an answer that ends at a stop string must not be generated on until others have been read."""
+    with ThreadPoolExecutor(len(streams), thread_name_prefix="stillroom-answer") as pool:
+        try:
+            return list(pool.map(read_to_end, streams))
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """A room that has no backend of its own."""
+
+    host: "Answering"
+    """Of the room whose backend it uses."""
+    salt: str
+    """Of the guest's requests."""
+
+    @property
+    def loaded(self) -> "Backend | None":
+        """The guest's backend; None as long as the host has none, or has one that takes no guests."""
+        with suppress(ConfigError):
+            return None if self.host.backend is None else self.host.backend.beside(self.salt)
+        return None
 
 
 class Answering:
@@ -22,15 +64,15 @@ class Answering:
         kb: KnowledgeBase,
         config: StillroomConfig,
         clock: Clock,
-        host: "Callable[[], Backend] | None",
+        guest: Guest | None,
         pipeline_over: "Callable[[Backend], Pipeline]",
     ) -> None:
         """
         Args:
-            host: gives the backend of a room that has none of its own.
+            guest: says whose backend answers, if it is not the room's own.
             pipeline_over: makes the room's pipeline.
         """
-        self._kb, self._config, self._clock, self._host, self._pipeline_over = kb, config, clock, host, pipeline_over
+        self._kb, self._config, self._clock, self._guest, self._pipeline_over = kb, config, clock, guest, pipeline_over
         self._loading = Lock()
         self.backend: Backend | None = None
         """None until the first question."""
@@ -71,19 +113,38 @@ class Answering:
         assert self.backend is not None
         return self.backend.beside(salt)
 
+    def documents_changed(self) -> None:
+        """Nothing is kept of chunks that are no more: not in memory, and not on disk of whatever model."""
+        backend = self._loaded
+        cared_for = None if backend is None else backend.documents_changed(self._kb)
+        owner = NO_TENANT if self._guest is None else owner_of(self._guest.salt)
+        forget_chunks(self.kv_folder, lambda one: bool(self._kb.existing_chunks({one})), owner, but=cared_for)
+
+    @property
+    def kv_folder(self) -> Path:
+        """Where KV is kept on disk."""
+        return self._kb.path / KV_FOLDER if self._guest is None else self._guest.host.kv_folder
+
     def close(self) -> bool:
         """Stop generating; False if that was done before."""
         with self._loading:
             if self._is_closed:
                 return False
             self._is_closed = True
-        if self.backend is not None:
-            self.backend.close()
+        backend = self._loaded
+        if backend is not None:
+            backend.close()
         return True
 
+    @property
+    def _loaded(self) -> "Backend | None":
+        """What may keep KV of the room's documents now. A guest's may do so from earlier, before the first question."""
+        return self.backend or (None if self._guest is None else self._guest.loaded)
+
     def _open_backend(self) -> "Backend":
-        backend = self._host() if self._host is not None else self._own_backend()
-        backend.documents_changed(self._kb.existing_chunks)  # another process may have changed them
+        guest = self._guest
+        backend = self._own_backend() if guest is None else guest.host.beside(guest.salt)
+        backend.documents_changed(self._kb)  # another process may have changed them
         return backend
 
     def _own_backend(self) -> "Backend":

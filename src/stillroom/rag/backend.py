@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.request import SamplingParams
+from stillroom.engine.corpora import Corpus
 from stillroom.engine.events import Listener
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.conversation import NOTHING, History
@@ -110,11 +111,15 @@ class Backend(Protocol):
         """
         ...
 
-    def documents_changed(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> None:
-        """Documents were added or removed: nothing is kept of chunks that are no more.
+    def documents_changed(self, corpus: Corpus) -> bytes | None:
+        """Documents were added or removed: nothing is kept of chunks that are no more, now or after a later change that
+        nobody tells of, until `close`.
 
         Args:
-            existing: those of some chunks that are in the knowledge base now; called from any thread.
+            corpus: of the knowledge base; asked from any thread.
+
+        Returns:
+            The fingerprint of the model whose records on disk this takes care of; None if of none.
         """
         ...
 

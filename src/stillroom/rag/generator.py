@@ -12,11 +12,12 @@ from stillroom.config.places import cache_root
 from stillroom.config.settings import ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk
-from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams, TokenConstraint
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.audit import Audit
+from stillroom.engine.corpora import Corpus
 from stillroom.engine.engine import Engine
 from stillroom.errors import UsageError
 from stillroom.kvcache.block_pool import BlockPool
@@ -117,9 +118,12 @@ class Generator:
         if self.owns_engine:
             self.engine.close()
             self.cache.close()
+        self.engine.leave(self.salt)
 
-    def documents_changed(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> None:
-        self.engine.run(lambda engine: engine.scheduler.forget_chunks(existing, self.salt))
+    def documents_changed(self, corpus: Corpus) -> bytes | None:
+        self.engine.documents_changed(self.salt, corpus)
+        disk = None if self.cache.tiers is None else self.cache.tiers.disk
+        return disk.fingerprint if disk is not None and disk.is_writer else None
 
     @property
     def cache_figures(self) -> CacheFigures | None:
@@ -266,9 +270,8 @@ def build_engine(  # noqa: PLR0913  the parts, once
         _use_threads(config, bench)
     reuse = reuse or ReuseConfig(mode="off")
     if profile is None and reuse.mode != "off":
-        profile = load_profile(profile_path(cache_root(), fingerprint, decoder.device)) or quick_profile(
-            bench, kv_folder
-        )
+        kept = load_profile(profile_path(cache_root(), fingerprint, decoder.device))
+        profile = kept or quick_profile(bench, kv_folder if reuse.disk_bytes else None)
     inv_freq_LP = None
     if reuse.mode == "anywhere":
         check_placement(decoder, config.block_size)

@@ -7,6 +7,7 @@ from stillroom.config.settings import EngineConfig, EnginePrompt
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
+from stillroom.engine.corpora import Corpus
 from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteRequest
 from stillroom.engine.openai_server import OpenAIServer
@@ -87,7 +88,7 @@ class RemoteGenerator:
             return self._draft((), prompt if self._tokenize is None else self._tokenize(prompt))
         return self._draft((), tuple(prompt))
 
-    def documents_changed(self, existing: Callable[[set[ChunkId]], set[ChunkId]]) -> None:
+    def documents_changed(self, corpus: Corpus) -> None:
         """The server forgets by itself what is not asked for any more."""
 
     @property

@@ -6,7 +6,6 @@ Opening is cheap: the embedder loads with the first search or add, the model wit
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -17,9 +16,8 @@ from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
 from stillroom.core.ids import DocumentId
-from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.rag.answer import Answer, AskOptions
-from stillroom.rag.answering import Answering
+from stillroom.rag.answering import Answering, Guest, read_all, read_to_end
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
@@ -53,12 +51,12 @@ class Stillroom:
         config: StillroomConfig,
         metrics: Metrics,
         clock: Clock,
-        host: "Callable[[], Backend] | None" = None,
+        guest: Guest | None = None,
     ) -> None:
         """Use `open`, or `beside`.
 
         Args:
-            host: gives the backend of a room that has none of its own.
+            guest: says whose backend answers in a room that has none of its own.
         """
         self.config = config
         self.metrics = metrics
@@ -74,11 +72,10 @@ class Stillroom:
         self.uploads = Uploads(kb)
         self._clock = clock
         self._traces = TraceLog(kb.path / TRACE_FILE, config.trace.keep)
-        self._answering = Answering(kb, config, clock, host, self._pipeline_over)
+        self._answering = Answering(kb, config, clock, guest, self._pipeline_over)
         self.records = Records(self._traces, kb.chunks)
         """What was asked before."""
-        self._is_host = host is None
-        if self._is_host:
+        if guest is None:
             metrics.watch_cache(lambda: self._answering.backend.cache_figures if self._answering.backend else None)
             metrics.watch_index(lambda: None if (figures := kb.list_figures) is None else figures.by_tier())
         self._publish_corpus()
@@ -123,7 +120,7 @@ class Stillroom:
         """
         kb = KnowledgeBase.open(Path(path), self.config, create=create, clock=self._clock, like=self._kb)
         salt = f"{tenant}\0{kb.identity}"
-        return Stillroom(kb, self.config, self.metrics, self._clock, lambda: self._answering.beside(salt))
+        return Stillroom(kb, self.config, self.metrics, self._clock, Guest(self._answering, salt))
 
     # Documents
 
@@ -279,7 +276,7 @@ class Stillroom:
             ModelError: the model cannot be loaded.
             EngineError: generation failed, or the engine elsewhere cannot be reached or refuses.
         """
-        return _read_to_end(self.stream(question, options))
+        return read_to_end(self.stream(question, options))
 
     def stream(self, question: str, options: AskOptions | None = None) -> "AnswerStream":
         """The answer piece by piece; its sources are known at once. Raises as `ask`."""
@@ -290,14 +287,7 @@ class Stillroom:
 
         The first is the answer that `ask` gives. Raises as `ask`.
         """
-        streams = self.streams(question, options, n=n)
-        # each in a thread: an answer that ends at a stop string must not be generated on until others have been read
-        with ThreadPoolExecutor(n, thread_name_prefix="stillroom-answer") as pool:
-            try:
-                return list(pool.map(_read_to_end, streams))
-            finally:
-                for stream in streams:
-                    stream.cancel()
+        return read_all(self.streams(question, options, n=n))
 
     def streams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> "list[AnswerStream]":
         """`n` answers to one question, piece by piece; each can be cancelled by itself. Raises as `ask`."""
@@ -400,17 +390,8 @@ class Stillroom:
 
     def _corpus_changed(self) -> None:
         self._publish_corpus()
-        if self._answering.backend is not None:
-            self._answering.backend.documents_changed(self._kb.existing_chunks)
-        elif self._is_host:
-            forget_chunks(self._kb.path / KV_FOLDER, lambda chunk_id: bool(self._kb.existing_chunks({chunk_id})))
+        self._answering.documents_changed()
         self._search.refresh_hot()
 
     def _publish_corpus(self) -> None:
         self.metrics.set_corpus(self._kb.num_documents, self._kb.num_chunks, str(self._kb.path))
-
-
-def _read_to_end(stream: "AnswerStream") -> Answer:
-    for _ in stream:
-        pass
-    return stream.answer

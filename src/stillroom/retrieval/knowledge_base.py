@@ -208,6 +208,11 @@ class KnowledgeBase:
         """Another one after every change of a document, whoever made it, and again when words find it; cheap."""
         return self._corpus.generation, self._indexes.sparse_generation
 
+    @property
+    def num_changes(self) -> int:
+        """Of documents so far, whoever made them; one cheap read, whatever state the indexes are in."""
+        return self._corpus.generation
+
     # Search
 
     def search(

@@ -158,8 +158,9 @@ class Scheduler:
             existing: those of some chunks that are still there.
             salt: of the requests in which they stood.
         """
-        under_way = chain(self._waiting, self._running.values())
-        return self.kv.forget_chunks(existing, [sequence.lease for sequence in under_way], owner_of(salt))
+        leaders = chain(self._waiting, self._running.values())
+        under_way = [one.lease for leader in leaders for one in (leader, *leader.followers)]
+        return self.kv.forget_chunks(existing, under_way, owner_of(salt))
 
     def lose_device(self) -> None:
         """The device's KV is gone (RAGCache 6): everybody waits again, with the tokens generated so far.
