@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stillroom.core.kv import NodeKey
-from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.disk import DiskStore, make_room_beside
 from stillroom.kvstore.files import folder_of, path_of
 from stillroom.kvstore.record import HEADER_SIZE, TRAILER_SIZE, Defect
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record
@@ -111,6 +111,20 @@ def test_a_file_that_vanished_is_only_a_miss(tmp_path: Path) -> None:
     path_of(store.folder, key(1)).unlink()
     assert read(store, key(1)) is None
     assert not store.verify_failures and store.num_bytes == 2 * (1000 + OVERHEAD)
+
+
+def test_a_record_that_cannot_be_opened_just_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    store = filled(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        assert read(store, key(1)) is None and read(store, key(1)) is None
+    assert store.has(key(1)) and not store.verify_failures and caplog.text.count("Too many open files") == 1
+    assert read(store, key(1)) == payload(1)
 
 
 def test_a_disk_that_fails_to_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,13 +233,12 @@ def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog:
     reader.clear()
     assert [read(reader, key(n)) for n in range(3)] == [payload(n) for n in range(3)]
 
-    assert reader.lookup(key(5)) is None
     assert writer.write(record(5), payload(5))
-    assert reader.lookup(key(5)) == record(5) and read(reader, key(5)) == payload(5)
+    assert not reader.has(key(5)), "it knows what was there when it began"
 
     flip(path_of(writer.folder, key(0)), HEADER_SIZE)
     assert read(reader, key(0)) is None and reader.verify_failures == {Defect.CHECKSUM: 1}
-    assert reader.lookup(key(0)) is None, "it is not offered again"
+    assert not reader.has(key(0)), "it is not offered again"
     assert len(files_in(tmp_path)) == 4, "removing it is for the writer"
     assert read(writer, key(0)) is None and len(files_in(tmp_path)) == 3
 
@@ -238,3 +251,21 @@ def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog:
 def test_the_disk_store_needs_no_torch() -> None:
     script = "import sys, stillroom.kvstore.disk; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_other_models_make_room_the_one_stored_longest_ago_first(tmp_path: Path) -> None:
+    size = 1000 + OVERHEAD
+    for seconds, model in enumerate((b"a" * 32, b"b" * 32), start=1):
+        store = DiskStore(tmp_path, model)
+        for n in range(3):
+            assert store.write(record(n), payload(n))
+            os.utime(path_of(store.folder, key(n)), (100 * seconds + n, 100 * seconds + n))
+        store.close()
+    own = filled(tmp_path)
+    assert make_room_beside(tmp_path, MODEL, 6 * size) == 6 * size
+    assert make_room_beside(tmp_path, MODEL, 5 * size - 1) == 4 * size
+    older, newer = DiskStore(tmp_path, b"a" * 32), DiskStore(tmp_path, b"b" * 32)
+    assert [older.has(key(n)) for n in range(3)] == [True, False, False]
+    older.close()
+    assert make_room_beside(tmp_path, MODEL, 0) == 3 * size, "who writes now keeps its own"
+    assert all(newer.has(key(n)) and own.has(key(n)) for n in range(3)) and len(files_in(tmp_path)) == 6

@@ -61,9 +61,9 @@ def test_readers_are_not_disturbed_by_a_writer(tmp_path: Path) -> None:
     contents = [payload(n, SIZE) for n in range(8)]
     with start(WRITES_UNTIL_KILLED, tmp_path) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == "writing\n"
-        reader = DiskStore(tmp_path, MODEL)
-        while len([n for n in range(8) if reader.lookup(key(n))]) < 8:
+        while sum(1 for _ in tmp_path.rglob("*.kv")) < 8:
             time.sleep(0.01)
+        reader = DiskStore(tmp_path, MODEL)
         for n in [*range(8)] * 25:  # every record is replaced again and again
             assert reader.read(key(n), memoryview(buffer)) and buffer == contents[n]
         assert not reader.is_writer and not reader.verify_failures

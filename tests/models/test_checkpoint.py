@@ -1,6 +1,7 @@
 """What a checkpoint may look like, and what is said of one that cannot be used."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from stillroom.errors import (
     UnsupportedModelError,
 )
 from stillroom.models.checkpoint import WeightFiles, resolve
-from stillroom.models.loader import load_decoder, load_model
+from stillroom.models.loader import fingerprint_of, load_decoder, load_model
 from stillroom.models.spec import spec_from_config
 from tests.fakes import random_checkpoint
 
@@ -216,3 +217,16 @@ def test_the_bundled_model_loads_with_its_end_token() -> None:
     assert model.name == "bundled"
     assert model.stop_token_ids == {3}
     assert model.decoder.spec.max_positions == 2048
+
+
+def test_kv_is_the_same_however_long_a_sequence_may_be_and_not_with_other_activations(folder: Path) -> None:
+    short, long = (load_decoder(folder, device="cpu", max_model_len=length) for length in (32, 64))
+    assert short.spec.max_positions != long.spec.max_positions
+    assert fingerprint_of(folder, short) == fingerprint_of(folder, long)
+    for decoder in (short, long):
+        decoder.spec = replace(decoder.spec, rope=replace(decoder.spec.rope, kind="longrope"))
+    assert fingerprint_of(folder, short) != fingerprint_of(folder, long), "its rotations depend on it"
+    other = load_decoder(folder, device="cpu")
+    names = {fingerprint_of(folder, other)}
+    other.activation_dtype = torch.bfloat16  # as on a device that is no CPU
+    assert fingerprint_of(folder, other) not in names

@@ -59,6 +59,9 @@ class NoMover:
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
         return True
 
+    def has(self, key: NodeKey, tier: Tier) -> bool:
+        return True
+
     def drop(self, key: NodeKey, tier: Tier) -> None:
         pass
 

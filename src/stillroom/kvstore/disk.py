@@ -6,10 +6,11 @@ file, which the next writer removes. Nothing is synced to the disk: after a powe
 checksum says so. Design: docs/kv-records.md
 """
 
+import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from filelock import FileLock, Timeout
 from stillroom.core.kv import NodeKey, NodeRecord
 from stillroom.kvstore.files import (
     TEMPORARY_SUFFIX,
+    fingerprints,
     folder_of,
     key_of,
     path_of,
@@ -78,7 +80,7 @@ class DiskStore:
         self._entries: dict[NodeKey, tuple[NodeRecord, int]] = {}
         self._num_bytes = 0
         self._rejected: dict[NodeKey, Defect] = {}
-        self._warned_errnos: set[int | None] = set()
+        self._warned: set[tuple[int | None, str]] = set()
         self._lock = self._try_lock()
         self._scan()
 
@@ -96,12 +98,9 @@ class DiskStore:
         """Every record known to be there and its size on disk in bytes. Payloads are verified when they are read."""
         return list(self._entries.values())
 
-    def lookup(self, key: NodeKey) -> NodeRecord | None:
-        """The record of a node, also if the writer is another process and wrote it since this store was opened."""
-        if not self.is_writer and key not in self._entries and key not in self._rejected:
-            self._admit(path_of(self.folder, key))
-        entry = self._entries.get(key)
-        return entry[0] if entry else None
+    def has(self, key: NodeKey) -> bool:
+        """Whether the record is known to be there."""
+        return key in self._entries
 
     def write(self, record: NodeRecord, payload: Buffer) -> bool:
         """Store a node's KV in place of what there is of it. False if that failed, and then nothing of it is left."""
@@ -118,7 +117,7 @@ class DiskStore:
             remove_file(temporary)
             remove_file(path)
             self.num_write_failures += 1
-            self._warn_once(error)
+            self._warn_once(error, "KV cannot be stored on disk and is kept in memory only")
             return False
         self._rejected.pop(record.key, None)
         self._remember(record, HEADER_SIZE + len(payload) + TRAILER_SIZE)
@@ -127,12 +126,16 @@ class DiskStore:
     def read(self, key: NodeKey, into: memoryview) -> bool:
         """Read a node's KV into a buffer of exactly its size. If False, the buffer holds nothing of use.
 
-        A record that does not verify is counted and removed; one that is gone is only a miss.
+        A record that does not verify is counted and removed; one that is gone is only a miss. One that cannot be opened
+        just now, for want of file descriptors, say, stays.
         """
         try:
             defect = read_payload(path_of(self.folder, key), self.fingerprint, into)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             self._forget(key)
+            return False
+        except OSError as error:
+            self._warn_once(error, "KV on disk cannot be read and is computed again")
             return False
         if defect is None:
             return True
@@ -223,10 +226,50 @@ class DiskStore:
         self._forget(key)
         self.remove(key)
 
-    def _warn_once(self, error: OSError) -> None:
-        if error.errno not in self._warned_errnos:
-            self._warned_errnos.add(error.errno)
-            logger.warning("KV cannot be stored on disk and is kept in memory only: %s", error)
+    def _warn_once(self, error: OSError, what: str) -> None:
+        if (error.errno, what) not in self._warned:
+            self._warned.add((error.errno, what))
+            logger.warning("%s: %s", what, error)
+
+
+def make_room_beside(root: Path, fingerprint: bytes, max_bytes: int) -> int:
+    """Remove KV of other models until it is at most so much: of the one first for which longest nothing was stored, and
+    what was stored last first, since it stands behind the rest. Models that somebody writes to now keep theirs.
+
+    Returns:
+        Bytes of other models that are left.
+    """
+    records: dict[Path, list[tuple[float, int, Path]]] = {}
+    for other in fingerprints(root):
+        folder = folder_of(root, other)
+        if other != fingerprint and (found := [*_sized(record_paths(folder))]):
+            records[folder] = sorted(found, reverse=True)
+    left = sum(size for found in records.values() for _, size, _ in found)
+    for folder in sorted(records, key=lambda folder: records[folder][0]):
+        if left <= max_bytes or (lock := _locked(folder)) is None:
+            continue
+        for _, size, path in records[folder]:
+            left -= size if left > max_bytes and remove_file(path) else 0
+        lock.release()
+    return left
+
+
+def _sized(paths: Iterable[Path]) -> Iterator[tuple[float, int, Path]]:
+    """When each was written, and its size."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            yield status.st_mtime, status.st_size, path
+
+
+def _locked(folder: Path) -> FileLock | None:
+    """Nobody else writes to it until this is released; None if somebody does, or it cannot be written."""
+    lock = FileLock(folder / _LOCK, timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except (Timeout, OSError, NotImplementedError):
+        return None
+    return lock
 
 
 def _write_file(path: Path, parts: tuple[Buffer, ...]) -> None:

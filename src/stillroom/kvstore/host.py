@@ -28,6 +28,9 @@ class HostStore:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def __contains__(self, key: NodeKey) -> bool:
+        return key in self._nodes
+
     def allocate(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
         """Room for a node's KV, in place of what there is of it; the caller fills it. None if there is no memory."""
         self.drop(key)

@@ -53,6 +53,10 @@ class ModelledMover:
         self._kept[Tier.DISK].add(record.key)
         return self._move(Tier.DISK, record.num_tokens)
 
+    def has(self, key: NodeKey, tier: Tier) -> bool:
+        """See `KVMover.has`."""
+        return key in self._kept[tier]
+
     def drop(self, key: NodeKey, tier: Tier) -> None:
         """See `KVMover.drop`."""
         self._kept[tier].remove(key)

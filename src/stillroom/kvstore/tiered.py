@@ -115,7 +115,11 @@ class TieredStore:
         start = self._clock.monotonic()
         room = self.host.allocate(key, num_tokens)
         if room is not None:
-            self.device.gather(block_ids, num_tokens, out=room)
+            try:
+                self.device.gather(block_ids, num_tokens, out=room)
+            except Exception:
+                self.host.drop(key)
+                raise
             if self.device.is_lost:
                 self.host.drop(key)
                 room = None
@@ -127,8 +131,6 @@ class TieredStore:
         kv_2LTGD = self._from_host(key, num_tokens) if source is Tier.HOST else self._from_disk(key, num_tokens)
         if kv_2LTGD is not None:
             self.device.scatter(block_ids, kv_2LTGD)
-        else:
-            self.drop(key, source)
         return self._count(source, Tier.DEVICE, None if kv_2LTGD is None else kv_2LTGD.nbytes, start)
 
     def place(
@@ -146,9 +148,7 @@ class TieredStore:
             source = self._from_host(copy.key, copy.num_tokens)
         elif copy.tier is Tier.DISK:
             source = self._from_disk(copy.key, copy.num_tokens)
-        if source is None:
-            self.drop(copy.key, copy.tier)
-        else:
+        if source is not None:
             by = turns(copy.num_tokens, self._inv_freq_LP, copy.first_position, first_position)
             self.device.place(source, copy.block_ids, block_ids, by)
         num_bytes = self.device.shape.bytes_per_token * copy.num_tokens
@@ -171,6 +171,10 @@ class TieredStore:
                 self.disk.remove(record.key)
                 kv_2LTGD = None
         return self._count(source, Tier.DISK, None if kv_2LTGD is None else kv_2LTGD.nbytes, start)
+
+    def has(self, key: NodeKey, tier: Tier) -> bool:
+        """Whether the host's or the disk's copy is there, as far as is known."""
+        return key in self.host if tier is Tier.HOST else self.disk is not None and self.disk.has(key)
 
     def drop(self, key: NodeKey, tier: Tier) -> None:
         """Forget the host's or the disk's copy."""
@@ -202,6 +206,7 @@ class TieredStore:
             return self._as_node(read, num_tokens)
         kv_2LTGD = self._stage(num_tokens) if self.disk is not None else None
         if self.disk is None or kv_2LTGD is None or not self.disk.read(key, _bytes(kv_2LTGD)):
+            self._cancel(key)
             return None
         if self.device.preloads_layers:  # it will be read later
             self._staging = torch.empty(0, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """From a checkpoint's folder to a `LoadedModel`: the decoder with its weights, the tokenizer and the end tokens."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from stillroom.models.spec import ModelSpec, spec_from_config
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops.linear import Linear
+from stillroom.ops.rope import RopeSpec
 
 _BASES = ("model.", "language_model.model.", "model.language_model.")
 """Where the decoder's tensors may stand: the later ones in checkpoints that also have a vision tower."""
@@ -32,7 +33,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
     fingerprint: bytes
-    """Equal for two models exactly if their KV is: weights, how they are read, and everything in `ModelSpec`."""
+    """Equal for two models exactly if their KV is: weights, how they are read and computed with, and everything in
+    `ModelSpec` but how long a sequence may be."""
 
 
 def load_model(
@@ -56,8 +58,19 @@ def load_model(
 
 def fingerprint_of(folder: Path, decoder: Decoder, weights: Weights = "checkpoint") -> bytes:
     """32 bytes that KV is named by: what the weights' files hold, and how this decoder computes with them."""
-    parts = [*WeightFiles(folder).digests(), repr(decoder.spec), str(decoder.dtype), weights]
+    dtypes = str(decoder.dtype), str(decoder.activation_dtype)
+    parts = [*WeightFiles(folder).digests(), repr(_without_lengths(decoder.spec)), *dtypes, weights]
     return hashlib.sha256("\0".join(parts).encode()).digest()
+
+
+def _without_lengths(spec: ModelSpec) -> ModelSpec:
+    """What KV depends on. Only longrope turns keys by how long a sequence may be."""
+
+    def turns(rope: RopeSpec) -> RopeSpec:
+        return rope if rope.kind == "longrope" else replace(rope, max_model_len=0)
+
+    local = None if spec.local_rope is None else turns(spec.local_rope)
+    return replace(spec, max_positions=0, rope=turns(spec.rope), local_rope=local)
 
 
 def load_decoder(

@@ -5,7 +5,7 @@ closes a knowledge base.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.kvcache.tiered_nodes import TreeOptions
 from stillroom.kvcache.weighing import weighs_every
 from stillroom.kvstore.device import DeviceStore, KVShape
-from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.disk import DiskStore, make_room_beside
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.tiered import TieredStore
 from stillroom.models.decoder import Decoder
@@ -139,6 +139,9 @@ def build_cache(  # noqa: PLR0913  the parts, once
     if config.mode == "off" or profile is None:
         return KVCache(KVCacheManager(pool), device)
     disk = DiskStore(folder, fingerprint) if folder is not None and config.disk_bytes else None
+    if disk is not None and folder is not None and disk.is_writer:
+        others = make_room_beside(folder, fingerprint, config.disk_bytes // 2)
+        config = replace(config, disk_bytes=max(0, config.disk_bytes - others))
     if config.preload == "layers":
         device.preload_layers()
     host = HostStore(device.shape, device.k_LSGD.device)
