@@ -1,84 +1,16 @@
 """The knowledge tree: hand-worked PGDSF, where copies go, and what happens when they cannot."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeRecord, Tier
-from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.reuse import Reason
 from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.cost_model import CostProfile, Link, linear_profile
+from stillroom.kvcache.cost_model import Link, linear_profile
 from stillroom.kvcache.eviction import POLICIES, Use, gdsf, lfu, lru, pgdsf, prefix_heat, reusability, tamm
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
-from stillroom.kvcache.manager import KVCacheManager, Reuse
-from stillroom.kvcache.node import Node
-from stillroom.kvcache.pieces import PrefixKeys
-from stillroom.kvcache.tiered_nodes import TreeOptions
-from tests.fakes import ManualClock
-from tests.kvcache.prefix_memory import PrefixMemory, prefix_hash
-
-SIZE = 4
-"""Tokens per block, per document here, and per tail piece."""
-S, Q = 100, 101
-"""The token of the system prompt and of questions; documents are named by their token."""
-
-
-class Kitchen:
-    """A tree with a manager in front and a simulated memory behind."""
-
-    def __init__(
-        self, num_blocks: int = 8, *, profile: CostProfile | None = None, always_loads: bool = False, **options: object
-    ) -> None:
-        self.clock = ManualClock()
-        self.memory = PrefixMemory(SIZE)
-        self.pool = BlockPool(num_blocks, SIZE)
-        self.profile = profile or linear_profile(0.0, 1.0, 0.0)
-        self.always_loads = always_loads
-        self.options = TreeOptions(**{"replicates_system": False, **options})  # type: ignore[arg-type]
-        self.open()
-
-    def open(self) -> None:
-        self.tree = KnowledgeTree(self.pool, self.memory, self.profile, self.options, self.clock.monotonic)
-        keys = PrefixKeys(b"m", tail_tokens=SIZE)
-        self.manager = KVCacheManager(self.pool, Reuse(self.tree, keys, self.always_loads))
-
-    def lease(self, *documents: int, question: int = 2) -> Lease:
-        segments = [Segment(SegmentKind.SYSTEM, (S,) * SIZE)]
-        segments += [Segment(SegmentKind.CHUNK, (d,) * SIZE, ChunkId(d)) for d in documents]
-        prompt = SegmentedPrompt((*segments, Segment(SegmentKind.QUESTION, (Q,) * question)))
-        return self.manager.new_lease(prompt, prompt.num_tokens + 8)
-
-    def admit(self, lease: Lease) -> int | None:
-        return self.manager.try_admit(lease, [len(segment.token_ids) for segment in lease.prompt.segments])
-
-    def serve(self, *documents: int, question: int = 2, beside: Sequence[Lease] = ()) -> Lease:
-        """A request from beginning to end; the lease is returned empty, with its report."""
-        lease = self.lease(*documents, question=question)
-        cached = self.admit(lease)
-        assert cached is not None
-        self.compute(lease)
-        self.manager.release(lease)
-        self.check(*beside)
-        return lease
-
-    def compute(self, lease: Lease) -> None:
-        tokens = lease.prompt.token_ids
-        for position, slot in enumerate(lease.table.slots.tolist()):
-            self.memory.slots[slot] = prefix_hash(tokens[: position + 1])
-        self.manager.commit(lease, len(tokens))
-
-    def check(self, *leases: Lease) -> None:
-        self.manager.check_integrity(leases)
-
-    def node(self, *documents: int) -> Node | None:
-        return self.tree.get(self.lease(*documents).pieces[-1].key)
-
-    def tier(self, *documents: int) -> Tier | None:
-        node = self.node(*documents)
-        return None if node is None else node.tier
+from stillroom.kvcache.placement import reusability as context_of
+from tests.kvcache.kitchen import SIZE, Kitchen
 
 
 def reasons(lease: Lease) -> list[tuple[Tier | None, Reason]]:
@@ -267,6 +199,34 @@ def test_records_that_no_path_leads_to_are_named() -> None:
     kitchen.open()
     left: list[NodeRecord] = [records[None], records[ChunkId(2)]]
     assert kitchen.tree.restore(left) == [records[ChunkId(2)].key]
+
+
+def test_a_chunk_of_unknown_context_fits_into_no_other_after_a_restart() -> None:
+    """The first is exact where nothing is before it; the second was computed behind something nobody knows."""
+    kitchen = Kitchen(12, disk_bytes=1000)
+    lease = kitchen.lease(1, 2)
+    assert kitchen.admit(lease) == 0
+    kitchen.compute(lease)
+    piece = lease.pieces[2]
+    alone = kitchen.tree.insert_alone(piece, lease.table.blocks_of(piece.start, SIZE), (b"1" * 32,), 1.0)
+    assert alone.mass is None
+    kitchen.tree.flush()
+    kitchen.pool = BlockPool(12, SIZE)
+    kitchen.open()
+    assert kitchen.tree.restore(kitchen.memory.records.values()) == []
+    again = kitchen.tree.get(alone.key)
+    assert again is not None and context_of(again, ()).overlap == context_of(again, (b"1" * 32,)).overlap == 0.0
+
+
+def test_a_record_that_cannot_be_read_just_now_is_computed_and_stays() -> None:
+    kitchen = Kitchen(12, disk_bytes=1000)
+    kitchen.serve(1, 2)
+    assert kitchen.tree.make_room(12)
+    kitchen.memory.unreadable = set(kitchen.memory.records)
+    assert reasons(kitchen.serve(1, 2)) == [(None, Reason.RECORD_FAILED)] * 3 + [TAIL]
+    kitchen.memory.unreadable = set()
+    assert kitchen.tree.make_room(12)
+    assert reasons(kitchen.serve(1, 2)) == [(Tier.DISK, Reason.HIT)] * 3 + [TAIL]
 
 
 def test_idle_moments_bring_everything_to_disk() -> None:

@@ -1,5 +1,7 @@
 """What is noted of a prompt's chunks, against sums over a whole attention matrix."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from stillroom.core.prompt import SegmentKind
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.kvcache.weighing import Weigher, weighs_every
+from tests.kvcache.kitchen import SIZE, Kitchen
 
 
 def pieces_of(lengths: list[int]) -> list[Piece]:
@@ -101,3 +104,18 @@ def test_what_is_kept_already_is_not_measured() -> None:
 def test_who_ranks_tokens_needs_all_of_them() -> None:
     assert weighs_every(AnywhereOptions(0.1, "context")) == weighs_every(AnywhereOptions(0.1, "received")) == 1
     assert weighs_every(AnywhereOptions(0.1, "question")) == 32
+
+
+def test_a_request_that_had_to_make_room_is_measured_anew() -> None:
+    kitchen = Kitchen()
+    assert kitchen.manager.reuse is not None
+    kitchen.manager.reuse = replace(kitchen.manager.reuse, weighs_every=1)
+    lease = kitchen.lease(1)
+    for _ in range(2):
+        kitchen.manager.release(lease)
+        assert kitchen.admit(lease) == 0
+        seen = Masses(np.ones((SIZE, 1), np.float32), np.ones(SIZE, np.float32), np.ones(2 * SIZE, np.float32))
+        kitchen.manager.weigh(lease, np.arange(2 * SIZE), seen)
+    kitchen.compute(lease)
+    assert (mass := lease.nodes[1].mass) is not None and mass.received is not None
+    assert mass.received.tolist() == [1.0] * SIZE

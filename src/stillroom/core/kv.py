@@ -19,6 +19,9 @@ NodeKey = NewType("NodeKey", bytes)
 NO_CONTENT = bytes(32)
 """Of a node whose tokens nobody has named."""
 
+NOTES_SIZE = 3884
+"""Bytes of notes that a record has room for."""
+
 OwnerTag = NewType("OwnerTag", bytes)
 """Whose KV it is, in 8 bytes: only the tenant whose document is gone has its KV forgotten, and only his."""
 
@@ -63,7 +66,7 @@ class NodeRecord:
     content: bytes = NO_CONTENT
     """32 bytes that name its tokens for this model and tenant, wherever they stand."""
     notes: bytes = b""
-    """What else the tree knows of it, in its own words (`ContextMass.to_bytes`); left out of a record if too long."""
+    """What else the tree knows of it, in its own words (`ContextMass.to_bytes`): at most `NOTES_SIZE` bytes."""
     owner: OwnerTag = NO_TENANT
 
 
@@ -83,8 +86,8 @@ class NodeCopy:
 class KVMover(Protocol):
     """Carries out what the knowledge tree decides, at once and in order. Called by the engine's thread only.
 
-    A copy that cannot be made or does not verify is reported by False and is then not there: nothing of it is left in
-    the target, and after a failed `load` not in the source either.
+    A copy that cannot be made or does not verify is reported by False: nothing of it is left in the target. After a
+    failed `load` or `place`, `has` tells whether the source is still there, and could not be read just now only.
     """
 
     def expect(self, key: NodeKey, num_tokens: int) -> bool:
@@ -110,6 +113,10 @@ class KVMover(Protocol):
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
         """Copy a node to disk, from the host, or from these device blocks if `source` is the device."""
+        ...
+
+    def has(self, key: NodeKey, tier: Tier) -> bool:
+        """Whether the host's or the disk's copy is there, as far as is known."""
         ...
 
     def drop(self, key: NodeKey, tier: Tier) -> None:

@@ -1,9 +1,9 @@
 """The knowledge tree (RAGCache 5.1): which pieces of prompts have their KV kept, on device, host or disk.
 
-A node is a piece after one exact path of earlier pieces; `tiered_nodes` has the books and their invariants. Copies are
-made by the `KVMover`, at once. A node leaves the device by being offloaded, the first time only: the copy on the host
-stays while it is on the device again ("swap out only once"). Copies on disk stay likewise. Worked example:
-docs/knowledge-tree.md
+A node is a piece after one exact path of earlier pieces; `tiered_nodes` has the books and their invariants,
+`leaving_nodes` the ways out. Copies are made by the `KVMover`, at once. A node leaves the device by being offloaded,
+the first time only: the copy on the host stays while it is on the device again ("swap out only once"). Copies on disk
+stay likewise. Worked example: docs/knowledge-tree.md
 """
 
 import hashlib
@@ -11,18 +11,21 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import NO_TENANT, NodeCopy, NodeKey, NodeRecord, OwnerTag, Tier
+from stillroom.core.kv import NO_CONTENT, NO_TENANT, NodeCopy, NodeKey, NodeRecord, OwnerTag, Tier
 from stillroom.kvcache.chunk_scores import ContextMass
+from stillroom.kvcache.leaving_nodes import LeavingNodes
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
-from stillroom.kvcache.tiered_nodes import TIERS, TieredNodes
+from stillroom.kvcache.tiered_nodes import TIERS
 
 _ALONE = b"anywhere"
 _LEAST_OVERHEAD = 0.01
 """CFO of a copy that needs no repair, where 1 / CFO counts (Cache-Craft 3.3)."""
+_UNKNOWN_BEFORE = (NO_CONTENT,)
+"""What stood before a chunk is not known: in no prompt is it there again."""
 
 
-class KnowledgeTree(TieredNodes):
+class KnowledgeTree(LeavingNodes):
     """Not thread-safe: the engine's loop is its only caller."""
 
     # Looking up
@@ -145,6 +148,8 @@ class KnowledgeTree(TieredNodes):
                 self.touch(node, overhead=overhead)
                 return True
             self.stats.failed_loads[tier] += 1
+            if self.mover.has(node.key, tier):
+                return False
             self._remove_copy(node, tier, is_dropped=True)
         self._forget(node, has_failed=True)
         return False
@@ -152,7 +157,7 @@ class KnowledgeTree(TieredNodes):
     def load(self, node: Node) -> bool:
         """Bring a node whose parent is on the device there too; False if there is no room, or its copy failed.
 
-        A copy that fails is dropped with all that depends on it.
+        A copy that fails is dropped with all that depends on it, unless it could only not be read just now.
         """
         if node.block_ids is not None:
             return True
@@ -163,9 +168,16 @@ class KnowledgeTree(TieredNodes):
             return False
         block_ids = self.pool.try_allocate(num_blocks)
         assert block_ids is not None
-        if not self.mover.load(node.key, source, block_ids, node.num_tokens):
+        try:
+            is_loaded = self.mover.load(node.key, source, block_ids, node.num_tokens)
+        except Exception:
+            self.pool.release(block_ids)
+            raise
+        if not is_loaded:
             self.pool.release(block_ids)
             self.stats.failed_loads[source] += 1
+            if self.mover.has(node.key, source):
+                return False
             self._remove_copy(node, source, is_dropped=True)
             return self._retry_slower(node)
         self.stats.loads[source] += 1
@@ -197,12 +209,12 @@ class KnowledgeTree(TieredNodes):
         """The device's memory is gone (RAGCache 6): what has a lower copy is there, the rest is forgotten.
 
         Nobody may use any node."""
-        for node in list(self._nodes.values()):
-            assert node.num_users == 0
+        for node in self._nodes.values():
             if node.block_ids is not None:
                 self._take_from_device(node)
         for node in [node for node in self._nodes.values() if node.parent is None]:
             self._sink(node)
+        assert all(node.num_users == 0 for node in self._nodes.values())
 
     def forget_chunks(self, is_alive: Callable[[ChunkId], bool], owner: OwnerTag = NO_TENANT) -> int:
         """Drop a tenant's KV of chunks that are no more, and what stands behind them in prompts; what runs keeps its
@@ -257,6 +269,7 @@ class KnowledgeTree(TieredNodes):
                 continue
             is_alone = record.parent == record.key and record.first_position > 0
             mass = None if not record.notes else ContextMass.from_bytes(record.notes)
+            before = _UNKNOWN_BEFORE if mass is None else mass.prefix
             node = self._attach(
                 record.key,
                 record.parent,
@@ -264,7 +277,7 @@ class KnowledgeTree(TieredNodes):
                 record.first_position,
                 record.num_tokens,
                 record.chunk_id,
-                (() if mass is None else mass.prefix) if is_alone else None,
+                before if is_alone else None,
             )
             node.mass, node.owner = mass, record.owner
             node.frequency.add(self._now(), record.frequency)
@@ -282,132 +295,3 @@ class KnowledgeTree(TieredNodes):
             return True
         parent = self._nodes.get(record.parent)
         return parent is not None and parent.first_position + parent.num_tokens == record.first_position
-
-    # Making room
-
-    def _pop_victim(self, tier: Tier) -> Node:
-        key, _ = self._leaves[tier].peek()
-        node = self._nodes[key]
-        self._clocks[tier] = max(self._clocks[tier], node.priority[tier])
-        self.stats.evictions[tier] += 1
-        return node
-
-    def _leave_device(self, node: Node) -> None:
-        """To the host, unless a copy is there; else to disk; else the node is gone, with what hangs from it."""
-        if not (node.is_lower[Tier.HOST] or self._offload(node) or node.is_lower[Tier.DISK] or self._store(node)):
-            self._forget(node)
-            return
-        self._take_from_device(node)
-        if not node.is_lower[Tier.HOST]:
-            self._sink(node)
-
-    def _sink(self, node: Node) -> None:
-        """A node that is not on the device may have lost its copy on the host: nothing below it may be faster than it
-        is now."""
-        if node.tier is None:
-            self._forget(node)
-            return
-        for child in list(node.children.values()):
-            if node.tier is Tier.DISK and child.is_lower[Tier.HOST]:
-                self._remove_copy(child, Tier.HOST)
-            self._sink(child)
-
-    def _offload(self, node: Node) -> bool:
-        if node.is_lower[Tier.HOST]:
-            return True
-        assert node.block_ids is not None
-        if not self._has_host_room(node):
-            return False
-        if not self.mover.offload(node.key, node.block_ids, node.num_tokens):
-            return False
-        self.stats.offloads += 1
-        self._add_copy(node, Tier.HOST)
-        return True
-
-    def _has_host_room(self, node: Node) -> bool:
-        size, capacity, leaves = self._size(node), self._capacity[Tier.HOST], self._leaves[Tier.HOST]
-        if size > capacity:
-            return False
-        while self._used[Tier.HOST] + size > capacity:
-            if not leaves:
-                return False
-            self._leave_host(self._pop_victim(Tier.HOST))
-        return True
-
-    def _leave_host(self, node: Node) -> None:
-        if not (node.is_lower[Tier.DISK] or self._store(node)) and node.block_ids is None:
-            self._forget(node)
-            return
-        self._remove_copy(node, Tier.HOST)
-
-    def _store(self, node: Node) -> bool:
-        """A copy on disk, after one of its parent; False if the disk is full of what is asked for more often, or cannot
-        be written."""
-        if node.is_lower[Tier.DISK]:
-            return True
-        if self.options.is_disk_read_only or not self._capacity[Tier.DISK]:
-            return False
-        if node.parent is None:
-            return self._store_alone(node)
-        if not self._store(node.parent):
-            return False
-        self._shield(node.parent)  # so that it does not make room for its own child
-        is_stored = self._store_alone(node)
-        self._shield(None)
-        return is_stored
-
-    def _store_alone(self, node: Node) -> bool:
-        source = Tier.DEVICE if node.block_ids is not None else Tier.HOST
-        if not self._has_disk_room(node) or not self.mover.store(self._record(node), source, node.block_ids or ()):
-            return False
-        self.stats.stores += 1
-        self._add_copy(node, Tier.DISK)
-        return True
-
-    def _has_disk_room(self, node: Node) -> bool:
-        size, capacity, leaves = self._size(node), self._capacity[Tier.DISK], self._leaves[Tier.DISK]
-        if size > capacity:
-            return False
-        while self._used[Tier.DISK] + size > capacity:
-            if not leaves:
-                return False
-            if self._is_less_popular(node, self._nodes[leaves.peek()[0]]):
-                self.stats.rejected += 1
-                return False
-            self._leave_disk(self._pop_victim(Tier.DISK))
-        return True
-
-    def _fits_on_disk(self, node: Node) -> bool:
-        """Whether there is room for it and those above it that are not there."""
-        size, one = self._used[Tier.DISK], node
-        while not one.is_lower[Tier.DISK]:
-            size += self._size(one)
-            if one.parent is None:
-                break
-            one = one.parent
-        return size <= self._capacity[Tier.DISK]
-
-    def _is_less_popular(self, node: Node, victim: Node) -> bool:
-        """Admission: what is seldom asked for does not displace what is asked for more often."""
-        popularity = self._popularity
-        return self.options.admits_by_frequency and popularity.estimate(node.key) < popularity.estimate(victim.key)
-
-    def _leave_disk(self, node: Node) -> None:
-        if node.tier is Tier.DISK:
-            self._forget(node)
-        else:
-            self._remove_copy(node, Tier.DISK)
-
-    def _record(self, node: Node) -> NodeRecord:
-        return NodeRecord(
-            key=node.key,
-            parent=node.key if node.parent is None else node.parent.key,
-            first_position=node.first_position,
-            num_tokens=node.num_tokens,
-            chunk_id=node.chunk_id,
-            avg_cost=node.avg_cost,
-            frequency=node.frequency.value(self._now()),
-            content=node.content,
-            notes=b"" if node.mass is None else node.mass.to_bytes(),
-            owner=node.owner,
-        )

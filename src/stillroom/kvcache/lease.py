@@ -45,7 +45,7 @@ class Lease:
     repair: Repair | None = None
     """How the prompt is completed then; None when it is."""
     weigher: Weigher | None = None
-    """If it is measured how its chunks attend to each other."""
+    """If it is measured how its chunks attend to each other: since it was last admitted."""
     is_expected: bool = False
     """Whether the tree was told that its pieces will be used."""
     read_ahead: list[NodeKey] = field(default_factory=list)

@@ -15,7 +15,6 @@ from stillroom.core.batch import BlockCopy, Masses
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
-from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable, num_blocks_for, runs_after
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
@@ -25,7 +24,7 @@ from stillroom.kvcache.pieces import Piece, PrefixKeys
 from stillroom.kvcache.placement import AnywhereOptions, Placement
 from stillroom.kvcache.placing import account_repair, describe, keep_to_be_placed, place, plan_for
 from stillroom.kvcache.reuse_plan import plan_reuse
-from stillroom.kvcache.reuse_report import Found, Placed, count, nothing_reused, segments_of
+from stillroom.kvcache.reuse_report import Found, Placed, account, nothing_reused
 from stillroom.kvcache.weighing import Weigher
 
 
@@ -73,8 +72,6 @@ class KVCacheManager:
         lease.watched = tuple(piece.key for piece in pieces)
         if may_place and self.reuse and self.reuse.anywhere is not None:
             lease.watched += tuple(dict.fromkeys(piece.content for piece in pieces))
-        if pieces and self.reuse and self.reuse.weighs_every:
-            lease.weigher = Weigher.of(pieces, prompt.num_tokens, self.reuse.weighs_every)
         return lease
 
     def can_ever_hold(self, segment_lengths: Sequence[int]) -> bool:
@@ -197,7 +194,7 @@ class KVCacheManager:
         into.nodes, into.num_committed = list(lease.nodes), lease.num_committed
         into.reuse = None if lease.reuse is None else lease.reuse.shared()
         into.cost_per_token, into.num_keepable = lease.cost_per_token, lease.num_keepable
-        into.placements, into.repair = lease.placements, lease.repair
+        into.placements, into.repair, into.weigher = lease.placements, lease.repair, lease.weigher
         if self.reuse:
             self.reuse.tree.acquire(into.nodes)
 
@@ -302,27 +299,27 @@ class KVCacheManager:
         fresh = [node.num_tokens for node in path if node.block_ids is None]
         fresh += runs_after(sum(node.num_tokens for node in path), segment_lengths)
         tree.acquire(path)
+        lease.nodes = list(path)
         sources = [one for placement in placements for one in _path_to(placement.node)]
         tree.acquire(sources)  # so that they do not make room for their own copies, nor count as such
         if sources and not tree.has_room(num_blocks_for(fresh, size)):
             tree.release(reversed(sources))
             sources, placements = [], []
         self._read_ahead(lease, path, placements)  # one is copied while the next one is read
-        if not tree.make_room(num_blocks_for(fresh, size)):
-            tree.release(reversed(path))
-            return None
-        used = list(takewhile(tree.load, path))
-        tree.release(reversed(path[len(used) :]))
-        lease.nodes, lease.num_committed = used, len(used)
-        for node in used:
-            assert node.block_ids is not None
-            self.pool.acquire(node.block_ids)
-            lease.table.append_segment(node.block_ids, node.num_tokens)
-        num_cached = lease.table.num_slots
-        has_room = self._try_allocate(lease.table, runs_after(num_cached, segment_lengths))
-        assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
-        placed = place(tree, lease, placements, reuse.anywhere)
-        tree.release(reversed(sources))
+        try:
+            if not tree.make_room(num_blocks_for(fresh, size)):
+                self._shorten(tree, lease, 0)
+                return None
+            self._shorten(tree, lease, len(list(takewhile(tree.load, path))))
+            num_cached = self._fill(lease, segment_lengths)
+            if reuse.weighs_every:  # anew: what was measured before a preemption is measured again
+                lease.weigher = Weigher.of(lease.pieces, lease.prompt.num_tokens, reuse.weighs_every)
+            placed = place(tree, lease, placements, reuse.anywhere)
+        except Exception:  # a device without memory, say
+            self.release(lease)
+            raise
+        finally:
+            tree.release(reversed(sources))
         if lease.reuse is None or lease.reuse.has_placed:  # what was placed the last time is what is repaired
             origins = {}
             for placement in placed:
@@ -330,9 +327,27 @@ class KVCacheManager:
                 variant = describe(tree, placement, reuse.anywhere)
                 share = reuse.anywhere.share(placement.reusability)
                 origins[placement.piece_index] = Placed(placement.tier, variant, share)
-            self._account(tree, lease, Found(matched, tiers, len(path), num_tokens, origins))
+            account(tree, lease, Found(matched, tiers, len(path), num_tokens, origins))
         if lease.repair is not None and lease.repair.is_planned:
             account_repair(tree, lease)
+        return num_cached
+
+    def _shorten(self, tree: KnowledgeTree, lease: Lease, num_nodes: int) -> None:
+        """Use only so many of the nodes that the lease holds."""
+        tree.release(reversed(lease.nodes[num_nodes:]))
+        lease.nodes = lease.nodes[:num_nodes]
+        lease.num_committed = num_nodes
+
+    def _fill(self, lease: Lease, segment_lengths: Sequence[int]) -> int:
+        """Blocks of the lease's nodes, and fresh ones behind them, for which there is room; returns the tokens of the
+        former."""
+        for node in lease.nodes:
+            assert node.block_ids is not None
+            self.pool.acquire(node.block_ids)
+            lease.table.append_segment(node.block_ids, node.num_tokens)
+        num_cached = lease.table.num_slots
+        has_room = self._try_allocate(lease.table, runs_after(num_cached, segment_lengths))
+        assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
         return num_cached
 
     def _plan(
@@ -351,36 +366,6 @@ class KVCacheManager:
             return
         nodes = [*path, *(placement.node for placement in placements)]
         lease.read_ahead += self.reuse.tree.read_ahead(node for node in nodes if node.key not in lease.read_ahead)
-
-    def _account(self, tree: KnowledgeTree, lease: Lease, found: Found) -> None:
-        """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""
-        num_cached, ratio = sum(node.num_tokens for node in lease.nodes), 0.0
-        if found.placed:
-            num_placed = sum(lease.pieces[index].num_tokens for index in found.placed)
-            ratio = sum(one.share * lease.pieces[index].num_tokens for index, one in found.placed.items()) / num_placed
-            num_cached += int((1.0 - ratio) * num_placed)
-        num_new = found.num_tokens - num_cached
-        compute = tree.profile.prefill_seconds(num_cached, num_new)
-        lease.cost_per_token = compute / num_new
-        for index, node in enumerate(found.matched):
-            is_computed = index >= lease.num_committed
-            if tree.get(node.key) is node:
-                tree.touch(node, lease.cost_per_token if is_computed else None)
-        sources = [found.source(index, lease, tree) for index in range(len(lease.pieces))]
-        count(tree.stats, lease.pieces, sources, found.placed)
-        loads = sum(
-            tree.profile.load_seconds(tier, node.num_tokens * tree.options.bytes_per_token)
-            for node, tier in zip(lease.nodes, found.tiers, strict=False)
-            if tier is not None and tier is not Tier.DEVICE
-        )
-        loads += sum(
-            tree.profile.load_seconds(one.tier, lease.pieces[index].num_tokens * tree.options.bytes_per_token)
-            for index, one in found.placed.items()
-            if one.tier is not Tier.DEVICE
-        )
-        saved = tree.profile.prefill_seconds(0, found.num_tokens) - compute - loads
-        segments = segments_of(lease.prompt, lease.pieces, sources, found.placed)
-        lease.reuse = PromptReuse(segments, loads, saved, ratio)
 
     def _use_instead(self, table: BlockTable, piece: Piece, own: list[BlockId], kept: list[BlockId]) -> None:
         """[computed twice): free it, another sequence stored it first."""
@@ -403,4 +388,7 @@ class KVCacheManager:
 
 def _path_to(node: Node) -> list[Node]:
     """The node and those above it, which cannot leave before it does; from the top."""
-    return [*(_path_to(node.parent) if node.parent is not None else ()), node]
+    path = [node]
+    while (parent := path[-1].parent) is not None:
+        path.append(parent)
+    return path[::-1]

@@ -57,6 +57,37 @@ class Found:
         return None, Reason.ORDER_DIFFERS if tree.variants(piece.content) else Reason.NEVER_SEEN
 
 
+def account(tree: KnowledgeTree, lease: Lease, found: Found) -> None:
+    """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""
+    num_cached, ratio = sum(node.num_tokens for node in lease.nodes), 0.0
+    if found.placed:
+        num_placed = sum(lease.pieces[index].num_tokens for index in found.placed)
+        ratio = sum(one.share * lease.pieces[index].num_tokens for index, one in found.placed.items()) / num_placed
+        num_cached += int((1.0 - ratio) * num_placed)
+    num_new = found.num_tokens - num_cached
+    compute = tree.profile.prefill_seconds(num_cached, num_new)
+    lease.cost_per_token = compute / num_new
+    for index, node in enumerate(found.matched):
+        is_computed = index >= lease.num_committed
+        if tree.get(node.key) is node:
+            tree.touch(node, lease.cost_per_token if is_computed else None)
+    sources = [found.source(index, lease, tree) for index in range(len(lease.pieces))]
+    count(tree.stats, lease.pieces, sources, found.placed)
+    loads = sum(
+        tree.profile.load_seconds(tier, node.num_tokens * tree.options.bytes_per_token)
+        for node, tier in zip(lease.nodes, found.tiers, strict=False)
+        if tier is not None and tier is not Tier.DEVICE
+    )
+    loads += sum(
+        tree.profile.load_seconds(one.tier, lease.pieces[index].num_tokens * tree.options.bytes_per_token)
+        for index, one in found.placed.items()
+        if one.tier is not Tier.DEVICE
+    )
+    saved = tree.profile.prefill_seconds(0, found.num_tokens) - compute - loads
+    segments = segments_of(lease.prompt, lease.pieces, sources, found.placed)
+    lease.reuse = PromptReuse(segments, loads, saved, ratio)
+
+
 def count(stats: CacheStats, pieces: Sequence[Piece], sources: Sequence[Source], placed: Mapping[int, Placed]) -> None:
     for index, (piece, (tier, reason)) in enumerate(zip(pieces, sources, strict=True)):
         if reason is Reason.ANYWHERE:

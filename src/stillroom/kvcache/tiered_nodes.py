@@ -209,8 +209,14 @@ class TieredNodes:
 
     def _forget(self, node: Node, *, has_failed: bool = False) -> None:
         """Drop a node and what hangs from it, wherever there are copies."""
-        for child in list(node.children.values()):
-            self._forget(child)
+        found, left = [], [node]
+        while left:  # a path may be deeper than the stack
+            found.append(left.pop())
+            left += found[-1].children.values()
+        for one in reversed(found):
+            self._forget_leaf(one, has_failed=has_failed and one is node)
+
+    def _forget_leaf(self, node: Node, *, has_failed: bool) -> None:
         if node.block_ids is not None:
             self._take_from_device(node)
         for tier in (Tier.HOST, Tier.DISK):

@@ -12,7 +12,7 @@ from enum import StrEnum
 import xxhash
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NodeKey, NodeRecord, OwnerTag
+from stillroom.core.kv import NOTES_SIZE, NodeKey, NodeRecord, OwnerTag
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a memoryview has format "B"."""
@@ -21,11 +21,10 @@ MAGIC = b"STILLKV\0"
 VERSION = 4
 FINGERPRINT_SIZE = 32
 
-_NOTES_SIZE = 3884
-"""So that the payload begins at 4,096."""
+# With NOTES_SIZE the payload begins at 4,096.
 # magic, version, header size, key, parent, content, fingerprint, first position, tokens, chunk id or -1, avg cost,
 # frequency, payload size, owner, length of the notes, notes; the checksum of these follows
-_FIELDS = struct.Struct(f"<8sII32s32s32s32sIIqddQ8sI{_NOTES_SIZE}s")
+_FIELDS = struct.Struct(f"<8sII32s32s32s32sIIqddQ8sI{NOTES_SIZE}s")
 _VERSION = struct.Struct("<II")
 _CHECKSUM_SIZE = 16
 HEADER_SIZE = _FIELDS.size + _CHECKSUM_SIZE
@@ -66,7 +65,7 @@ class Header:
 def encode(record: NodeRecord, fingerprint: bytes, payload: Buffer) -> tuple[bytes, bytes]:
     """What goes before and after the payload in a file: `HEADER_SIZE` and `TRAILER_SIZE` bytes."""
     assert len(record.key) == len(record.parent) == len(fingerprint) == FINGERPRINT_SIZE, record
-    notes = record.notes if len(record.notes) <= _NOTES_SIZE else b""
+    assert len(record.notes) <= NOTES_SIZE, record
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
@@ -82,8 +81,8 @@ def encode(record: NodeRecord, fingerprint: bytes, payload: Buffer) -> tuple[byt
         record.frequency,
         len(payload),
         record.owner,
-        len(notes),
-        notes,
+        len(record.notes),
+        record.notes,
     )
     header = fields + xxhash.xxh3_128_digest(fields)
     return header, _checksum(header, payload)

@@ -1,0 +1,49 @@
+"""Paths of the knowledge tree that are deeper than Python's stack: one prompt, as many pieces as it has tokens for."""
+
+import sys
+
+import pytest
+
+from stillroom.core.kv import Tier
+from stillroom.kvcache.block_pool import BlockPool
+from tests.kvcache.kitchen import SIZE, Kitchen
+
+DEPTH = sys.getrecursionlimit() + 100
+NUM_TOKENS = DEPTH * SIZE
+
+
+def deep(*, host_bytes: int = 0, disk_bytes: int = 0) -> Kitchen:
+    """One prompt of that many pieces was served."""
+    kitchen = Kitchen(DEPTH + 10, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    kitchen.serve(question=NUM_TOKENS - SIZE + 1)
+    assert len(kitchen.tree) == DEPTH
+    return kitchen
+
+
+@pytest.mark.parametrize("host_bytes", [0, SIZE, NUM_TOKENS // 2])
+def test_a_path_leaves_the_device_for_host_and_disk(host_bytes: int) -> None:
+    kitchen = deep(host_bytes=host_bytes, disk_bytes=NUM_TOKENS)
+    assert kitchen.tree.make_room(DEPTH + 10)
+    kitchen.check()
+    assert kitchen.tree.num_nodes(Tier.HOST) == host_bytes // SIZE
+    assert sum(node.tier is Tier.DISK for node in kitchen.tree) == DEPTH - host_bytes // SIZE
+
+
+def test_a_path_whose_first_record_is_damaged_goes_as_a_whole() -> None:
+    kitchen = deep(disk_bytes=NUM_TOKENS)
+    kitchen.tree.flush()
+    kitchen.pool = BlockPool(DEPTH + 10, SIZE)
+    kitchen.open()
+    kitchen.tree.restore(kitchen.memory.records.values())
+    kitchen.memory.damaged = {kitchen.lease().pieces[0].key}
+    again = kitchen.serve(question=NUM_TOKENS - SIZE + 1)
+    assert again.reuse is not None and again.reuse.num_cached_tokens == 0
+    assert kitchen.tree.stats.lost == DEPTH
+
+
+def test_a_path_sinks_to_disk_with_the_device() -> None:
+    kitchen = deep(disk_bytes=NUM_TOKENS)
+    kitchen.tree.flush()
+    kitchen.manager.lose_device()
+    kitchen.check()
+    assert {node.tier for node in kitchen.tree} == {Tier.DISK}
