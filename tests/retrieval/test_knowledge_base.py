@@ -315,6 +315,22 @@ def test_an_unknown_target_removes_nothing(open_kb: OpenKb, three: Path) -> None
     assert kb.num_documents == 3
 
 
+@pytest.mark.parametrize("name", ["/../../../../../../../..", "../../guide/intro.md", "../..", "1"])
+def test_a_record_whose_name_looks_like_a_path_is_removed_alone(
+    open_kb: OpenKb, docs: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = make_file("data/x.jsonl", json.dumps({"_id": name, "text": "About keys."}) + "\n")
+    make_file("guide/intro.md", BREAD)
+    kb = open_kb()
+    for target in (f"{path}#{name}", f"data/x.jsonl#{name}"):
+        kb.add([docs])
+        monkeypatch.chdir(docs)
+        assert kb.remove([target]).num_documents == 1
+        assert [info.title for info in kb.documents()] == ["Bread"]
+        with pytest.raises(UnknownDocumentError):
+            kb.remove([target])  # it is gone, and stands for nothing else
+
+
 # Opening
 
 

@@ -8,7 +8,7 @@ an interrupted run loses only the batch it was in, and a repeat continues from t
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -247,24 +247,35 @@ class Ingest:
         )
 
 
-def documents_at(target: str, known: dict[str, list[DocumentId]]) -> list[DocumentId]:
-    """The documents that a target of `remove` stands for.
+def documents_at(target: str, known: Mapping[DocumentId, str]) -> list[DocumentId]:
+    """The documents that a target of `remove` stands for: the one of that id, else those of the file or folder.
+
+    Args:
+        known: the file of each document.
 
     Raises:
         UnknownDocumentError: none.
     """
-    absolute = os.path.abspath(target)
-    names = {target, absolute}
-    folder = os.path.join(absolute, "")
-    found = [
-        document_id
-        for path, document_ids in known.items()
-        for document_id in document_ids
-        if path in names or document_id in names or path.startswith(folder)
-    ]
+    found = [document_id for document_id in _ids_meant(target) if document_id in known][:1]
+    if not found and not _leads_out_of_a_record(target):
+        absolute = os.path.abspath(target)
+        folder = os.path.join(absolute, "")
+        found = [document_id for document_id, path in known.items() if path == absolute or path.startswith(folder)]
     if not found:
         raise UnknownDocumentError(f"no document is or lies under {target!r}; `stillroom list` shows what there is")
     return found
+
+
+def _ids_meant(target: str) -> Iterator[DocumentId]:
+    """As it stands, and with its file from the working folder. What follows a `#` is the name that a file gave to a
+    record: no path, whatever it looks like."""
+    yield DocumentId(target)
+    for at in (at for at, letter in enumerate(target) if letter == "#"):
+        yield DocumentId(os.path.abspath(target[:at]) + target[at:])
+
+
+def _leads_out_of_a_record(target: str) -> bool:
+    return os.pardir in target.partition("#")[2].split("/")
 
 
 def _size(path: Path) -> int:

@@ -178,7 +178,7 @@ class KnowledgeBase:
             KnowledgeBaseBusyError: somebody else is writing.
         """
         with self._writing("remove"):
-            known = self._corpus.paths()
+            known = {one: path for path, document_ids in self._corpus.paths().items() for one in document_ids}
             doomed = {document_id: None for target in targets for document_id in documents_at(target, known)}
             return RemoveReport(len(doomed), self._corpus.commit(removed=doomed))
 
