@@ -204,6 +204,15 @@ def test_records_are_documents_of_their_own(open_kb: OpenKb, docs: Path, spy: Sp
     assert kb.add([docs]).num_added == 1, "a removed record comes back when its file is added again"
 
 
+def test_a_record_with_half_a_character_as_its_name_stops_nothing(
+    open_kb: OpenKb, make_file: MakeFile, docs: Path
+) -> None:
+    make_file("a.jsonl", '{"_id": "\\ud800", "text": "About keys."}\n')
+    make_file("b.md", CATS)
+    kb = open_kb()
+    assert (kb.add([docs]).num_added, kb.add([docs]).num_unchanged) == (2, 2)
+
+
 def test_a_malformed_line_keeps_what_was_known_of_the_file(open_kb: OpenKb, docs: Path) -> None:
     path = docs / "corpus.jsonl"
     path.write_text('{"_id": "a", "text": "about keys"}\n')

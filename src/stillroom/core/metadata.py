@@ -75,7 +75,7 @@ def _scalar(value: object) -> Scalar | None:
         case datetime.date() | datetime.time():  # a datetime is a date
             return value.isoformat()
         case str():
-            return _text(value).strip()[:MAX_VALUE_CHARS] or None
+            return clean_text(value).strip()[:MAX_VALUE_CHARS] or None
         case _:
             return None
 
@@ -94,10 +94,13 @@ def typed(text: str) -> Scalar:
 
 def _name(text: str) -> str:
     """Printable, on one line, and without the marks that a path in JSON is quoted with."""
-    kept = "".join(letter for letter in " ".join(_text(text).split()) if letter.isprintable() and letter not in '"\\')
+    kept = "".join(
+        letter for letter in " ".join(clean_text(text).split()) if letter.isprintable() and letter not in '"\\'
+    )
     return kept.strip()
 
 
-def _text(value: str) -> str:
-    """Without what no file in UTF-8 can hold, and without NUL, at which SQLite would end it."""
+def clean_text(value: str) -> str:
+    """Without what no file in UTF-8 can hold, which JSON and PDF can name, and without NUL, at which SQLite would end
+    it."""
     return value.encode("utf-8", "replace").decode().replace("\0", "")

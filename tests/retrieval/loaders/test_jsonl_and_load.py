@@ -30,6 +30,14 @@ def test_a_record_with_only_a_title_can_be_found_by_it(tmp_path: Path) -> None:
     assert document.paragraphs == (Paragraph("Only this", (), 1, 1),)
 
 
+def test_an_id_that_no_text_can_hold_is_one_that_a_text_can_hold(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", {"_id": "\ud800", "text": "x"}, {"_id": "a\0b", "text": "y"})
+    assert [document.document_id for document in load(path)] == [f"{path}#?", f"{path}#ab"]
+    write_jsonl(path, {"_id": "\ud800", "text": "x"}, {"_id": "\udfff", "text": "y"})
+    with pytest.raises(DocumentError, match="is there twice"):
+        list(load(path))
+
+
 @pytest.mark.parametrize("line", ["{not json}", '{"_id": "b"}', "[1]", '{"_id": "a", "text": "again"}'])
 def test_a_malformed_line_is_an_error_that_names_it(tmp_path: Path, line: str) -> None:
     path = tmp_path / "corpus.jsonl"

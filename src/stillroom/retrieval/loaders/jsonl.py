@@ -9,7 +9,7 @@ from typing import Any
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document, Paragraph
 from stillroom.core.ids import DocumentId
-from stillroom.core.metadata import clean_metadata
+from stillroom.core.metadata import clean_metadata, clean_text
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders.source import blank_line_paragraphs, check_text, decode, opened
 
@@ -67,7 +67,7 @@ def _parse_line(path: Path, number: int, line: bytes) -> Document:
 
 
 def _document(path: Path, number: int, record: dict[str, Any]) -> Document:
-    record_id = str(record.get("_id", number))
+    record_id = clean_text(str(record.get("_id", number)))
     title = " ".join(str(record.get("title") or "").split())
     # all of a record stands on one line of its file
     paragraphs = tuple(Paragraph(part.text, (), number, number) for part in blank_line_paragraphs(record["text"]))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
+from stillroom.core.metadata import clean_text
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders.formats import PLAIN, UNREADABLE, format_of, is_jsonl
 from stillroom.retrieval.loaders.jsonl import parse_jsonl
@@ -35,11 +36,11 @@ def _storable(document: Document) -> Document:
         return document
     return dataclasses.replace(
         document,
-        title=_clean(document.title),
+        title=clean_text(document.title),
         paragraphs=tuple(
-            dataclasses.replace(one, text=_clean(one.text), heading_path=tuple(map(_clean, one.heading_path)))
+            dataclasses.replace(one, text=clean_text(one.text), heading_path=tuple(map(clean_text, one.heading_path)))
             for one in document.paragraphs
-            if _clean(one.text).strip()
+            if clean_text(one.text).strip()
         ),
     )
 
@@ -49,10 +50,6 @@ def _texts(document: Document) -> Iterator[str]:
     for paragraph in document.paragraphs:
         yield paragraph.text
         yield from paragraph.heading_path
-
-
-def _clean(text: str) -> str:
-    return text.encode("utf-8", "replace").decode().replace("\0", "")
 
 
 def parse(file: File) -> Document:
