@@ -87,9 +87,9 @@ def test_the_collection_stays_close_behind_a_long_add(
     collection = collection_of(kb)
     mark = collection._collection.mark
 
-    def marked(generation: int) -> None:
+    def marked(generation: int, commit_id: str = "") -> None:
         behind.append(kb.generation[0] - generation)
-        mark(generation)
+        mark(generation, commit_id)
 
     monkeypatch.setattr(collection._collection, "mark", marked)
     kb.add([docs])

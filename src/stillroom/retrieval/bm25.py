@@ -13,7 +13,7 @@ import shutil
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,17 @@ class _View:
 class Bm25Index:
     """Thread-safe for searching; see the module's docstring for writing."""
 
-    def __init__(self, folder: Path, corpus_id: str) -> None:
-        """Open the index in `folder`; a missing or damaged one counts as empty, with generation 0."""
+    def __init__(
+        self, folder: Path, corpus_id: str, commit_id: Callable[[int], str | None] = lambda generation: ""
+    ) -> None:
+        """Open the index in `folder`; a missing or damaged one counts as empty, with generation 0, and so does one of
+        another corpus or of commits that were undone.
+
+        Args:
+            commit_id: see `Corpus.commit_id`.
+        """
         self._folder = folder
-        self._corpus_id = corpus_id
+        self._corpus_id, self._commit_id = corpus_id, commit_id
         self._schema = _schema()
         self._analyzer = WordAnalyzer()
         self._view = _View()
@@ -84,8 +91,7 @@ class Bm25Index:
                 on in what they saw before.
         """
         state = self._read_state()
-        is_ours = (state.get("corpus_id"), state.get("format")) == (self._corpus_id, _FORMAT)
-        generation = int(state.get("generation", 0)) if is_ours else 0
+        generation = self._generation_of(state)
         view = self._view
         if generation == view.generation:
             return
@@ -149,6 +155,7 @@ class Bm25Index:
             "format": _FORMAT,
             "generation": generation,
             "corpus_id": self._corpus_id,
+            "commit_id": self._commit_id(generation),
             "num_removed": num_removed,
         }
         write_atomically(self._folder / _STATE, json.dumps(state).encode())
@@ -235,6 +242,12 @@ class Bm25Index:
         """A word that the query repeats counts as often, as in BM25's sum over query words."""
         query = tantivy.Query.term_query(self._schema, "body", word, index_option="freq")
         return tantivy.Occur.Should, tantivy.Query.boost_query(query, float(count)) if count > 1 else query
+
+    def _generation_of(self, state: dict[str, Any]) -> int:
+        """0 where it is of no use here."""
+        generation = int(state.get("generation", 0))
+        is_ours = (state.get("corpus_id"), state.get("format")) == (self._corpus_id, _FORMAT)
+        return generation if is_ours and state.get("commit_id", "") == self._commit_id(generation) else 0
 
     def _read_state(self) -> dict[str, Any]:
         try:

@@ -35,6 +35,9 @@ _BATCH = 500
 
 _BUSY_TIMEOUT_S = 10.0
 
+_FIRST_WITH_METADATA = 2
+"""Version of the tables."""
+
 
 class Corpus:
     """One SQLite file; see the module's docstring."""
@@ -69,6 +72,13 @@ class Corpus:
     def generation(self) -> int:
         """Number of commits that changed something so far; one cheap read."""
         return int(self._one("SELECT generation FROM state")[0])
+
+    def commit_id(self, generation: int) -> str | None:
+        """What names the commit that led to a generation: what was made from this corpus then, and from no other state
+        of it, knows the same. Empty where it had no name yet; None where it never was."""
+        with self._reading() as connection:
+            found = connection.execute(rows.SELECT_COMMIT, (generation,)).fetchone()
+        return None if found is None else str(found[0] or "")
 
     @property
     def num_documents(self) -> int:
@@ -218,7 +228,7 @@ class Corpus:
             for table, column, definition in rows.ADDED_COLUMNS:
                 if column not in {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}:
                     connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} {definition}")
-            if version < rows.SCHEMA_VERSION:
+            if version < _FIRST_WITH_METADATA:
                 connection.execute("DELETE FROM sources")  # the next `add` looks into every file for its metadata
             connection.execute("INSERT OR IGNORE INTO state VALUES (0, 0, ?)", (uuid.uuid4().hex,))
             connection.execute(f"PRAGMA user_version = {rows.SCHEMA_VERSION}")

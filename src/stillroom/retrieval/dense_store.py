@@ -106,11 +106,12 @@ class DenseStore:
         index, generation = self.current(), self.generation
         if generation == self._saved_generation:
             return None
+        commit_id = self._corpus.commit_id(generation) or ""
         if isinstance(index, TieredIvfPqIndex) and index.is_trained:
             snapshot = index.snapshot()
 
             def write_lists() -> None:
-                snapshot.write(self._lists_path, self._corpus.corpus_id, generation)
+                snapshot.write(self._lists_path, self._corpus.corpus_id, generation, commit_id)
                 self._arrays_path.unlink(missing_ok=True)
                 self._saved_generation = generation
 
@@ -118,6 +119,7 @@ class DenseStore:
         arrays = index.to_arrays()
         arrays["generation"] = np.array(generation)
         arrays["corpus_id"] = np.array(self._corpus.corpus_id)
+        arrays["commit_id"] = np.array(commit_id)
 
         def write_arrays() -> None:
             save_arrays(self._arrays_path, arrays)
@@ -194,7 +196,7 @@ class DenseStore:
     def _load_arrays(self, index: VectorIndex) -> int:
         arrays = load_arrays(self._arrays_path)
         generation = int(arrays["generation"])
-        self._check_origin(str(arrays["corpus_id"]), generation)
+        self._check_origin(str(arrays["corpus_id"]), generation, str(arrays.get("commit_id", "")))
         index.restore(arrays)
         return generation
 
@@ -220,11 +222,11 @@ class DenseStore:
             except CorruptKnowledgeBaseError:
                 if _identity(self._lists_path) == self._seen:
                     raise  # else a writer has just replaced it
-        self._check_origin(file.origin.corpus_id, file.origin.generation)
+        self._check_origin(file.origin.corpus_id, file.origin.generation, file.origin.commit_id)
         return file
 
-    def _check_origin(self, corpus_id: str, generation: int) -> None:
-        if corpus_id != self._corpus.corpus_id or generation > self._corpus.generation:
+    def _check_origin(self, corpus_id: str, generation: int, commit_id: str) -> None:
+        if (corpus_id, commit_id) != (self._corpus.corpus_id, self._corpus.commit_id(generation)):
             raise ValueError("it shows another corpus, or another state of it")
 
     def _follow(self, index: TieredIvfPqIndex) -> None:

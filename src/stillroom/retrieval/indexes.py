@@ -155,22 +155,9 @@ class Indexes:
             with self._reporting():
                 self._write_sparse()
 
-    def prepare_write(self) -> None:
-        """Before the corpus changes: take leave of files that show another corpus or a state that it never had, for
-        after the change that would no longer show. Only under the write lock. Raises as `write`."""
-        if isinstance(self._dense, CollectionStore):
-            self.write_collection()
-        else:
-            with self._lock:
-                self._dense.current()
-        with self._reporting():
-            sparse = self._strict_sparse()
-            if sparse.generation > self._corpus.generation:
-                sparse.clear()
-
     def write_collection(self) -> None:
-        """Bring the collection up to date, if the dense index is one; while documents are added, so that it does not
-        fall far behind. Only under the write lock. Raises as `write`."""
+        """Bring the collection up to date, if the dense index is one; before and while documents are added, so that it
+        does not fall far behind. Only under the write lock. Raises as `write`."""
         if isinstance(self._dense, CollectionStore):
             self._write_dense()
 
@@ -270,7 +257,7 @@ class Indexes:
         """Nobody who searches by words waits for the dense index, which may be on a server."""
         with self._sparse_lock:
             if self._sparse is None:
-                self._sparse = Bm25Index(self._sparse_folder, self._corpus.corpus_id)
+                self._sparse = Bm25Index(self._sparse_folder, self._corpus.corpus_id, self._corpus.commit_id)
             elif self._sparse.generation != self._corpus.generation:
                 self._sparse.refresh()
             return self._sparse

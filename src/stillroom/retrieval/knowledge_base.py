@@ -391,10 +391,9 @@ class KnowledgeBase:
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        """Change documents in here. Before it the indexes are known to show this corpus and not, say, a later state of
-        it that was replaced by a backup; afterwards they show what was committed, however it ended."""
+        """Change documents in here. Afterwards the indexes show what was committed, however it ended."""
         with self._lock.held(what):
-            self._indexes.prepare_write()
+            self._indexes.write_collection()
             try:
                 yield
             except BaseException:

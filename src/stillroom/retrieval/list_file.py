@@ -54,6 +54,8 @@ class Origin:
     generation: int
     num_trained: int
     """Vectors there were when the quantizers were trained."""
+    commit_id: str = ""
+    """See `Corpus.commit_id`."""
 
 
 class ListFile:

@@ -64,8 +64,9 @@ class QdrantCollection:
 
     # What there is
 
-    def generation(self) -> int | None:
-        """Of the corpus that it shows; None where there is no such collection, or it is of another corpus."""
+    def shown(self) -> tuple[int, str] | None:
+        """Generation of the corpus that it shows, and the name of its commit; None where there is no such collection,
+        or it is of another corpus."""
         with self._reporting() as client:
             try:
                 found = client.retrieve(self.name, [_MARK], with_payload=True)
@@ -75,7 +76,7 @@ class QdrantCollection:
                 raise
         if not found or found[0].payload.get("corpus_id") != self._corpus_id:
             return None
-        return int(found[0].payload["generation"])
+        return int(found[0].payload["generation"]), str(found[0].payload.get("commit_id", ""))
 
     def count(self) -> int:
         """Chunks in it."""
@@ -159,11 +160,11 @@ class QdrantCollection:
         with self._reporting() as client:
             client.delete(self.name, points_selector=models.PointIdsList(points=list(ids)), wait=True)
 
-    def mark(self, generation: int) -> None:
-        """Say that the collection shows this generation of the corpus."""
+    def mark(self, generation: int, commit_id: str = "") -> None:
+        """Say that the collection shows this generation of the corpus, which a commit of that name led to."""
         from qdrant_client import models
 
-        payload = {"corpus_id": self._corpus_id, "generation": generation}
+        payload = {"corpus_id": self._corpus_id, "generation": generation, "commit_id": commit_id}
         with self._reporting() as client:
             client.upsert(self.name, points=[models.PointStruct(id=_MARK, vector={}, payload=payload)], wait=True)
 

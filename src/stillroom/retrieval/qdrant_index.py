@@ -152,7 +152,7 @@ class QdrantIndex:
                 ids, vectors = self._corpus.embeddings(changes.added[start : start + _BATCH])
                 if len(ids):
                     self.add(ids, vectors)
-            self._collection.mark(changes.generation)
+            self._collection.mark(changes.generation, self._corpus.commit_id(changes.generation) or "")
             at, done = changes.generation, done + len(changes.added)
             log = logger.warning if total > MOST_BEHIND else logger.info  # somebody waits
             log("%s: %d of %d chunks", self._collection.where, done, total)
@@ -187,11 +187,12 @@ class QdrantIndex:
         """Nothing to do: everything is in the collection."""
 
     def _generation(self) -> int | None:
-        """Of the collection; None where it cannot be used: missing, of another corpus, ahead of this one (a backup of
-        the corpus was restored), or without some of its chunks."""
-        at, generation = self._collection.generation(), self._corpus.generation
-        if at is None or at > generation:
+        """Of the collection; None where it cannot be used: missing, of another corpus, of commits that were undone (a
+        backup of the corpus was restored), or without some of its chunks."""
+        shown = self._collection.shown()
+        if shown is None or self._corpus.commit_id(shown[0]) != shown[1]:
             return None
+        at, generation = shown[0], self._corpus.generation
         if at == generation and not self._is_counted:
             num_there, num_wanted = self._collection.count(), self._corpus.num_chunks
             if self._corpus.generation == generation:  # else somebody is adding

@@ -14,7 +14,8 @@ from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.metadata import Metadata, metadata_from_json, metadata_to_json
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+"""2 had no names of commits."""
 
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS state (
@@ -36,8 +37,12 @@ SCHEMA = (
     "CREATE INDEX IF NOT EXISTS vectors_by_generation ON vectors (generation)",
     "CREATE TABLE IF NOT EXISTS tombstones (chunk_id INTEGER PRIMARY KEY, generation INTEGER NOT NULL)",
     "CREATE INDEX IF NOT EXISTS tombstones_by_generation ON tombstones (generation)",
+    "CREATE TABLE IF NOT EXISTS commits (generation INTEGER PRIMARY KEY, commit_id TEXT NOT NULL)",
+    """CREATE TRIGGER IF NOT EXISTS commits_have_names AFTER UPDATE OF generation ON state BEGIN
+        INSERT OR REPLACE INTO commits VALUES (new.generation, lower(hex(randomblob(16)))); END""",
 )
-"""As the first version made them; what came since is in `ADDED_COLUMNS`, for new tables and old ones alike."""
+"""As the first version made them, but for `commits`, of version 3. A commit's name tells it from one of the same number
+that a restored backup has undone. Columns that came since are in `ADDED_COLUMNS`, for new tables and old ones alike."""
 
 ADDED_COLUMNS = (
     ("sources", "metadata", "TEXT NOT NULL DEFAULT '{}'"),
@@ -66,6 +71,8 @@ SELECT_MATCHING = """SELECT c.chunk_id FROM chunks c
 SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? AND generation <= ? ORDER BY generation, chunk_id"
 SELECT_REMOVED = "SELECT chunk_id FROM tombstones WHERE generation > ? AND generation <= ? ORDER BY chunk_id"
 SELECT_NTH_ADDED = "SELECT generation FROM vectors WHERE generation > ? ORDER BY generation LIMIT 1 OFFSET ?"
+SELECT_COMMIT = """SELECT c.commit_id FROM state s LEFT JOIN commits c ON c.generation = ?1
+    WHERE s.generation >= ?1"""
 COUNT_ADDED = "SELECT count(*) FROM vectors WHERE generation > ?"
 PUT_DOCUMENT = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 PUT_CHUNK = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"

@@ -245,13 +245,13 @@ class Snapshot:
         self._ids = rows.ids_of(self._alive)
         self._vectors_of = rows.vectors  # of rows that were there now: they stay
 
-    def write(self, path: Path, corpus_id: str, generation: int) -> None:
+    def write(self, path: Path, corpus_id: str, generation: int, commit_id: str = "") -> None:
         """Write the file, one list and one block of vectors at a time.
 
         Raises:
             CorruptKnowledgeBaseError: the old one is damaged.
         """
-        origin = Origin(corpus_id, generation, self._file.origin.num_trained)
+        origin = Origin(corpus_id, generation, self._file.origin.num_trained, commit_id)
         vectors = map(self._vectors_of, blocks(self._alive)) if self._file.has_vectors else ()
         write_list_file(path, origin, self._file.shell, self._lists(), self._ids, vectors)
 

@@ -1,0 +1,97 @@
+"""A backup is put over a knowledge base: no index of commits that were undone is believed, however many came since."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stillroom.config.settings import IndexConfig, QdrantConfig
+from stillroom.core.ids import DocumentId
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.indexes import Indexes
+from tests.retrieval.test_dense_store import TIERED, D, document, here_and_now
+
+KINDS = {"flat": IndexConfig(kind="flat"), "tiered": TIERED, "qdrant": IndexConfig(kind="qdrant")}
+
+
+class Place:
+    """A corpus with its indexes, as one process after the other finds them."""
+
+    def __init__(self, folder: Path, config: IndexConfig) -> None:
+        self._folder, self._config = folder, config
+        self._corpus_path = folder / "corpus.sqlite3"
+        self._num_chunks = 100 if config.has_tiers else 5
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[tuple[Corpus, Indexes]]:
+        with contextlib.closing(Corpus(self._corpus_path)) as corpus:
+            indexes = Indexes(self._folder, corpus, self._config, D, here_and_now, QdrantConfig(url="embedded"))
+            with contextlib.closing(indexes):
+                yield corpus, indexes
+
+    def add(self, *names: str, is_killed: bool = False) -> None:
+        """One commit for each; killed before anything else is written."""
+        with self.opened() as (corpus, indexes):
+            for number, name in enumerate(names):
+                corpus.commit([document(name, self._num_chunks, number)])
+            if not is_killed:
+                indexes.write()
+
+    def back_up(self, name: str) -> None:
+        shutil.copy(self._corpus_path, self._folder / name)
+
+    def restore(self, name: str) -> None:
+        shutil.copy(self._folder / name, self._corpus_path)
+
+    def check(self) -> None:
+        """Indexes show what there is, before and after they are written."""
+        with self.opened() as (corpus, indexes):
+            expected = sorted(corpus.changes_since(0).added)
+            for _ in range(2):
+                dense, _sparse = indexes.current()
+                assert np.sort(np.concatenate([ids for ids, _ in dense.in_order()])).tolist() == expected
+                indexes.write()
+                assert not indexes.needs_write()
+            assert np.sort(indexes.current()[1].ids()).tolist() == expected
+
+
+@pytest.fixture(params=KINDS)
+def place(tmp_path: Path, request: pytest.FixtureRequest) -> Place:
+    return Place(tmp_path, KINDS[request.param])
+
+
+@pytest.mark.parametrize("num_since", [1, 3])
+def test_an_add_that_is_killed_after_restoring_leaves_no_index_of_before(place: Place, num_since: int) -> None:
+    place.add("first")
+    place.back_up("backup")
+    place.add("second", "third")
+    place.restore("backup")
+    place.add(*[f"other {number}" for number in range(num_since)], is_killed=True)
+    place.check()
+
+
+def test_indexes_of_a_history_that_was_left_are_not_believed_by_the_other(place: Place) -> None:
+    place.add("first")
+    place.back_up("early")
+    place.add("second", "third", "fourth")
+    place.back_up("late")
+    place.restore("early")
+    place.add("other")
+    place.restore("late")
+    place.check()
+
+
+def test_what_was_made_before_commits_had_names_is_still_good(place: Place, tmp_path: Path) -> None:
+    with place.opened() as (corpus, indexes):
+        corpus.commit([document("first", 5, 1)])
+        with corpus._writing() as connection:
+            connection.execute("DELETE FROM commits")
+        indexes.write()
+    with place.opened() as (corpus, indexes):
+        assert (corpus.commit_id(0), corpus.commit_id(1), corpus.commit_id(2)) == ("", "", None)
+        assert not indexes.needs_write()
+        corpus.commit(removed=[DocumentId("first")])
+        assert len(corpus.commit_id(2) or "") == 32
