@@ -283,6 +283,21 @@ def test_between_stages_a_writer_may_replace_the_file(opened: Open, corpus: Corp
     assert list(lists)[-1] == other.search_dense(query, 10)
 
 
+def test_between_stages_a_writer_may_number_the_rows_anew(opened: Open, corpus: Corpus) -> None:
+    corpus.commit([document("second", 30, 2)])
+    corpus.commit([document("third", 60, 3)])
+    writer, reader = opened(), opened()
+    writer.write()
+    corpus.commit(removed=[DocumentId("second")])
+    query = vectors(1, 5)[0]
+    expected = reader.search_dense(query, 10)
+    lists = reader.search_dense_staged(query, 10, 2)
+    next(lists)
+    writer.write()
+    assert reader.search_dense(query, 10) == expected, "now with the new file, at the same generation"
+    assert list(lists)[-1] == expected
+
+
 def test_heat_is_kept_across_restarts(opened: Open, tmp_path: Path) -> None:
     indexes = opened()
     indexes.write()

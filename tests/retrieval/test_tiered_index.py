@@ -1,6 +1,9 @@
 """The tiered index against the one in RAM: the same ids and scores after any history; its files; drift."""
 
 import dataclasses
+import errno
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,6 +254,46 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
     index.add(np.arange(9000, 9100), clustered(100, 8))
     ram.add(np.arange(9000, 9100), clustered(100, 8))
     assert_same(ram, index, clustered(10, 5))
+
+
+def test_a_disk_that_was_full_leaves_vectors_in_their_rows(tmp_path: Path) -> None:
+    ram, index = both(tmp_path, 300)
+    for one in (ram, index):
+        one.add(np.arange(9000, 9020), clustered(20, 8))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * D * 30, hard))  # no file may grow beyond: half of a write is done
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError, match="File too large"):
+                index.add(np.arange(9020, 9040), clustered(20, 9))
+            assert len(index) == 320
+            assert_same(ram, index, clustered(20, 5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for one in (ram, index):
+        one.add(np.arange(9020, 9060), clustered(40, 9))
+    assert_same(ram, index, clustered(20, 5))
+    saved_and_shown(index, tmp_path / "dense.lists")
+    assert_same(ram, index, clustered(20, 5))
+
+
+def test_where_one_disk_is_full_another_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ram, index = both(tmp_path, 300)
+    pwrite, full = os.pwrite, set[int]()
+
+    def failing(descriptor: int, content: bytes, at: int) -> int:
+        if descriptor in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, content, at)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    for start in (9000, 9020):
+        for one in (ram, index):
+            one.add(np.arange(start, start + 20), clustered(20, start))
+        assert_same(ram, index, clustered(20, 5))
+        assert index._rows._spill is not None
+        full.add(index._rows._spill._descriptor)
+    assert len(full) == 2, "two files, one after the other"
 
 
 # Drift

@@ -91,7 +91,7 @@ class Indexes:
                 yield ranking
                 return
         with self._lock:
-            dense = self._dense.current()
+            dense = self._current_dense()
             generation = self._dense.generation
             lists = dense.search_staged(query, k, num_stages, self._effort(dense), allowed)
         is_same = True
@@ -131,7 +131,7 @@ class Indexes:
     def current(self) -> tuple[VectorIndex, Bm25Index]:
         """The dense and the sparse index, brought up to date; for looking at, while nobody writes."""
         with self._lock:
-            dense = self._dense.current()
+            dense = self._current_dense()
         return dense, self._current_sparse()
 
     def needs_write(self) -> bool:
@@ -205,9 +205,14 @@ class Indexes:
 
     # Dense
 
+    def _current_dense(self) -> VectorIndex:
+        """Raises: StorageError: it needs room on a disk, and there is none."""
+        with self._reporting():
+            return self._dense.current()
+
     def _search_dense(self, query: NDArray[np.float32], k: int, allowed: Allowed | None = None) -> Ranking:
         try:
-            dense = self._dense.current()
+            dense = self._current_dense()
             return dense.search(query, k, self._effort(dense), allowed)
         except CorruptKnowledgeBaseError:
             return self._search_rebuilt(query, k, allowed)
@@ -215,13 +220,13 @@ class Indexes:
     def _search_rebuilt(self, query: NDArray[np.float32], k: int, allowed: Allowed | None) -> Ranking:
         """After a damaged file: all of it from the corpus."""
         self._dense.discard()
-        dense = self._dense.current()
+        dense = self._current_dense()
         return dense.search(query, k, self._effort(dense), allowed)
 
     def _search_together(self, queries: Sequence[NDArray[np.float32]], k: int, on_found: OnFound) -> None:
         """Under the lock."""
         try:
-            dense = self._dense.current()
+            dense = self._current_dense()
             assert isinstance(dense, TieredIvfPqIndex)
             dense.search_batch(np.stack(queries), k, on_found, self._effort(dense))
         except CorruptKnowledgeBaseError:

@@ -11,15 +11,12 @@ for, so opening does not depend on how large the file is and still nothing damag
 the old one and renamed: whoever has mapped the old one goes on reading it.
 """
 
-import contextlib
 import json
 import mmap
 import os
 import struct
-import tempfile
-import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -244,61 +241,6 @@ def write_list_file(
         replace_durably(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def scratch_list_file(folder: Path, write: Callable[[Path], None]) -> ListFile:
-    """A file without a name, which is gone with this process.
-
-    Args:
-        folder: to hold it; the system's own for such files where this one cannot be written.
-        write: writes it to a path.
-    """
-    with contextlib.ExitStack() as stack:
-        place = Path(stack.enter_context(_scratch_folder(folder)))
-        write(place / "lists")
-        return ListFile(place / "lists")  # mapped, it lives on without a name
-
-
-def _scratch_folder(folder: Path) -> "tempfile.TemporaryDirectory[str]":
-    try:
-        return tempfile.TemporaryDirectory(prefix=".scratch-", dir=folder)
-    except OSError:
-        return tempfile.TemporaryDirectory(prefix="stillroom-")
-
-
-class Spill:
-    """Vectors kept in a file without a name, in the order in which they come."""
-
-    def __init__(self, folder: Path, dimension: int) -> None:
-        """`folder`: to hold it, as for `scratch_list_file`."""
-        with _scratch_folder(folder) as place:
-            self._descriptor = os.open(Path(place) / "vectors", os.O_RDWR | os.O_CREAT)
-        weakref.finalize(self, os.close, self._descriptor)
-        self._dimension = dimension
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def append(self, vectors: Vectors) -> None:
-        """Add [n, d]."""
-        content = memoryview(np.ascontiguousarray(vectors, dtype=np.float32).tobytes())
-        at = 4 * self._dimension * self._count
-        while content:  # a write may do less than all
-            num_written = os.pwrite(self._descriptor, content, at)
-            content, at = content[num_written:], at + num_written
-        self._count += len(vectors)
-
-    def vectors(self, rows: NDArray[np.int64]) -> Vectors:
-        """Those [r, d] of these rows."""
-        width = 4 * self._dimension
-        found = b"".join(os.pread(self._descriptor, width, width * row) for row in rows.tolist())
-        return np.frombuffer(found, dtype=np.float32).reshape(len(rows), self._dimension)
-
-    def as_array(self) -> Vectors:
-        """All [n, d], mapped; there is at least one."""
-        mapped = mmap.mmap(self._descriptor, 4 * self._dimension * self._count, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapped, dtype=np.float32).reshape(self._count, self._dimension)
 
 
 def blocks(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:

@@ -6,7 +6,7 @@ train on it is one. From then on lists and full vectors are in a file (`list_fil
 what was removed since is masked. Writing makes a new file of all that, list by list.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,9 @@ from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.hot_lists import Counts, DriftRules, HotLists, Spawn
 from stillroom.retrieval.ivf_pq import IvfPqIndex, num_to_train, trained_lists
 from stillroom.retrieval.list_figures import ListFigures
-from stillroom.retrieval.list_file import ListFile, Origin, blocks, scratch_list_file, write_list_file
+from stillroom.retrieval.list_file import ListFile, Origin, blocks, write_list_file
 from stillroom.retrieval.ranking import Ranking, ranked_arrays
+from stillroom.retrieval.scratch_files import scratch_list_file
 from stillroom.retrieval.staged import stages
 from stillroom.retrieval.tiered_ivf import all_entries, emptied
 from stillroom.retrieval.tiered_rows import Rows, Snapshot
@@ -156,7 +157,7 @@ class TieredIvfPqIndex:
             scores = np.append(scores, more_scores)
             order = np.lexsort((ids, -scores))[:num_fetched]
             found, ids, scores = found[order], ids[order], scores[order]
-            yield self._ranking(query, k, found, ids, scores)
+            yield self._ranking(rows, query, k, found, ids, scores)
 
     def search_batch(
         self,
@@ -185,10 +186,11 @@ class TieredIvfPqIndex:
         for number, (found, scores) in rows.best_of_batch(queries, num_fetched, probed, nearness):
             ids = rows.ids_of(found)
             order = np.lexsort((ids, -scores))[:num_fetched]
-            on_found(number, self._ranking(queries[number], k, found[order], ids[order], scores[order]))
+            on_found(number, self._ranking(rows, queries[number], k, found[order], ids[order], scores[order]))
 
     def _ranking(
         self,
+        rows: Rows,
         query: NDArray[np.float32],
         k: int,
         found: NDArray[np.int64],
@@ -196,8 +198,8 @@ class TieredIvfPqIndex:
         scores: NDArray[np.float32],
     ) -> Ranking:
         """Of rows found, under their ids, with approximate scores: the best k, by their full vectors where those are
-        kept."""
-        exact = self._rows.vectors(found) @ query if self._config.refine else scores
+        kept. `rows`: in which they were found; between two stages they may be numbered anew."""
+        exact = rows.vectors(found) @ query if self._config.refine else scores
         return ranked_arrays(ids, exact)[:k]
 
     # Tuning (see `tuning.TunableIndex`)
@@ -341,8 +343,9 @@ class TieredIvfPqIndex:
         """From RAM into a file without a name."""
         lists, exact = young.parts
         ids = exact.ids() if self._config.refine else np.concatenate([entry[0] for entry in all_entries(lists)])
-        vectors = map(exact.vectors, blocks(ids)) if self._config.refine else ()
-        self._show_lists(lists, ids, vectors, young.structure)
+        self._show_lists(
+            lists, ids, lambda: map(exact.vectors, blocks(ids)) if self._config.refine else (), young.structure
+        )
 
     def _train(self) -> None:
         """Fresh quantizers. While that goes on, all codes are in RAM once more."""
@@ -352,21 +355,26 @@ class TieredIvfPqIndex:
         with one_thread():  # what was asked for is near the new centres that are near the old ones
             near = rows.tiers.quantizer.search(lists.quantizer.reconstruct_n(0, lists.nlist), 1)[1][:, 0]
         counts = self._hot.counts()[near] / np.bincount(near)[near]
-        in_blocks = (vectors[rows] for rows in blocks(np.arange(len(ids))))
-        self._show_lists(lists, ids, in_blocks, len(ids), counts)
+        in_order = np.arange(len(ids))
+        self._show_lists(lists, ids, lambda: (vectors[rows] for rows in blocks(in_order)), len(ids), counts)
 
     def _show_lists(
-        self, lists: Any, ids: NDArray[np.int64], vectors: Any, num_trained: int, counts: Counts | None = None
+        self,
+        lists: Any,
+        ids: NDArray[np.int64],
+        vectors: Callable[[], Iterable[NDArray[np.float32]]],
+        num_trained: int,
+        counts: Counts | None = None,
     ) -> None:
-        """Args: ids [n], in the order of their addition, and vectors in blocks."""
+        """Args: ids [n], in the order of their addition, and what gives vectors in blocks."""
         order = np.argsort(ids, kind="stable")
-        numbered = ((order[np.searchsorted(ids[order], own)], codes) for own, codes in all_entries(lists))
-        origin = Origin("", 0, num_trained)
-        shell = emptied(lists)
-        file = scratch_list_file(
-            self._folder, lambda path: write_list_file(path, origin, shell, numbered, ids, vectors)
-        )
-        self.show(file, counts)
+        origin, shell = Origin("", 0, num_trained), emptied(lists)
+
+        def write(path: Path) -> None:
+            numbered = ((order[np.searchsorted(ids[order], own)], codes) for own, codes in all_entries(lists))
+            write_list_file(path, origin, shell, numbered, ids, vectors())
+
+        self.show(scratch_list_file(self._folder, write), counts)
 
     def _check_refine(self) -> None:
         if not self._config.refine:

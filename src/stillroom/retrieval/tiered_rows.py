@@ -19,9 +19,10 @@ from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.ops.teams import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import Allowed, PerFilter
 from stillroom.retrieval.filters.lists_among import ListsAmong
-from stillroom.retrieval.list_file import Entries, ListFile, Origin, Spill, blocks, write_list_file
+from stillroom.retrieval.list_file import Entries, ListFile, Origin, blocks, write_list_file
 from stillroom.retrieval.partition import Lists, Nearness
 from stillroom.retrieval.ranking import Ranking, best_of
+from stillroom.retrieval.scratch_files import Spill
 from stillroom.retrieval.tiered_ivf import Scored, TieredLists, all_entries, emptied, scan
 
 faiss: Any = _faiss  # its type information lacks what is made at import
@@ -65,16 +66,20 @@ class Rows:
         return self._num_kept + int(self._recent.ntotal)
 
     def add(self, ids: Ids, vectors: Vectors) -> None:
-        """Add [n, d] under ids [n]."""
+        """Add [n, d] under ids [n].
+
+        Raises:
+            OSError: there is no room for the vectors; nothing was added.
+        """
         self._among.clear()
+        if self.file.has_vectors:
+            self._spill = self._spill or Spill(self._folder, vectors.shape[1])
+            self._spill.put(len(self._recent_ids), vectors)
         start = len(self.file.ids) + len(self._recent_ids)
         rows = np.arange(start, start + len(ids), dtype=np.int64)
         in_a_thread_that_ends(lambda: self._recent.add_with_ids(vectors, rows))
         self._recent_ids = np.append(self._recent_ids, ids)
         self._is_recent_kept = np.append(self._is_recent_kept, np.ones(len(ids), dtype=bool))
-        if self.file.has_vectors:
-            self._spill = self._spill or Spill(self._folder, vectors.shape[1])
-            self._spill.append(vectors)
 
     def remove(self, ids: Ids) -> None:
         """Remove what there is of these ids [n]."""
@@ -223,7 +228,7 @@ class Rows:
         name."""
         copy = Spill(self._folder, int(self.file.shell.d))
         for _, vectors in self.in_order():
-            copy.append(vectors)
+            copy.put(len(copy), vectors)
         return self.ids_of(self.alive()), copy.as_array()
 
     def snapshot(self) -> "Snapshot":
