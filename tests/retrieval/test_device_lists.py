@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
+from stillroom.retrieval import device_lists
 from stillroom.retrieval.device_lists import DeviceLists, devices_named, spread
+from stillroom.retrieval.device_shard import DeviceShard
 from stillroom.retrieval.filters import lists_among
 from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.hot_lists import DriftRules
@@ -77,6 +79,33 @@ def test_devices_follow_what_is_asked_for(tmp_path: Path) -> None:
     assert on_devices.follow(first + 0.01, 0.02) == 0, "nothing to gain"
     assert on_devices.follow(first[::-1].copy(), 0.02) > 4
     assert np.flatnonzero(tiers.device_of >= 0).min() > NLIST // 2
+    tiers.close()
+
+
+def test_a_device_without_room_is_left_out_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = TieredLists(written(trained(), tmp_path / "lists"))
+    num_bytes = int((tiers.file.sizes * tiers.file.code_size).sum() // 6)
+    num_tried = []
+
+    def full(shell: object, held: object, device: str, entries: object) -> DeviceShard:
+        num_tried.append(device)
+        if device == "meta":
+            raise RuntimeError("out of memory, tried to allocate\nmuch more")
+        return DeviceShard(shell, held, device, entries)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(device_lists, "DeviceShard", full)
+    on_devices = DeviceLists(tiers, ["meta", "cpu"], num_bytes)
+    heat = np.arange(NLIST, 0, -1).astype(float)
+    for counts in (heat, heat[::-1].copy()):
+        assert on_devices.follow(counts, 0.02) > 0
+        assert set(tiers.device_of.tolist()) == {-1, 1} and 0 < on_devices.num_bytes <= num_bytes
+    assert num_tried == ["meta", "cpu", "cpu"]
+    assert [record.getMessage() for record in caplog.records if "meta cannot hold" in record.getMessage()] != []
+    assert "much more" not in caplog.text
+    gone = DeviceLists(tiers, ["meta"], num_bytes)
+    assert [gone.follow(heat, 0.02) for _ in range(2)] == [0, 0] and num_tried.count("meta") == 2
     tiers.close()
 
 

@@ -142,6 +142,19 @@ def test_one_exchange_at_a_time_and_one_that_fails_is_not_the_last() -> None:
     assert tiers.is_in_ram.tolist() == [False, True]
 
 
+def test_what_fails_is_said_once_and_fails_no_search(caplog: pytest.LogCaptureFixture) -> None:
+    tiers = Tiers([1, 1])
+    hot = hot_lists(tiers, 1, DriftRules(window=1, half_life=1))
+    tiers.list_bytes = lambda: (_ for _ in ()).throw(RuntimeError("out of memory"))  # type: ignore[method-assign]
+    hot.note(np.array([1]))
+    hot.note(np.array([1]))
+    assert [record.exc_text is not None for record in caplog.records] == [True]
+    assert "out of memory" in caplog.text and hot.num_probes == 2
+    del tiers.list_bytes
+    hot.note(np.array([1]))
+    assert tiers.is_in_ram.tolist() == [False, True]
+
+
 def test_the_example_of_the_page() -> None:
     """docs/tiered-index.md: four lists of 500 bytes, room for two, half-life and window of one and three questions."""
     tiers = Tiers([500] * 4)

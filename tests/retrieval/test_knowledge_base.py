@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from stillroom.config.settings import EmbedderConfig, FusionName, IndexConfig, SearchConfig, SearchMode, StillroomConfig
+from stillroom.core.clock import VirtualClock
 from stillroom.core.document import SearchResult
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
@@ -569,6 +571,25 @@ def test_indexes_of_a_later_state_are_not_believed_after_a_restored_backup(
         found = names(kb.search("cats hunt at night, bread is baked, keys rotate", mode=mode, top_k=9))
         assert "keys.md" in found and not found & {"cats.md", "bread.md"}
     assert len(kb.dense_index()) == kb.num_chunks == 4
+
+
+def test_words_of_an_add_that_was_killed_reach_who_searches_already(
+    open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualClock()
+    kb = open_kb()
+    kb.add([three / "keys.md"])
+    with KnowledgeBase.open(kb.path, StillroomConfig(), clock=clock) as reader:
+        reader._repairs._spawn = lambda job: job()
+        assert first_name(reader.search("rotate keys", mode="sparse")) == "keys.md"
+        monkeypatch.setattr(kb._indexes, "write", lambda: None)  # killed after the commit
+        kb.add([three / "cats.md"])
+        clock.advance(60)
+        with FileLock(kb.path / "write.lock"):
+            assert reader.search("cats", mode="sparse").results == (), "whoever writes will do it"
+        assert reader.search("cats", mode="sparse").results == (), "not at every search"
+        clock.advance(60)
+        assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
 
 
 def test_a_searcher_keeps_its_words_while_the_writer_makes_them_anew(open_kb: OpenKb, three: Path) -> None:

@@ -12,13 +12,13 @@ same quantizers. A missing, damaged or foreign file is rebuilt from the corpus; 
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.retrieval.background import Background
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.flat import FlatIndex
 from stillroom.retrieval.hnsw import HnswIndex
@@ -50,7 +50,7 @@ class DenseStore:
         self._arrays_path, self._lists_path = (folder / name for name in DENSE_FILES)
         self._heat_path = folder / "list_heat.npz"
         self._is_tiered = config.has_tiers
-        self._background = _Background()
+        self._background = Background("stillroom-lists")
         self._spawn = spawn or self._background.run
         self._index: VectorIndex | None = None
         self.generation = 0
@@ -260,26 +260,6 @@ class DenseStore:
         if heat is not None:
             with contextlib.suppress(OSError):
                 save_arrays(self._heat_path, {"quantizers": np.array(heat[0]), "counts": heat[1]})
-
-
-class _Background:
-    """One thread for jobs, started with the first."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._is_closed = False
-
-    def run(self, job: Callable[[], None]) -> None:
-        if self._is_closed:
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="stillroom-lists")
-        self._pool.submit(job)
-
-    def close(self) -> None:
-        self._is_closed = True
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

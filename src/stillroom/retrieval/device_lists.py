@@ -5,6 +5,7 @@ A list stays on its device or leaves it, and never moves to another. While a dev
 it held are searched where the others are, so no device needs memory for both.
 """
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ from stillroom.retrieval.device_shard import DeviceShard
 from stillroom.retrieval.list_file import Entries
 from stillroom.retrieval.partition import Lists, Nearness, best_lists
 from stillroom.retrieval.tiered_ivf import BatchShard, Scored, TieredLists, Vectors
+
+logger = logging.getLogger(__name__)
 
 
 def devices_named(names: str) -> tuple[str, ...]:
@@ -48,6 +51,8 @@ class DeviceLists:
         self._code_bytes = tiers.file.sizes * tiers.file.code_size
         nothing = np.empty(0, dtype=np.int64)
         self._placed: list[tuple[BatchShard, Lists]] = [(_Empty(), nothing) for _ in devices]
+        self._used = list(range(len(devices)))
+        """Devices that have not failed."""
         tiers.place(self._placed)
 
     @property
@@ -67,10 +72,12 @@ class DeviceLists:
         Raises:
             CorruptKnowledgeBaseError: a list is damaged in the file; what was placed before it stays.
         """
+        if not self._used:
+            return 0
         chosen = spread(
-            best_lists(counts, self._code_bytes, self._num_bytes * len(self._devices)),
+            best_lists(counts, self._code_bytes, self._num_bytes * len(self._used)),
             self._code_bytes,
-            [held for _, held in self._placed],
+            [self._placed[number][1] for number in self._used],
             self._num_bytes,
         )
         held, total = np.flatnonzero(self._tiers.device_of >= 0), counts.sum()
@@ -78,14 +85,29 @@ class DeviceLists:
         if len(held) and (total == 0 or counts[best].sum() - counts[held].sum() <= margin * total):
             return 0
         num_came = 0
-        for number, (device, lists) in enumerate(zip(self._devices, chosen, strict=True)):
+        for number, lists in zip(tuple(self._used), chosen, strict=True):
             before = self._placed[number][1]
-            if np.array_equal(lists, before):
-                continue
-            self._put(number, _Empty(), lists[:0])
-            self._put(number, DeviceShard(self._tiers.file.shell, lists, device, self._entries), lists)
-            num_came += len(np.setdiff1d(lists, before))
+            if not np.array_equal(lists, before) and self._fill(number, lists):
+                num_came += len(np.setdiff1d(lists, before))
         return num_came
+
+    def _fill(self, number: int, lists: Lists) -> bool:
+        """Copy lists to a device, in place of those that it holds. Returns whether it could take them."""
+        self._put(number, _Empty(), lists[:0])
+        try:
+            shard = DeviceShard(self._tiers.file.shell, lists, self._devices[number], self._entries)
+        except RuntimeError as error:  # PyTorch's, of which too little memory is one
+            self._used.remove(number)
+            logger.warning(
+                "%s cannot hold %d bytes of lists and is left without any until the next start, which a smaller "
+                "index.device_bytes may change: %s",
+                self._devices[number],
+                self._code_bytes[lists].sum(),
+                (str(error).splitlines() or [type(error).__name__])[0],
+            )
+            return False
+        self._put(number, shard, lists)
+        return True
 
     def _put(self, number: int, shard: BatchShard, lists: Lists) -> None:
         self._placed[number] = shard, lists

@@ -6,6 +6,7 @@ window of queries the hit rate of that window is compared with what the best cho
 is lower by more than a margin, lists are exchanged, the hottest first and a few at a time, beside the searches.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
@@ -20,6 +21,8 @@ from stillroom.retrieval.tiered_ivf import TieredLists
 
 if TYPE_CHECKING:  # it imports torch, which a search by words can do without
     from stillroom.retrieval.device_lists import DeviceLists
+
+logger = logging.getLogger(__name__)
 
 Counts = NDArray[np.float64]
 Spawn = Callable[[Callable[[], None]], None]
@@ -90,7 +93,7 @@ class HotLists:
         self._tiers, self._num_bytes, self._rules, self._spawn = tiers, num_bytes, rules, spawn
         self._heat = ListHeat(len(tiers.file.sizes), rules.half_life, counts)
         self._lock = Lock()
-        self._is_busy = self._is_stopped = False
+        self._is_busy = self._is_stopped = self._has_failed = False
         self._num_noted = self._num_probes = self._num_hits = self._num_device_hits = 0
         self._window_start = (0, 0)
         self.hit_rate = 0.0
@@ -143,6 +146,10 @@ class HotLists:
                 self._exchange(counts, hit_rate)
             except CorruptKnowledgeBaseError:
                 pass  # a search that needs the list says so, and the file is made anew
+            except Exception:  # what searches find does not depend on it
+                if not self._has_failed:  # each window would say it again
+                    logger.exception("lists cannot be exchanged; the index stays as fast as it is")
+                self._has_failed = True
             finally:
                 self._is_busy = False
 

@@ -141,6 +141,10 @@ class Indexes:
         with self._lock:
             return self._dense.needs_write()
 
+    def are_words_behind(self) -> bool:
+        """Whether what words find lacks changes; cheap."""
+        return self.sparse_generation != self._corpus.generation
+
     def write(self) -> None:
         """Bring both up to date. Only under the write lock.
 

@@ -27,8 +27,6 @@ from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
     IncompatibleKnowledgeBaseError,
-    IndexUnavailableError,
-    KnowledgeBaseBusyError,
     KnowledgeBaseError,
     KnowledgeBaseNotFoundError,
     StorageError,
@@ -53,6 +51,7 @@ from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.loaders.metadata import said_metadata
 from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
 from stillroom.retrieval.reading import Failures, FileReader
+from stillroom.retrieval.repairing import Repairs
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.vector_index import VectorIndex
 from stillroom.retrieval.verify import Verification
@@ -83,9 +82,9 @@ class KnowledgeBase:
         self._indexes = Indexes(path, self._corpus, self._config.index, manifest.dimension, qdrant=self._config.qdrant)
         self._search = HybridSearch(self._corpus, self._indexes, self._embedder, self._config.search, clock)
         self._lock = WriteLock(path, clock)
+        self._repairs = Repairs(self._indexes, self._lock, clock)
         self._checking = Lock()
         self._is_embedder_checked = False
-        self._are_indexes_checked = False
         self._unreadable: Failures = {}
 
     @classmethod
@@ -244,14 +243,9 @@ class KnowledgeBase:
         Args:
             num_stages: at most so many results; 1 gives the last only.
         """
-        if not self._are_indexes_checked:
-            try:
-                self._repair_indexes()
-            except IndexUnavailableError:
-                self._are_indexes_checked = (mode or self._config.search.mode) == "sparse"  # words need no server
-                if not self._are_indexes_checked:
-                    raise
-        if (mode or self._config.search.mode) != "sparse":
+        needs_vectors = (mode or self._config.search.mode) != "sparse"
+        self._repairs.before_search(needs_vectors=needs_vectors)
+        if needs_vectors:
             self._checked_embedder()
         yield from self._search.search_staged(query, mode, top_k, num_stages, where)
 
@@ -340,6 +334,7 @@ class KnowledgeBase:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
+        self._repairs.close()
         self._indexes.close()
         self._corpus.close()
 
@@ -373,21 +368,6 @@ class KnowledgeBase:
 
     def _embed_again(self, texts: list[str]) -> NDArray[np.float32]:
         return self._checked_embedder().embed_documents(texts)
-
-    def _repair_indexes(self) -> None:
-        """Once after opening: bring index files up to date that an interrupted writer left behind, or somebody damaged.
-
-        Somebody else who writes will do it himself, and a folder that cannot be written is searched as it is.
-        """
-        self._are_indexes_checked = True
-        try:
-            if self._indexes.needs_write():
-                with self._lock.held("repair"):
-                    self._indexes.write()
-        except KnowledgeBaseBusyError:
-            pass
-        except StorageError as error:
-            logger.warning("%s; what words find may lack the last changes until then", error)
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[None]:

@@ -1,0 +1,74 @@
+"""Index files that an interrupted writer left behind, or somebody damaged, are brought up to date by whoever searches.
+
+Before the first search that is waited for; later it goes on beside the searches. Somebody else who writes will do it
+himself, and a folder that cannot be written is searched as it is.
+"""
+
+import contextlib
+import logging
+
+from stillroom.core.clock import Clock
+from stillroom.errors import IndexUnavailableError, KnowledgeBaseBusyError, StorageError
+from stillroom.retrieval.background import Background
+from stillroom.retrieval.hot_lists import Spawn
+from stillroom.retrieval.indexes import Indexes
+from stillroom.retrieval.kb_folder import WriteLock
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 5.0
+"""Between two looks whether words are behind. A vector index in memory never is."""
+
+
+class Repairs:
+    """Of one open knowledge base. Thread-safe."""
+
+    def __init__(self, indexes: Indexes, lock: WriteLock, clock: Clock, spawn: Spawn | None = None) -> None:
+        """`spawn`: runs what goes on beside searches; None takes a thread."""
+        self._indexes, self._lock, self._clock = indexes, lock, clock
+        self._background = Background("stillroom-repair")
+        self._spawn = spawn or self._background.run
+        self._is_checked = self._has_warned = False
+        self._next_look = 0.0
+
+    def before_search(self, *, needs_vectors: bool) -> None:
+        """Look whether there is something to do, and do it or have it done.
+
+        Raises:
+            IndexUnavailableError: vectors are needed, and on a server that cannot be reached.
+        """
+        now = self._clock.monotonic()
+        if not self._is_checked:
+            self._is_checked, self._next_look = True, now + _PAUSE_S
+            try:
+                self._repair()
+            except IndexUnavailableError:
+                self._is_checked = not needs_vectors  # words need no server
+                if needs_vectors:
+                    raise
+        elif now >= self._next_look:
+            self._next_look = now + _PAUSE_S
+            if self._indexes.are_words_behind():
+                self._spawn(self._repair_beside)
+
+    def close(self) -> None:
+        """Wait for what goes on. Idempotent."""
+        self._background.close()
+
+    def _repair_beside(self) -> None:
+        with contextlib.suppress(
+            IndexUnavailableError
+        ):  # words are written all the same, and who needs vectors is told
+            self._repair()
+
+    def _repair(self) -> None:
+        try:
+            if self._indexes.needs_write():
+                with self._lock.held("repair"):
+                    self._indexes.write()
+        except KnowledgeBaseBusyError:
+            pass
+        except StorageError as error:
+            if not self._has_warned:  # else every few seconds
+                logger.warning("%s; what words find may lack the last changes until then", error)
+            self._has_warned = True
