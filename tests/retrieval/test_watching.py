@@ -84,6 +84,30 @@ def test_a_folder_that_is_gone_for_a_while_is_followed_again(tmp_path: Path) -> 
         follower.wait()
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_another_folder_that_takes_the_name_is_followed(tmp_path: Path, is_link: bool) -> None:
+    folder, new = tmp_path / "docs", tmp_path / "new"
+    new.mkdir()
+    if is_link:
+        (tmp_path / "old").mkdir()
+        folder.symlink_to(tmp_path / "old")
+        (tmp_path / "link").symlink_to(new)
+    else:
+        folder.mkdir()
+    follower = Follower()
+    with watching(folder, follower):
+        follower.wait()
+        if is_link:
+            (tmp_path / "link").rename(folder)
+        else:
+            folder.rename(tmp_path / "old")
+            new.rename(folder)
+        for name in ("a.md", "b.md", "c.md"):
+            follower.wait()
+            (folder / name).write_text("one")
+        follower.wait()
+
+
 def test_only_folders_can_be_watched(tmp_path: Path) -> None:
     (tmp_path / "a.md").touch()
     with pytest.raises(UsageError, match="is no folder"):

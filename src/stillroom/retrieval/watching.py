@@ -5,7 +5,9 @@ not what: looking through all files costs little, and misses nothing that the sy
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from stat import S_ISDIR
 from threading import Event
 
 from watchfiles import Change, watch
@@ -16,6 +18,7 @@ DEBOUNCE_MS = 1000
 """Changes that follow each other more closely are one: a program that is still writing is waited for."""
 _TICK_MS = 500
 """How often it is looked whether to stop, to try again, and whether the folders are still there."""
+_Identities = list[tuple[int, int]]
 _IGNORE_FILES = frozenset({".gitignore", ".stillroomignore"})
 
 
@@ -41,16 +44,30 @@ def keep_in_step(
             raise UsageError(f"{folder} is no folder; --watch keeps folders in step, give the one that holds the file")
     counts = _Filter(folders, apart_from)
     while not stop.is_set():
-        if all(folder.is_dir() for folder in folders):
-            _watch(folders, follow, stop, counts, debounce_ms)
+        watched = _identities(folders)
+        if watched is not None:
+            _watch(folders, watched, follow, stop, counts, debounce_ms)
         else:  # a drive that was taken out comes back, and its documents are kept until then
             stop.wait(_TICK_MS / 1000)
 
 
+def _identities(folders: Sequence[Path]) -> "_Identities | None":
+    """Which folders have these names now; None where one is missing."""
+    with suppress(OSError):
+        found = [folder.stat() for folder in folders]
+        return [(one.st_dev, one.st_ino) for one in found] if all(S_ISDIR(one.st_mode) for one in found) else None
+    return None
+
+
 def _watch(
-    folders: Sequence[Path], follow: Callable[[], bool], stop: Event, counts: "_Filter", debounce_ms: int
+    folders: Sequence[Path],
+    watched: "_Identities",
+    follow: Callable[[], bool],
+    stop: Event,
+    counts: "_Filter",
+    debounce_ms: int,
 ) -> None:
-    """Until `stop`, or until a folder is gone."""
+    """Until `stop`, or until a folder is gone or another one has its name: what is watched is the folder."""
     is_due = True
     for changes in watch(
         *folders,
@@ -61,7 +78,7 @@ def _watch(
         stop_event=stop,
         ignore_permission_denied=True,
     ):
-        if not all(folder.is_dir() for folder in folders):
+        if _identities(folders) != watched:
             return
         if changes or is_due:
             is_due = not follow()
