@@ -84,6 +84,13 @@ def test_pages_change_without_a_new_vector(corpus: Corpus) -> None:
     assert (corpus.generation, corpus.changes_since(1)) == (1, Changes(1, (), ()))
 
 
+def test_what_only_moved_is_a_generation_without_work_for_an_index(corpus: Corpus) -> None:
+    corpus.commit([stored("a", "one")])
+    corpus.commit([dataclasses.replace(stored("a", "one", first_line=7), content_hash="the same, elsewhere")])
+    assert corpus.chunks_of(DocumentId("a"))[0][0].start_line == 7
+    assert corpus.changes_since(1) == Changes(2, (), ()), "whoever keeps answers has to notice"
+
+
 def test_metadata_is_kept_and_a_change_of_it_is_a_generation_without_work_for_an_index(corpus: Corpus) -> None:
     metadata: Metadata = {"team": "legal", "year": 2024, "tags": ("a", 1, 2.5, True), "is_draft": False}
     document = stored("a", "one")

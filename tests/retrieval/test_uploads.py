@@ -60,6 +60,22 @@ def test_the_same_again_changes_nothing_and_something_else_replaces_it(kb: Knowl
     assert [chunk.text for chunk in kb.chunks_of(changed.documents[0].document_id)] == ["second"]
 
 
+def test_what_is_reported_is_on_the_disk_by_name(
+    kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), kb.path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    add(uploads, a__b__c_txt="first")
+    assert os.path.dirname(synced[3]) == "uploads/.incoming", "what it says, before it has its name"
+    assert set(synced[:3]) == {".", "uploads", "uploads/a"} and synced[4] == "uploads/a/b"
+
+
 def test_what_cannot_be_read_leaves_nothing_and_stops_nobody(kb: KnowledgeBase, uploads: Uploads) -> None:
     good, bad = add(uploads, good_txt="good", bad_txt=b"\0\1\2")
 

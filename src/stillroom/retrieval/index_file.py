@@ -29,11 +29,23 @@ def write_atomically(path: Path, content: bytes) -> None:
 def replace_durably(new: Path, path: Path) -> None:
     """Rename a file that is on the disk, and see that the name is, too."""
     os.replace(new, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def make_folder_durably(folder: Path) -> None:
+    """Make a folder and those above it where they are missing, and see that their names are on the disk."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        _sync(one.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:

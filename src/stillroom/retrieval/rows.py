@@ -62,7 +62,7 @@ SELECT_EXISTING = "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})"
 _INFO = "SELECT document_id, title, num_chunks, num_bytes, added_at, metadata FROM documents"
 SELECT_INFOS = f"{_INFO} WHERE document_id > ? ORDER BY document_id LIMIT ?"
 SELECT_INFOS_OF = f"{_INFO} WHERE document_id = ? OR path = ? ORDER BY document_id"
-SELECT_KNOWN_AS = "SELECT path, title, metadata FROM documents WHERE document_id = ?"
+SELECT_KNOWN_AS = "SELECT path, title, metadata, content_hash FROM documents WHERE document_id = ?"
 SELECT_SOURCES = "SELECT path, size, mtime_ns, content_hash, metadata FROM sources"
 UNREAD_SOURCE = "UPDATE sources SET size = -1, content_hash = '' WHERE path = ?"
 DELETE_EMPTY_SOURCE = "DELETE FROM sources WHERE path = ? AND NOT EXISTS (SELECT 1 FROM documents WHERE path = ?)"
@@ -183,8 +183,8 @@ def document_row(document: StoredDocument, generation: int) -> tuple[object, ...
 
 
 def known_as(document: StoredDocument) -> tuple[object, ...]:
-    """What a filter may ask about a document, as `SELECT_KNOWN_AS` gives it."""
-    return (document.path, document.title, metadata_to_json(document.metadata))
+    """What a filter may ask about a document, and on which lines it says what, as `SELECT_KNOWN_AS` gives it."""
+    return (document.path, document.title, metadata_to_json(document.metadata), document.content_hash)
 
 
 def document_info(row: tuple[Any, ...]) -> DocumentInfo:

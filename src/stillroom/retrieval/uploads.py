@@ -21,6 +21,7 @@ from typing import BinaryIO, Literal
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
 from stillroom.errors import KnowledgeBaseBusyError, UnknownDocumentError, UsageError
+from stillroom.retrieval.index_file import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 
@@ -128,13 +129,13 @@ class Uploads:
     def _store(self, one: _Stored, stream: BinaryIO) -> None:
         try:
             self._check_place(one.path)
-            self._incoming.mkdir(parents=True, exist_ok=True)
+            make_folder_durably(one.path.parent)
+            self._incoming.mkdir(exist_ok=True)
             incoming = self._incoming / uuid.uuid4().hex
             with incoming.open("wb") as target:
                 shutil.copyfileobj(stream, target)
                 target.flush()
                 os.fsync(target.fileno())
-            one.path.parent.mkdir(parents=True, exist_ok=True)
             if not one.path.exists():
                 one.is_new = True
             elif filecmp.cmp(one.path, incoming, shallow=False):
@@ -142,7 +143,7 @@ class Uploads:
             else:
                 one.replaced = self._incoming / uuid.uuid4().hex
                 _link_or_copy(one.path, one.replaced)
-            os.replace(incoming, one.path)
+            replace_durably(incoming, one.path)
         except OSError as error:
             self._undo(one)
             one.reason = f"{one.name}: cannot be kept: {error.strerror or error}"
