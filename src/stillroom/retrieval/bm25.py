@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import struct
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -48,6 +49,8 @@ class _View:
     generation: int = 0
     num_removed: int = 0
     """Removals since the index was empty; their words still count in BM25's statistics."""
+    is_borrowed: bool = False
+    """Whether it was opened elsewhere (`_borrowed`), so that it has to be opened anew to see more."""
 
 
 class Bm25Index:
@@ -93,14 +96,19 @@ class Bm25Index:
         state = self._read_state()
         generation = self._generation_of(state)
         view = self._view
-        if generation == view.generation:
+        if generation == view.generation and not (is_strict and view.is_borrowed):
             return
         try:
             if generation == 0:
                 raise ValueError("there is no index of this corpus")
-            index = (view.index if not is_strict else None) or _open(self._folder)
+            num_removed = int(state.get("num_removed", 0))
+            if not os.access(self._folder, os.W_OK):
+                index = _borrowed(self._folder)
+                self._view = _View(index, index.searcher(), generation, num_removed, is_borrowed=True)
+                return
+            index = (view.index if not (is_strict or view.is_borrowed) else None) or _open(self._folder)
             index.reload()
-            self._view = _View(index, index.searcher(), generation, int(state.get("num_removed", 0)))
+            self._view = _View(index, index.searcher(), generation, num_removed)
         except (ValueError, OSError):  # damaged, or just being rebuilt by the writer
             if is_strict:
                 self._view = _View()
@@ -318,6 +326,18 @@ def _open(folder: Path) -> Any:
     index = tantivy.Index.open(str(folder))
     index.config_reader("manual")  # no thread that watches the folder; `refresh` looks
     return index
+
+
+def _borrowed(folder: Path) -> Any:
+    """An index in a folder that cannot be written, where tantivy would make files to lock it even for reading: opened
+    by links in another folder, which it no longer needs once its files are mapped."""
+    with tempfile.TemporaryDirectory(prefix="stillroom-") as place:
+        for file in folder.iterdir():
+            if file.suffix != ".lock":
+                (Path(place) / file.name).symlink_to(file.absolute())
+        index = _open(Path(place))
+        index.reload()
+        return index
 
 
 def _schema() -> Any:

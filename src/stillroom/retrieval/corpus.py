@@ -22,18 +22,15 @@ from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
     IncompatibleKnowledgeBaseError,
-    KnowledgeBaseBusyError,
     KnowledgeBaseError,
-    StorageError,
 )
 from stillroom.retrieval import rows
+from stillroom.retrieval.corpus_file import CorpusFile
 from stillroom.retrieval.filters.sql import Condition, register
 from stillroom.retrieval.rows import Changes, Source, SourceUpdate, StoredDocument
 
 _BATCH = 500
 """Parameters per statement; SQLite takes at least 999."""
-
-_BUSY_TIMEOUT_S = 10.0
 
 _FIRST_WITH_METADATA = 2
 """Version of the tables."""
@@ -52,19 +49,18 @@ class Corpus:
         self._path = path
         self._lock = threading.RLock()
         self._counts = (-1, 0, 0)
-        with self._reporting():
-            self._connection = self._connect()
-            try:
-                self._upgrade()
-                self.corpus_id = self._own_id()
-            except (sqlite3.Error, KnowledgeBaseError):
-                self._connection.close()
-                raise
+        self._file = CorpusFile(path)
+        try:
+            self._upgrade()
+            self.corpus_id = self._own_id()
+        except (sqlite3.Error, KnowledgeBaseError):
+            self._file.close()
+            raise
 
     def close(self) -> None:
         """Idempotent."""
         with self._lock:
-            self._connection.close()
+            self._file.close()
 
     # What there is
 
@@ -174,7 +170,7 @@ class Corpus:
     def matching(self, condition: Condition) -> tuple[int, NDArray[np.int64]]:
         """The generation, and the chunks of all documents of which a condition holds, ascending; of one moment. Nobody
         who reads waits for it."""
-        with self._reporting(), contextlib.closing(self._connect()) as connection:
+        with self._file.reporting(), self._file.another() as connection:
             register(connection)
             connection.execute("BEGIN")
             generation = int(connection.execute("SELECT generation FROM state").fetchone()[0])
@@ -234,7 +230,8 @@ class Corpus:
             connection.execute(f"PRAGMA user_version = {rows.SCHEMA_VERSION}")
 
     def _own_id(self) -> str:
-        state = self._connection.execute("SELECT corpus_id FROM state").fetchone()
+        with self._reading() as connection:
+            state = connection.execute("SELECT corpus_id FROM state").fetchone()
         if state is None:
             raise CorruptKnowledgeBaseError(
                 f"{self._path} has lost the record of its state; put it back from a backup, or remove the folder and "
@@ -243,7 +240,7 @@ class Corpus:
         return str(state[0])
 
     def _version(self) -> int:
-        return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
+        return self._one("PRAGMA user_version")[0]
 
     def _count(self) -> tuple[int, int, int]:
         """Generation, documents, chunks; counted once per generation."""
@@ -265,72 +262,26 @@ class Corpus:
                 found = connection.execute(statement.format(",".join("?" * len(batch))), batch).fetchall()
             yield from found
 
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            # each commit is on the disk before it returns: what was reported as done outlives a power cut
-            connection.execute("PRAGMA synchronous = FULL")
-        except sqlite3.Error:
-            connection.close()
-            raise
-        return connection
-
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._reporting():
-            yield self._connection
+        with self._lock, self._file.reporting(), self._file.reading() as connection:
+            yield connection
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._reporting():
-            self._connection.execute("BEGIN IMMEDIATE")
+        with self._reading() as connection:
+            connection.execute("BEGIN IMMEDIATE")
             try:
-                yield self._connection
-                self._connection.execute("COMMIT")
+                yield connection
+                connection.execute("COMMIT")
             except BaseException:
-                if self._connection.in_transaction:  # SQLite ends it by itself where the disk is full
-                    self._connection.execute("ROLLBACK")
+                if connection.in_transaction:  # SQLite ends it by itself where the disk is full
+                    connection.execute("ROLLBACK")
                 raise
-
-    @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """SQLite's errors in our words."""
-        try:
-            yield
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)):
-                raise
-            raise self._explained(error) from error
-
-    def _explained(self, error: sqlite3.DatabaseError) -> KnowledgeBaseError:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # without what is more special
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return KnowledgeBaseBusyError(f"{self._path} is locked by another process; try again later")
-        if code in _STORAGE_CODES:
-            return StorageError(
-                f"{self._path}: {error}; what was committed before is safe. Free some space or see to the disk and the "
-                "folder's rights, then run the same command again: it does the rest"
-            )
-        folder = self._path.parent
-        return CorruptKnowledgeBaseError(
-            f"{self._path} is damaged: {error}; `stillroom verify --kb {folder}` says how far. Put it back from a "
-            "backup, or remove the folder and add the documents again"
-        )
-
-
-_STORAGE_CODES = (
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_NOMEM,
-)
 
 
 class _Writer:
-    """One transaction's changes. The generation rises only if a chunk changed."""
+    """One transaction's changes. The generation rises only if a document did."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection

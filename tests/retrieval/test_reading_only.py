@@ -1,0 +1,110 @@
+"""A knowledge base where nobody may write, such as a mounted image: searched as it is, and followed if it changes."""
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stillroom.config.settings import IndexConfig, StillroomConfig
+from stillroom.errors import KnowledgeBaseBusyError, StorageError
+from stillroom.retrieval.corpus import Corpus
+from tests.retrieval.conftest import OpenKb
+from tests.retrieval.test_corpus import stored
+from tests.retrieval.test_knowledge_base import MODES, names
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[Path]:
+    """Where a folder can be read and not written: mounted once more, as a right to write is nothing that root lacks."""
+    if os.geteuid():
+        folder.chmod(0o555)
+        try:
+            yield folder
+        finally:
+            folder.chmod(0o755)
+        return
+    with mounted_read_only(folder) as view:
+        yield view
+
+
+@contextlib.contextmanager
+def mounted_read_only(folder: Path) -> Iterator[Path]:
+    view = folder.with_name(f"{folder.name} view")
+    view.mkdir()
+    if subprocess.run(["mount", "--bind", folder, view], check=False, capture_output=True).returncode:
+        pytest.skip("may not mount")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", view], check=True)
+        yield view
+    finally:
+        subprocess.run(["umount", "--lazy", view], check=True)  # its files may still be mapped
+
+
+@pytest.mark.parametrize("index", [IndexConfig(), IndexConfig(kind="ivf_pq", nlist=1, nbits=1, num_subquantizers=8)])
+def test_a_closed_knowledge_base_is_searched_and_nothing_is_written(
+    open_kb: OpenKb, docs: Path, tmp_path: Path, index: IndexConfig
+) -> None:
+    (docs / "all.jsonl").write_text(
+        "".join(f'{{"_id": "{number}", "text": "Vault number {number}."}}\n' for number in range(90))
+    )
+    config = StillroomConfig(index=dataclasses.replace(index, hot_bytes=1000 if index.kind == "ivf_pq" else 0))
+    kb = open_kb(config)
+    kb.add([docs])
+    expected = {mode: kb.search("vault 7", mode=mode).results for mode in MODES}
+    kb.close()
+    assert not (tmp_path / "kb" / "corpus.sqlite3-wal").exists()
+    with read_only(tmp_path / "kb") as view:
+        before = sorted(view.rglob("*"))
+        kb = open_kb(config, name=view.name, create=False)
+        for mode in MODES:
+            assert kb.search("vault 7", mode=mode).results == expected[mode]
+            assert len(kb.search("vault 7", mode=mode, where="path = 'nowhere'").results) == 0
+        assert kb.num_documents == 90
+        with pytest.raises(StorageError, match="cannot be written"):
+            kb.add([docs])
+        kb.close()
+        assert sorted(view.rglob("*")) == before
+
+
+def test_who_may_not_write_sees_what_others_write(open_kb: OpenKb, docs: Path, tmp_path: Path) -> None:
+    (docs / "keys.md").write_text("Rotate the keys of the vault.")
+    kb = open_kb()
+    kb.add([docs])
+    kb.close()
+    with mounted_read_only(tmp_path / "kb") as view:
+        reader = open_kb(name=view.name, create=False)
+        try:
+            assert names(reader.search("keys")) == {"keys.md"}
+            for name in ("cats.md", "dogs.md"):  # before and after a log was seen
+                (docs / name).write_text(f"All about {name}.")
+                writer = open_kb()
+                writer.add([docs])
+                for mode in MODES:
+                    assert name in names(reader.search(f"about {name}", mode=mode))
+                writer.close()
+                for mode in MODES:
+                    assert name in names(reader.search(f"about {name}", mode=mode))
+        finally:
+            reader.close()
+
+
+def test_what_changes_while_it_is_read_is_not_believed(tmp_path: Path) -> None:
+    folder = tmp_path / "kb"
+    folder.mkdir()
+    corpus = Corpus(folder / "corpus.sqlite3")
+    corpus.commit([stored("a", "one")])
+    corpus.close()
+    with mounted_read_only(folder) as view:
+        reader = Corpus(view / "corpus.sqlite3")
+        try:
+            with pytest.raises(KnowledgeBaseBusyError, match="while it was read"), reader._reading():
+                other = Corpus(folder / "corpus.sqlite3")
+                other.commit([stored("b", "two")])
+                other.close()
+            assert reader.num_documents == 2
+        finally:
+            reader.close()
