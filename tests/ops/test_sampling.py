@@ -173,6 +173,45 @@ def test_penalties_by_hand() -> None:
     assert logits.tolist() == [[2.0, -1.0, 1.5, 0.0]], "the logits are left as they were"
 
 
+EXTREME: list[dict[str, Any]] = [
+    {"temperature": 1e-50},
+    {"temperature": 1e-38},
+    {"temperature": 1e-5},
+    {"temperature": 1e300},
+    {"temperature": 1.0, "repetition_penalty": 1e-50},
+    {"temperature": 1.0, "repetition_penalty": 1e300},
+    {"temperature": 1.0, "logit_bias": {2: 1e300, 3: -1e300}},
+    {"temperature": 1e-3, "repetition_penalty": 1e-50, "logit_bias": {0: -1e300, 2: 1e300}},
+    {"temperature": 1.0, "presence_penalty": 1e308, "frequency_penalty": 1e300},
+]
+
+
+@pytest.mark.parametrize("num_tried", [2, 1024])
+def test_no_parameters_of_a_request_fail_its_batch(num_tried: int) -> None:
+    logits = torch.tensor([2.0, -1.0, 1.5, 0.0, 1.0]).repeat(2, 1)
+    good = spec(temperature=1.0, uniform=0.6)
+    alone = sample(logits[:1], [good])
+    for params in EXTREME:
+        bad = spec(prompt=[0, 1], answer=[4], forbidden=[1], uniform=0.9, **params)
+        with patch("stillroom.ops.sampling.NUM_TRIED", num_tried):
+            token, other = sample(logits, [bad, good])
+        assert token != 1 and [other] == alone, params
+        if "temperature" in params and params["temperature"] < 1e-3:
+            assert token == 0
+        if params.get("logit_bias"):
+            assert token == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 65504.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_logits_that_are_no_numbers_fail_no_batch_and_break_no_rule(value: float, dtype: torch.dtype) -> None:
+    logits = torch.tensor([[value] * 5, [2.0, -1.0, 1.5, 0.0, 1.0]], dtype=dtype)
+    good = spec(temperature=1.0, uniform=0.6)
+    for temperature in (0.0, 1e-4, 1.0):
+        bad = spec(temperature=temperature, uniform=0.5, forbidden=[0])._replace(constraint=Allowed([0, 3]))
+        assert sample(logits, [bad, good]) == [3, *sample(logits[1:], [good])]
+
+
 def test_repetition_penalty_is_that_of_transformers() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 

@@ -14,6 +14,8 @@ from stillroom.errors import UsageError
 
 _INFINITY = float("inf")
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it sampling is greedy, as in vLLM: no second token has a chance, and float32 cannot hold the quotients."""
 MAX_LOGPROBS = 20
 """Most alternatives reported for a token; OpenAI's own limit."""
 
@@ -41,7 +43,7 @@ class SamplingParams:
     min_tokens: int = 0
     """Stop tokens are out of the question before this many tokens."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """0, like anything below `LEAST_TEMPERATURE`, is greedy."""
     top_k: int = 0
     """Sample from this many of the most likely tokens; 0 is all."""
     top_p: float = 1.0
@@ -82,7 +84,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:

@@ -4,6 +4,9 @@ The order, as in vLLM and transformers: bias, repetition penalty, presence and f
 forbidden or break the request's constraint; temperature, top-k, top-p, min-p; one draw by inverse cumulative
 distribution. Log probabilities are those of the
 untouched logits.
+
+Many requests share a call, so no row can fail it, whatever its numbers are: bias and penalties are kept to what float32
+holds, and logits that are not finite never reach an index.
 """
 
 import math
@@ -17,6 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 from stillroom.core.batch import SampleSpec, TokenLogprobs
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_FINITE = torch.finfo(torch.float32)
 
 NUM_TRIED = 1024
 """Tokens that a draw looks at before it sorts the vocabulary."""
@@ -62,12 +67,12 @@ def _adjusted(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Ten
         if params.logit_bias:
             biases.add(row, list(params.logit_bias), list(params.logit_bias.values()))
         if params.repetition_penalty != 1.0:
-            repeated.add(row, np.unique(spec.token_ids), params.repetition_penalty)
+            repeated.add(row, np.unique(spec.token_ids), max(params.repetition_penalty, _FINITE.tiny))
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             tokens, counts = np.unique(spec.token_ids[spec.num_prompt_tokens :], return_counts=True)
             answered.add(row, tokens, params.presence_penalty + params.frequency_penalty * counts)
         if spec.forbidden:
-            forbidden.add(row, list(spec.forbidden), -math.inf)
+            forbidden.add(row, list(spec.forbidden), 0.0)
     constrained = [row for row, spec in enumerate(specs) if spec.constraint is not None]
     if not (biases or repeated or answered or forbidden or constrained):
         return logits_BV
@@ -75,7 +80,8 @@ def _adjusted(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Ten
     biases.apply(adjusted_BV, torch.add)
     repeated.apply(adjusted_BV, lambda logit, penalty: torch.where(logit > 0, logit / penalty, logit * penalty))
     answered.apply(adjusted_BV, torch.sub)
-    forbidden.apply(adjusted_BV, lambda _, value: value)
+    adjusted_BV.clamp_(_FINITE.min, _FINITE.max)
+    forbidden.apply(adjusted_BV, lambda logit, _: torch.full_like(logit, -math.inf))
     if constrained:
         adjusted_BV[constrained] = _constrained(adjusted_BV[constrained], [specs[row] for row in constrained])
     return adjusted_BV
@@ -104,7 +110,8 @@ class _Edits:
         self._tokens.append(np.asarray(tokens, dtype=np.int64))
         size = len(self._tokens[-1])
         self._rows.append(np.full(size, row, dtype=np.int64))
-        self._values.append(np.broadcast_to(np.asarray(values, dtype=np.float32), size))
+        finite = np.clip(np.asarray(values, dtype=np.float64), _FINITE.min, _FINITE.max).astype(np.float32)
+        self._values.append(np.broadcast_to(finite, size))
 
     def apply(self, logits_BV: torch.Tensor, change: Change) -> None:
         if self:
@@ -116,9 +123,13 @@ class _Edits:
 
 
 def _draw(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """A draw for each row. Sorting a whole vocabulary takes longer than a layer of the model, so the likeliest tokens
-    are tried first; a row whose draw they do not decide is sorted whole."""
-    scaled_RV = logits_RV / _column([spec.params.temperature for spec in specs], logits_RV)
+    """A draw for each row; the logits are lost. Sorting a whole vocabulary takes longer than a layer of the model,
+    so the likeliest tokens are tried first; a row whose draw they do not decide is sorted whole."""
+    temperatures_R1 = _column([min(spec.params.temperature, _FINITE.max) for spec in specs], logits_RV)
+    scaled_RV = logits_RV.nan_to_num_(_FINITE.min, _FINITE.max, -math.inf)
+    scaled_RV.sub_(scaled_RV.amax(-1, keepdim=True)).div_(
+        temperatures_R1
+    )  # the highest is 0, whatever it is divided by
     size = scaled_RV.shape[-1]
     num_tried = NUM_TRIED if size > 4 * NUM_TRIED else size
     token_ids, is_decided = _pick(scaled_RV, num_tried, specs)
@@ -147,7 +158,7 @@ def _pick(scaled_RV: torch.Tensor, num_tried: int, specs: Sequence[SampleSpec]) 
     nucleus = (cumulative_RC < top_p * top_k_mass).sum(-1, True) + 1
     likely = (weights_RC >= min_p).sum(-1, True)
     num_kept = nucleus.minimum(top_k).minimum(likely).clamp(max=num_tried)
-    num_kept = num_kept.minimum((weights_RC > 0).sum(-1, True))
+    num_kept = num_kept.minimum((weights_RC > 0).sum(-1, True)).clamp(min=1)
     is_closed = is_mass_known & ((nucleus <= num_tried) | (likely < num_tried)) | (num_tried == size)
     is_uncut = (top_k == size) & (top_p == 1.0) & (min_p == 0.0)
 
