@@ -1,8 +1,10 @@
 """Attention against its slow twin, and packed spans against one span at a time."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stillroom.ops.attention import (
@@ -78,9 +80,11 @@ def test_the_mask_of_three_queries_over_five_keys() -> None:
     st.sampled_from([None, 1, 6]),
     st.sampled_from([None, 0.5]),
     st.booleans(),
+    st.sampled_from([1, 4, 64]),
 )
+@example([0, 7, 9, 12, 20], 6, None, False, 4)
 def test_queries_with_gaps_see_what_each_sees_alone(
-    places: list[int], window: int | None, softcap: float | None, is_scattered: bool
+    places: list[int], window: int | None, softcap: float | None, is_scattered: bool, num_together: int
 ) -> None:
     """Beside a decoding row and a whole prompt of other sequences."""
     num_keys = places[-1] + 1
@@ -93,7 +97,8 @@ def test_queries_with_gaps_see_what_each_sees_alone(
         AttentionSpan(1, end, context, num_keys, torch.tensor(places) if len(places) > 1 else None),
         AttentionSpan(end, end + 3, slice(50, 53), 3),
     ]
-    out = AttentionPlan(spans).attend(q, (k, v), 0.3, window, softcap)
+    with patch("stillroom.ops.attention._ROWS_WITH_GAPS", num_together):
+        out = AttentionPlan(spans).attend(q, (k, v), 0.3, window, softcap)
     for row, place in enumerate(places, start=1):
         keys, values = k[context][: place + 1], v[context][: place + 1]
         alone = attend_reference(q[row : row + 1], keys, values, 0.3, window, softcap)

@@ -210,7 +210,8 @@ def attend(  # noqa: PLR0913  as torch's own
         return attend_capped(q_QHD, k_KGD, v_KGD, scale, window, softcap, places_Q)
     mask = None
     is_causal = num_queries == num_keys > 1 and (window is None or num_keys <= window)
-    if num_queries > 1 and not is_causal:
+    is_cut = places_Q is None or window is None or num_keys <= window  # all that is left is seen by the last query
+    if (num_queries > 1 and not is_causal) or not is_cut:
         mask = _mask(num_queries, num_keys, window, q_QHD.device, places_Q)
     out_HQD = F.scaled_dot_product_attention(
         q_QHD.transpose(0, 1)[None],
