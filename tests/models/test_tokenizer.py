@@ -1,6 +1,7 @@
 """Text in and out: outside text never becomes a special token, and pieces add up to the whole."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stillroom.errors import ModelError, ModelNotFoundError
 from stillroom.models.checkpoint import resolve
-from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer, _byte_alphabet
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,74 @@ def test_half_a_character_at_the_end_is_flushed(tokenizer: Tokenizer) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer)
     assert detokenizer.push(ids[:-1]) == ""
     assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
+
+
+class Counting(Tokenizer):
+    """Counts the tokens that it decodes."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.num_decoded += len(token_ids)
+        return super().decode(token_ids)
+
+
+@pytest.fixture(scope="module")
+def torn() -> Counting:
+    """Tokens that begin and end within characters, and one that is special."""
+    whole = "\u00e4\u4f60\U0001f600\N{REPLACEMENT CHARACTER}".encode()
+    pieces = {whole[start : start + size] for start in range(len(whole)) for size in (1, 2, 3, 5)}
+    pieces |= {b"\xff", b"\xa0\xe4\xbd", b" ", b"the", b"\xef\xbf\xbd", b" \xf0"}
+    char_of = {byte: char for char, byte in _byte_alphabet().items()}
+    vocab = {"".join(char_of[byte] for byte in piece): index for index, piece in enumerate(sorted(pieces))}
+    raw = RawTokenizer(models.BPE(vocab, []))
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<|special|>"])
+    return Counting(PreTrainedTokenizerFast(tokenizer_object=raw))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=200)
+def test_pieces_of_any_bytes_add_up(torn: Counting, data: st.DataObject) -> None:
+    """Also where they never end in a whole character, and so come out in the middle of a wait."""
+    some = data.draw(st.lists(st.integers(0, len(torn.hf_tokenizer) - 1), min_size=1, max_size=4))
+    rng = random.Random(data.draw(st.integers(0, 99)))
+    ids, detokenizer = rng.choices(some, k=120), IncrementalDetokenizer(torn)
+    pieces, start = [], 0
+    while start < len(ids):
+        size = rng.randint(1, 3)
+        pieces.append(detokenizer.push(ids[start : start + size]))
+        start += size
+    assert "".join(pieces) + detokenizer.flush() == torn.decode(ids)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [b"\xff", b"\xa0\xe4\xbd", b"\xef\xbf\xbd", b" \xf0", b"<|special|>"],
+    ids=["no-character", "halves-of-characters", "the-character-itself", "after-a-blank", "special"],
+)
+def test_what_never_ends_in_a_character_is_not_decoded_again_and_again(torn: Counting, token: bytes) -> None:
+    (token_id,) = [index for index in range(len(torn.hf_tokenizer)) if torn.token_bytes(index) == token]
+    detokenizer, before = IncrementalDetokenizer(torn), torn.num_decoded
+    text = "".join(detokenizer.push([token_id]) for _ in range(1000))
+    assert torn.num_decoded - before < 40 * 1000
+    assert text + detokenizer.flush() == torn.decode([token_id] * 1000)
+    assert len(torn.decode([token_id] * 1000)) - len(text) <= 3
+
+
+def test_bytes_of_sentencepiece_that_are_no_text_are_out_in_time_and_lose_nothing_behind_them() -> None:
+    vocab = {"<unk>": 0, "\N{LOWER ONE EIGHTH BLOCK}the": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    raw = RawTokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer = Counting(PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>"))
+    for length in range(20, 60):
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        ids = [2 + byte for byte in b"\xff" * length + "\u4f60\u4f60\u4f60\U0001f600".encode()]
+        text = "".join(detokenizer.push([token_id]) for token_id in [*ids, 1, 1])
+        assert text.endswith(" the the") and len(text) >= length
+    assert tokenizer.num_decoded < 40 * sum(range(40, 80))
 
 
 @given(text=st.text(st.sampled_from("the quick \u00e4\u4f60\U0001f600\n\u0301x"), max_size=40))

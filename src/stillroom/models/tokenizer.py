@@ -17,6 +17,13 @@ _BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
 """How SentencePiece writes a blank."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
+_MAX_UNFINISHED = 3
+"""Most replacement characters that a beginning of a character is decoded to: it has at most four bytes."""
+_WAITING_ON = 12
+"""Tokens that are kept of a window which became too long: the bytes of as many replacement characters."""
+_MOST_WAITING = 24
+"""Tokens of a window, which usually has a handful."""
+
 
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's characters for bytes: printable ones stand for themselves, the others are moved behind them."""
@@ -72,6 +79,12 @@ class Tokenizer:
     def special_tokens(self) -> frozenset[str]:
         """The text of every token that `encode_template` parses and `encode_text` does not."""
         return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens of these, which have no text in an answer."""
+        tokens = self._backend.get_added_tokens_decoder().items()
+        return frozenset(token_id for token_id, token in tokens if token.special)
 
     @cached_property
     def has_chat_template(self) -> bool:
@@ -137,30 +150,48 @@ class IncrementalDetokenizer:
 
     A token's text depends on its neighbours (leading blanks, bytes of one character), so each piece is the difference
     of two decodings of a short window: [prefix, read) is out already, [read, end) waits until it ends in whole
-    characters.
+    characters. Bytes that never become one do not wait for ever, since each further token would decode them all again:
+    of a long wait everything is out but the end, in which a character may still begin.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._prefix = 0
+        self._ids: list[int] = []  # the window, which begins at `prefix`
         self._read = 0
+        self._num_out = 0  # characters of the window's text that are out
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; empty while a character is unfinished."""
-        self._ids.extend(token_ids)
-        piece = self._pending()
-        if not piece or piece.endswith(_REPLACEMENT):
-            return ""
-        self._prefix, self._read = self._read, len(self._ids)
-        return piece
+        special_ids = self._tokenizer.special_ids
+        self._ids.extend(token_id for token_id in token_ids if token_id not in special_ids)
+        text = self._tokenizer.decode(self._ids)
+        self._num_out = min(self._num_out, len(text))  # bytes that came out one by one may be fewer characters by now
+        piece = text[self._num_out :]
+        if piece and not piece.endswith(_REPLACEMENT):
+            self._begin_at(self._read)
+            return piece
+        return self._give_way(text) if len(self._ids) > _MOST_WAITING else ""
 
     def flush(self) -> str:
         """What is left at the end, half a character included."""
-        piece = self._pending()
-        self._prefix, self._read = self._read, len(self._ids)
+        piece = self._tokenizer.decode(self._ids)[self._num_out :]
+        self._begin_at(self._read)
         return piece
 
-    def _pending(self) -> str:
-        known = self._tokenizer.decode(self._ids[self._prefix : self._read])
-        return self._tokenizer.decode(self._ids[self._prefix :])[len(known) :]
+    def _begin_at(self, start: int) -> None:
+        """Everything is out; what stands from `start` on is how the next tokens' text is found."""
+        del self._ids[:start]
+        self._read = len(self._ids)
+        self._num_out = len(self._tokenizer.decode(self._ids))
+
+    def _give_way(self, text: str) -> str:
+        """All that waits but for an end that the next bytes may complete, of a window that has become too long."""
+        unfinished = text[len(text.rstrip(_REPLACEMENT)) :][-_MAX_UNFINISHED:]
+        del self._ids[:-_WAITING_ON]
+        end = self._tokenizer.decode(self._ids)
+        if not end.endswith(unfinished):  # cut there, it reads otherwise
+            unfinished = ""
+        piece = text[self._num_out : len(text) - len(unfinished)]
+        self._read = 0
+        self._num_out = len(end) - len(unfinished)
+        return piece
