@@ -117,6 +117,27 @@ def test_the_ratio_is_doubled_and_then_nothing_is_placed() -> None:
     assert said.answer(1) is None, "nothing is placed, so there is nothing to audit"
 
 
+def test_answers_of_the_old_ratio_say_nothing_of_the_new_one() -> None:
+    said = Said(ratio=0.2, limit=0.2)
+    shadow = said.answer(1)
+    for _ in range(8):
+        assert said.answer(1) is None, "one audit at a time; they wait"
+    answering = Request(
+        request_id=RequestId("answering"),
+        prompt=SegmentedPrompt((Segment(SegmentKind.QUESTION, (1, 2)),)),
+        sampling=SamplingParams(max_tokens=50),
+    )
+    said.audit.submitted(answering)
+    said.audit.hear(TokenEvent(answering.request_id, 1, None, 0.0, reuse=PLACED))
+    while not said.allowed:
+        said.check(shadow, 2)
+        shadow = said.audit.next()
+    said.audit.hear(TokenEvent(answering.request_id, None, FinishReason.STOP, 0.0))
+    assert shadow is None and said.audit.next() is None
+    said.check(said.answer(1), 2)
+    assert said.allowed == [0.4] and said.audit.figures.upper_bound == 1.0, "of one answer"
+
+
 def test_a_safer_setting_is_the_double_until_computing_everything_is_as_fast() -> None:
     ratio, alpha = AnywhereOptions(0.2, "question"), AnywhereOptions(0.2, "question", alpha=1.5)
     safer = ratio.next_safer()

@@ -163,6 +163,8 @@ class Audit:
         )
         self._options = new
         self._num_here = self._num_disagreed_here = 0
+        self._waiting.clear()  # how far the old options were off is known; of the new ones these say nothing
+        self._open.clear()
         self._allow(new)
 
 
