@@ -103,6 +103,68 @@ def test_a_failing_step_aborts_its_requests_and_the_engine_goes_on(folder: Path)
         assert engine.num_free_blocks == engine.num_blocks
 
 
+def test_a_request_that_cannot_be_started_ends_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = modelled_engine()
+    start = inner.submit
+
+    def broken(request: Request, *samples: Request) -> None:
+        start(request, *samples)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(inner, "submit", broken)
+    with AsyncEngine(inner, max_waiting=1) as engine:
+        first: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        second: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        engine.submit(ask("unlucky"), first.put, (ask("sample"), second.put))
+        for events in (first, second):
+            (last,) = read_all(events)
+            assert isinstance(last.error, EngineError) and "can't start new thread" in str(last.error)
+        monkeypatch.setattr(inner, "submit", start)
+        assert (engine.num_waiting, engine.num_running) == (0, 0)
+        until(lambda: engine._backlog._num_accepted == 0)
+        engine.submit(ask("lucky", max_tokens=5), first.put)
+        assert read_all(first)[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_command_that_fails_costs_nobody_else_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = modelled_engine()
+
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    with AsyncEngine(inner) as engine:
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        engine.run(broken)
+        with monkeypatch.context() as patch:
+            patch.setattr(inner, "cancel", broken)
+            engine.cancel(RequestId("gone"))
+            engine.submit(ask("good", max_tokens=5), events.put)
+            assert read_all(events)[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_whoever_waits_is_told_when_the_engine_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = modelled_engine(seats=1)
+    runner = inner.runner = Halting(inner.runner)
+
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    events = {name: queue.SimpleQueue[TokenEvent]() for name in ("runs", "queued")}
+    engine = AsyncEngine(inner)
+    engine.submit(ask("runs"), events["runs"].put)
+    assert runner.is_waiting.acquire(timeout=30)
+    engine.submit(ask("queued"), events["queued"].put)  # a command that nobody has carried out yet
+    for name in ("give_up_audit", "cancel"):
+        monkeypatch.setattr(inner, name, broken)
+    monkeypatch.setattr(runner, "_runner", None)
+    runner.may_go_on.release()
+    for waiting in events.values():
+        assert "engine has failed" in str(read_all(waiting)[-1].error)
+    with pytest.raises(EngineClosedError):
+        engine.submit(ask("late"), events["runs"].put)
+    engine.close()
+
+
 def test_a_broken_listener_costs_only_its_own_request(folder: Path) -> None:
     def broken(event: TokenEvent) -> None:
         raise ValueError("closed")

@@ -7,7 +7,7 @@ submitted request gets exactly one last event, whatever happens: a finish, a can
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
@@ -73,10 +73,15 @@ class AsyncEngine:
         def start() -> None:
             if not self._listeners:
                 self._backlog.begin(now)
-            for one, listen in ((request, listener), *samples):
-                self._listeners[one.request_id] = listen
-            self._engine.submit(request, *(one for one, _ in samples))
-            self._backlog.hand_over()
+            listeners = {one.request_id: listen for one, listen in ((request, listener), *samples)}
+            self._listeners.update(listeners)
+            try:
+                self._engine.submit(request, *(one for one, _ in samples))
+            except Exception as error:  # no thread for it, say, or no memory
+                logger.exception("%s could not be started", request.request_id)
+                self._abort(listeners, EngineError(f"the request could not be started: {error}"))
+            finally:
+                self._backlog.hand_over()
 
         with self._closing:
             if self._is_closed:
@@ -96,14 +101,7 @@ class AsyncEngine:
 
     def run(self, command: Callable[[Engine], object]) -> None:
         """Do something with the engine between two steps; nothing if it is closed."""
-
-        def carry_out() -> None:
-            try:
-                command(self._engine)
-            except Exception:  # nobody waits for it
-                logger.exception("a command failed")
-
-        self._commands.put(carry_out)
+        self._commands.put(lambda: command(self._engine))
 
     def documents_changed(self, salt: str, corpus: Corpus) -> None:
         """The documents of this salt's requests are these, and may have changed: nothing is kept of what is gone."""
@@ -129,18 +127,30 @@ class AsyncEngine:
         self.close()
 
     def _run(self) -> None:
+        error: EngineError = EngineClosedError("the engine was closed before the answer was complete")
+        try:
+            self._serve()
+        except Exception:
+            logger.exception("the engine has failed; it answers nothing more")
+            error = EngineError("the engine has failed, the log says why; start Stillroom again")
+            with self._closing:
+                self._is_closed = True
+            while not self._commands.empty():  # whoever came before has a listener too
+                self._carry_out(self._commands.get())
+        self._abort(list(self._listeners), error)
+        self._engine.catch_up()  # what is still to be stored must not hold what is gone
+
+    def _serve(self) -> None:
         while self._take_commands():
             try:
                 events = self._engine.step()
             except Exception as error:  # a failed step must not strand those who wait for its tokens
                 logger.exception("a step failed; its requests are aborted")
                 self._engine.give_up_audit()
-                self._abort_all(EngineError(f"generation failed: {error}"))
+                self._abort(list(self._listeners), EngineError(f"generation failed: {error}"))
                 continue
             for event in events:
                 self._dispatch(event)
-        self._abort_all(EngineClosedError("the engine was closed before the answer was complete"))
-        self._engine.catch_up()  # what is still to be stored must not hold what is gone
 
     def _take_commands(self) -> bool:
         """Carry out what was asked since the last step, waiting for something if there is nothing to do yet; False to
@@ -157,8 +167,16 @@ class AsyncEngine:
                 return True
             if command is None:
                 return False
-            command()
+            self._carry_out(command)
             pause = 0.0  # what came may be what was waited for
+
+    def _carry_out(self, command: Callable[[], None] | None) -> None:
+        if command is None:
+            return
+        try:
+            command()
+        except Exception:  # nobody waits for it, and others must still be answered
+            logger.exception("a command failed")
 
     def _tend(self) -> bool:
         """One piece of work that nobody waits for, if nobody waits for anything else."""
@@ -185,10 +203,13 @@ class AsyncEngine:
                 listeners[event.request_id] = _ignore
                 self.cancel(event.request_id)
 
-    def _abort_all(self, error: EngineError) -> None:
+    def _abort(self, request_ids: Iterable[RequestId], error: EngineError) -> None:
         now = self._engine.clock.monotonic()
-        for request_id in list(self._listeners):
-            self._engine.cancel(request_id)
+        for request_id in request_ids:
+            try:
+                self._engine.cancel(request_id)
+            except Exception:  # its listener is told all the same
+                logger.exception("%s could not be cancelled", request_id)
             self._dispatch(TokenEvent(request_id, None, FinishReason.ABORTED, now, error))
 
 
