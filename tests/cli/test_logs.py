@@ -73,3 +73,12 @@ def test_debug_lets_libraries_speak(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="LOUD"):
         configure_logging("LOUD")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_nothing_in_a_record_steers_a_terminal(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    configure_logging("INFO", as_json=as_json)
+    logger.info("a file named %s", "\x1b[2J\x9b2J\r\x07.md")
+
+    [line] = capsys.readouterr().err.split("\n")[:-1]
+    assert line.isprintable() and "\\u009b2J" in line and ("\\u001b[2J" in line)

@@ -15,7 +15,8 @@ import pytest
 
 from stillroom.server.run import HttpServer
 from tests.cli.harness import Opened, Run
-from tests.server.fakes import FakeRoom, until
+from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.harness import serving
 from tests.server.test_leaving import streaming
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,9 +143,29 @@ def test_other_machines_are_warned_of(
     assert "no keys are asked for" not in run("serve", "--host", "127.0.0.1", "--port", "0").err
 
 
+def test_a_server_may_come_before_its_documents(
+    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has no knowledge base when it first starts."""
+    monkeypatch.setattr(HttpServer, "run", lambda *_: None)
+    monkeypatch.setattr(FakeRoom, "num_documents", 0)
+
+    found = run("serve", "--kb", "new", "--port", "0")
+
+    assert found.code == 0 and "new has no documents yet: stillroom add PATH --kb new" in found.err
+    assert [create for _, _, create in opened.calls] == [True]
+
+
+def test_python_hands_over_quickly_while_it_serves() -> None:
+    before = sys.getswitchinterval()
+    with serving(as_room(FakeRoom())) as url:
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert sys.getswitchinterval() == pytest.approx(1e-4)
+    assert sys.getswitchinterval() == before
+
+
 def test_stop_before_run_ends_it_at_once() -> None:
     from stillroom.server.app import create_app
-    from tests.server.fakes import as_room
 
     server = HttpServer("127.0.0.1", 0)
     server.stop()

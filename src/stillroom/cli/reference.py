@@ -70,7 +70,8 @@ def _flow(text: str) -> str:
 
 
 def _usage(argument: Any) -> str:
-    return f"{argument.metavar}..." if argument.nargs == -1 else str(argument.metavar)
+    name = f"{argument.metavar}..." if argument.nargs == -1 else str(argument.metavar)
+    return name if argument.required or argument.nargs == -1 else f"[{name}]"
 
 
 def _row(parameter: Any) -> str:
@@ -82,9 +83,10 @@ def _row(parameter: Any) -> str:
     meaning = parameter.help
     if parameter.envvar:
         meaning += f" Environment: `{parameter.envvar}`."
-    if parameter.default is not None and not parameter.required and not parameter.is_flag:
+    if parameter.default not in (None, "") and not parameter.required and not parameter.is_flag:
         meaning += f" Default: `{parameter.default}`."
-    return f"| {names} | {meaning} |".replace("hybrid|dense|sparse", r"hybrid\|dense\|sparse")
+    escaped = (text.replace("|", r"\|") for text in (names, meaning))
+    return "| " + " | ".join(escaped) + " |"
 
 
 if __name__ == "__main__":

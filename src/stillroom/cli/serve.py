@@ -90,12 +90,14 @@ def serve(  # noqa: PLR0913  one parameter per flag
         say(f"warning: {warning}")
     server = HttpServer(settings.server.host, settings.server.port)  # a taken port is known before a model loads
     try:
-        with room.open_room(kb, settings) as opened:
+        with room.open_room(kb, settings, create=True) as opened:
             from stillroom.server.app import create_app
             from stillroom.server.tenants import Tenants
             from stillroom.telemetry.spans import exporting
 
             house = Tenants(opened, doorway.tenants_folder)
+            if not opened.num_documents:
+                say(f"{kb} has no documents yet: stillroom add PATH --kb {kb}, or upload them")
             say(f"loading {opened.model_name} ...")
             opened.warm_up()
 

@@ -30,6 +30,9 @@ _TALKATIVE = (
 )
 """Libraries whose records below WARNING say nothing that a user of Stillroom asked for."""
 
+_ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+"""What could steer a terminal, in the name of a file, say."""
+
 
 def configure_logging(level: str | int = "WARNING", *, as_json: bool = False) -> None:
     """Send the records of this process to stderr. Calling it again replaces the earlier settings.
@@ -78,7 +81,7 @@ class _TextFormatter(logging.Formatter):
         line = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"
         if record.exc_info and record.exc_info[1] is not None:
             line += f" [{_last_frame(record.exc_info[1])}]"
-        return line.replace("\n", "\\n")
+        return line.replace("\n", "\\n").translate(_ESCAPED)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -100,7 +103,7 @@ class _JsonFormatter(logging.Formatter):
             entry |= {name: value for name, value in fields.items() if name not in entry}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        return json.dumps(entry, ensure_ascii=False).translate(_ESCAPED)
 
 
 def _time(record: logging.LogRecord) -> str:
