@@ -1,4 +1,4 @@
-"""A knowledge base of format 1 becomes one of format 2 when it is opened, and nobody ever sees half of that."""
+"""A knowledge base of an earlier format becomes one of this when it is opened, and nobody ever sees half of that."""
 
 import json
 import signal
@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from stillroom.core.ids import DocumentId
 from stillroom.errors import IncompatibleKnowledgeBaseError
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.rows import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION
+from stillroom.retrieval.rows import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, Source, SourceUpdate
 from tests.retrieval.conftest import MakeFile, OpenKb
+from tests.retrieval.test_corpus import stored
 
 # ends itself at the n-th column; by a signal that nothing can catch
 _KILLED = """
@@ -86,6 +88,22 @@ def test_an_old_knowledge_base_is_brought_up_to_date_on_opening(
     fresh = Corpus(old.parent / "fresh.sqlite3")
     fresh.close()
     assert shape(old / "corpus.sqlite3") == shape(old.parent / "fresh.sqlite3")
+
+
+def test_version_2_gets_names_of_commits_and_keeps_what_it_knows(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.sqlite3"
+    corpus = Corpus(path)
+    corpus.commit([stored("a", "one")], sources=[SourceUpdate("a", Source("a", 10, 99, "hash"))])
+    corpus.close()
+    database = sqlite3.connect(path)
+    for statement in ("DROP TABLE commits", "DROP TRIGGER commits_have_names", "PRAGMA user_version = 2"):
+        database.execute(statement)
+    database.close()
+    corpus = Corpus(path)
+    assert list(corpus.sources()) == ["a"], "no file has to be read again"
+    corpus.commit(removed=[DocumentId("a")])
+    assert (corpus.commit_id(1), len(corpus.commit_id(2) or ""), corpus.commit_id(3)) == ("", 32, None)
+    corpus.close()
 
 
 @pytest.mark.parametrize("at", [0, 2, len(ADDED_COLUMNS)])
