@@ -138,7 +138,7 @@ def test_releases_with_devices_are_those_of_a_slow_twin(sizes: list[int], data: 
     for shard, other in ((RAM, DISK), (DISK, RAM)):
         busy = on_host[other][-1][1] if on_host[other] else 0.0
         for number, at in on_host[shard]:
-            ends[number].append(at + 0.3 * min(at, busy))
+            ends[number].append(at + (0.3 if len(probed) > 1 else 1.0) * min(at, busy))
     for shard in (ONE, TWO):
         codes = {
             number: sum(sizes[one] for one in row if one >= 0 and shards[one] == shard)
