@@ -1,6 +1,7 @@
 """What a checkpoint may look like, and what is said of one that cannot be used."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from stillroom.errors import (
 from stillroom.models.checkpoint import WeightFiles, resolve
 from stillroom.models.loader import fingerprint_of, load_decoder, load_model
 from stillroom.models.spec import spec_from_config
+from stillroom.ops.rope import inverse_frequencies
 from tests.fakes import random_checkpoint
 
 CONFIG: dict[str, Any] = {
@@ -53,6 +55,10 @@ def test_windows_follow_each_family() -> None:
     qwen = {**CONFIG, "model_type": "qwen2", "sliding_window": 8, "max_window_layers": 3}
     assert spec_from_config(qwen).windows == (None,) * 4, "Qwen slides only when told to"
     assert spec_from_config({**qwen, "use_sliding_window": True}).windows == (None, None, None, 8)
+    assert spec_from_config({**CONFIG, "sliding_window": 8}).windows == (None,) * 4, "transformers' Llama never slides"
+    mixed = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}
+    assert spec_from_config({**CONFIG, **mixed, "model_type": "mistral"}).windows == (8,) * 4, "nor reads layer_types"
+    assert spec_from_config({**qwen, **mixed, "use_sliding_window": True}).windows == (None, 8, None, 8)
 
 
 GEMMA3_4B = {  # its text_config on the hub leaves out what transformers knows
@@ -98,6 +104,42 @@ def test_both_layouts_of_gemma3s_rope_settings_mean_the_same() -> None:
     assert (old.rope.theta, old.local_rope.theta) == (new.rope.theta, new.local_rope.theta) == (5e5, 2e4)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": LLAMA3},
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 100}},
+        {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64},
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 100}, "original_max_position_embeddings": 64},
+        {"rope_scaling": YARN},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 100}, "original_max_position_embeddings": 64},
+        {"rope_scaling": {**YARN, "factor": None, "original_max_position_embeddings": 100}},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "original_max_position_embeddings": 64},
+        {"rope_scaling": {**LONG, "original_max_position_embeddings": 100}},
+        {"rope_scaling": LONG},
+        {"model_type": "phi3", "rope_scaling": LONG},
+        {"model_type": "phi3", "rope_scaling": {**LONG, "original_max_position_embeddings": 100}},
+    ],
+    ids=str,
+)
+def test_rope_numbers_are_looked_for_where_transformers_does(config: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = {**CONFIG, "max_position_embeddings": 512, **config}
+    theirs = AutoConfig.for_model(**deepcopy(config))
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, "cpu", seq_len=1)
+    inv_freq, factor = inverse_frequencies(spec_from_config(config).rope)
+    torch.testing.assert_close(inv_freq, expected)
+    assert factor == pytest.approx(expected_factor)
+
+
 def test_a_longrope_model_runs_at_its_original_length_unless_asked_for_more() -> None:
     assert spec_from_config(PHI3_128K).max_positions == 512
     assert spec_from_config(PHI3_128K, max_model_len=2000).max_positions == 2000
@@ -116,9 +158,13 @@ def test_a_longrope_model_runs_at_its_original_length_unless_asked_for_more() ->
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_attention"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "lacks 'factor'"),
+        ({"rope_scaling": {"type": "yarn"}}, "lacks 'factor'"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, "lacks 'high_freq_factor'"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, "layers of type chunked_attention"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "encoder"),
-        ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "lacks 'original_max_position_embeddings'"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "lacks 'short_factor'"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "lacks 'num_experts_per_tok'"),
         ({"model_type": "gemma3", "text_config": {}}, "lacks 'hidden_size'"),
         ({"quantization_config": {"bits": 4}}, "quantised"),

@@ -117,6 +117,22 @@ def test_logits_equal_transformers(checkpoint: tuple[Path, Any], pieces: list[in
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Llama", {"sliding_window": 24}),
+        ("Mistral", {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("Phi3", {"sliding_window": 24, "use_sliding_window": False, "pad_token_id": 0}),
+    ],
+)
+def test_windows_are_read_where_transformers_reads_them(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    oracle = random_checkpoint(tmp_path, kind, num_hidden_layers=2, **settings)
+    token_ids = np.random.default_rng(0).integers(3, 301, size=90).tolist()
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([token_ids])).logits[0]
+    torch.testing.assert_close(all_logits(tmp_path, token_ids, [60, 30]), expected, atol=1e-4, rtol=1e-4)
+
+
 def with_all_experts(folder: Path, copy: Path) -> Path:
     """The same checkpoint with every expert active for every token: nothing is left to choose."""
     shutil.copytree(folder, copy)

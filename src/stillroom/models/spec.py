@@ -6,10 +6,10 @@ architecture means a line in `_FAMILIES`, and a row in the oracle test.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from stillroom.errors import UnsupportedModelError
-from stillroom.ops.rope import SUPPORTED_KINDS, RopeSpec
+from stillroom.ops.rope import REQUIRED_NUMBERS, SUPPORTED_KINDS, RopeSpec
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -70,6 +70,9 @@ class ModelSpec:
     mixture: MixtureSpec | None
 
 
+_Sliding = Literal["none", "all", "by layer"]
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     """What a `model_type` implies, and what `config.json` may leave out."""
@@ -79,6 +82,9 @@ class _Family:
     is_gemma: bool = False
     is_partly_rotated: bool = False
     """`partial_rotary_factor` is honoured; elsewhere transformers has no such thing."""
+    slides: _Sliding = "all"
+    """Which layers see a `sliding_window` only, if there is one; its other ways to be said count where transformers
+    reads them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -105,16 +111,19 @@ _GEMMA3 = _GEMMA | {
     "sliding_window_pattern": 6,
 }
 
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096}
+_PHI3 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
+
 _FAMILIES = {
-    "llama": _Family(),
-    "mistral": _Family(),
+    "llama": _Family(slides="none"),
+    "mistral": _Family(defaults={"sliding_window": 4096}),
     "mixtral": _Family(defaults={"rope_theta": 1e6, "norm_topk_prob": True}),
-    "qwen2": _Family(has_qkv_bias=True, defaults={"use_sliding_window": False}),
-    "qwen3": _Family(has_qk_norm=True, defaults={"use_sliding_window": False}),
-    "qwen3_moe": _Family(has_qk_norm=True, defaults={"use_sliding_window": False}),
-    "phi3": _Family(is_partly_rotated=True, defaults={"rms_norm_eps": 1e-5}),
-    "gemma2": _Family(is_gemma=True, defaults=_GEMMA2),
-    "gemma3_text": _Family(is_gemma=True, has_qk_norm=True, defaults=_GEMMA3),
+    "qwen2": _Family(has_qkv_bias=True, slides="by layer", defaults=_QWEN | {"max_window_layers": 28}),
+    "qwen3": _Family(has_qk_norm=True, slides="by layer", defaults=_QWEN | {"max_window_layers": 28}),
+    "qwen3_moe": _Family(has_qk_norm=True, defaults=_QWEN),
+    "phi3": _Family(is_partly_rotated=True, defaults=_PHI3),
+    "gemma2": _Family(is_gemma=True, slides="by layer", defaults=_GEMMA2),
+    "gemma3_text": _Family(is_gemma=True, has_qk_norm=True, slides="by layer", defaults=_GEMMA3),
 }
 
 
@@ -160,7 +169,7 @@ def _spec(config: Mapping[str, Any], family: _Family, max_model_len: int) -> Mod
     num_layers = int(config["num_hidden_layers"])
     head_dim = int(config.get("head_dim") or hidden_size // num_heads)
     has_bias = bool(config.get("attention_bias", False))
-    windows = _windows(config, num_layers)
+    windows = _windows(config, family, num_layers)
     rope = _rope(config, family, head_dim, max_model_len)
     return ModelSpec(
         model_type=str(config["model_type"]),
@@ -225,11 +234,8 @@ def _rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_model_l
         raise UnsupportedModelError(f"a partial_rotary_factor other than 1 is not supported for {config['model_type']}")
     theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
     max_positions = int(config.get("max_position_embeddings") or 2048)
-    usual_len = max_positions
-    if kind == "longrope":
-        # it stands beside the scheme's numbers, as in Phi-3, or among them; the former wins, as in transformers
-        usual_len = int(({**parameters, **config})["original_max_position_embeddings"])
-        parameters["original_max_position_embeddings"] = usual_len
+    _complete(parameters, kind, config.get("original_max_position_embeddings"), max_positions)
+    usual_len = parameters["original_max_position_embeddings"] if kind == "longrope" else max_positions
     return RopeSpec(
         rotary_dim=int(head_dim * part),
         theta=float(theta),
@@ -238,6 +244,26 @@ def _rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_model_l
         parameters=parameters,
         max_model_len=min(max_model_len or usual_len, max_positions),
     )
+
+
+def _complete(parameters: dict[str, Any], kind: str, original: int | None, max_positions: int) -> None:
+    """Fill in the scheme's numbers that may be left out.
+
+    Args:
+        original: the length the model was first trained at, if it stands beside the scheme's numbers, as in Phi-3. It
+            wins over the one among them, as in transformers.
+
+    Raises:
+        KeyError: one that may not is missing.
+    """
+    for name in REQUIRED_NUMBERS.get(kind, ()):
+        if parameters.get(name) is None and not (kind == "yarn" and name in parameters):
+            raise KeyError(name)
+    if kind in ("llama3", "yarn", "longrope"):
+        original = int(original or parameters.get("original_max_position_embeddings") or max_positions)
+        parameters["original_max_position_embeddings"] = original
+        if kind == "yarn" and parameters["factor"] is None:
+            parameters["factor"] = max_positions / original
 
 
 def _local_rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_model_len: int) -> RopeSpec | None:
@@ -249,14 +275,17 @@ def _local_rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_m
     return _rope({**config, "rope_parameters": parameters}, family, head_dim, max_model_len)
 
 
-def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Which layers slide: `layer_types` where given, else the family's older way to say it."""
+def _windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    """Which layers slide. In a family that says it by layer: `layer_types` where given, else its older way."""
+    is_off = "use_sliding_window" in family.defaults and not config["use_sliding_window"]
+    window = None if is_off or family.slides == "none" else config.get("sliding_window")
+    if family.slides != "by layer":
+        return (None if window is None else int(window),) * num_layers
     kinds = config.get("layer_types")
     unknown = set(kinds or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModelError(f"layers of type {', '.join(sorted(unknown))} are not supported")
-    window = config.get("sliding_window")
-    if window is None or config.get("use_sliding_window") is False:
+    if window is None:
         return (None,) * num_layers
     if kinds is None:
         kinds = [_layer_type(config, layer) for layer in range(num_layers)]
@@ -264,11 +293,11 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
 
 
 def _layer_type(config: Mapping[str, Any], layer: int) -> str:
-    """Gemma: every n-th layer is full. Qwen2 and 3: the first ones are. Others: none is."""
+    """Gemma: every n-th layer is full. Qwen2 and 3: the first ones are."""
     if "sliding_window_pattern" in config:
         slides = (layer + 1) % int(config["sliding_window_pattern"]) != 0
     else:
-        slides = config["model_type"] not in ("qwen2", "qwen3") or layer >= int(config.get("max_window_layers", 0))
+        slides = layer >= int(config["max_window_layers"])
     return "sliding_attention" if slides else "full_attention"
 
 

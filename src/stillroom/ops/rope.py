@@ -32,6 +32,13 @@ class RopeSpec:
 
 
 SUPPORTED_KINDS = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
+REQUIRED_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+"""What a checkpoint has to say of each kind; of yarn it may say null, and then it is how much longer sequences are."""
 
 
 def inverse_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
