@@ -79,7 +79,8 @@ class GenerationConfig:
     frequency_penalty: float = 0.0
     """Above 0: tokens become less likely each time the answer has them."""
     seed: int = 0
-    """Same seed, question and documents: same answer, whatever else runs in the batch."""
+    """Same seed, question and documents: same answer, whatever else runs in the batch. In half precision a near tie
+    between two tokens may go the other way in another batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
