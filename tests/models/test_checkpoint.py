@@ -106,7 +106,7 @@ def test_both_layouts_of_gemma3s_rope_settings_mean_the_same() -> None:
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
-LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0] * 4}
+LONG = {"rope_type": "longrope", "short_factor": [1 + i / 10 for i in range(32)], "long_factor": [4.0] * 32}
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,12 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_fac
         {"model_type": "phi3", "rope_scaling": LONG},
         {"model_type": "phi3", "rope_scaling": {**LONG, "original_max_position_embeddings": 100}},
     ],
-    ids=str,
 )
 def test_rope_numbers_are_looked_for_where_transformers_does(config: dict[str, Any]) -> None:
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = {**CONFIG, "max_position_embeddings": 512, **config}
+    config = {**CONFIG, "hidden_size": 384, "max_position_embeddings": 512, **config}
     theirs = AutoConfig.for_model(**deepcopy(config))
     expected, expected_factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, "cpu", seq_len=1)
     inv_freq, factor = inverse_frequencies(spec_from_config(config).rope)
