@@ -30,7 +30,7 @@ class AsyncEngine:
         """
         self._engine = engine
         self._backlog = Backlog(max_waiting)
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._listeners: dict[RequestId, Listener] = {}
         self._closing = threading.Lock()  # orders every submit before, or after, the final None
         self._is_closed = False
@@ -170,7 +170,7 @@ class AsyncEngine:
             self._carry_out(command)
             pause = 0.0  # what came may be what was waited for
 
-    def _carry_out(self, command: Callable[[], None] | None) -> None:
+    def _carry_out(self, command: Callable[[], object] | None) -> None:
         if command is None:
             return
         try:
