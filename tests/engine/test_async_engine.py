@@ -137,9 +137,14 @@ def test_a_command_that_fails_costs_nobody_else_anything(monkeypatch: pytest.Mon
         engine.run(broken)
         with monkeypatch.context() as patch:
             patch.setattr(inner, "cancel", broken)
-            engine.cancel(RequestId("gone"))
+            both_came = threading.Event()
+            engine.run(lambda _: both_came.wait(30))
+            engine.submit(ask("bad", max_tokens=190), events.put)
+            engine.cancel(RequestId("bad"))
+            both_came.set()
+            assert read_all(events)[-1].finish_reason is FinishReason.ABORTED
             engine.submit(ask("good", max_tokens=5), events.put)
-            assert read_all(events)[-1].finish_reason is FinishReason.LENGTH
+            assert [event.request_id for event in read_all(events)] == ["good"] * 5, "though the other one goes on"
 
 
 def test_whoever_waits_is_told_when_the_engine_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,9 +93,8 @@ class AsyncEngine:
         """Stop a request at the next step; its last event says `aborted`. Harmless if it has ended."""
 
         def stop() -> None:
-            event = self._engine.cancel(request_id)
-            if event is not None:
-                self._dispatch(event)
+            if request_id in self._listeners:
+                self._abort([request_id])
 
         self._commands.put(stop)
 
@@ -193,7 +192,8 @@ class AsyncEngine:
         if is_last:
             self._backlog.end(event.at)
         listeners = self._listeners
-        listener = listeners.pop(event.request_id) if is_last else listeners[event.request_id]
+        # one that could not be cancelled may go on, and has been told that it ended
+        listener = listeners.pop(event.request_id, _ignore) if is_last else listeners.get(event.request_id, _ignore)
         try:
             listener(event)
         except Exception:  # one broken listener (a closed event loop, say) must not stop the others
@@ -203,7 +203,7 @@ class AsyncEngine:
                 listeners[event.request_id] = _ignore
                 self.cancel(event.request_id)
 
-    def _abort(self, request_ids: Iterable[RequestId], error: EngineError) -> None:
+    def _abort(self, request_ids: Iterable[RequestId], error: EngineError | None = None) -> None:
         now = self._engine.clock.monotonic()
         for request_id in request_ids:
             try:
@@ -214,4 +214,4 @@ class AsyncEngine:
 
 
 def _ignore(event: TokenEvent) -> None:
-    """Stands in for a listener that failed, until its request has ended."""
+    """Stands in for a listener that failed or has heard its last, until its request has ended."""
