@@ -26,6 +26,7 @@ from stillroom.bench.reuse_search import Asked, Searched
 from stillroom.bench.reuse_traffic import MAX_SEQS, Traffic, budget_for, pool_for
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.tiered import SKEWS, Questions, Scope, check_scope, made_lists
+from stillroom.ops.teams import quick_handovers
 from stillroom.rag.planning.constraints import Shortfall, smallest_hit_rate
 from stillroom.rag.simulation.arrivals import arrivals
 from stillroom.rag.simulation.driving import drive
@@ -114,9 +115,10 @@ def run_answers(
                 Arm(name, _Run(house, tiers, held, dispatches, questions, scope.nprobe, alone, slos))
                 for name, held, dispatches in _arms(plans, scope.nlist)
             ]
-            samples = run_arms(
-                arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"), only_own=True
-            )
+            with quick_handovers():  # as a server does
+                samples = run_arms(
+                    arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"), only_own=True
+                )
             tiers.close()
         finally:
             file.unlink(missing_ok=True)

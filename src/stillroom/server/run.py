@@ -7,7 +7,6 @@ import contextlib
 import errno
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -17,13 +16,12 @@ from fastapi import FastAPI
 
 from stillroom.config.settings import ServerConfig
 from stillroom.errors import ConfigError, ServerError
+from stillroom.ops.teams import quick_handovers
 from stillroom.server.connections import ConnectionLimits, protocol_of
 from stillroom.server.draining import Draining
 
 _MAX_HEAD_BYTES = 64 * 1024
 """Of a request line and its headers."""
-
-_HANDOVER_SECONDS = 1e-4
 
 _CLOSING_SECONDS = 5
 """For connections to be closed when nothing runs any more."""
@@ -76,7 +74,7 @@ class HttpServer:
         self._server = _DrainingServer(config, on_ready, app.state.draining)
         self._server.should_exit = self._is_stopping
         try:
-            with self._signals(), _quick_handovers():
+            with self._signals(), quick_handovers():
                 self._server.run(sockets=[self._socket])
         except OSError as error:
             if self._server.started:
@@ -108,18 +106,6 @@ class HttpServer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _quick_handovers() -> Iterator[None]:
-    """Python code that computes lets others go on after 0.1 ms instead of 5: an engine's step needs Python's lock
-    hundreds of times, and waits so long each time while something else (an upload, say) runs (docs/log.md)."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _HANDOVER_SECONDS))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 class _DrainingServer(uvicorn.Server):
