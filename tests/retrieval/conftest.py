@@ -6,12 +6,21 @@ from typing import NoReturn
 
 import pytest
 
-from stillroom.config.settings import EmbedderConfig, StillroomConfig
+from stillroom.config.settings import EmbedderConfig, SearchMode, StillroomConfig
+from stillroom.core.document import SearchResult
 from stillroom.retrieval import knowledge_base
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
+
+KEYS = "# Key rotation\n\nRotate the keys of the vault every thirty days.\n"
+CATS = "# Cats\n\nCats sleep most of the day, and hunt at night.\n"
+BREAD = "# Bread\n\nBake the bread at two hundred degrees for forty minutes.\n"
+UNSHARED = StillroomConfig(embedder=EmbedderConfig(batch_size=8))
+"""Has an embedder of its own, not loaded yet."""
+
+MODES: tuple[SearchMode, ...] = ("hybrid", "dense", "sparse")
 
 MakeFile = Callable[[str, str], Path]
 OpenKb = Callable[..., KnowledgeBase]
@@ -72,3 +81,39 @@ def refuse_to_embed(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> Call
 
 def _shared(config: EmbedderConfig, embedder: Embedder) -> Embedder:
     return embedder if config == EmbedderConfig() else Embedder(config)
+
+
+class Spy:
+    """Counts the texts that are embedded."""
+
+    def __init__(self, embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.texts: list[str] = []
+        real = embedder.embed_documents
+
+        def embed(texts: Sequence[str], on_batch: object = None) -> object:
+            self.texts += texts
+            return real(texts, on_batch)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(embedder, "embed_documents", embed)
+
+
+@pytest.fixture
+def spy(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(embedder, monkeypatch)
+
+
+@pytest.fixture
+def three(make_file: MakeFile, docs: Path) -> Path:
+    """A folder with three documents."""
+    make_file("keys.md", KEYS)
+    make_file("cats.md", CATS)
+    make_file("sub/bread.md", BREAD)
+    return docs
+
+
+def first_name(result: SearchResult) -> str:
+    return Path(result.results[0].chunk.document_id).name
+
+
+def names(result: SearchResult) -> set[str]:
+    return {Path(scored.chunk.document_id).name for scored in result.results}

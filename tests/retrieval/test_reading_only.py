@@ -12,9 +12,8 @@ import pytest
 from stillroom.config.settings import IndexConfig, StillroomConfig
 from stillroom.errors import KnowledgeBaseBusyError, StorageError
 from stillroom.retrieval.corpus import Corpus
-from tests.retrieval.conftest import OpenKb
+from tests.retrieval.conftest import MODES, OpenKb, names
 from tests.retrieval.test_corpus import stored
-from tests.retrieval.test_knowledge_base import MODES, names
 
 
 @contextlib.contextmanager

