@@ -28,6 +28,8 @@ from tests.server.fakes import until
 from tests.server.knowledge import write_knowledge
 
 NUM_CONNECTIONS = int(os.environ.get("STILLROOM_LOAD_CONNECTIONS", "60"))
+NUM_CLIENTS = 48
+"""Who always asks, to find what is sustainable: more than a batch takes, so that no step has an empty seat."""
 SECONDS = float(os.environ.get("STILLROOM_LOAD_SECONDS", "10"))
 MAX_WAIT = 5.0
 PATIENCE = 60.0
@@ -170,7 +172,7 @@ class Connection:
 
 
 async def sustainable(url: str, seconds: float) -> float:
-    """Answers per second that eight clients get who always ask."""
+    """Answers per second that clients get who always ask."""
     seen = Seen()
     end = time.perf_counter() + seconds
 
@@ -178,8 +180,8 @@ async def sustainable(url: str, seconds: float) -> float:
         while time.perf_counter() < end:
             await connection.ask(QUESTIONS[index % len(QUESTIONS)])
 
-    async with connections(url, 8, seen) as idle:
-        await asyncio.gather(*(keep_asking(idle.get_nowait(), index) for index in range(8)))
+    async with connections(url, NUM_CLIENTS, seen) as idle:
+        await asyncio.gather(*(keep_asking(idle.get_nowait(), index) for index in range(NUM_CLIENTS)))
     return seen.statuses[200] / seconds
 
 
