@@ -1,5 +1,7 @@
 """No text is lost, no limit exceeded, no heading crossed."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from stillroom.core.document import Document, Paragraph
 from stillroom.core.ids import DocumentId
 from stillroom.errors import ConfigError
-from stillroom.retrieval.chunker import Chunker
+from stillroom.retrieval.chunker import Chunker, _stretches
 from stillroom.retrieval.embedder import Embedder
 
 WORDS = st.one_of(
@@ -103,6 +105,50 @@ def test_a_word_longer_than_a_chunk_is_cut(embedder: Embedder) -> None:
     chunks = chunker(embedder, 8).chunks(document(Paragraph("x" * 5000)))
     assert "".join(chunk.text for chunk in chunks) == "x" * 5000
     assert max(len(chunk.text) for chunk in chunks) <= 8 * 16
+
+
+class Longest:
+    """A tokenizer that remembers the longest text it was given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.num_chars = 0
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.num_chars = max(self.num_chars, len(text))
+        return self._tokenizer.encode(text, **options)
+
+
+@pytest.mark.parametrize("is_title", [False, True])
+def test_however_long_a_text_is_little_of_it_is_tokenised_at_once(embedder: Embedder, is_title: bool) -> None:
+    lines = [f"{number} GET /keys/{number % 97} 200" for number in range(6000)]
+    text = "\n".join(lines)
+    tokenizer: Any = Longest(embedder.tokenizer)
+    made = Chunker(tokenizer, 200, embedder.max_seq_length)
+    if is_title:
+        chunks = made.chunks(document(title=text))
+    else:
+        chunks = made.chunks(document(Paragraph(text, (), 10, 6009)))
+        for chunk in chunks:
+            assert chunk.text.split() == "\n".join(lines[chunk.start_line - 10 : chunk.end_line - 9]).split()
+    assert tokenizer.num_chars <= 1 << 16 < len(text)
+    assert " ".join(chunk.text for chunk in chunks).split() == text.split()
+
+
+@given(TEXTS)
+def test_stretches_hold_every_word_on_its_line(text: str) -> None:
+    paragraph = Paragraph(text, ("A",), 7, 7 + text.count("\n"), 2, 3)
+    stretches = list(_stretches(paragraph, 40))
+    assert " ".join(stretch.text for stretch in stretches).split() == text.split() or any(map(is_long, text.split()))
+    assert "".join("".join(stretch.text.split()) for stretch in stretches) == "".join(text.split())
+    for stretch in stretches:
+        assert len(stretch.text) <= 40 and (stretch.heading_path, stretch.start_page) == (("A",), 2)
+        lines = "\n".join(text.split("\n")[stretch.start_line - 7 : stretch.end_line - 6])
+        assert stretch.text in lines
+
+
+def is_long(word: str) -> bool:
+    return len(word) >= 40
 
 
 def test_a_title_too_long_for_a_heading_is_text(embedder: Embedder) -> None:

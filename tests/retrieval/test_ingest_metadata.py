@@ -4,7 +4,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from stillroom.core.metadata import Metadata
+from stillroom.retrieval import ingest
+from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from tests.retrieval.conftest import MakeFile, OpenKb
 
@@ -64,3 +68,25 @@ def test_a_removed_record_does_not_cost_the_others_what_was_said(open_kb: OpenKb
     kb.remove([str(path)])
     kb.add([path])
     assert metadata(kb)["c.jsonl#a"] == {}, "a forgotten file is forgotten with what was said of it"
+
+
+def test_what_is_taken_over_is_committed_as_often_as_what_is_embedded(
+    open_kb: OpenKb, docs: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(6):
+        make_file(f"{number}.md", f"# Number {number}\n\n## Keys\n\nIron.\n\n## Cats\n\nSoft.\n")
+    monkeypatch.setattr(ingest, "_WINDOW", 4)
+    sizes: list[int] = []
+    commit = Corpus.commit
+
+    def counted(self: Corpus, documents: list[object], *others: object) -> int:
+        sizes.append(len(documents))
+        return commit(self, documents, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Corpus, "commit", counted)
+    kb = open_kb()
+    kb.add([docs])
+    assert sizes[:3] == [2, 2, 2]
+    sizes.clear()
+    assert kb.add([docs], metadata={"team": "legal"}).num_updated == 6
+    assert sizes[:3] == [2, 2, 2]

@@ -28,6 +28,10 @@ _MIN_HEADING_CHARS = 8
 
 _SPECIAL_TOKENS = 2
 
+_MAX_STRETCH_CHARS = 1 << 16
+"""A paragraph is tokenised in stretches of at most so many characters: the tokens of a whole log without a blank line
+would fill the memory."""
+
 # where a paragraph may be cut, best first: after a sentence, at a line end, between words
 _CUTS = tuple(re.compile(pattern) for pattern in (r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+|\n\s*\n", r"\n+", r"\s+"))
 
@@ -100,7 +104,7 @@ class Chunker:
     def _fit(self, parts: tuple[str, ...]) -> tuple[str, ...]:
         """Headings within their share of what the embedder reads: the longest is shortened first, then the outermost
         dropped."""
-        while parts and self._count(" > ".join(parts)) > self._max_read // _MAX_HEADING_SHARE:
+        while parts and self._is_too_long(" > ".join(parts)):
             longest = max(range(len(parts)), key=lambda index: len(parts[index]))
             shorter = parts[longest][: len(parts[longest]) * 3 // 4].rstrip(". ")
             if len(shorter) < _MIN_HEADING_CHARS:
@@ -108,6 +112,9 @@ class Chunker:
             else:
                 parts = (*parts[:longest], f"{shorter}...", *parts[longest + 1 :])
         return parts
+
+    def _is_too_long(self, heading: str) -> bool:
+        return len(heading) > _MAX_STRETCH_CHARS or self._count(heading) > self._max_read // _MAX_HEADING_SHARE
 
     def _pack(self, pieces: Iterable[_Piece], limit: int) -> Iterator[_Piece]:
         """Join neighbours while they fit."""
@@ -129,8 +136,12 @@ class Chunker:
         end_line = max(piece.end_line for piece in run)
         return [_Piece(text, num_tokens, run[0].start_line, end_line, min(pages), max(pages))]
 
-    def _pieces(self, paragraph: Paragraph, limit: int) -> list[_Piece]:
+    def _pieces(self, paragraph: Paragraph, limit: int) -> Iterator[_Piece]:
         """The paragraph itself if it fits, else its parts, each within `limit`."""
+        for stretch in _stretches(paragraph, max(_MAX_STRETCH_CHARS, limit * _MAX_CHARS_PER_TOKEN)):
+            yield from self._pieces_of(stretch, limit)
+
+    def _pieces_of(self, paragraph: Paragraph, limit: int) -> list[_Piece]:
         text = paragraph.text
         measure = _Measure(text, self._tokenizer)
         total = measure.cost(0, len(text))
@@ -139,6 +150,35 @@ class Chunker:
         num_parts = -(-total // limit)
         spans = measure.split(0, len(text), limit, target=-(-total // num_parts))
         return [_piece_of(paragraph, start, end, measure.cost(start, end)) for start, end in spans]
+
+
+def _stretches(paragraph: Paragraph, max_chars: int) -> Iterator[Paragraph]:
+    """A paragraph in parts of at most `max_chars` characters, each with the lines it stands on."""
+    text, start, line = paragraph.text, 0, paragraph.start_line
+    if len(text) <= max_chars:
+        yield paragraph
+        return
+    while start < len(text):
+        end = _end_of_stretch(text, start, max_chars)
+        part = text[start:end].rstrip()
+        last = min(line + part.count("\n"), paragraph.end_line)
+        yield dataclasses.replace(paragraph, text=part, start_line=min(line, paragraph.end_line), end_line=last)
+        line += text.count("\n", start, end)
+        start = end
+
+
+def _end_of_stretch(text: str, start: int, max_chars: int) -> int:
+    """Behind a line where one ends in the second half, else between words; inside a word only if it is longer than a
+    stretch."""
+    end = start + max_chars
+    if end >= len(text):
+        return len(text)
+    line_end = text.rfind("\n", start + max_chars // 2, end)
+    if line_end >= 0:
+        return line_end + 1
+    words = text[start:end].rsplit(maxsplit=1)
+    word_start = text.rfind(words[-1], start, end) if words else end
+    return word_start if word_start > start else end
 
 
 def _piece_of(paragraph: Paragraph, start: int, end: int, num_tokens: int) -> _Piece:

@@ -27,7 +27,8 @@ from stillroom.retrieval.reading import FileReader, Looked, with_said
 from stillroom.retrieval.rows import Source, SourceUpdate
 
 _WINDOW = 512
-"""Chunks embedded and committed together. Larger: batches of more equal length; longer until something is safe."""
+"""Chunks committed together, embedded or taken over. Larger: batches of more equal length; longer until something is
+safe."""
 
 _MAX_PENDING_DOCUMENTS = 1000
 
@@ -183,8 +184,8 @@ class Ingest:
             known={chunk.indexed_text: vector for chunk, vector in old},
         )
         self._batch.documents.append(pending)
-        self._batch.num_texts += len(pending.texts())
-        if self._batch.num_texts >= _WINDOW or len(self._batch.documents) >= _MAX_PENDING_DOCUMENTS:
+        self._batch.num_chunks += len(pending.chunks)
+        if self._batch.num_chunks >= _WINDOW or len(self._batch.documents) >= _MAX_PENDING_DOCUMENTS:
             self._flush()
         return num_bytes
 

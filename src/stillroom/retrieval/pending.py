@@ -60,7 +60,7 @@ class Batch:
     documents: list[Pending] = field(default_factory=list)
     sources: list[SourceUpdate] = field(default_factory=list)
     removed: list[DocumentId] = field(default_factory=list)
-    num_texts: int = 0
+    num_chunks: int = 0
     num_files: int = 0
     num_bytes: int = 0
 
