@@ -27,12 +27,23 @@ def write_jsonl(path: Path, *records: object) -> Path:
 
 
 def test_a_folder_is_walked_in_order_without_what_is_hidden_or_of_no_known_format(tmp_path: Path) -> None:
-    names = ("b.md", "a.txt", "sub/c.rst", "x.bin", ".hidden.md", ".git/d.md", "README", "sub/page.HTML", "old.doc")
+    names = (
+        "b.md",
+        "a.txt",
+        "sub/c.rst",
+        "x.bin",
+        ".hidden.md",
+        "~$report.docx",
+        ".git/d.md",
+        "README",
+        "sub/page.HTML",
+        "old.doc",
+    )
     fill(tmp_path, dict.fromkeys((*names, "sub/app.min.js", "node_modules/x/readme.md"), "text"))
     seen = discover([tmp_path])
     assert found(tmp_path) == ["README", "a.txt", "b.md", "old.doc", "sub/c.rst", "sub/page.HTML"]
     assert seen.folders == (tmp_path,)
-    assert (seen.skipped.num_hidden, seen.skipped.num_ignored, seen.skipped.num_other) == (2, 1, 2)
+    assert (seen.skipped.num_hidden, seen.skipped.num_ignored, seen.skipped.num_other) == (3, 1, 2)
 
 
 def test_only_jsonl_files_with_texts_are_documents_in_a_folder(tmp_path: Path) -> None:
@@ -42,6 +53,8 @@ def test_only_jsonl_files_with_texts_are_documents_in_a_folder(tmp_path: Path) -
     assert found(tmp_path) == ["corpus.jsonl"]
     (tmp_path / "corpus.jsonl").unlink()
     assert found(tmp_path) == ["queries.jsonl"], "questions alone are documents"
+    events = tmp_path / "events.jsonl"
+    assert discover([tmp_path], known={str(events)}).files[0] == events, "documents came from it before"
 
 
 def test_ignore_files_count_as_in_git(tmp_path: Path) -> None:

@@ -163,6 +163,12 @@ def test_a_malformed_line_keeps_what_was_known_of_the_file(open_kb: OpenKb, docs
     report = kb.add([path])
     assert [failed for failed, _ in report.failures] == [str(path)] and ":2:" in report.failures[0][1]
     assert [info.document_id for info in kb.documents()] == [f"{path}#a"]
+    path.write_text("broken\n")
+    assert len(kb.add([docs]).failures) == 1, "the first line tells no longer that these are documents"
+    assert kb.num_documents == 1
+    path.write_text("")
+    report = kb.add([docs])
+    assert (report.num_removed, report.failures, kb.num_documents) == (1, (), 0)
 
 
 def test_a_name_that_is_no_text_is_a_failure_of_that_file(open_kb: OpenKb, docs: Path) -> None:
@@ -257,9 +263,12 @@ def test_removing_by_id_by_file_and_by_folder(open_kb: OpenKb, three: Path, monk
     assert kb.num_chunks == 0 and kb.search("cats").results == ()
 
 
-def test_an_unknown_target_removes_nothing(open_kb: OpenKb, three: Path) -> None:
+def test_an_unknown_target_removes_nothing(open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kb = open_kb()
     kb.add([three])
+    monkeypatch.chdir(three)
+    with pytest.raises(UsageError, match="empty target"):
+        kb.remove([""])
     with pytest.raises(UnknownDocumentError, match="dogs"):
         kb.remove([str(three / "cats.md"), "dogs.md"])
     assert kb.num_documents == 3

@@ -4,7 +4,7 @@ Symbolic links to folders are not followed, so no walk goes in circles. The rule
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ class Skipped:
     """How many entries of folders were passed over; a folder that was not entered counts as one."""
 
     num_hidden: int = 0
-    """Their names begin with a dot."""
+    """See `is_hidden`."""
     num_ignored: int = 0
     """By .gitignore, .stillroomignore, --exclude, or because no documents are kept in such folders."""
     num_other: int = 0
@@ -53,16 +53,17 @@ class Discovery:
         return bool(around) and all(rules.ignores_within(Path(path)) for rules in around)
 
 
-def discover(paths: Sequence[Path], exclude: Sequence[str] = ()) -> Discovery:
+def discover(paths: Sequence[Path], exclude: Sequence[str] = (), known: Collection[str] = ()) -> Discovery:
     """The files to load. A file that is named is taken whatever its name, unless `exclude` says otherwise.
 
     Args:
         exclude: patterns as in .gitignore, relative to each folder; of a named file they see the name.
+        known: files that documents came from: a JSONL file among them is one whatever its first record is now.
 
     Raises:
         UsageError: a path does not exist, or a pattern is none.
     """
-    walk = _Walk(exclude)
+    walk = _Walk(exclude, known)
     for path in paths:
         walk.take(path)
     return Discovery(
@@ -75,12 +76,13 @@ def discover(paths: Sequence[Path], exclude: Sequence[str] = ()) -> Discovery:
 
 
 class _Walk:
-    def __init__(self, exclude: Sequence[str]) -> None:
+    def __init__(self, exclude: Sequence[str], known: Collection[str]) -> None:
         self.files: dict[Path, None] = {}
         self.failures: list[tuple[Path, str]] = []
         self.skipped = Skipped()
         self.rules: list[IgnoreRules] = []
         self._exclude = exclude
+        self._known = known
 
     def take(self, path: Path) -> None:
         absolute = Path(os.path.abspath(path))
@@ -108,7 +110,7 @@ class _Walk:
         self.failures.append((Path(error.filename), reason))
 
     def _is_entered(self, folder: Path, rules: IgnoreRules) -> bool:
-        if folder.name.startswith("."):
+        if is_hidden(folder.name):
             self.skipped.num_hidden += 1
             return False
         if folder.name in _NO_DOCUMENTS or _is_knowledge_base(folder) or rules.is_ignored(folder, is_folder=True):
@@ -117,22 +119,27 @@ class _Walk:
         return True
 
     def _is_taken(self, path: Path, rules: IgnoreRules) -> bool:
-        if path.name.startswith("."):
+        if is_hidden(path.name):
             self.skipped.num_hidden += 1
         elif rules.is_ignored(path, is_folder=False):
             self.skipped.num_ignored += 1
-        elif not _is_document(path):
+        elif not self._is_document(path):
             self.skipped.num_other += 1
         else:
             return True
         return False
 
+    def _is_document(self, path: Path) -> bool:
+        if is_jsonl(path):
+            is_queries = path.stem == "queries" and path.with_stem("corpus").exists()
+            return not is_queries and (str(path) in self._known or looks_like_corpus(path))
+        return format_of(path) is not None or path.suffix.lower() in UNREADABLE
 
-def _is_document(path: Path) -> bool:
-    if is_jsonl(path):
-        is_queries = path.stem == "queries" and path.with_stem("corpus").exists()
-        return not is_queries and looks_like_corpus(path)
-    return format_of(path) is not None or path.suffix.lower() in UNREADABLE
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of that name is nobody's document: a dot hides it, and `~$` is how Office names the file
+    that says who has a document open."""
+    return name.startswith((".", "~$"))
 
 
 def _is_knowledge_base(folder: Path) -> bool:

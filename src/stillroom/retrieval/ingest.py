@@ -15,7 +15,7 @@ from pathlib import Path
 from stillroom.core.clock import Clock
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
-from stillroom.errors import DocumentError, UnknownDocumentError
+from stillroom.errors import DocumentError, UnknownDocumentError, UsageError
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.discovery import Discovery, Skipped, discover
@@ -111,12 +111,12 @@ class Ingest:
             UsageError: a path does not exist, or a pattern is none; nothing was done.
         """
         began = self._clock.monotonic()
-        found = discover(paths, exclude)
+        sources, known = self._corpus.sources(), self._corpus.paths()
+        found = discover(paths, exclude, {*sources, *known})
         for folder, reason in found.failures:
             self._fail(folder, reason)
         self._sizes = {path: _size(path) for path in found.files}
         self._num_bytes_total = sum(self._sizes.values())
-        sources, known = self._corpus.sources(), self._corpus.paths()
         with contextlib.closing(self._reader.read(found.files, sources, said)) as looked_at:
             for looked in looked_at:
                 self._current = str(looked.path)
@@ -255,8 +255,11 @@ def documents_at(target: str, known: Mapping[DocumentId, str]) -> list[DocumentI
         known: the file of each document.
 
     Raises:
+        UsageError: the target is empty, which as a path would be the working folder.
         UnknownDocumentError: none.
     """
+    if not target:
+        raise UsageError("an empty target stands for no document; give a file, a folder or a document")
     found = [document_id for document_id in _ids_meant(target) if document_id in known][:1]
     if not found and not _leads_out_of_a_record(target):
         absolute = os.path.abspath(target)
