@@ -1,7 +1,9 @@
 """Bytes under a name: kept below one folder, all or nothing, whatever the name tries."""
 
+import errno
 import io
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.errors import KnowledgeBaseBusyError, UnknownDocumentError, UsageError
+from stillroom.errors import KnowledgeBaseBusyError, StorageError, UnknownDocumentError, UsageError
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.uploads import UPLOADS, UploadResult, Uploads, checked_name
 from tests.retrieval.conftest import OpenKb
@@ -72,7 +74,7 @@ def test_what_is_reported_is_on_the_disk_by_name(
 
     monkeypatch.setattr(os, "fsync", noted)
     add(uploads, a__b__c_txt="first")
-    assert os.path.dirname(synced[3]) == "uploads/.incoming", "what it says, before it has its name"
+    assert os.path.dirname(os.path.dirname(synced[3])) == "uploads/.incoming", "what it says, before it has its name"
     assert set(synced[:3]) == {".", "uploads", "uploads/a"} and synced[4] == "uploads/a/b"
 
 
@@ -101,6 +103,53 @@ def test_who_finds_somebody_writing_leaves_no_trace(kb: KnowledgeBase, uploads: 
     with pytest.raises(UsageError, match="metadata"):
         uploads.add([("a.txt", io.BytesIO(b"after"))], metadata={"team": object()})
 
+    assert kept(kb) == {"a.txt": b"before"}
+
+
+def test_an_upload_that_is_refused_leaves_another_one_what_it_needs(
+    kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(uploads, a_txt="before")
+    index = kb.add
+
+    def after_another(*args: object, **options: object) -> object:
+        monkeypatch.setattr(kb, "add", index)
+        with FileLock(kb.path / "write.lock"), pytest.raises(KnowledgeBaseBusyError):
+            add(Uploads(kb), b_txt="another")
+        return index(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kb, "add", after_another)
+    assert add(uploads, a_txt=b"\0")[0].outcome == "failed"
+    assert kept(kb) == {"a.txt": b"before"}
+
+
+def test_what_a_killed_upload_left_is_swept_by_the_next_writer(kb: KnowledgeBase, uploads: Uploads) -> None:
+    hour_ago = time.time() - 3601
+    for name, is_old in (("old", True), ("new", False)):
+        folder = kb.path / "uploads/.incoming" / name
+        folder.mkdir(parents=True)
+        (folder / "x").write_text("half")
+        if is_old:
+            os.utime(folder, (hour_ago, hour_ago))
+    add(uploads, a_txt="one")
+    assert set(kept(kb)) == {"a.txt", ".incoming/new/x"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS])
+def test_a_full_or_failing_disk_is_no_fault_of_a_file(
+    kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    add(uploads, a_txt="before")
+    replace = os.replace
+
+    def fail(old: Path, new: Path) -> None:
+        if Path(new).name == "b.txt":
+            raise OSError(number, os.strerror(number))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(StorageError, match=r"b\.txt: cannot be kept"):
+        add(uploads, a_txt="after", b_txt="new")
     assert kept(kb) == {"a.txt": b"before"}
 
 

@@ -30,8 +30,8 @@ _WRITER = "writer.json"
 _OF_WRITERS = (".*.tmp", "sparse/.*.tmp", "sparse/.tmp*")
 """Half-written files. Whoever holds the lock may remove them: nobody else writes any."""
 
-_OF_ANYBODY = (".list_heat.npz.*.tmp", ".scratch-*")
-"""Those that readers write too."""
+_OF_ANYBODY = (".list_heat.npz.*.tmp", ".scratch-*", "uploads/.incoming/*")
+"""Those that are written without the lock, too."""
 
 _MAX_AGE_S = 3600.0
 """Nobody needs one of those for so long."""

@@ -1,13 +1,15 @@
 """Documents that come as bytes under a name: kept in the knowledge base's folder, so that their sources have a path.
 
     kb/uploads/notes/keys.md     what was uploaded as `notes/keys.md`
-    kb/uploads/.incoming/        on its way in, and what it replaces, until it is known to be readable
+    kb/uploads/.incoming/x/      of one upload: what is on its way in, and what it replaces, until it is known to be
+                                 readable
 
 A name is a path below `uploads` and nothing else: what could lead elsewhere, hide a file or imitate a record of another
 one is refused before anything is written. What cannot be read leaves nothing behind, and what was there before stays.
 """
 
 import contextlib
+import errno
 import filecmp
 import os
 import shutil
@@ -20,7 +22,7 @@ from typing import BinaryIO, Literal
 
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
-from stillroom.errors import KnowledgeBaseBusyError, UnknownDocumentError, UsageError
+from stillroom.errors import KnowledgeBaseBusyError, StorageError, UnknownDocumentError, UsageError
 from stillroom.retrieval.index_file import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -29,6 +31,8 @@ UPLOADS = "uploads"
 MAX_NAME_BYTES = 1024
 _MAX_PART_BYTES = 255
 _INCOMING = ".incoming"
+_STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS})
+"""What another name would not help against."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,12 @@ class _Stored:
 
 
 class Uploads:
-    """The files below one knowledge base's `uploads`. One writer at a time."""
+    """The files below one knowledge base's `uploads`. Several processes may upload: one goes on, the others are refused
+    and undo what they did."""
 
     def __init__(self, kb: KnowledgeBase) -> None:
         self._kb = kb
         self._folder = kb.path / UPLOADS
-        self._incoming = self._folder / _INCOMING
 
     def add(
         self,
@@ -79,22 +83,21 @@ class Uploads:
         Raises:
             UsageError: a name is no path below `uploads`, or stands twice; nothing was done.
             KnowledgeBaseBusyError: somebody else is writing; nothing was done.
+            StorageError: the disk is full or failing.
         """
         named = [(checked_name(name), stream) for name, stream in files]
         if len({name for name, _ in named}) < len(named):
             raise UsageError("two files have the same name; give each its own")
-        stored: list[_Stored] = []
+        incoming = self._folder / _INCOMING / uuid.uuid4().hex
         try:
-            for name, stream in named:
-                stored.append(_Stored(name, self._folder / name))
-                self._store(stored[-1], stream)
-            return self._index(stored, progress, metadata)
-        except (KnowledgeBaseBusyError, UsageError):
-            for one in stored:
-                self._undo(one)
-            raise  # of other errors, what was committed is kept, and so are the files: the same again does the rest
+            stored = self._store_all(named, incoming)
+            try:
+                return self._index(stored, progress, metadata)
+            except (KnowledgeBaseBusyError, UsageError):
+                self._undo_all(stored)
+                raise  # of other errors, what was committed is kept, and so are the files: the same again does the rest
         finally:
-            shutil.rmtree(self._incoming, ignore_errors=True)
+            shutil.rmtree(incoming, ignore_errors=True)
 
     def find(self, name: str) -> list[DocumentInfo]:
         """The document of that id, or those of the file of that path or uploaded name; none if there are none."""
@@ -126,25 +129,42 @@ class Uploads:
         prefix = os.path.join(self._folder, "")
         return document_id.removeprefix(prefix) if document_id.startswith(prefix) else None
 
-    def _store(self, one: _Stored, stream: BinaryIO) -> None:
+    def _store_all(self, named: Sequence[tuple[str, BinaryIO]], incoming: Path) -> list[_Stored]:
+        """All of them, or none where the disk is in the way."""
+        stored: list[_Stored] = []
+        try:
+            for name, stream in named:
+                stored.append(_Stored(name, self._folder / name))
+                self._store(stored[-1], stream, incoming)
+        except BaseException:
+            self._undo_all(stored)
+            raise
+        return stored
+
+    def _store(self, one: _Stored, stream: BinaryIO, incoming: Path) -> None:
         try:
             self._check_place(one.path)
             make_folder_durably(one.path.parent)
-            self._incoming.mkdir(exist_ok=True)
-            incoming = self._incoming / uuid.uuid4().hex
-            with incoming.open("wb") as target:
+            incoming.mkdir(parents=True, exist_ok=True)
+            new = incoming / uuid.uuid4().hex
+            with new.open("wb") as target:
                 shutil.copyfileobj(stream, target)
                 target.flush()
                 os.fsync(target.fileno())
             if not one.path.exists():
                 one.is_new = True
-            elif filecmp.cmp(one.path, incoming, shallow=False):
+            elif filecmp.cmp(one.path, new, shallow=False):
                 return  # its time stays too, so that nobody reads it again
             else:
-                one.replaced = self._incoming / uuid.uuid4().hex
-                _link_or_copy(one.path, one.replaced)
-            replace_durably(incoming, one.path)
+                old = incoming / uuid.uuid4().hex
+                _link_or_copy(one.path, old)
+                one.replaced = old
+            replace_durably(new, one.path)
         except OSError as error:
+            if error.errno in _STORAGE_ERRORS:
+                raise StorageError(
+                    f"{one.name}: cannot be kept: {error.strerror}; see to the disk and its free space, then try again"
+                ) from error
             self._undo(one)
             one.reason = f"{one.name}: cannot be kept: {error.strerror or error}"
 
@@ -181,6 +201,10 @@ class Uploads:
 
     def _hashes(self, one: _Stored) -> dict[DocumentId, str]:
         return self._kb.content_hashes(str(one.path))
+
+    def _undo_all(self, stored: Sequence[_Stored]) -> None:
+        for one in stored:
+            self._undo(one)
 
     def _undo(self, one: _Stored) -> None:
         """As it was before it came; once."""
