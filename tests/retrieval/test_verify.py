@@ -54,7 +54,7 @@ def made(templates: Path, tmp_path: Path, embedder: SmallEmbedder) -> Iterator[C
     def make(kind: str) -> Path:
         if not (templates / kind).exists():
             with KnowledgeBase.open(templates / kind, config(kind), create=True) as kb:
-                kb.add([templates / "docs"])
+                kb.add([templates / "docs"], metadata={"team": "legal"})
         shutil.copytree(templates / kind, tmp_path / kind)
         return tmp_path / kind
 
@@ -262,6 +262,7 @@ def test_damage_is_found_said_and_repaired(made: Callable[[str], Path], template
     with KnowledgeBase.open(folder, config(kind)) as kb:
         kb.add([templates / "docs"])
         assert kb.verify().is_clean
+        assert all(info.metadata.get("team") == "legal" for info in kb.documents()), "what was said of files is kept"
     after = oracle.documents(folder)
     assert {key: value[:2] for key, value in after.items()} == {key: value[:2] for key, value in before.items()}
     vectors = oracle.vectors(after)

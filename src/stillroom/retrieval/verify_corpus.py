@@ -2,7 +2,8 @@
 
 A chunk's id is a hash of its document, place and text, so a text that was changed shows. A vector has no such seal: one
 that is of another length, not finite or not of length 1 is made again from its text. A document that has lost something
-else cannot be made whole from here: it is removed, and the next `add` of its file reads it again.
+else cannot be made whole from here: it is removed, and the next `add` of its file reads it again. What was said of the
+file (`add --meta`) is kept until then.
 """
 
 import sqlite3
@@ -32,7 +33,8 @@ _UNEVEN = """
     WHERE d.num_chunks <> coalesce(c.num, 0) OR (c.num > 0 AND (c.low <> 0 OR c.high <> c.num - 1))"""
 _LONE_CHUNKS = "SELECT chunk_id FROM chunks WHERE document_id NOT IN (SELECT document_id FROM documents)"
 _LOST_DOCUMENTS = "SELECT DISTINCT document_id FROM chunks WHERE document_id NOT IN (SELECT document_id FROM documents)"
-_FORGET_SOURCE = "DELETE FROM sources WHERE path = ? OR substr(?, 1, length(path) + 1) = path || '#'"
+_UNREAD_LOST_SOURCE = f"{rows.UNREAD_SOURCE} OR substr(?, 1, length(path) + 1) = path || '#'"
+_UNREAD_EMPTY_SOURCES = f"{rows.UNREAD_SOURCES} WHERE path NOT IN (SELECT path FROM documents)"
 _LONE_VECTORS = "SELECT chunk_id FROM vectors WHERE chunk_id NOT IN (SELECT chunk_id FROM chunks)"
 _LIVING_DEAD = "SELECT chunk_id FROM tombstones WHERE chunk_id IN (SELECT chunk_id FROM chunks)"
 _GENERATIONS = """SELECT (SELECT generation FROM state), max(
@@ -159,12 +161,11 @@ class _Repair:
         self._stamp("UPDATE vectors SET generation = ? WHERE chunk_id = ?", damage.living_dead)
         for document_id in damage.documents:
             self._remove(_ids(database, "SELECT chunk_id FROM chunks WHERE document_id = ?", document_id))
-            where = "WHERE path = (SELECT path FROM documents WHERE document_id = ?)"
-            database.execute(f"DELETE FROM sources {where}", (document_id,))
-            database.execute("DELETE FROM documents WHERE document_id = ?", (document_id,))
-        for document_id in damage.lost_documents:  # the next `add` reads their files again
-            database.execute(_FORGET_SOURCE, (document_id, document_id))
-        database.execute("DELETE FROM sources WHERE path NOT IN (SELECT path FROM documents)")
+            gone = database.execute("DELETE FROM documents WHERE document_id = ? RETURNING path", (document_id,))
+            database.executemany(rows.UNREAD_SOURCE, gone.fetchall())
+        for document_id in damage.lost_documents:
+            database.execute(_UNREAD_LOST_SOURCE, (document_id, document_id))
+        database.execute(_UNREAD_EMPTY_SOURCES)
         self._remove(damage.lone_chunks)
         self._remove(damage.lone_vectors)
         database.executemany(
