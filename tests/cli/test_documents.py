@@ -11,7 +11,13 @@ from rich.progress import Progress, TextColumn
 
 from stillroom.cli.progress import BarListener, LineListener
 from stillroom.core.ids import DocumentId
-from stillroom.errors import KnowledgeBaseBusyError, UnknownDocumentError, UsageError
+from stillroom.errors import (
+    IndexUnavailableError,
+    KnowledgeBaseBusyError,
+    StorageError,
+    UnknownDocumentError,
+    UsageError,
+)
 from stillroom.retrieval import watching
 from stillroom.retrieval.discovery import Skipped
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
@@ -122,6 +128,8 @@ def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writi
             KnowledgeBaseBusyError("somebody else is writing"),
             AddReport(num_unchanged=1, failures=(("/x/bad.html", "it is damaged"),)),
             UsageError("docs does not exist"),
+            StorageError("the disk is full"),
+            IndexUnavailableError("nobody answers"),
             AddReport(num_unchanged=1),
         ]
     )
@@ -134,17 +142,21 @@ def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writi
 
     def keep_in_step(folders: list[Path], follow: Callable[[], bool], stop: object, apart_from: Path) -> None:
         assert (folders, apart_from) == ([Path("docs").resolve()], Path("kb").resolve())
-        answers.extend(follow() for _ in range(5))
+        answers.extend(follow() for _ in range(7))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(room, "add", add)
     monkeypatch.setattr(watching, "keep_in_step", keep_in_step)
     result = run("add", "docs", "--watch", "--json")
 
-    assert answers == [True, False, True, True, True]
+    assert answers == [True, False, True, True, False, False, True]
     first, second = map(json.loads, result.out.splitlines())
     assert (first["num_added"], len(first["failures"]), second["failures"]) == (1, 1, [])
-    assert result.err == "docs does not exist; watching on\n"
+    assert result.err.splitlines() == [
+        "docs does not exist; watching on",
+        "the disk is full; watching on, and trying again until it works",
+        "it works again",
+    ]
     assert result.code == 0
 
 

@@ -12,7 +12,7 @@ from stillroom.cli.console import count, duration, line, note, print_json, short
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
 from stillroom.cli.progress import showing_progress
 from stillroom.core.metadata import typed
-from stillroom.errors import KnowledgeBaseBusyError, StillroomError, UsageError
+from stillroom.errors import IndexUnavailableError, KnowledgeBaseBusyError, StillroomError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from stillroom.rag.room import Stillroom
@@ -115,40 +115,55 @@ def _watch(adding: _Adding, folders: list[Path], kb: Path) -> None:
     """Follow the folders until Ctrl-C. What is shown: the first report, and later ones that say something new."""
     from stillroom.retrieval.watching import keep_in_step
 
-    shown: list[tuple[tuple[str, str], ...]] = []
-    is_adding = False
-
-    def follow() -> bool:
-        nonlocal is_adding
-        is_adding = True
-        is_done = _follow(adding, shown)
-        is_adding = False
-        return is_done
-
+    follower = _Follower(adding)
     if not adding.is_quiet:
         note(f"watching {', '.join(short_path(str(folder)) for folder in folders)}; Ctrl-C ends it")
     try:
-        keep_in_step(folders, follow, Event(), apart_from=kb)
+        keep_in_step(folders, follower.follow, Event(), apart_from=kb)
     except KeyboardInterrupt:
-        if is_adding:
+        if follower.is_adding:
             raise
         if not adding.is_quiet:
             note("stopped watching; nothing is lost, the same command goes on from here")
 
 
-def _follow(adding: _Adding, shown: list[tuple[tuple[str, str], ...]]) -> bool:
-    """Take over what changed; false where somebody else is writing. `shown` is what could not be read last time."""
-    try:
-        report = adding.run()
-    except KnowledgeBaseBusyError:  # what changed is still there when he is done
-        return False
-    except StillroomError as error:
-        note(f"{error}; watching on")
+class _Follower:
+    """Takes over what changed, and shows of it what is new."""
+
+    def __init__(self, adding: _Adding) -> None:
+        self.is_adding = False
+        self._adding = adding
+        self._failures: tuple[tuple[str, str], ...] | None = None
+        """What could not be read last time."""
+        self._is_held_up = False
+
+    def follow(self) -> bool:
+        """False where it has to be tried again."""
+        self.is_adding = True
+        is_done = self._take_over()
+        self.is_adding = False
+        return is_done
+
+    def _take_over(self) -> bool:
+        try:
+            report = self._adding.run()
+        except KnowledgeBaseBusyError:  # what changed is still there when he is done
+            return False
+        except (StorageError, IndexUnavailableError) as error:
+            if not self._is_held_up:
+                note(f"{error}; watching on, and trying again until it works")
+            self._is_held_up = True
+            return False
+        except StillroomError as error:
+            note(f"{error}; watching on")
+            return True
+        if self._is_held_up:
+            note("it works again")
+            self._is_held_up = False
+        if report.failures != self._failures or report.num_added + report.num_updated + report.num_removed:
+            self._failures = report.failures
+            self._adding.show(report, indent=None)
         return True
-    if [report.failures] != shown or report.num_added + report.num_updated + report.num_removed:
-        shown[:] = [report.failures]
-        adding.show(report, indent=None)
-    return True
 
 
 def _note_skipped(report: "AddReport") -> None:
