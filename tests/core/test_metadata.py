@@ -3,10 +3,11 @@
 import datetime
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.core.metadata import MAX_FIELDS, clean_metadata, metadata_from_json, metadata_to_json
+from stillroom.core.metadata import MAX_FIELDS, Scalar, clean_metadata, metadata_from_json, metadata_to_json, typed
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.dates(), st.datetimes(), st.times(), st.binary()
@@ -55,3 +56,12 @@ def test_there_is_a_limit() -> None:
         nested = {"x": nested}
     assert clean_metadata(nested) == {}
     assert clean_metadata({"n": 2**70, "m": 2**5000}) == {"n": float(2**70)}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2021", 2021), (" -3 ", -3), ("TRUE", True), ("007", "007"), ("1e400", "1e400")]
+    + [(str(2**63 - 1), 2**63 - 1), (str(2**63), str(2**63)), ("0.50", 0.5)],
+)
+def test_a_text_that_is_written_as_a_number_is_one(text: str, value: Scalar) -> None:
+    assert typed(text) == value

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import math
 import re
 import sqlite3
 import typing
@@ -53,6 +54,9 @@ def test_the_tree_of_a_filter() -> None:
         ("a ! b", 'at character 3, before "! b"', "means nothing"),
         ("(" * 60 + "a=1" + ")" * 60, "at character 9", "nested more than 8"),
         ("a in (" + "1," * 1001 + "1)", "at character", "more than 1,000 values"),
+        ("a\0 = 1", "at character 2: U+0000", "control character"),
+        ("a = '\ud800'", "at character 6: U+D800", "control character"),
+        ("`\x1b` = 1", "at character 2: U+001B", "control character"),
     ],
 )
 def test_what_is_no_filter_is_refused_at_its_place(text: str, place: str, complaint: str) -> None:
@@ -85,10 +89,15 @@ def test_any_text_is_a_filter_or_refused(text: str) -> None:
 FIELDS = ("year", "team", "signed", "odd name", "title", "type", "added")
 LITERALS = (
     *("2020", "2021", "2021.5", "-3", "007", "legal", "Legal", "leg", "true", "2021-03", "2021-03-04", "1969", ""),
+    *("1234567890123456789", "1234567890123456790", "9223372036854775807", "9223372036854775808", "1" * 5000, "1e999"),
+    *(".5", "+5", "5e-1", "1e3", "1000", "True", "TRUE"),
     *("2021-03-04T10:00", "2021-03-04T10:00:00Z", "2021-03-04T12:00:00+02:00", "2021-02-30", "9999-12", "md", "T"),
 )
 VALUES = st.one_of(
-    st.sampled_from(LITERALS), st.sampled_from([2020, 2021, 2021.5, -3, 0, 1, True, False]), st.text(max_size=3)
+    st.sampled_from(LITERALS),
+    st.sampled_from([2020, 2021, 2021.5, -3, 0, 1, True, False, 0.5, 5, 1000, 2**63]),
+    st.sampled_from([1234567890123456789, 1234567890123456790, 2**63 - 1]),
+    st.text(max_size=3),
 )
 METADATA = st.dictionaries(st.sampled_from(FIELDS), VALUES | st.lists(VALUES, max_size=3), max_size=4)
 TESTS = st.builds(
@@ -136,7 +145,7 @@ def compares(operator: str, value: object, literal: Value) -> bool:
             literal.text.casefold() in str(value).casefold()
         )  # fmt: skip
     told = False
-    number = None if literal.is_quoted else plain_number(literal.text)
+    number = None if literal.is_quoted else word_number(literal.text)
     if number is not None:
         own = value if isinstance(value, (int, float)) and not isinstance(value, bool) else plain_number(value)
         told |= own is not None and ordered(operator, own, number, number)
@@ -146,7 +155,8 @@ def compares(operator: str, value: object, literal: Value) -> bool:
         told |= own_time is not None and ordered(operator, own_time, *interval)
     if operator == "=":
         told |= isinstance(value, str) and value == literal.text
-        told |= isinstance(value, bool) and not literal.is_quoted and str(value).lower() == literal.text.lower()
+        is_truth = not literal.is_quoted and literal.text.lower() in ("true", "false")
+        told |= is_truth and isinstance(value, (bool, str)) and str(value).lower() == literal.text.lower()
     elif number is None and interval is None and isinstance(value, str):
         told |= ordered(operator, value, literal.text, literal.text)
     return bool(told)
@@ -168,8 +178,26 @@ def ordered(operator: str, own: typing.Any, first: typing.Any, last: typing.Any)
 
 
 def plain_number(text: object) -> float | None:
-    is_number = isinstance(text, str) and re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?", text.strip())
-    return float(text) if is_number else None  # type: ignore[arg-type]
+    """Of metadata."""
+    if not isinstance(text, str) or not re.fullmatch(r"-?(0|[1-9][0-9]{0,18})(\.[0-9]+)?", text.strip()):
+        return None
+    number = float(text) if "." in text else int(text)
+    return number if abs(number) < 2**63 else None
+
+
+def word_number(text: str) -> float | None:
+    """Of a filter: as Python reads it, but for leading zeros, underscores and what is not finite."""
+    if not re.fullmatch(r"[+-]?[0-9.]+([eE][+-]?[0-9]+)?", text.strip()) or re.match(r"[+-]?0[0-9]", text.strip()):
+        return None
+    try:
+        number: float = int(text)
+    except ValueError:
+        number = 0
+    try:
+        number = number if 0 < abs(number) < 2**63 else float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and not text.strip().endswith(".") else None
 
 
 def moment(text: object) -> datetime.datetime | None:
@@ -236,9 +264,17 @@ def test_sqlite_finds_what_the_evaluator_finds(
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
     made = Corpus(tmp_path / "corpus.sqlite3")
+    said: Metadata = {
+        "team": "legal",
+        "tags": ("x", 3),
+        "n": "12",
+        "id": 1234567890123456789,
+        "half": 0.5,
+        "ok": "True",
+    }
     made.commit(
         [
-            dataclasses.replace(stored("/docs/a.pdf", "one"), metadata={"team": "legal", "tags": ("x", 3), "n": "12"}),
+            dataclasses.replace(stored("/docs/a.pdf", "one"), metadata=said),
             dataclasses.replace(stored("/docs/b.md", "two"), metadata={"team": INJECTION, "path": "own"}),
         ]
     )  # fmt: skip
@@ -255,6 +291,11 @@ def corpus(tmp_path: Path) -> Corpus:
         ("tags=x and tags=3", "a"),
         ("tags!=x", "b"),
         ("n>2 and n<100", "a"),
+        ("id = 1234567890123456789 and id < 1234567890123456790", "a"),
+        ("id = 1234567890123456788", ""),
+        ("half = .5 and half > 1e-3 and tags = +3", "a"),
+        ("ok = true and ok = TRUE", "a"),
+        ("ok = 'true'", ""),
         ("type in (pdf, md)", "ab"),
         ("path ~ docs/A", "a"),
         ("path = own", "b"),

@@ -22,7 +22,7 @@ MAX_VALUE_CHARS = 10_000
 MAX_ITEMS = 1000
 _MAX_DEPTH = 8
 _MAX_VISITED = 4096
-_MAX_INTEGER = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 """What SQLite compares exactly; a larger number is kept as a float."""
 
 
@@ -69,7 +69,7 @@ def _scalar(value: object) -> Scalar | None:
         case bool():
             return value
         case int():
-            return value if abs(value) <= _MAX_INTEGER else float(value) if value.bit_length() < 1000 else None
+            return value if abs(value) <= MAX_INTEGER else float(value) if value.bit_length() < 1000 else None
         case float():
             return value if math.isfinite(value) else None
         case datetime.date() | datetime.time():  # a datetime is a date
@@ -81,12 +81,13 @@ def _scalar(value: object) -> Scalar | None:
 
 
 def typed(text: str) -> Scalar:
-    """A text that is written as a truth value or a number, as that; `007` and `1e400` stay texts."""
+    """A text that is written as a truth value or a number, as that; `007`, `1e400` and integers that SQLite cannot hold
+    stay texts."""
     text = text.strip()
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if re.fullmatch(r"-?(0|[1-9][0-9]{0,17})", text):
-        return int(text)
+    if re.fullmatch(r"-?(0|[1-9][0-9]{0,18})", text):
+        return int(text) if abs(int(text)) <= MAX_INTEGER else text
     if re.fullmatch(r"-?(0|[1-9][0-9]{0,17})\.[0-9]{1,20}", text):
         return float(text)
     return text

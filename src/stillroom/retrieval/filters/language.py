@@ -9,7 +9,8 @@
     value  = word | '"' text '"' | "'" text "'"
 
 A word is anything without spaces, quotes and the signs above; within quotes a backslash takes the next character as it
-is. What a test means is in `values` and docs/filters.md. Filters are bounded in length and depth.
+is. What a test means is in `values` and docs/filters.md. Filters are bounded in length and depth, and hold no control
+characters but tabs and line ends.
 """
 
 import re
@@ -74,6 +75,7 @@ _TOKEN = re.compile(
     |(?P<word>[^\s()=!<>~,"'`]+)""",
     re.VERBOSE | re.DOTALL,
 )
+_NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _KEYWORDS = frozenset({"and", "or", "not", "in"})
 
 
@@ -93,6 +95,11 @@ def parse_filter(text: str) -> Filter:
     """
     if len(text) > MAX_CHARS:
         raise FilterError(f"the filter has {len(text):,} characters; {MAX_CHARS:,} is the most")
+    if odd := _NO_TEXT.search(text):
+        raise FilterError(
+            f"the filter cannot be read at character {odd.start() + 1}: U+{ord(odd.group()):04X} is a control "
+            "character or half a character, which no text has; leave it out"
+        )
     return _Parser(text).parse()
 
 

@@ -106,11 +106,11 @@ def _holds(operator: str, value: Value) -> Condition:
 
 
 def _same(value: Value) -> list[Condition]:
-    found = [Condition("(type = 'text' AND atom = ?)", (value.text,))]
     truth = truth_of(value)
-    if truth is not None:
-        found.append(Condition("type = ?", ("true" if truth else "false",)))
-    return found
+    if truth is None:
+        return [Condition("(type = 'text' AND atom = ?)", (value.text,))]
+    word = "true" if truth else "false"
+    return [Condition("type = ?", (word,)), Condition("(type = 'text' AND lower(atom) = ?)", (word,))]
 
 
 def _in_time(operator: str, span: Span) -> Condition:

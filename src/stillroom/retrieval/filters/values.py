@@ -5,10 +5,11 @@ before its beginning, `<= 2021` before its end.
 """
 
 import datetime
+import math
 import re
 from dataclasses import dataclass
 
-from stillroom.core.metadata import typed
+from stillroom.core.metadata import MAX_INTEGER, typed
 from stillroom.retrieval.filters.language import Value
 
 _TIME = re.compile(
@@ -16,6 +17,9 @@ _TIME = re.compile(
     r"(?:Z|[+-]\d\d:?\d\d)?)?)?)?",
     re.ASCII,
 )
+_NUMBER = re.compile(r"[+-]?(?:0|[1-9][0-9]*|(?=\.))(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_MAX_DIGITS = 20
+"""Of an integer that SQLite may hold, with its sign."""
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _END_OF_TIME = 2**62
 
@@ -29,12 +33,18 @@ class Span:
 
 
 def number_of(value: Value) -> int | float | None:
-    """A word that is written as a number."""
-    return None if value.is_quoted else number_in(value.text)
+    """A word that is written as a number, as people write them: `.5`, `1e3` and `+5`, too."""
+    text = value.text.strip()
+    if value.is_quoted or not _NUMBER.fullmatch(text):
+        return None
+    if text.lstrip("+-").isdecimal() and len(text) <= _MAX_DIGITS and abs(int(text)) <= MAX_INTEGER:
+        return int(text)
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 def number_in(text: str) -> int | float | None:
-    """The number that a text is."""
+    """The number that a text of metadata is."""
     found = typed(text)
     return None if isinstance(found, (str, bool)) else found
 
