@@ -30,6 +30,8 @@ def test_the_file_may_come_from_the_settings(run: Run, monkeypatch: pytest.Monke
     assert "--keys FILE" in run("keys", "list").err
     monkeypatch.setenv("STILLROOM_SERVER__KEYS_FILE", "keys.json")
     assert run("keys", "add", "anna", "--json").json["tenant"] == "default"
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert "anna" in run("keys", "list", "--keys=~/keys.json").out
 
 
 @pytest.mark.parametrize("name", ["", "Anna", "../x", "a b", "x" * 64, "-x", ".."])

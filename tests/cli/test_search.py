@@ -102,3 +102,18 @@ def test_knowledge_base_comes_from_the_environment(run: Run, opened: Opened, mon
     run("search", "x")
 
     assert opened.calls[0][0] == Path("from-env")
+
+
+def test_a_path_may_begin_with_the_users_folder(
+    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/my.toml").write_text("[search]\ntop_k = 3\n")
+    monkeypatch.setenv("STILLROOM_KB", "~/from-env")
+
+    run("search", "x", "--config=~/my.toml")
+    run("search", "x", "--kb=~/kb")
+
+    assert [kb for kb, _, _ in opened.calls] == [tmp_path / "home/from-env", tmp_path / "home/kb"]
+    assert opened.calls[0][1].search.top_k == 3

@@ -63,6 +63,16 @@ def test_sizes_take_units_in_every_place(text: str, expected: int) -> None:
     assert load_config(env={}, overrides={"runtime.kv_bytes": text}).runtime.kv_bytes == expected
 
 
+def test_a_path_may_begin_with_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/anna")
+    file = write("[server]\nkeys_file = '~/keys.json'\n")
+
+    server = load_config(file, env={"STILLROOM_SERVER__TENANTS_FOLDER": "~/tenants"}).server
+
+    assert (server.keys_file, server.tenants_folder) == ("/home/anna/keys.json", "/home/anna/tenants")
+    assert load_config(env={}, overrides={"server.keys_file": "~/k"}).server.keys_file == "/home/anna/k"
+
+
 @pytest.mark.parametrize("text", ["512M", "lots", "1.5B", "-1MiB", "0", "infMiB", "MiB", "1e400", "101%", "-1%", "%"])
 def test_impossible_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="a size such as 512MiB, or a share of memory such as 25%, at least 1"):

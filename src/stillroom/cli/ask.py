@@ -28,6 +28,7 @@ from stillroom.cli.options import (
     TopKOption,
     WhereOption,
     engine_settings,
+    expanded,
     help_text,
     index_goal,
 )
@@ -106,7 +107,9 @@ def ask(  # noqa: PLR0913  one parameter per flag
     ] = None,
     json_schema: Annotated[
         Path | None,
-        typer.Option("--json-schema", metavar="FILE", help="Make the answer JSON of the schema in this file."),
+        typer.Option(
+            "--json-schema", metavar="FILE", callback=expanded, help="Make the answer JSON of the schema in this file."
+        ),
     ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,

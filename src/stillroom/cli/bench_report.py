@@ -10,6 +10,7 @@ import typer
 
 from stillroom.bench.noise import CpuTimes, noise_note
 from stillroom.cli.console import line, note, print_json
+from stillroom.cli.options import expanded
 from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,17 +26,25 @@ DatasetsOption = Annotated[
 WorkDirOption = Annotated[
     Path | None,
     typer.Option(
-        "--work-dir", metavar="DIR", help="Where indexes and embeddings are kept; without it, the user's cache folder."
+        "--work-dir",
+        metavar="DIR",
+        callback=expanded,
+        help="Where indexes and embeddings are kept; without it, the user's cache folder.",
     ),
 ]
 RepeatOption = Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs per arm, after one to warm up.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of everything that is drawn.")]
 OutputOption = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Keep the result, every sample included, as JSON."),
+    typer.Option(
+        "--output", "-o", metavar="FILE", callback=expanded, help="Keep the result, every sample included, as JSON."
+    ),
 ]
 HtmlOption = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page with tables and plots.")
+    Path | None,
+    typer.Option(
+        "--html", metavar="FILE", callback=expanded, help="Write one self-contained page with tables and plots."
+    ),
 ]
 
 

@@ -8,13 +8,14 @@ import typer
 
 from stillroom.cli import room
 from stillroom.cli.console import line, note, print_json
-from stillroom.cli.options import ConfigOption, JsonOption, help_text
+from stillroom.cli.options import ConfigOption, JsonOption, expanded, help_text
 from stillroom.errors import ConfigError, UsageError
 
 app = typer.Typer(no_args_is_help=True)
 
 KeysOption = Annotated[
-    Path | None, typer.Option("--keys", metavar="FILE", help="The file of keys; without it, server.keys_file.")
+    Path | None,
+    typer.Option("--keys", metavar="FILE", callback=expanded, help="The file of keys; without it, server.keys_file."),
 ]
 
 ADD_HELP = help_text(

@@ -13,9 +13,22 @@ from stillroom.config.quantities import parse_seconds, parse_size
 from stillroom.config.settings import EngineKind, ReuseMode, SearchMode
 from stillroom.errors import UsageError
 
+
+def expanded(path: Path | None) -> Path | None:
+    """With `~` as the user's folder: no shell expands it after a `=`, nor in a service's environment."""
+    return None if path is None else path.expanduser()
+
+
 KbOption = Annotated[
     Path,
-    typer.Option("--kb", envvar="STILLROOM_KB", show_envvar=True, metavar="DIR", help="Folder of the knowledge base."),
+    typer.Option(
+        "--kb",
+        envvar="STILLROOM_KB",
+        show_envvar=True,
+        metavar="DIR",
+        callback=expanded,
+        help="Folder of the knowledge base.",
+    ),
 ]
 DEFAULT_KB = Path("kb")
 
@@ -26,6 +39,7 @@ ConfigOption = Annotated[
         envvar="STILLROOM_CONFIG",
         show_envvar=True,
         metavar="FILE",
+        callback=expanded,
         help="Settings; without it, stillroom.toml of the current folder.",
     ),
 ]

@@ -99,6 +99,9 @@ _RANGES = {
 }
 """What differs from the rule: whole numbers are at least 1, other numbers at least 0."""
 
+_PATHS = ("server.keys_file", "server.tenants_folder")
+"""Here `~` is the user's folder. What may be a hub name, too, is expanded where it is looked for."""
+
 _SECRETS = ("engine.api_key", "qdrant.api_key")
 """Taken from the environment only; no message shows their values."""
 
@@ -296,6 +299,8 @@ def _check(setting: Setting, value: object, origin: str, *, is_text: bool) -> ob
     # `type`, not `isinstance`: a TOML `true` must not pass for the number 1
     if type(converted) is not setting.kind or (converted == "" and not setting.is_optional):
         raise problem
+    if setting.path in _PATHS:
+        return os.path.expanduser(str(converted))
     if isinstance(converted, int | float) and setting.range and not setting.range.holds(converted):
         raise problem
     return converted

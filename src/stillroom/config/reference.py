@@ -43,10 +43,11 @@ export STILLROOM_SEARCH__TOP_K=3
 ```
 
 A size in bytes is a whole number or text with a unit: `B`, `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024), `KB`, `MB`,
-`GB`, `TB` (powers of 1000), or, where it says so, a share of what the machine has (`25%`). An unknown name or an
-impossible value stops the command with exit code 2 and a message that says what is allowed. From Python,
-`Stillroom.open` reads none of these places: `Stillroom.open("kb", config=load_config())` does, with
-`stillroom.config.load.load_config`, and the dataclasses in `stillroom.config.settings` can be filled in directly.
+`GB`, `TB` (powers of 1000), or, where it says so, a share of what the machine has (`25%`). A path may begin with `~`,
+the user's folder. An unknown name or an impossible value stops the command with exit code 2 and a message that says
+what is allowed. From Python, `Stillroom.open` reads none of these places: `Stillroom.open("kb",
+config=load_config())` does, with `stillroom.config.load.load_config`, and the dataclasses in
+`stillroom.config.settings` can be filled in directly.
 
 Three environment variables are not settings: `STILLROOM_KB` and `STILLROOM_CONFIG` stand for the flags `--kb` and
 `--config`, and `STILLROOM_DEBUG=1` shows the stack trace of an error.
