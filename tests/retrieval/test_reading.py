@@ -1,6 +1,7 @@
 """Adding many files of many formats: in order, in several processes, and each failure with its reason."""
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,14 @@ def test_a_file_that_failed_is_tried_again_when_it_changes(
     (docs / "book.pdf").write_bytes(b"%PDF-1.7 broken again")
     assert len(kb.add([docs]).failures) == 1
     assert kb.num_documents == 1, "what was known of it is kept"
+
+
+def test_a_small_file_that_would_be_read_for_ever_is_stopped(open_kb: OpenKb, docs: Path) -> None:
+    names = [f"a{number}" for number in range(40)]
+    twice = "".join(f".. |{name}| replace:: |{inner}| |{inner}|\n" for name, inner in pairwise(names))
+    (docs / "twice.rst").write_text(f"{twice}.. |{names[-1]}| replace:: x\n\n|{names[0]}|\n")
+    report = open_kb(StillroomConfig(documents=DocumentsConfig(timeout_s=1.0))).add([docs])
+    assert reasons(report)["twice.rst"].startswith("took longer than documents.timeout_s")
 
 
 def test_a_file_that_is_ignored_from_now_on_is_forgotten(open_kb: OpenKb, docs: Path, make_file: MakeFile) -> None:

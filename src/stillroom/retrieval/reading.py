@@ -19,7 +19,7 @@ from stillroom.retrieval.parsing import ParserPool
 from stillroom.retrieval.rows import Source
 
 _SMALL_BYTES = 16 * 1024
-"""A text up to here is read within a second or two, however odd: the slowest parsers are quadratic."""
+"""A text up to here is read at once, if its reader is one whose time is bounded."""
 _NUM_HERE = 16
 """So many small texts are read in this process before others are started for them."""
 
@@ -104,7 +104,8 @@ class FileReader:
             return True
         kind = format_of(path)
         self._num_here += 1
-        return num_bytes <= _SMALL_BYTES and self._num_here <= _NUM_HERE and (kind is None or kind.is_text)
+        is_quick = kind is None or (kind.is_text and kind.is_bounded)
+        return num_bytes <= _SMALL_BYTES and self._num_here <= _NUM_HERE and is_quick
 
     def _noting(self, path: Path, source: Source, documents: Iterator[Document]) -> Iterator[Document]:
         """The same, and a failure is remembered."""

@@ -106,3 +106,8 @@ def test_what_a_caller_says_is_checked() -> None:
     for wrong in ({"x": object()}, {"": 1}, {'a"b': 1}, {"nested": {"a": 1}}):
         with pytest.raises(UsageError, match="metadata"):
             said_metadata(wrong)
+
+
+def test_the_title_of_malformed_front_matter_is_found_however_long_its_line() -> None:
+    document = parse_markdown(Path("/x/a.md"), "---\ntitle: 'a" + " " * 50_000 + "b\nteam: [unclosed\n---\ntext")
+    assert document.title.split() == ["'a", "b"]

@@ -120,3 +120,26 @@ def test_what_docutils_throws_on_is_read_as_plain_text(monkeypatch: pytest.Monke
     monkeypatch.setattr(rst, "_parse", throw)
     document = parse_rst(Path("/x/a.rst"), "one\n\ntwo\n")
     assert [paragraph.text for paragraph in document.paragraphs] == ["one", "two"]
+
+
+def test_what_looks_like_a_header_and_is_none_is_text() -> None:
+    text = "Key:        value\n" * 2000 + "x"  # could it be matched in two ways, this would take for ever
+    (paragraph,) = parse_rst(Path("/x/a.rst"), text).paragraphs
+    assert (paragraph.start_line, paragraph.end_line) == (1, 2001)
+
+
+def test_long_names_and_labels_take_no_longer_than_their_length() -> None:
+    assert rst._ROLE.findall(":a" * 200_000) == []
+    (paragraph,) = parse_rst(Path("/x/a.rst"), ":thing:`a" + " " * 200_000 + "b <c`").paragraphs
+    assert paragraph.text.split() == ["a", "b", "<c"]
+
+
+def test_a_line_may_be_long() -> None:
+    (paragraph,) = parse_rst(Path("/x/a.rst"), "word " * 5000).paragraphs
+    assert len(paragraph.text.split()) == 5000
+
+
+def test_a_line_of_the_file_ends_at_a_newline_only() -> None:
+    document = parse_rst(Path("/x/a.rst"), "one\u2028two\x0bthree\x85four\x1cfive\n\nsix\n")
+    found = [(paragraph.text.split(), paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
+    assert found == [(["one", "two", "three", "four", "five"], 1, 1), (["six"], 3, 3)]

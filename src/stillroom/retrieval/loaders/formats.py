@@ -28,6 +28,8 @@ class Format:
     function: str
     is_text: bool
     """Whether the function takes path and text; else it takes the `File`."""
+    is_bounded: bool = True
+    """Whether it reads 16 KiB of text within a second or two, however odd: its time grows at most with the square."""
 
     def parser(self) -> Callable[..., Any]:
         """The function."""
@@ -38,11 +40,14 @@ class Format:
 PLAIN = Format("text", "parse_text", is_text=True)
 _SOURCE = Format("code", "parse_code", is_text=True)
 
+_RST = Format("rst", "parse_rst", is_text=True, is_bounded=False)
+"""Substitutions within substitutions make docutils take time that doubles with each line."""
+
 _FORMATS = {
     **dict.fromkeys(_TEXT.split(), PLAIN),
     **dict.fromkeys(_CODE.split(), _SOURCE),
     **dict.fromkeys((".md", ".markdown", ".mkd"), Format("markdown", "parse_markdown", is_text=True)),
-    **dict.fromkeys((".rst", ".rest"), Format("rst", "parse_rst", is_text=True)),
+    **dict.fromkeys((".rst", ".rest"), _RST),
     **dict.fromkeys((".html", ".htm", ".xhtml"), Format("html", "parse_html", is_text=True)),
     **dict.fromkeys((".csv", ".tsv"), Format("table", "parse_table", is_text=True)),
     ".ipynb": Format("notebook", "parse_notebook", is_text=True),

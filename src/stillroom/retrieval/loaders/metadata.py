@@ -25,7 +25,7 @@ SIDECAR = ".metadata.json"
 
 _MAX_FRONT_MATTER_CHARS = 65_536
 _MAX_SIDECAR_BYTES = 1 << 20
-_FRONT_TITLE = re.compile(r"^title:[ \t]*(['\"]?)(.+?)\1[ \t]*$", re.MULTILINE)
+_FRONT_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -45,10 +45,15 @@ def front_matter(text: str) -> tuple[str, Metadata]:
             found = None
     if not isinstance(found, dict):
         title = _FRONT_TITLE.search(text)
-        return title.group(2) if title else "", {}
+        return _unquoted(title.group(1).strip()) if title else "", {}
     name = found.pop("title", None)
     title_text = " ".join(str(name).split()) if isinstance(name, (str, int, float)) else ""
     return title_text, clean_metadata(found)
+
+
+def _unquoted(text: str) -> str:
+    is_quoted = len(text) > 2 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if is_quoted else text
 
 
 def named_texts(pairs: Iterable[tuple[str, str]]) -> Metadata:

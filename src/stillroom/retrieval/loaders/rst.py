@@ -22,10 +22,15 @@ from stillroom.core.metadata import Metadata
 from stillroom.retrieval.loaders.metadata import named_texts
 from stillroom.retrieval.loaders.source import Outline, blank_line_paragraphs
 
-_HEADER = re.compile(r"\A(?:[A-Za-z][A-Za-z0-9-]*:[ \t]*.*\n(?:[ \t]+\S.*\n)*){2,}(?=[ \t]*\n)")
+# no text can be matched in two ways: else it would take time that doubles with each line
+_HEADER = re.compile(r"\A(?:[A-Za-z][A-Za-z0-9-]*:.*\n(?:[ \t]+\S.*\n)*){2,}(?=[ \t]*\n)")
+_OTHER_LINE_ENDS = dict.fromkeys(map(ord, "\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
+"""Where docutils ends a line, too; no line of a file ends there."""
 _DIRECTIVE = re.compile(r"\.\. +([A-Za-z][\w:.+-]*?)::(?:\s|$)", re.MULTILINE)
-_ROLE = re.compile(r":([A-Za-z][\w:.+-]*):`")
-_LABELLED = re.compile(r"(.+?)\s*<[^<>]+>\Z", re.DOTALL)
+_ROLE = re.compile(r":([A-Za-z][\w:.+-]{0,100}):`")
+_LABELLED = re.compile(r"(.+)<[^<>]+>\Z", re.DOTALL)
+_LINE_CHARS = 10_000
+"""Docutils' own limit, also on what is substituted."""
 _SETTINGS = {
     "report_level": 5,
     "halt_level": 6,
@@ -42,7 +47,7 @@ _SETTINGS = {
 
 def parse_rst(path: Path, text: str) -> Document:
     """The title is that of a leading RFC 2822 header, else a lone first heading, else the file's name."""
-    body, title, metadata = _split_header(text)
+    body, title, metadata = _split_header(text.translate(_OTHER_LINE_ENDS))
     outline = Outline()
     try:
         _Blocks(outline, body).read(_parse(body))
@@ -91,7 +96,7 @@ class _AnyDirective(Directive):  # type: ignore[misc]
 def _any_role(name: str, rawtext: str, text: str, *_: Any, **__: Any) -> tuple[list[nodes.Node], list[nodes.Node]]:
     """Stands for a role that docutils does not know: `label <target>` reads as its label."""
     labelled = _LABELLED.match(text)
-    return [nodes.literal(rawtext, labelled.group(1) if labelled else text)], []
+    return [nodes.literal(rawtext, labelled.group(1).rstrip() if labelled else text)], []
 
 
 def _parse(text: str) -> nodes.document:
@@ -104,7 +109,9 @@ def _parse(text: str) -> nodes.document:
     for name in set(_ROLE.findall(text)):
         if roles.role(name, language, 0, scratch.reporter)[0] is None:
             roles.register_local_role(name, _any_role)
-    document: nodes.document = publish_doctree(text, settings_overrides=_SETTINGS)
+    # of a file with a longer line docutils would read nothing
+    limit = max(_LINE_CHARS, *map(len, text.expandtabs().split("\n")))
+    document: nodes.document = publish_doctree(text, settings_overrides={**_SETTINGS, "line_length_limit": limit})
     return document
 
 
