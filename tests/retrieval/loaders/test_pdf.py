@@ -108,3 +108,15 @@ def test_what_cannot_be_read_says_why(data: bytes, reason: str) -> None:
 def test_a_file_with_more_text_than_allowed_is_refused() -> None:
     with pytest.raises(DocumentError, match=r"documents\.max_text_bytes"):
         parsed("a.pdf", pdf([[(BODY, "word " * 10)] * 30]), max_text_bytes=1000)
+
+
+def test_rows_of_a_table_at_the_edges_of_pages_are_kept() -> None:
+    rows = [f"2024-03-05 transfer no. {1011 + n} {187.11 + n:.2f} EUR" for n in range(60)]
+    document = parsed("a.pdf", pdf([[(BODY, row) for row in rows[n : n + 10]] for n in range(0, 60, 10)]))
+    assert "\n".join(text for _, text in says(document)).split("\n") == rows
+
+
+def test_numbers_of_pages_may_begin_anywhere() -> None:
+    lines = [[(BODY, f"Text {'abcde'[n]}."), GAP, (9, f"Iron 2024, vol. 7, {340 + n}")] for n in range(5)]
+    texts = [text for _, text in says(parsed("a.pdf", pdf(lines)))]
+    assert [text for text in texts if "vol" in text] == ["Iron 2024, vol. 7, 340"]

@@ -31,6 +31,7 @@ _MAX_HEADING_SHARE = 0.2
 """Where more of the lines are in large type, it is not headings that are: a poster, or slides."""
 _MAX_LEVELS = 4
 _MIN_PAGES_TO_RECUR = 4
+_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
 _DATE = re.compile(r"(?:D:)?(\d{4})(\d{2})?(\d{2})?(\d{2})?(\d{2})?(\d{2})?")
 _NO_TITLE = re.compile(r"microsoft (word|powerpoint|excel) - |.*\.(docx?|pptx?|xlsx?|tex|dvi|indd|qxd)\Z", re.I)
 
@@ -44,6 +45,11 @@ class _Line:
     top: float
     is_divided: bool
     """Its last word goes on in the next line."""
+
+
+_Form = tuple[str, str | None, int]
+"""The texts before and after a page's number, and how far that is from the count of the pages; or a whole text, None,
+and 0."""
 
 
 @dataclass(slots=True)
@@ -139,18 +145,23 @@ def _drop_recurring(pages: list[list[_Line]]) -> None:
     """Headers and footers: leave the first of lines that stand at the edge of more than half of the pages."""
     if len(pages) < _MIN_PAGES_TO_RECUR:
         return
-    edges = [{id(line): _shape(line) for line in (*page[:2], *page[-2:])} for page in pages]
-    counts = Counter(shape for edge in edges for shape in set(edge.values()))
-    seen: set[str] = set()
-    for page, edge in zip(pages, edges, strict=True):
-        recurring = {name: shape for name, shape in edge.items() if counts[shape] * 2 > len(pages)}
-        page[:] = [line for line in page if recurring.get(id(line)) not in seen]
-        seen.update(recurring.values())
+    edges = [{id(line): set(_forms(line)) for line in (*page[:2], *page[-2:])} for page in pages]
+    at_edges = [set().union(*edge.values()) for edge in edges]
+    counts = Counter(form for forms in at_edges for form in forms)
+    recurring = {form for form, count in counts.items() if count * 2 > len(pages)}
+    seen: set[_Form] = set()
+    for page, edge, forms in zip(pages, edges, at_edges, strict=True):
+        page[:] = [line for line in page if seen.isdisjoint(edge.get(id(line), ()))]
+        seen |= forms & recurring
 
 
-def _shape(line: _Line) -> str:
-    """The line with any number in place of the page's."""
-    return re.sub(r"\d+", "0", line.text).casefold()
+def _forms(line: _Line) -> Iterator[_Form]:
+    """What two lines have in common if they are the same text, or the same but for the number of their page. Any other
+    number may be what a line is there to say."""
+    text = line.text.casefold()
+    yield text, None, 0
+    for number in _NUMBER.finditer(text) if len(text) <= _MAX_HEADING_CHARS else ():
+        yield text[: number.start()], text[number.end() :], int(number.group()) - line.page
 
 
 # Headings
