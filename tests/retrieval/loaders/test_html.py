@@ -50,3 +50,59 @@ def test_a_fragment_without_structure_is_read() -> None:
     document = parse_html(Path("/x/page.html"), "just <i>some</i> words<br>and more")
     assert [paragraph.text for paragraph in document.paragraphs] == ["just some words and more"]
     assert document.title == "page"
+
+
+def test_a_page_in_a_table_for_its_layout_is_read_as_a_page() -> None:
+    page = """<table><tr><td>Menu<td>
+<h2>Keys</h2>
+<p>Turn them.</p>
+<pre>a
+  b</pre>
+<table><tr><td>cellar</td><td><p>30</p></td></tr>
+<tr><th>gate<td></table>
+after
+</td></tr></table>
+end"""
+    document = parse_html(Path("/x/page.html"), f"<h1>One</h1>{page}<h1>Two</h1>")
+    assert [(one.text, one.heading_path, one.start_line, one.end_line) for one in document.paragraphs] == [
+        ("Menu", ("One",), 1, 1),
+        ("Turn them.", ("One", "Keys"), 3, 3),
+        ("a\n  b", ("One", "Keys"), 4, 5),
+        ("cellar | 30", ("One", "Keys"), 6, 6),
+        ("gate |", ("One", "Keys"), 7, 7),
+        ("after", ("One", "Keys"), 8, 8),
+        ("end", ("One", "Keys"), 10, 10),
+        ("Two", (), 10, 10),
+    ]
+
+
+def test_a_cell_with_several_texts_is_no_cell_of_a_row() -> None:
+    assert texts("<tr><td>a<td><p>b<p>c</td><td>d<td>-<tr><td>e") == ["a", "b", "c", "d | -", "e"]
+    assert texts("<table><tr><td>a</td>loose<td>b</table>") == ["a", "loose", "b"]
+    assert texts("<table><caption>Keys</caption><tbody><tr><td><td></tbody></table>") == ["Keys"]
+
+
+def test_the_text_of_nested_tables_is_there_once() -> None:
+    depth = 500
+    assert texts("".join(f"<table><tr><td>{number}" for number in range(depth))) == list(map(str, range(depth)))
+
+
+def test_elements_that_nobody_closes_are_read() -> None:
+    assert texts("<p>word" * 3000) == ["word"] * 3000
+    assert texts("<html><head><title>Keys</title><body>word") == ["word"]
+
+
+def test_what_is_no_text_counts_for_the_lines_after_it() -> None:
+    page = "<script>\n\n</script>one\n<!--\n-->two<nav><b>\n</b></nav> three<pre>\n\nfour</pre>five<tr>\n<td>six</tr>7"
+    document = parse_html(Path("/x/page.html"), page)
+    found = [(paragraph.text, paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
+    assert found == [("one two three", 3, 6), ("four", 8, 8), ("five", 8, 8), ("six", 9, 9), ("7", 9, 9)]
+
+
+def test_a_heading_is_one_text_whatever_is_in_it() -> None:
+    page = "<h1>Key<b>s</b><div>of iron</div><svg><title>icon</title></svg></h1>x"
+    assert parse_html(Path("/x/page.html"), page).title == "Keys of iron"
+
+
+def texts(page: str) -> list[str]:
+    return [paragraph.text for paragraph in parse_html(Path("/x/page.html"), page).paragraphs]

@@ -1,19 +1,23 @@
-"""HTML: headings become heading paths, block elements become paragraphs, and each text node is read exactly once."""
+"""HTML: headings become heading paths, block elements and rows of tables become paragraphs, and each text node is read
+exactly once.
+"""
 
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning
-from bs4.element import NavigableString, PreformattedString, Tag
+from bs4.element import NavigableString, PageElement, PreformattedString, Tag
 
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import Metadata
+from stillroom.retrieval.loaders.html_rows import Lines, Row
 from stillroom.retrieval.loaders.metadata import named_texts
 from stillroom.retrieval.loaders.source import Outline
 
-_DROPPED = frozenset({"script", "style", "nav", "template", "svg", "head", "title"})
+_DROPPED = frozenset({"script", "style", "nav", "template", "svg", "title"})
 _INLINE = frozenset(
     {"a", "abbr", "acronym", "b", "bdi", "bdo", "big", "cite", "code", "data", "del", "dfn", "em", "font", "i", "img"}
     | {"ins", "kbd", "label", "mark", "q", "rp", "rt", "ruby", "s", "samp", "small", "span", "strike", "strong", "sub"}
@@ -24,6 +28,7 @@ _TECHNICAL = frozenset(
 )
 """Names of `meta` elements that are about the page's technique."""
 
+_CELLS = frozenset({"td", "th"})
 _HEADING = re.compile(r"h[1-6]\Z")
 
 
@@ -32,8 +37,8 @@ def parse_html(path: Path, text: str) -> Document:
     soup = soup_of(text)
     outline = Outline()
     read_html(outline, soup)
-    title = " ".join(soup.title.get_text().split()) if soup.title else ""
-    title, paragraphs = outline.finish(title, path.stem)
+    own = next((title for title in soup("title") if title.find_parent("svg") is None), None)
+    title, paragraphs = outline.finish(" ".join(own.get_text().split()) if own else "", path.stem)
     return Document(DocumentId(str(path)), title, paragraphs, metadata=_metadata(soup))
 
 
@@ -41,7 +46,8 @@ def soup_of(text: str) -> BeautifulSoup:
     """The tree of a page; XHTML is read as HTML."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", XMLParsedAsHTMLWarning)
-        return BeautifulSoup(text, "html.parser")
+        # it would else make one newline of any between two elements, and lines would no longer be those of the file
+        return BeautifulSoup(text, "html.parser", preserve_whitespace_tags={BeautifulSoup.ROOT_TAG_NAME})
 
 
 def read_html(outline: Outline, soup: BeautifulSoup, *, keep_lines: bool = True) -> None:
@@ -63,58 +69,129 @@ def _metadata(soup: BeautifulSoup) -> Metadata:
 
 
 class _Blocks:
-    """Walks the tree; inline text gathers until a block element begins or ends."""
+    """Walks the tree; inline text gathers until a block element begins or ends.
+
+    An element that is not closed, as `<p>`, `<td>` and `<tr>` need not be, holds in the tree all that follows. So a
+    cell ends where the next one begins.
+    """
 
     def __init__(self, outline: Outline, *, keep_lines: bool) -> None:
         self._outline = outline
         self._keep_lines = keep_lines
-        self._run: list[str] = []
         self._line = 1
+        """Where we are in the file."""
+        self._run: list[str] = []
+        self._run_lines: Lines = (0, 0)
+        self._rows = [Row(self._paragraph)]
+        """The row that is open in each of the tables around us, innermost last; the first is for rows without table."""
+        self._dropped: Tag | None = None
+        self._whole: Tag | None = None
+        """The heading or `pre` around us, which other elements do not divide."""
 
     def read(self, root: Tag) -> None:
-        self._read_children(root)
+        for element, is_end in _walk(root):
+            if isinstance(element, NavigableString):
+                self._read_text(element)
+            elif isinstance(element, Tag) and is_end:
+                self._end(element)
+            elif isinstance(element, Tag):
+                self._line = element.sourceline or self._line
+                self._begin(element)
         self._flush()
+        self._rows[0].end()
 
-    def _read_children(self, element: Tag) -> None:
-        for child in element.children:
-            if isinstance(child, Tag):
-                self._read_tag(child)
-            elif isinstance(child, NavigableString) and not isinstance(child, PreformattedString):
-                self._run.append(str(child))
+    def _read_text(self, element: NavigableString) -> None:
+        text = str(element)
+        if self._dropped is None and not isinstance(element, PreformattedString):
+            self._run.append(text)
+            if text.strip():
+                first = self._line + text[: len(text) - len(text.lstrip())].count("\n")
+                self._run_lines = (self._run_lines[0] or first, self._line + text.rstrip().count("\n"))
+        self._line += text.count("\n")
 
-    def _read_tag(self, tag: Tag) -> None:
-        if tag.name in _DROPPED:
+    def _begin(self, tag: Tag) -> None:
+        if self._dropped is not None:
             return
-        if tag.name == "br":
+        if tag.name in _DROPPED:
+            self._dropped = tag
+        elif tag.name == "br":
             self._run.append("\n")
         elif tag.name in _INLINE:
-            self._read_children(tag)
+            return
+        elif self._whole is not None:
+            self._run.append(" " if self._whole.name != "pre" else "")
         else:
             self._flush()
-            self._line = tag.sourceline or self._line
-            self._read_block(tag)
-            self._flush()
+            self._begin_block(tag)
 
-    def _read_block(self, tag: Tag) -> None:
-        if _HEADING.match(tag.name):
-            self._outline.heading(int(tag.name[1]), tag.get_text(" "), self._line if self._keep_lines else 0)
-        elif tag.name == "pre":
-            text = tag.get_text()
-            self._paragraph(text, self._line, self._line + text.count("\n"))
+    def _begin_block(self, tag: Tag) -> None:
+        if tag.name == "pre" or _HEADING.match(tag.name):
+            self._whole = tag
+        elif tag.name == "li":
+            self._run.append("- ")
+        elif tag.name == "table":
+            self._rows[-1].interrupt()
+            self._rows.append(Row(self._paragraph))
         elif tag.name == "tr":
-            cells = [" ".join(cell.get_text(" ").split()) for cell in tag(["td", "th"])]
-            self._paragraph(" | ".join(cells), self._line, self._line)
+            self._rows[-1].end()
+        elif tag.name in _CELLS:
+            self._rows[-1].begin_cell()
+
+    def _end(self, tag: Tag) -> None:
+        if self._dropped is not None:
+            self._dropped = None if tag is self._dropped else self._dropped
+        elif self._whole is not None:
+            if tag is self._whole:
+                self._end_whole(tag)
+        elif tag.name not in _INLINE and tag.name != "br":
+            self._flush()
+            self._end_block(tag)
+
+    def _end_block(self, tag: Tag) -> None:
+        if tag.name == "table":
+            self._rows.pop().end()
+        elif tag.name == "tr":
+            self._rows[-1].end()
+        elif tag.name in _CELLS:
+            self._rows[-1].end_cell()
+
+    def _end_whole(self, tag: Tag) -> None:
+        text, lines = self._take_run()
+        self._whole = None
+        if not text.strip():
+            return
+        self._rows[-1].interrupt()
+        if tag.name == "pre":
+            self._paragraph(text, lines)
         else:
-            if tag.name == "li":
-                self._run.append("- ")
-            self._read_children(tag)
+            self._outline.heading(int(tag.name[1]), text, lines[0] if self._keep_lines else 0)
 
     def _flush(self) -> None:
-        raw, self._run = "".join(self._run), []
-        text = " ".join(raw.split())
-        if text and text != "-":
-            self._paragraph(text, self._line, self._line + raw.strip().count("\n"))
-        self._line += raw.count("\n")
+        raw, lines = self._take_run()
+        if lines[0]:  # else there is nothing, or the mark of a list's item alone
+            self._rows[-1].add(" ".join(raw.split()), lines)
 
-    def _paragraph(self, text: str, start_line: int, end_line: int) -> None:
-        self._outline.paragraph(text, *((start_line, end_line) if self._keep_lines else (0, 0)))
+    def _take_run(self) -> tuple[str, Lines]:
+        text, lines = "".join(self._run), self._run_lines
+        self._run, self._run_lines = [], (0, 0)
+        return text, lines
+
+    def _paragraph(self, text: str, lines: Lines) -> None:
+        self._outline.paragraph(text, *(lines if self._keep_lines else (0, 0)))
+
+
+def _walk(root: Tag) -> Iterator[tuple[PageElement, bool]]:
+    """All under an element in the order of the file, a tag again at its end. Without recursion: of a page whose
+    elements are not closed the tree is as deep as the page is long."""
+    open_tags = [(root, iter(root.children))]
+    while open_tags:
+        tag, children = open_tags[-1]
+        for child in children:
+            yield child, False
+            if isinstance(child, Tag):
+                open_tags.append((child, iter(child.children)))
+                break
+        else:
+            open_tags.pop()
+            if tag is not root:
+                yield tag, True
