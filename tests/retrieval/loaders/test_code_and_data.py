@@ -141,3 +141,24 @@ def test_rows_of_a_table_read_with_the_names_of_its_columns() -> None:
     assert says(parsed("numbers.csv", "1,2\n3,4\n")) == [((), "1 | 2"), ((), "3 | 4")]
     with pytest.raises(DocumentError, match="not a table"):
         parsed("a.csv", 'a,"' + "x" * 200_000)
+
+
+def test_what_stands_between_cells_is_counted_outside_of_quotation_marks() -> None:
+    text = '"Name, Vorname";"Ort, ""PLZ"", Land\n(kurz), Tel."\n"Ash, Ann";5" Rohr\n'
+    assert says(parsed("a.csv", text)) == [
+        ((), 'Name, Vorname | Ort, "PLZ", Land (kurz), Tel.'),
+        ((), 'Name, Vorname: Ash, Ann; Ort, "PLZ", Land (kurz), Tel.: 5" Rohr'),
+    ]
+    assert says(parsed("a.csv", '5" pipe;6" pipe, long;a\n')) == [((), '5" pipe | 6" pipe, long | a')]
+    assert says(parsed("a.csv", '"' * 100_001))[0][1].startswith('"')
+
+
+def test_a_row_ends_at_a_newline_only() -> None:
+    document = parsed("a.csv", "Name,Note\nab\u2028c,d\x85e\x0bf\x1cg\ngate,\n")
+    assert says(document)[1:] == [((), "Name: ab c; Note: d e f g"), ((), "Name: gate")]
+    assert [paragraph.start_line for paragraph in document.paragraphs] == [1, 2, 3]
+
+
+def test_what_a_table_repeats_counts_as_its_text() -> None:
+    with pytest.raises(DocumentError, match=r"a\.csv: more text than documents\.max_text_bytes"):
+        parsed("a.csv", "Name" * 100 + ",Days\n" + "cellar,30\n" * 100, max_text_bytes=20_000)

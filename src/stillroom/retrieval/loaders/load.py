@@ -10,7 +10,7 @@ from stillroom.core.metadata import clean_text
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders.formats import PLAIN, UNREADABLE, format_of, is_jsonl
 from stillroom.retrieval.loaders.jsonl import parse_jsonl
-from stillroom.retrieval.loaders.source import File, read_file, text_of
+from stillroom.retrieval.loaders.source import File, check_text, read_file, text_of
 
 _DEFAULT = DocumentsConfig()
 
@@ -73,4 +73,7 @@ def parse(file: File) -> Document:
         raise DocumentError(f"{file.path}: nested too deeply to be read") from error
     except Exception as error:  # whatever a parser does with a strange file, the other files go on
         raise DocumentError(f"{file.path}: damaged, or not understood: {type(error).__name__}: {error}") from error
-    return _storable(document)
+    document = _storable(document)
+    # some formats repeat text: a table its columns' names, for each row
+    check_text(file.path, sum(len(paragraph.text.encode()) for paragraph in document.paragraphs), file.config)
+    return document

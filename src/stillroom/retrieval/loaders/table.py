@@ -1,6 +1,8 @@
 """CSV and TSV: each row reads with the names of its columns. Lines are those of the file."""
 
 import csv
+import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,15 +12,19 @@ from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders.labelled_rows import labelled
 
 _DELIMITERS = ",;\t|"
+_QUOTED = re.compile(r'(?<![^,;\t|\n])"[^"]*(?:""[^"]*)*"')
+"""A cell in quotation marks; elsewhere than where a cell begins, a mark is an ordinary character."""
+_HEAD_CHARS = 65_536
+"""Within which the first row ends."""
 
 
 def parse_table(path: Path, text: str) -> Document:
-    """The file's name without its extension is the title. The first line tells what stands between cells.
+    """The file's name without its extension is the title. The first row tells what stands between cells.
 
     Raises:
         DocumentError: a cell is too long to be one, as where a quotation mark is never closed.
     """
-    first = next((line for line in text.split("\n") if line.strip()), "")
+    first = next((line for line in _QUOTED.sub("cell", text[:_HEAD_CHARS]).split("\n") if line.strip()), "")
     delimiter = "\t" if path.suffix.lower() == ".tsv" else max(_DELIMITERS, key=first.count)
     try:
         rows = list(labelled(_rows(text, delimiter)))
@@ -30,7 +36,7 @@ def parse_table(path: Path, text: str) -> Document:
 
 def _rows(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Rows that say something, with the line on which each ends."""
-    reader = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     for row in reader:
         cells = [" ".join(cell.split()) for cell in row]
         if any(cells):
