@@ -90,3 +90,12 @@ def test_limits_are_named_with_what_to_do(tmp_path: Path) -> None:
     lines.write_text('{"text": "a"}\n{"text": "' + "a" * 5000 + '"}\n')
     with pytest.raises(DocumentError, match=r"big\.jsonl:2: more text"):
         list(load(lines, DocumentsConfig(max_text_bytes=1000)))
+
+
+def test_a_few_bad_bytes_do_not_make_a_text_another_one() -> None:
+    spoiled = f"{GERMAN} {RUSSIAN} ".encode() + b"\xff" + GREEK.encode()[:-2]
+    assert decode(spoiled, "a.txt") == f"{GERMAN} {RUSSIAN} \ufffd{GREEK[:-2]}\ufffd"
+    for said in (b"\xef\xbb\xbf", b'<meta charset="utf-8">', b'<?xml encoding="UTF8"?>'):
+        text = decode(said + "\u20ac ".encode() + b"\xff", "a.html")
+        assert text.endswith("\u20ac \ufffd"), "where it says so, one good character for each bad one will do"
+    assert decode("\u20ac ".encode() + b"\xff", "a.txt") != "\u20ac \ufffd"

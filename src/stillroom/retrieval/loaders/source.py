@@ -33,6 +33,8 @@ _LATIN_1 = frozenset({"iso-8859-1", "iso8859-1", "latin-1", "latin1", "us-ascii"
 """What files say that mean Windows-1252, which has quotation marks and dashes; browsers read it so too."""
 _NO_CHARSETS = frozenset({"idna", "punycode", "unicode-escape", "raw-unicode-escape", "utf-7", "undefined"})
 """What Python takes for an encoding and no file is written in."""
+_UTF_8 = frozenset({"utf-8", "utf8"})
+_BEYOND_ASCII = bytes(range(128, 256))
 _SAMPLE = 1 << 16
 """Bytes from which an encoding is guessed."""
 
@@ -120,8 +122,8 @@ def text_of(file: File, *, strict: bool = False) -> str:
 
 
 def decode(data: bytes, name: str, *, strict: bool = False) -> str:
-    """Bytes to text with universal newlines: UTF-8, else what a byte order mark or the file itself declares, else what
-    the bytes look like.
+    """Bytes to text with universal newlines: UTF-8, a few bad bytes of which are replaced, else what a byte order mark
+    or the file itself declares, else what the bytes look like.
 
     Args:
         name: for the error.
@@ -141,7 +143,8 @@ def decode(data: bytes, name: str, *, strict: bool = False) -> str:
         except UnicodeDecodeError as error:
             if strict:
                 raise DocumentError(f"{name}: not UTF-8 text; convert it, or give it a known extension") from error
-            text = _declared(data) or _guessed(data)
+            declared = _declared(data)
+            text = _damaged_utf8(data, declared) or _in_encoding(data, declared) or _guessed(data)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -170,12 +173,24 @@ def _wide(data: bytes) -> str | None:
     return None
 
 
-def _declared(data: bytes) -> str | None:
-    """By what the file says at its beginning, as HTML, XML and source code can."""
+def _declared(data: bytes) -> str:
+    """The encoding that the file names at its beginning, as HTML, XML and source code can; empty where it does not."""
     match = _DECLARED.search(data[:_DECLARED_WITHIN])
-    if match is None:
-        return None
-    name = match.group(1).decode("ascii").lower().replace("_", "-")
+    return match.group(1).decode("ascii").lower().replace("_", "-") if match else ""
+
+
+def _damaged_utf8(data: bytes, declared: str) -> str | None:
+    """UTF-8 with a few bad bytes; None where it is none. In other encodings few sequences of bytes are characters of
+    UTF-8 by chance, so four of five tell that it is UTF-8, and half of them where the file says so."""
+    text = data.decode("utf-8-sig", "replace")
+    num_bad = text.count("\ufffd") - data.count("\ufffd".encode())
+    num_good = len(text) - len(data.translate(None, _BEYOND_ASCII)) - num_bad
+    is_utf8 = data.startswith(codecs.BOM_UTF8) or num_good >= num_bad * (1 if declared in _UTF_8 else 4)
+    return text if is_utf8 else None
+
+
+def _in_encoding(data: bytes, name: str) -> str | None:
+    """None where there is no such encoding, or the bytes are no text in it."""
     try:
         return data.decode("cp1252" if name in _LATIN_1 else name) if name not in _NO_CHARSETS else None
     except (LookupError, UnicodeError, ValueError):
