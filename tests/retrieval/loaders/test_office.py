@@ -74,11 +74,10 @@ def test_tracked_changes_links_text_boxes_and_pages() -> None:
     assert pages(document) == [(1, 1), (1, 1), (2, 3), (3, 3), (3, 3)]
 
 
-def test_footnotes_stand_after_what_refers_to_them() -> None:
+def with_footnote(data: bytes) -> bytes:
+    """The document, in which the footnote 2 is `From Sweden.`"""
     ns = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
     base = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
-    data = word(lambda document: document.add_paragraph("MARK"))
-    data = edited(data, "word/document.xml", {"<w:t>MARK</w:t>": '<w:t>Iron</w:t><w:footnoteReference w:id="2"/>'})
     data = edited(
         data,
         "word/_rels/document.xml.rels",
@@ -90,7 +89,45 @@ def test_footnotes_stand_after_what_refers_to_them() -> None:
         f'<w:footnotes {ns}><w:footnote w:id="0" w:type="separator"><w:p/></w:footnote>'
         '<w:footnote w:id="2"><w:p><w:r><w:t>From Sweden.</w:t></w:r></w:p></w:footnote></w:footnotes>'
     )
-    assert [text for _, text in says(parsed("a.docx", archive(files)))] == ["Iron[1]", "[1] From Sweden."]
+    return archive(files)
+
+
+def test_footnotes_stand_after_what_refers_to_them() -> None:
+    data = word(lambda document: document.add_paragraph("MARK"))
+    data = edited(data, "word/document.xml", {"<w:t>MARK</w:t>": '<w:t>Iron</w:t><w:footnoteReference w:id="2"/>'})
+    document = parsed("a.docx", with_footnote(data))
+    assert [text for _, text in says(document)] == ["Iron[1]", "[1] From Sweden."]
+
+
+def test_notes_and_text_boxes_of_cells_follow_their_table() -> None:
+    def fill(document: Any) -> None:
+        table = document.add_table(1, 2)
+        table.cell(0, 0).text, table.cell(0, 1).text = "MARK", "30"
+        document.add_paragraph("Then")
+
+    box = "<w:txbxContent><w:p><w:r><w:t>{}</w:t>{}</w:r></w:p></w:txbxContent>"
+    inner = f"<w:pict>{box.format('Inner.', '')}</w:pict>"
+    data = with_footnote(
+        edited(
+            word(fill),
+            "word/document.xml",
+            {
+                "<w:t>MARK</w:t>": "<w:t>Iron</w:t><w:lastRenderedPageBreak/>"
+                f'<w:footnoteReference w:id="2"/><w:pict>{box.format("Boxed.", inner)}</w:pict>',
+                "<w:t>Then</w:t>": '<w:t>Then</w:t><w:footnoteReference w:id="2"/>',
+            },
+        ),
+    )
+    document = parsed("a.docx", data)
+    assert [text for _, text in says(document)] == [
+        "Iron[1] | 30",
+        "[1] From Sweden.",
+        "Boxed.",
+        "Inner.",
+        "Then[2]",
+        "[2] From Sweden.",
+    ]
+    assert pages(document)[0] == (1, 2)
 
 
 # PPTX
@@ -107,7 +144,7 @@ def test_slides_are_pages_with_title_texts_tables_charts_and_notes() -> None:
             cell.text = text
         chart: Any = CategoryChartData()  # type: ignore[no-untyped-call]
         chart.categories = ["2023", "2024"]
-        chart.add_series("Lost", (3, 1.5))
+        chart.add_series("Lost", (1234567, 1.5))
         second.shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, Inches(1), Inches(4), Inches(4), Inches(3), chart)
         hidden = deck.add("Hidden", "nobody is shown this")
         hidden.element.set("show", "0")
@@ -121,7 +158,7 @@ def test_slides_are_pages_with_title_texts_tables_charts_and_notes() -> None:
         (("Keys",), "to the right", 1),
         (("Keys",), "Notes: Speak slowly.", 1),
         (("Figures",), "Key | Days\ncellar | 30", 2),
-        (("Figures",), "Chart\n2023: Lost 3\n2024: Lost 1.5", 2),
+        (("Figures",), "Chart\n2023: Lost 1234567\n2024: Lost 1.5", 2),
         (("Slide 4",), "No title here.", 4),
     ]
     assert document.metadata["num_pages"] == 4
@@ -135,7 +172,7 @@ def test_rows_read_with_the_names_of_their_columns_under_the_name_of_their_sheet
         ["Name", "Days", "Since", "Safe"],
         ["cellar", 30, datetime.date(2020, 1, 2), True],
         [],
-        ["gate", 2.5, None, False, "beside the table"],
+        ["gate", 1234567890123.45, None, False, 0.1 + 0.2],
     ]
     data = workbook({"Keys": rows, "Numbers": [[1, 2], [3, 4]], "Empty": [], "Lists": [["x"]]}, hidden=["Lists"])
     document = parsed("house.xlsx", data)
@@ -143,7 +180,7 @@ def test_rows_read_with_the_names_of_their_columns_under_the_name_of_their_sheet
     assert says(document) == [
         (("Keys",), "Name | Days | Since | Safe"),
         (("Keys",), "Name: cellar; Days: 30; Since: 2020-01-02; Safe: yes"),
-        (("Keys",), "Name: gate; Days: 2.5; Safe: no; beside the table"),
+        (("Keys",), "Name: gate; Days: 1234567890123.45; Safe: no; 0.3"),
         (("Numbers",), "1 | 2"),
         (("Numbers",), "3 | 4"),
         ((), "Empty"),

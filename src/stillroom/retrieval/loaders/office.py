@@ -1,4 +1,4 @@
-"""What PDF and Office files say of themselves: author, title, dates; without what programs put there unasked."""
+"""What PDF and Office files say of themselves, without what programs put there unasked; and how numbers read."""
 
 from typing import Any
 
@@ -22,6 +22,11 @@ def core_metadata(properties: Any) -> dict[str, object]:
         if value and not is_made_up(str(value)):
             found["author" if name == "creator" else name] = value
     return found
+
+
+def number_text(value: float) -> str:
+    """As Office shows it: of 17 digits that a float may have in full, the last two are noise of its binary form."""
+    return f"{value:.15g}"
 
 
 def is_made_up(value: str) -> bool:

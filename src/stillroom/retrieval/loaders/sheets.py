@@ -14,7 +14,7 @@ import openpyxl
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders.labelled_rows import labelled
-from stillroom.retrieval.loaders.office import core_metadata
+from stillroom.retrieval.loaders.office import core_metadata, number_text
 from stillroom.retrieval.loaders.package import open_package
 from stillroom.retrieval.loaders.source import File, Outline, check_text
 
@@ -64,7 +64,7 @@ def _text(value: object) -> str:
         case bool():
             return "yes" if value else "no"
         case float():
-            return f"{value:.12g}"
+            return number_text(value)
         case datetime.datetime() if value.time() == datetime.time():
             return value.date().isoformat()
         case datetime.datetime() | datetime.date() | datetime.time():

@@ -9,7 +9,7 @@ from pptx.exc import PackageNotFoundError
 
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.office import core_metadata
+from stillroom.retrieval.loaders.office import core_metadata, number_text
 from stillroom.retrieval.loaders.package import open_package
 from stillroom.retrieval.loaders.source import File, Outline, check_text
 
@@ -94,5 +94,6 @@ def _chart_texts(chart: Any) -> Iterator[str]:
         series = [(one.name, list(one.values)) for one in plot.series]
         for index, category in enumerate(plot.categories):
             known = ((name, values[index]) for name, values in series if index < len(values))
-            lines.append(f"{category}: " + ", ".join(f"{name} {value:g}" for name, value in known if value is not None))
+            shown = (f"{name} {number_text(value)}" for name, value in known if value is not None)
+            lines.append(f"{category}: " + ", ".join(shown))
     yield "\n".join(lines)

@@ -7,6 +7,7 @@ last laid the document out; a file that Word never saw has none.
 import re
 from collections.abc import Iterator, Mapping
 from io import BytesIO
+from itertools import takewhile
 from typing import Any
 
 import docx
@@ -151,14 +152,19 @@ class _Blocks:
         elif text:
             self.has_title |= level == 0
             self._outline.heading(level, text)
+        self._read_attached(paragraph, referred)
+
+    def _read_attached(self, element: Any, referred: list[tuple[str, str]]) -> None:
+        """The notes to which an element referred, and the text boxes in it."""
         for number, key in enumerate(referred, self._num_notes - len(referred) + 1):
             self._emit(f"[{number}] {self._notes[key]}", self._page)
-        for box in paragraph.iter(f"{_W}txbxContent"):
-            if not any(ancestor.tag in _DROPPED for ancestor in box.iterancestors()):
+        for box in element.iter(f"{_W}txbxContent"):
+            within = takewhile(lambda ancestor: ancestor is not element, box.iterancestors())
+            if not any(ancestor.tag in _DROPPED for ancestor in within):
                 self.read(box)
 
     def _parts(self, element: Any, referred: list[tuple[str, str]]) -> Iterator[str]:
-        """Texts in a paragraph; `referred` and the page are kept as it goes."""
+        """Texts in a paragraph, or in a cell's paragraphs; `referred` and the page are kept as it goes."""
         for child in element:
             if child.tag in _TEXTS:
                 yield child.text or ""
@@ -174,6 +180,8 @@ class _Blocks:
                     yield f"[{self._num_notes}]"
             elif child.tag not in _DROPPED:
                 yield from self._parts(child, referred)
+                if child.tag == f"{_W}p":
+                    yield "\n"
 
     def _level(self, paragraph: Any) -> int | None:
         """Of a heading; None for running text."""
@@ -194,11 +202,10 @@ class _Blocks:
                 self.read(row[0])
             return
         self._outline.page = self._page
-        lines = []
-        for row in rows:
-            lines.append(" | ".join(" ".join("".join(_all_text(cell)).split()) for cell in row))
-            self._page += sum(1 for _ in row[0].getparent().iter(_PAGE)) if row else 0
+        referred: list[tuple[str, str]] = []
+        lines = [" | ".join(" ".join("".join(self._parts(cell, referred)).split()) for cell in row) for row in rows]
         self._emit("\n".join(line for line in lines if line.strip(" |")), self._page)
+        self._read_attached(table, referred)
 
     def _emit(self, text: str, end_page: int) -> None:
         self._num_bytes += len(text.encode())
