@@ -1,5 +1,6 @@
 """The harness: who runs when, and what is kept."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -19,9 +20,26 @@ def test_arms_take_turns_forward_and_backward_after_warming_up() -> None:
         return Arm(name, run)
 
     samples = run_arms([arm("a"), arm("b"), arm("c")], repeat=3, warmup=1)
-    assert "".join(name for name, _ in order) == "cba" + "abc" + "cba" + "abc"
+    assert "".join(name for name, _ in order) == "bac" + "abc" + "cba" + "bca"
     assert samples.of("b", "score") == [0.0, 1.0, 2.0], "warm-up runs are not kept"
     assert len(samples.of("a", "wall_seconds")) == 3
+
+
+def test_no_arm_is_always_in_the_middle() -> None:
+    def places(num_arms: int, repeat: int) -> list[list[int]]:
+        """In each repetition, the place of each arm."""
+        order: list[int] = []
+        arms = [Arm(str(at), lambda _, at=at: order.append(at) or {}) for at in range(num_arms)]  # type: ignore[misc]
+        run_arms(arms, repeat=repeat, warmup=0)
+        return [
+            [order[at : at + num_arms].index(arm) for arm in range(num_arms)] for at in range(0, len(order), num_arms)
+        ]
+
+    assert np.mean(places(3, 6), axis=0).tolist() == [1.0] * 3
+    assert sorted(map(tuple, places(3, 6))) == sorted(itertools.permutations(range(3)))
+    for pair in (0, 2, 4):  # what drifts evenly hits two arms alike
+        assert np.sum(places(2, 6)[pair : pair + 2], axis=0).tolist() == [1, 1]
+    assert np.ptp(places(30, 12), axis=0).min() >= 20, "of many arms each sees the beginning and the end"
 
 
 def test_an_arm_can_measure_its_own_time() -> None:

@@ -1,13 +1,15 @@
 """The questions bench: its traffic by hand, and a whole run on a small data set."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from stillroom.bench.hot_questions import CONFIGS, OURS, Traffic, ask_all, asked, asked_before, run_questions
 from stillroom.config.settings import StillroomConfig
-from tests.bench.test_retrieval_quality import make_dataset
+from stillroom.retrieval.embedder import Embedder, Vectors
+from tests.bench.test_retrieval_quality import QUERIES, make_dataset
 
 
 def test_traffic_is_seeded_and_unequal() -> None:
@@ -44,3 +46,21 @@ def test_a_run(tmp_path: Path) -> None:
     assert found.of("cache", "num_searched_ahead") == [0.0] and found.of(OURS, "num_searched_ahead")[0] >= 1
     assert result.ratio(OURS, "hot_p95_seconds") is not None
     assert len(list((tmp_path / "work").iterdir())) == 1, "the copy is gone, the original has no news"
+
+
+def test_every_arm_waits_for_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedded: list[set[str]] = []
+    embed = Embedder.embed_queries
+
+    def noted(self: Embedder, texts: Sequence[str]) -> Vectors:
+        if embedded:
+            embedded[-1].update(texts)
+        return embed(self, texts)
+
+    monkeypatch.setattr(Embedder, "embed_queries", noted)
+    traffic = Traffic(num_questions=24, per_second=1000.0, change_every=12)
+    dataset = make_dataset(tmp_path / "set")
+    begin = lambda *_: embedded.append(set())  # noqa: E731
+    run_questions(dataset, tmp_path / "work", StillroomConfig(), traffic=traffic, repeat=2, on_run=begin)
+    questions = {text for text, _ in QUERIES.values()}
+    assert len(embedded) == 9 and all(questions <= texts for texts in embedded)

@@ -1,13 +1,15 @@
 """Runs the arms of a benchmark in turn and keeps every sample. Measures; judges nothing.
 
-An arm is a function that runs once and returns its metrics. Arms take turns, forward and backward (A B C, C B A, ...),
-so that a slow minute of the machine hits all of them alike. Metric names end in their unit and say which way is better:
-`_seconds`, `_bytes` and `_error` are better small, everything else (`_per_second`, recall, nDCG) is better large.
+An arm is a function that runs once and returns its metrics. Arms take turns, forward and backward (A B C, C B A), and
+after every two runs another one begins (B C A, A C B): a slow minute of the machine hits all of them alike, and none is
+always in the middle. Metric names end in their unit and say which way is better: `_seconds`, `_bytes` and `_error` are
+better small, everything else (`_per_second`, recall, nDCG) is better large.
 """
 
 import contextlib
 import ctypes
 import gc
+import math
 import resource
 import sys
 import time
@@ -17,6 +19,7 @@ from pathlib import Path
 
 Metrics = Mapping[str, float]
 
+_GOLDEN = (3 - math.sqrt(5)) / 2
 _SMALLER_IS_BETTER = ("_seconds", "_bytes", "_error")
 
 
@@ -68,14 +71,21 @@ def run_arms(
     samples = Samples()
     with _old_objects_left_alone():
         for repetition in range(-warmup, repeat):
-            forward = repetition % 2 == 0
-            for arm in arms if forward else reversed(arms):
+            for arm in _in_turn(arms, repetition):
                 if on_run is not None:
                     on_run(arm.name, repetition)
                 metrics = _measure(arm, repetition, only_own)
                 if repetition >= 0:
                     samples.add(arm.name, metrics)
     return samples
+
+
+def _in_turn(arms: Sequence[Arm], repetition: int) -> list[Arm]:
+    """The order of one repetition. Turned by the golden section, so that a few turns spread an arm's places evenly over
+    many arms too."""
+    first = repetition // 2 * round(_GOLDEN * len(arms)) % len(arms)
+    order = [*arms[first:], *arms[:first]]
+    return order if repetition % 2 == 0 else order[::-1]
 
 
 @contextlib.contextmanager

@@ -6,12 +6,13 @@ base that changes now and then: a document is replaced, which ends every cached 
 moment a question was due, so an asker who is kept waiting by the one before says so.
 """
 
+import contextlib
 import itertools
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
 from stillroom.bench.report import BenchResult
 from stillroom.config.settings import QueryCacheConfig, StillroomConfig
-from stillroom.rag.query_cache import QueryCache
+from stillroom.rag.query_cache import CacheStats, QueryCache
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 
 OURS = "cache, hot questions kept warm"
@@ -98,7 +99,8 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
     seed: int = 0,
     on_run: Callable[[str, int], None] | None = None,
 ) -> BenchResult:
-    """Measure the three arms on a copy of the data set's knowledge base.
+    """Measure the three arms on a copy of the data set's knowledge base, opened anew for each run: whoever asks a
+    question first waits for its embedding in every arm, as users do, and no arm finds it kept by another.
 
     Raises:
         UsageError: the folder is no data set.
@@ -112,9 +114,9 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
     with tempfile.TemporaryDirectory(dir=work_dir) as folder:
         shutil.copytree(source, Path(folder) / "kb")
         with KnowledgeBase.open(Path(folder) / "kb", config) as kb:
-            change = _changer(kb, Path(folder) / "news.txt")
+            house = _House(kb, config, Path(folder) / "news.txt", itertools.count())
             arms = [
-                Arm(name, _runner(kb, cache_config, change, questions, traffic, config.search.top_k, seed))
+                Arm(name, _runner(house, cache_config, questions, traffic, seed))
                 for name, cache_config in CONFIGS.items()
             ]
             samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
@@ -130,47 +132,63 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
     return BenchResult("stillroom bench questions", record_environment(), parameters, samples, "cache")
 
 
-def _changer(kb: KnowledgeBase, news: Path) -> Callable[[], None]:
-    """Each call replaces one document."""
-    numbers = itertools.count()
+@dataclass(frozen=True, slots=True)
+class _House:
+    """The knowledge base that every run opens anew, and what changes in it."""
 
-    def change() -> None:
-        news.write_text(f"Bulletin number {next(numbers)} of the harbour office.\n", encoding="utf-8")
-        kb.add([news])
+    loaded: KnowledgeBase
+    """An open one, whose embedder's weights are used."""
+    config: StillroomConfig
+    news: Path
+    numbers: Iterator[int]
 
-    return change
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[KnowledgeBase]:
+        """With all files read, and no question's embedding kept."""
+        with KnowledgeBase.open(self.loaded.path, self.config, like=self.loaded) as kb:
+            kb.search("Is everybody ready?")
+            yield kb
+
+    def change(self, kb: KnowledgeBase) -> None:
+        """Replace one document."""
+        self.news.write_text(f"Bulletin number {next(self.numbers)} of the harbour office.\n", encoding="utf-8")
+        kb.add([self.news])
 
 
-def _runner(  # noqa: PLR0913  what one arm is made of
-    kb: KnowledgeBase,
-    cache_config: QueryCacheConfig,
-    change: Callable[[], None],
-    questions: Sequence[str],
-    traffic: Traffic,
-    top_k: int,
-    seed: int,
+def _runner(
+    house: _House, cache_config: QueryCacheConfig, questions: Sequence[str], traffic: Traffic, seed: int
 ) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
         stream = asked(questions, traffic, 1000 * seed + repetition + 100)  # warm-up repetitions are negative
-        cache = QueryCache(
-            search=lambda query, mode, top_k, num_stages, where: kb.search_staged(
-                query, mode=mode, top_k=top_k, num_stages=num_stages, where=where
-            ),
-            generation=lambda: kb.generation,
-            embed=lambda query: kb.embed_question(query),
-            config=cache_config,
-        )
-        seconds = ask_all(lambda query: cache.search(query, "hybrid", top_k), change, stream, traffic.change_every)
-        cache.close()
-        stats = cache.stats
-        hot = [took for took, is_hot in zip(seconds, asked_before(stream[0], HOT_AFTER), strict=True) if is_hot]
-        return {
-            **{f"p{q}_seconds": float(np.percentile(seconds, q)) for q in (50, 95, 99)},
-            **{f"hot_p{q}_seconds": float(np.percentile(hot, q)) for q in (50, 95) if hot},
-            "mean_seconds": float(np.mean(seconds)),
-            "share_hot": len(hot) / len(seconds),
-            "hit_rate": stats.num_hits / len(seconds),
-            "num_searched_ahead": stats.num_refreshed,
-        }
+        with house.opened() as kb:
+            cache = QueryCache(
+                search=lambda query, mode, top_k, num_stages, where: kb.search_staged(
+                    query, mode=mode, top_k=top_k, num_stages=num_stages, where=where
+                ),
+                generation=lambda: kb.generation,
+                embed=kb.embed_question,
+                config=cache_config,
+            )
+            top_k = house.config.search.top_k
+            seconds = ask_all(
+                lambda query: cache.search(query, "hybrid", top_k),
+                lambda: house.change(kb),
+                stream,
+                traffic.change_every,
+            )
+            cache.close()
+        return _figures(seconds, stream[0], cache.stats)
 
     return run
+
+
+def _figures(seconds: Sequence[float], stream: Sequence[str], stats: CacheStats) -> Metrics:
+    hot = [took for took, is_hot in zip(seconds, asked_before(stream, HOT_AFTER), strict=True) if is_hot]
+    return {
+        **{f"p{q}_seconds": float(np.percentile(seconds, q)) for q in (50, 95, 99)},
+        **{f"hot_p{q}_seconds": float(np.percentile(hot, q)) for q in (50, 95) if hot},
+        "mean_seconds": float(np.mean(seconds)),
+        "share_hot": len(hot) / len(seconds),
+        "hit_rate": stats.num_hits / len(seconds),
+        "num_searched_ahead": stats.num_refreshed,
+    }
