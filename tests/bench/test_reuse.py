@@ -131,11 +131,11 @@ def test_figures_by_hand() -> None:
             "wall_seconds": 2 * seconds,
         }
 
-    figures.add(off, prompts, answer(2.0, [[0, 0, 0]] * 2))
-    figures.add(lru, prompts, answer(1.0, [[2, 1, 0], [4, 0, 2]]))
+    figures.add(off, 0, prompts, answer(2.0, [[0, 0, 0]] * 2))
+    figures.add(lru, 0, prompts, answer(1.0, [[2, 1, 0], [4, 0, 2]]))
     assert figures.service_rate("mmlu", 1) == pytest.approx(1 / 2.6), "whole answers"
-    figures.add(off.at(1.0), prompts, answer(11.0, [[0, 0, 0]] * 2))
-    figures.add(lru.at(1.0), prompts, answer(9.0, [[0, 0, 0]] * 2))
+    figures.add(off.at(1.0), 0, prompts, answer(11.0, [[0, 0, 0]] * 2))
+    figures.add(lru.at(1.0), 0, prompts, answer(9.0, [[0, 0, 0]] * 2))
     assert not figures.is_asked(off.at(2.0), 1.0, 0), "11 s are more than 5 times 2 s"
     assert figures.is_asked(lru.at(2.0), 1.0, 0), "9 s are more than 5 times its own, and less than 5 times off's"
     assert not figures.is_asked(off.at(3.0), 2.0, 0)
@@ -157,9 +157,30 @@ def test_figures_by_hand() -> None:
     assert (third["arm"], third["within 2 s"], third["goodput/s"]) == ("off", "0%", 0.0)
 
 
+def test_ratios_are_of_the_runs_that_both_have() -> None:
+    figures, off, peer = Figures(), Cell("mmlu", 1, UNLOADED, "off"), Cell("mmlu", 1, UNLOADED, "vllm")
+
+    def add(cell: Cell, repetition: int, seconds: float) -> None:
+        answer = {
+            "seconds": [seconds] * 2,
+            "response_seconds": [seconds] * 2,
+            "cached": [[0] * 3] * 2,
+            "wall_seconds": 1,
+        }
+        figures.add(cell, repetition, [((1,), (2,))] * 2, answer)
+
+    add(off, 0, 2.0), add(peer, 0, 1.0)
+    add(off, 1, 6.0)  # the peer has died
+    first, second = figures.tables()["time to first token"]
+    assert (first["mean"], first["mean x vllm"]) == ("4 s", "2 [2, 2]")
+    assert second["mean x off"] == "0.5 [0.5, 0.5]"
+
+
 def test_answers_of_one_token_have_no_time_per_further_token() -> None:
     figures, off = Figures(), Cell("mmlu", 1, UNLOADED, "off")
-    figures.add(off, [((1,), (2,))], {"seconds": [1], "response_seconds": [1], "cached": [[0] * 3], "wall_seconds": 1})
+    figures.add(
+        off, 0, [((1,), (2,))], {"seconds": [1], "response_seconds": [1], "cached": [[0] * 3], "wall_seconds": 1}
+    )
     assert PER_TOKEN not in figures.samples().values["mmlu, k=1, one after the other/off"]
     assert not any(head.startswith("TPOT") for head in figures.tables()["time to first token"][0])
 

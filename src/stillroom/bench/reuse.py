@@ -257,7 +257,7 @@ def _measure(run: _Run, workers: list[WorkerProcess], traffic: Traffic) -> None:
                     run.say(f"{cell.group}/{cell.arm}, run {repetition + 1}")
                     answer = _ask(run, workers, worker, own, dues)
                     if answer is not None:
-                        figures.add(cell, own, answer)
+                        figures.add(cell, repetition, own, answer)
 
 
 def _warm(run: _Run, workers: list[WorkerProcess], prompts: Sequence[Prompt]) -> None:

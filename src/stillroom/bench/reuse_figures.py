@@ -50,12 +50,18 @@ class Cell:
 
 @dataclass(slots=True)
 class _Seen:
-    seconds: list[float] = field(default_factory=list)
+    runs: dict[int, list[float]] = field(default_factory=dict)
+    """Seconds to the first token of each request, by repetition."""
     response_seconds: list[float] = field(default_factory=list)
     wall_seconds: float = 0.0
     """From the first request due to the last one answered, all runs together."""
     num_tokens: int = 0
     num_cached: list[int] = field(default_factory=lambda: [0] * len(_TIERS))
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of all runs."""
+        return [one for run in self.runs.values() for one in run]
 
     @property
     def mean(self) -> float:
@@ -83,14 +89,14 @@ class Figures:
     _memory: list[dict[str, Any]] = field(default_factory=list)
     _service: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def add(self, cell: Cell, prompts: Sequence[Prompt], answer: Mapping[str, Any]) -> None:
+    def add(self, cell: Cell, repetition: int, prompts: Sequence[Prompt], answer: Mapping[str, Any]) -> None:
         """
         Args:
-            answer: what `driving.drive` returned.
+            answer: what `driving.drive` returned of this repetition.
         """
         seen, cached = self._seen.setdefault(cell, _Seen()), answer["cached"]
         seen.wall_seconds += answer["wall_seconds"]
-        seen.seconds += answer["seconds"]
+        seen.runs[repetition] = answer["seconds"]
         seen.response_seconds += answer["response_seconds"]
         seen.num_tokens += sum(len(part) for prompt in prompts for part in prompt)
         seen.num_cached = [before + sum(row[at] for row in cached) for at, before in enumerate(seen.num_cached)]
@@ -130,7 +136,7 @@ class Figures:
         found = Samples()
         for cell in self._cells():
             seen = self._seen[cell]
-            found.values[f"{cell.group}/{cell.arm}"] = metrics = {METRIC: list(seen.seconds)}
+            found.values[f"{cell.group}/{cell.arm}"] = metrics = {METRIC: seen.seconds}
             if self.num_tokens > 1:
                 metrics[PER_TOKEN] = seen.per_token(self.num_tokens)
         return found
@@ -173,10 +179,13 @@ class Figures:
         return any(cell.arm == arm for cell in self._seen)
 
     def _ratio(self, cell: Cell, arm: str) -> str:
-        other = self._seen.get(cell.of(arm))
-        if other is None or cell.arm == arm:
+        """Over the runs that both have: one of them may have died in a later one."""
+        own, other = self._seen[cell].runs, self._seen.get(cell.of(arm), _Seen()).runs
+        common = sorted(own.keys() & other.keys())
+        if not common or cell.arm == arm:
             return ""
-        ratio = ratio_of_means(self._seen[cell].seconds, other.seconds)
+        seconds, others = ([one for run in common for one in runs[run]] for runs in (own, other))
+        ratio = ratio_of_means(seconds, others)
         return f"{ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]"
 
     def _sustained(self, cell: Cell) -> dict[str, Any]:
