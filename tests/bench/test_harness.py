@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, is_smaller_better, peak_rss_bytes, reset_peak_rss, run_arms
+from stillroom.bench.harness import Arm, Direction, Metrics, direction_of, peak_rss_bytes, reset_peak_rss, run_arms
 
 
 def test_arms_take_turns_forward_and_backward_after_warming_up() -> None:
@@ -58,9 +59,17 @@ def test_memory_peaks_belong_to_the_arm_that_made_them() -> None:
     assert peak_rss_bytes() > 1 << 20
 
 
-def test_names_say_which_way_is_better() -> None:
-    assert is_smaller_better("ttft_seconds") and is_smaller_better("index_bytes")
-    assert not is_smaller_better("queries_per_second") and not is_smaller_better("ndcg_at_10")
+@pytest.mark.parametrize(
+    ("direction", "metrics"),
+    [
+        (Direction.SMALLER, ["ttft_seconds", "index_bytes", "mean_count_error", "recovery_queries", "entries_held"]),
+        (Direction.SMALLER, ["recomputed_tokens", "blocks"]),
+        (Direction.LARGER, ["queries_per_second", "ndcg_at_10", "token_hit_rate", "ann_recall_at_10", "within_654_ms"]),
+        (Direction.NEITHER, ["share_hot", "exchanged_lists", "a metric that nobody declared"]),
+    ],
+)
+def test_metrics_say_which_way_is_better(direction: Direction, metrics: list[str]) -> None:
+    assert {metric: direction_of(metric) for metric in metrics} == dict.fromkeys(metrics, direction)
 
 
 def test_the_environment_is_recorded() -> None:

@@ -30,3 +30,18 @@ def test_a_foreign_file_is_refused_before_anything_is_measured(run: Run, tmp_pat
     result = run(*FLAGS, "--compare", str(tmp_path / "other.json"))
     assert result.code == 2 and "is not a result of stillroom bench" in result.err
     assert "warming up" not in result.err
+
+
+def test_only_results_of_the_same_benchmark_are_compared(run: Run, tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    assert run(*FLAGS, "--quiet", "--output", str(old)).code == 0
+    other = run("bench", "tiered", "--compare", str(old))
+    assert other.code == 2 and "`stillroom bench structures`, which `stillroom bench tiered` cannot be" in other.err
+    old.write_text(old.read_text().replace("stillroom bench structures", "stillroom bench tiered --drift"))
+    other = run("bench", "tiered", "--quiet", "--compare", str(old))
+    assert other.code == 2 and "`stillroom bench tiered` cannot be compared" in other.err
+
+    assert run(*FLAGS, "--quiet", "--output", str(old)).code == 0
+    more = run(*FLAGS[:-1], "300", "--quiet", "--compare", str(old))
+    assert more.code == 0 and "operations (200 then, 300 now)" in more.out
+    assert "cannot be told with 2 runs" in more.out

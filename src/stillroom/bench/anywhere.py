@@ -109,7 +109,10 @@ def run_anywhere(
         "num_chunks": scope.num_chunks,
         "chunk_tokens": scope.chunk_tokens,
         "question_tokens": scope.question_tokens,
+        "num_lasting": scope.num_lasting,
+        "num_documents": scope.num_documents,
         "repeat": scope.repeat,
+        "seed": scope.seed,
         "dtype": scope.dtype,
         "num_parameters": shape.layer_parameters + shape.vocab_size * shape.hidden_size,
     }

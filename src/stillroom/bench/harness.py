@@ -2,8 +2,7 @@
 
 An arm is a function that runs once and returns its metrics. Arms take turns, forward and backward (A B C, C B A), and
 after every two runs another one begins (B C A, A C B): a slow minute of the machine hits all of them alike, and none is
-always in the middle. Metric names end in their unit and say which way is better: `_seconds`, `_bytes` and `_error` are
-better small, everything else (`_per_second`, recall, nDCG) is better large.
+always in the middle. Metric names end in their unit, which says which way is better; others are declared here.
 """
 
 import contextlib
@@ -15,17 +14,60 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 Metrics = Mapping[str, float]
 
 _GOLDEN = (3 - math.sqrt(5)) / 2
-_SMALLER_IS_BETTER = ("_seconds", "_bytes", "_error")
 
 
-def is_smaller_better(metric: str) -> bool:
-    """Read off the metric's name."""
-    return metric.endswith(_SMALLER_IS_BETTER)
+class Direction(StrEnum):
+    """Which way a metric is better."""
+
+    SMALLER = "smaller"
+    LARGER = "larger"
+    NEITHER = "neither"
+    """It describes what happened."""
+
+
+_BY_ENDING = {
+    "_seconds": Direction.SMALLER,
+    "_bytes": Direction.SMALLER,
+    "_error": Direction.SMALLER,
+    "_per_second": Direction.LARGER,
+    "hit_rate": Direction.LARGER,
+    "_recall_at_10": Direction.LARGER,
+}
+_BY_NAME = {
+    **dict.fromkeys(("blocks", "entries_held", "recomputed_tokens", "recovery_queries"), Direction.SMALLER),
+    **dict.fromkeys(
+        (
+            "cached_share",
+            "compute_saved_ratio",
+            "exact_match",
+            "is_recovered",
+            "kept_share",
+            "kept_tokens",
+            "ndcg_at_10",
+            "right_share",
+            "same_answer",
+            "saved",
+            "saved_of_bound",
+            "saved_of_bound_beside_unsegmented",
+            "share_within_bound",
+        ),
+        Direction.LARGER,
+    ),
+}
+
+
+def direction_of(metric: str) -> Direction:
+    """By its name, else by the unit it ends in; NEITHER for a metric that nobody has declared."""
+    if metric.startswith("within_"):
+        return Direction.LARGER
+    by_ending = (direction for ending, direction in _BY_ENDING.items() if metric.endswith(ending))
+    return _BY_NAME.get(metric) or next(by_ending, Direction.NEITHER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stillroom.bench.report import BenchResult, Change, format_value, rows
+from stillroom.bench.comparison import Change, Comparison
+from stillroom.bench.report import BenchResult, format_value, rows
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
@@ -19,7 +20,7 @@ svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
 _WIDTH, _LEFT, _ROW = 860, 200, 30
 
 
-def to_html(result: BenchResult, changes: Sequence[Change] = ()) -> str:
+def to_html(result: BenchResult, comparison: Comparison | None = None) -> str:
     """The whole page."""
     environment = result.environment
     facts = {
@@ -37,8 +38,9 @@ def to_html(result: BenchResult, changes: Sequence[Change] = ()) -> str:
         _table(rows(result)),
         f"<p><span class=flaky>(!)</span> flaky: coefficient of variation above {result.flaky_cv:.0%}.",
     ]
-    if changes:
-        parts += ["<h2>Against the earlier run</h2>", _table([_change_row(change) for change in changes])]
+    if comparison is not None:
+        parts += ["<h2>Against the earlier run</h2>", *(f"<p>{_text(warning)}." for warning in comparison.warnings)]
+        parts.append(_table([_change_row(change) for change in comparison.changes]))
     parts += [f"<h2>{_text(name)}</h2>{_table(table)}" for name, table in result.tables.items()]
     metrics = dict.fromkeys(metric for arm in result.samples.values.values() for metric in arm)
     parts += [_plot(result, metric) for metric in metrics]
@@ -46,14 +48,14 @@ def to_html(result: BenchResult, changes: Sequence[Change] = ()) -> str:
 
 
 def _change_row(change: Change) -> dict[str, str]:
-    verdict = "regression" if change.is_regression else "improvement" if change.is_significant else "no difference"
-    ratio = change.ratio
     return {
         "arm": change.arm,
         "metric": change.metric,
-        "now / then": f"{ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]",
+        "then": format_value(change.metric, change.then),
+        "now": format_value(change.metric, change.now),
+        "now / then": "" if change.ratio is None else str(change.ratio),
         "adjusted p": f"{change.adjusted_p:.3g}",
-        "verdict": verdict,
+        "verdict": change.verdict,
     }
 
 

@@ -5,7 +5,7 @@ model's seconds are exact and repeat with the seed. How to read it: docs/policie
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def run_policies(
         "Where another online policy has the better hit rate": losses(names, cells),
         "Three tiers, share of prefill seconds saved, each improvement alone": _switches([*families[0], *traces]),
     }
-    parameters = {"num_asks": scope.num_asks, "repeat": scope.repeat, "seed": seed, "capacities": scope.capacities}
+    parameters = {**asdict(scope), "seed": seed, "workloads": list(dict.fromkeys(one.name for one, _ in names))}
     return BenchResult(
         "stillroom bench policies", record_environment(), parameters, samples, DEFAULT, notes=notes, tables=tables
     )

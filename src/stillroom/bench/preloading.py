@@ -96,6 +96,7 @@ def run_preloading(
         "question_tokens": scope.question_tokens,
         "recompute_ratio": scope.ratios[0],
         "repeat": scope.repeat,
+        "seed": scope.seed,
         "dtype": scope.dtype,
         "num_parameters": shape.layer_parameters + shape.vocab_size * shape.hidden_size,
         "kv_bytes": kv_shape(decoder).bytes_per_token * scope.num_chunks * scope.chunk_tokens,

@@ -139,14 +139,22 @@ def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambd
     kinds = [question.kind for question in questions]
     samples = Samples()
     for name, found in outcomes.items():
-        samples.add(name, {"exact_match": _mean(found, "is_right"), "same_answer": _mean(found, "agrees")})
+        judged = [one.is_right for one in found if not math.isnan(one.is_right)]
+        samples.values[name] = {"exact_match": judged} if judged else {}
+        samples.values[name]["same_answer"] = [one.agrees for one in found]
     parameters = {
         "questions": scope.questions.name,
         "num_questions": len(questions),
         "model": scope.model,
         "dtype": scope.dtype,
+        "num_chunks": scope.num_chunks,
+        "max_words": scope.max_words,
+        "seed": scope.seed,
+        "max_tokens": scope.max_tokens,
+        "selectors": scope.selectors,
         "ratios": scope.ratios,
         "alphas": scope.alphas,
+        "focus_window": scope.focus_window,
         "kept behind": "a document of another question" if scope.context == "foreign" else "the same, shuffled",
     }
     tables = {
@@ -159,7 +167,14 @@ def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambd
     if len(set(sizes)) > 1:
         tables["Same answer as a full prefill, by documents in the prompt"] = _by_kind(outcomes, sizes, "agrees")
     return BenchResult(
-        "stillroom bench quality", record_environment(), parameters, samples, FULL, tables=tables, notes=[_NOTE]
+        "stillroom bench quality",
+        record_environment(),
+        parameters,
+        samples,
+        FULL,
+        tables=tables,
+        notes=[_NOTE],
+        sample_of="question",
     )
 
 

@@ -203,7 +203,6 @@ def run_reordering(
         "model": (model or folder).name,
         "max_num_seqs": MAX_SEQS,
         "max_num_batched_tokens": _STEP_TOKENS,
-        "manages_requests_per_second": bench.manages,
     }
     return BenchResult(
         "stillroom bench pipeline reordering",
@@ -237,7 +236,7 @@ def rows(samples: Samples, modelled: Samples) -> list[dict[str, Any]]:
 
 def _ratio(samples: Samples, metric: str, numerator: str, denominator: str) -> str:
     ratio = ratio_of_means(samples.of(numerator, metric), samples.of(denominator, metric), block=1)
-    return f"{ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]"
+    return str(ratio)
 
 
 def _mean(values: Sequence[float]) -> float:

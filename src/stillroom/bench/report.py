@@ -9,17 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from scipy import stats
+from typing import Any, Literal
 
 from stillroom.bench.environment import Environment
-from stillroom.bench.harness import Samples, is_smaller_better
-from stillroom.bench.statistics import DEFAULT_FLAKY_CV, Interval, Summary, holm, ratio_of_medians, summarise
-from stillroom.errors import UsageError
+from stillroom.bench.harness import Samples
+from stillroom.bench.statistics import DEFAULT_FLAKY_CV, Interval, Summary, ratio_of_means, ratio_of_medians, summarise
 
 FORMAT = 1
+
+SampleOf = Literal["run", "request", "question"]
+"""What one sample is the figure of. Of questions, the same index is the same question in every arm and run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +37,30 @@ class BenchResult:
     """What the reader should know: peers not installed, arms left out."""
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Results that are not repeated measurements, such as quality per dataset: rows by name of the table."""
+    sample_of: SampleOf = "run"
 
     def summary(self, arm: str, metric: str) -> Summary:
         return summarise(self.samples.of(arm, metric))
 
     def ratio(self, arm: str, metric: str) -> Interval | None:
-        """How many times the baseline's median this arm's is; None for the baseline itself or without one."""
+        """How many times the baseline's median (of questions: mean) this arm's is; None for the baseline itself,
+        without one, and where that is no number, as beside 0."""
         if self.baseline is None:
             return None
         group, separator, _ = arm.rpartition("/")
         baseline = f"{group}{separator}{self.baseline}"
         if arm == baseline or metric not in self.samples.values.get(baseline, {}):
             return None
-        if np.median(self.samples.of(baseline, metric)) == 0:
-            return None
-        return ratio_of_medians(self.samples.of(arm, metric), self.samples.of(baseline, metric))
+        own, other = self.samples.of(arm, metric), self.samples.of(baseline, metric)
+        is_paired = self.sample_of == "question" and len(own) == len(other)
+        found = ratio_of_means(own, other, block=1) if is_paired else ratio_of_medians(own, other)
+        return found if found.is_finite else None
+
+    def reproducibility(self, summary: Summary) -> str:
+        """Of the figure, as reports show it: its class, marked if it is flaky. Unlike questions say nothing of it."""
+        if self.sample_of == "question":
+            return ""
+        return summary.reproducibility.value + (" (!)" if summary.is_flaky(self.flaky_cv) else "")
 
     def to_json(self) -> dict[str, Any]:
         """Everything, with the summaries spelled out for readers without our code."""
@@ -67,6 +75,7 @@ class BenchResult:
             "parameters": self.parameters,
             "baseline": self.baseline,
             "flaky_cv": self.flaky_cv,
+            "sample_of": self.sample_of,
             "notes": self.notes,
             "arms": arms,
             "tables": self.tables,
@@ -94,63 +103,6 @@ def save(result: BenchResult, path: Path) -> None:
     temporary = path.with_suffix(path.suffix + ".tmp")
     temporary.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
-
-
-def load_samples(path: Path) -> Samples:
-    """The samples of a result file.
-
-    Raises:
-        UsageError: it is not a result file of this format.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise UsageError(f"{path} has result format {content['format']}, this version reads {FORMAT}; run it again")
-        samples = Samples()
-        for arm, metrics in content["arms"].items():
-            samples.values[arm] = {metric: [float(x) for x in data["samples"]] for metric, data in metrics.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a result of stillroom bench: {error}") from None
-    return samples
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One metric of one arm, now against then."""
-
-    arm: str
-    metric: str
-    ratio: Interval
-    """Now / then, of the medians."""
-    adjusted_p: float
-    """Mann-Whitney U, Holm over all metrics compared: runs at different times have outliers, so ranks and not means."""
-
-    @property
-    def is_significant(self) -> bool:
-        return self.adjusted_p < 0.05 and self.ratio.excludes(1.0)
-
-    @property
-    def is_regression(self) -> bool:
-        return self.is_significant and (self.ratio.value > 1.0) == is_smaller_better(self.metric)
-
-
-def compare(now: Samples, then: Samples) -> list[Change]:
-    """Every metric that both have, worst first."""
-    found: list[tuple[str, str, Interval, float]] = []
-    for arm, metrics in now.values.items():
-        for metric, values in metrics.items():
-            old = then.values.get(arm, {}).get(metric, [])
-            if old and np.median(old) != 0:
-                found.append((arm, metric, ratio_of_medians(values, old), _rank_test(values, old)))
-    adjusted = holm([p for *_, p in found])
-    changes = [Change(arm, metric, ratio, p) for (arm, metric, ratio, _), p in zip(found, adjusted, strict=True)]
-    return sorted(changes, key=lambda change: (not change.is_regression, change.arm, change.metric))
-
-
-def _rank_test(a: Sequence[float], b: Sequence[float]) -> float:
-    if len(set(a) | set(b)) == 1:
-        return 1.0
-    return float(stats.mannwhitneyu(a, b).pvalue)
 
 
 def format_value(metric: str, value: float) -> str:
@@ -185,8 +137,8 @@ def rows(result: BenchResult) -> list[dict[str, str]]:
                     "mean": f"{show(summary.mean)} [{show(summary.ci_low)}, {show(summary.ci_high)}]",
                     "std": show(summary.std),
                     "CV": f"{summary.cv:.1%}" if math.isfinite(summary.cv) else "-",
-                    "class": summary.reproducibility.value + (" (!)" if summary.is_flaky(result.flaky_cv) else ""),
-                    "x baseline": "" if ratio is None else f"{ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]",
+                    "class": result.reproducibility(summary),
+                    "x baseline": "" if ratio is None else str(ratio),
                 }
             )
     return table

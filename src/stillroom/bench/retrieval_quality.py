@@ -103,7 +103,13 @@ def run_quality(
     parameters = {"datasets": [d.name for d in loaded], "num_candidates": NUM_CANDIDATES, "seed": seed}
     environment = record_environment()
     return BenchResult(
-        "stillroom bench retrieval", environment, parameters, _samples(values), notes=notes, tables=tables
+        "stillroom bench retrieval",
+        environment,
+        parameters,
+        _samples(values),
+        notes=notes,
+        tables=tables,
+        sample_of="question",
     )
 
 

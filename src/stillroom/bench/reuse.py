@@ -175,6 +175,7 @@ def _result(run: _Run, sources: Mapping[str, str]) -> BenchResult:
         OFF,
         notes=[*_NOTES, *run.notes],
         tables=tables,
+        sample_of="request",
     )
 
 

@@ -186,7 +186,7 @@ class Figures:
             return ""
         seconds, others = ([one for run in common for one in runs[run]] for runs in (own, other))
         ratio = ratio_of_means(seconds, others)
-        return f"{ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]"
+        return str(ratio)
 
     def _sustained(self, cell: Cell) -> dict[str, Any]:
         service = self.service_rate(cell.curve, cell.k)

@@ -117,6 +117,7 @@ def run_validation(  # noqa: PLR0913  what tests make smaller
         samples,
         notes=["The same prompts at the same moments, measured and simulated by costs measured just before."],
         tables={"mean time to first token": rows},
+        sample_of="request",
     )
 
 

@@ -9,9 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
+
+FloatArray = NDArray[np.float64]
 
 DEFAULT_FLAKY_CV = 0.20
 """Coefficient of variation above which a figure is marked flaky (llmds 3.4.3)."""
@@ -91,6 +95,14 @@ class Interval:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of it are numbers: not where what is divided by can be 0."""
+        return math.isfinite(self.value) and math.isfinite(self.low) and math.isfinite(self.high)
+
     def excludes(self, value: float) -> bool:
         """Whether the interval lies wholly above or below a value."""
         return value < self.low or value > self.high
@@ -107,9 +119,7 @@ def ratio_of_medians(
     rng = np.random.default_rng(seed)
     rows_a = rng.integers(0, a.size, size=(num_resamples, a.size))
     rows_b = rows_a if a.size == b.size else rng.integers(0, b.size, size=(num_resamples, b.size))
-    ratios = np.median(a[rows_a], axis=1) / np.median(b[rows_b], axis=1)
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return Interval(float(np.median(a) / np.median(b)), float(low), float(high))
+    return _interval(np.median(a), np.median(b), np.median(a[rows_a], axis=1), np.median(b[rows_b], axis=1))
 
 
 def ratio_of_means(
@@ -131,8 +141,14 @@ def ratio_of_means(
     block = max(1, min(block, a.size // 5))
     starts = rng.integers(0, a.size, size=(num_resamples, -(-a.size // block)))
     rows = (starts[:, :, None] + np.arange(block)).reshape(num_resamples, -1)[:, : a.size] % a.size
-    low, high = np.percentile(a[rows].mean(axis=1) / b[rows].mean(axis=1), [2.5, 97.5])
-    return Interval(float(a.mean() / b.mean()), float(low), float(high))
+    return _interval(a.mean(), b.mean(), a[rows].mean(axis=1), b[rows].mean(axis=1))
+
+
+def _interval(numerator: Any, denominator: Any, numerators: FloatArray, denominators: FloatArray) -> Interval:
+    """Of the ratio; infinite or not a number where what is divided by is 0, or is among the resamples."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = np.percentile(numerators / denominators, [2.5, 97.5])
+        return Interval(float(np.divide(numerator, denominator)), float(low), float(high))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +171,7 @@ def paired_tests(
     pairs: Mapping[str, tuple[Sequence[float], Sequence[float]]],
 ) -> dict[str, PairedTest]:
     """Paired t-tests of a family of comparisons, corrected together (Holm)."""
-    raw = {name: _paired_t(np.asarray(a, dtype=float), np.asarray(b, dtype=float)) for name, (a, b) in pairs.items()}
+    raw = {name: paired_test(a, b) for name, (a, b) in pairs.items()}
     adjusted = holm([p for _, p in raw.values()])
     return {
         name: PairedTest(difference, p, corrected)
@@ -163,7 +179,9 @@ def paired_tests(
     }
 
 
-def _paired_t(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+def paired_test(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Mean of first - second, and the p-value of a two-sided paired t-test."""
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     difference = a - b
     if difference.size < 2 or not difference.any():
         return float(difference.mean()), 1.0

@@ -127,11 +127,11 @@ def run_answers(
     return BenchResult(
         "stillroom bench tiered --answers",
         environment,
-        parameters | asdict(asked) | {"model": folder.name, "alone_p95_seconds": alone.seconds},
+        parameters | asdict(asked) | {"model": folder.name},
         samples,
         "all on disk",
         notes=[
-            "A target is a multiple of what the model alone takes, for 95 % of the requests.",
+            f"A target is a multiple of the {alone.seconds:.3g} s that the model alone needs for 95 % of requests.",
             "Before each batch of searches the pages of the lists on disk are dropped and the file is mapped anew.",
         ],
         tables={"Targets": [_row(plan, scope.nlist, samples.values) for plan in plans]},

@@ -1,6 +1,7 @@
 """What `stillroom bench` commands share: options, and what becomes of a result (print it, keep it, draw it, compare it
 with an earlier one)."""
 
+from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from stillroom.cli.options import expanded
 from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
-    from stillroom.bench.report import BenchResult, Change
+    from stillroom.bench.comparison import Change, Comparison
+    from stillroom.bench.report import BenchResult
 
 _began: ContextVar[CpuTimes | None] = ContextVar("began", default=None)
 """What the machine's CPUs had done when the command began."""
@@ -48,13 +50,23 @@ HtmlOption = Annotated[
 ]
 
 
-def _comparable(old: Path | None) -> Path | None:
-    """Before hours are spent on measuring."""
+def _comparable(context: typer.Context, old: Path | None) -> Path | None:
+    """Before hours are spent on measuring. Some commands have several benchmarks, told apart by a flag."""
     if old is not None:
-        from stillroom.bench.report import load_samples
+        from stillroom.bench.comparison import check_benchmark, load_earlier
 
-        load_samples(old)
+        found = load_earlier(old)
+        if not context.command_path.endswith(found.benchmark.partition(" --")[0]):
+            check_benchmark(found, context.command_path)
     return old
+
+
+def must_compare(old: Path | None, benchmark: str) -> None:
+    """Raises UsageError where the earlier result is another one's of the benchmarks that a command has."""
+    if old is not None:
+        from stillroom.bench.comparison import check_benchmark, load_earlier
+
+        check_benchmark(load_earlier(old), benchmark)
 
 
 CompareOption = Annotated[
@@ -134,46 +146,64 @@ def begin() -> None:
 
 def deliver(result: "BenchResult", to: Delivery) -> None:
     """Print the result (Markdown, or JSON), and write the files that were asked for."""
+    from stillroom.bench.comparison import compare, load_earlier
     from stillroom.bench.html import to_html
-    from stillroom.bench.report import compare, load_samples, save, to_markdown
+    from stillroom.bench.report import save, to_markdown
 
     result.notes.extend(noise_note(_began.get(), CpuTimes.now()))
-    changes = compare(result.samples, load_samples(to.compare)) if to.compare is not None else []
+    comparison = compare(result, load_earlier(to.compare)) if to.compare is not None else None
     if to.output is not None:
         save(result, to.output)
         note(f"kept in {to.output}")
     if to.html is not None:
         to.html.parent.mkdir(parents=True, exist_ok=True)
-        to.html.write_text(to_html(result, changes), encoding="utf-8")
+        to.html.write_text(to_html(result, comparison), encoding="utf-8")
         note(f"page in {to.html}")
     if to.as_json:
-        print_json(result.to_json() | {"changes": [_as_json(change) for change in changes]}, indent=None)
+        print_json(result.to_json() | _as_json(comparison), indent=None)
         return
     line(to_markdown(result))
-    if to.compare is not None:
-        _show_changes(changes, to.compare)
+    if comparison is not None:
+        _show_changes(comparison, to.compare)
 
 
-def _as_json(change: "Change") -> dict[str, object]:
+def _as_json(comparison: "Comparison | None") -> dict[str, object]:
+    if comparison is None:
+        return {"changes": [], "warnings": []}
+    return {"changes": [_change_json(one) for one in comparison.changes], "warnings": comparison.warnings}
+
+
+def _change_json(change: "Change") -> dict[str, object]:
+    ratio = change.ratio
     return {
         "arm": change.arm,
         "metric": change.metric,
-        "ratio": change.ratio.value,
-        "low": change.ratio.low,
-        "high": change.ratio.high,
+        "then": change.then,
+        "now": change.now,
+        "ratio": ratio and ratio.value,
+        "low": ratio and ratio.low,
+        "high": ratio and ratio.high,
         "adjusted_p": change.adjusted_p,
         "is_significant": change.is_significant,
         "is_regression": change.is_regression,
+        "verdict": change.verdict,
     }
 
 
-def _show_changes(changes: list["Change"], old: Path) -> None:
+def _show_changes(comparison: "Comparison", old: Path | None) -> None:
+    from stillroom.bench.report import format_value
+
+    changes = comparison.changes
     significant = [change for change in changes if change.is_significant]
     line(f"Against {old}: {len(significant)} of {len(changes)} figures differ significantly.")
+    for verdict, number in Counter(change.verdict for change in changes if not change.is_significant).items():
+        line(f"  {number}: {verdict}")
+    for warning in comparison.warnings:
+        line(f"  note: {warning}")
     for change in significant:
-        verdict = "regression " if change.is_regression else "improvement"
-        ratio = change.ratio
-        line(f"  {verdict}  {change.arm}  {change.metric}  x {ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]")
+        then, now = format_value(change.metric, change.then), format_value(change.metric, change.now)
+        ratio = "" if change.ratio is None else f"  x {change.ratio}"
+        line(f"  {change.verdict:11}  {change.arm}  {change.metric}  {then} -> {now}{ratio}")
 
 
 def show_run(arm: str, repetition: int) -> None:

@@ -13,6 +13,7 @@ from stillroom.cli.bench_report import (
     SeedOption,
     WorkDirOption,
     deliver,
+    must_compare,
 )
 from stillroom.cli.console import note
 from stillroom.cli.options import JsonOption, QuietOption, help_text
@@ -78,6 +79,8 @@ def tiered(  # noqa: PLR0913  one parameter per flag
     from stillroom.bench.tiered_model import run_prediction
     from stillroom.retrieval.search_profile import BATCH_SIZES
 
+    kind = " --drift" if is_drift else " --answers" if answers else " --predict" if predict else ""
+    must_compare(compare, f"stillroom bench tiered{kind}")
     given = Scope()
     scope = Scope(
         size=size,
