@@ -1,8 +1,15 @@
 """What a bench command leaves behind: text or JSON, a result file, a page, a comparison."""
 
+import errno
 import json
+import tempfile
 from pathlib import Path
 
+import pytest
+
+from stillroom.bench import report
+from stillroom.bench.report import BenchResult
+from stillroom.cli import bench_report, main
 from tests.cli.harness import Run
 
 FLAGS = ("bench", "structures", "--repeat", "2", "--operations", "200")
@@ -45,3 +52,37 @@ def test_only_results_of_the_same_benchmark_are_compared(run: Run, tmp_path: Pat
     more = run(*FLAGS[:-1], "300", "--quiet", "--compare", str(old))
     assert more.code == 0 and "operations (200 then, 300 now)" in more.out
     assert "cannot be told with 2 runs" in more.out
+
+
+@pytest.mark.parametrize("flag", ["--output", "--html"])
+def test_where_nothing_can_be_written_nothing_is_measured(run: Run, tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "r", "cannot be written")):
+        result = run(*FLAGS, flag, str(path))
+        assert result.code == 2 and message in result.err and "warming up" not in result.err
+    assert run(*FLAGS, "--quiet", flag, str(tmp_path / "new" / "r")).code == 0
+
+
+def test_samples_outlive_a_full_disk_and_a_reader_who_went_away(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(result: BenchResult, path: Path) -> None:
+        if path.parent == tmp_path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        kept(result, path)
+
+    kept = report.save
+    monkeypatch.setattr(report, "save", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = run(*FLAGS, "--quiet", "--output", str(tmp_path / "r.json"))
+    assert result.code == 1 and "No space left" in result.err and "| sketch/stillroom |" in result.out
+    (rescued,) = tmp_path.glob("stillroom-bench-*/r.json")
+    assert str(rescued) in result.err and json.loads(rescued.read_text())["arms"]
+
+    def gone(text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "save", kept)
+    monkeypatch.setattr(bench_report, "line", gone)
+    assert run(*FLAGS, "--quiet", "--output", str(tmp_path / "r.json")).code == main.NO_READER
+    assert json.loads((tmp_path / "r.json").read_text())["arms"]

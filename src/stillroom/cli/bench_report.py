@@ -1,6 +1,7 @@
 """What `stillroom bench` commands share: options, and what becomes of a result (print it, keep it, draw it, compare it
 with an earlier one)."""
 
+import tempfile
 from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -36,16 +37,37 @@ WorkDirOption = Annotated[
 ]
 RepeatOption = Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs per arm, after one to warm up.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of everything that is drawn.")]
+
+
+def _writable(given: Path | None) -> Path | None:
+    """Before hours are spent on measuring; `~` is the user's folder."""
+    path = expanded(given)
+    if path is not None:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder; name a file in it")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error}") from error
+    return path
+
+
 OutputOption = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", metavar="FILE", callback=expanded, help="Keep the result, every sample included, as JSON."
+        "--output",
+        "-o",
+        metavar="FILE",
+        callback=_writable,
+        help="Keep the result, every sample included, as JSON.",
     ),
 ]
 HtmlOption = Annotated[
     Path | None,
     typer.Option(
-        "--html", metavar="FILE", callback=expanded, help="Write one self-contained page with tables and plots."
+        "--html", metavar="FILE", callback=_writable, help="Write one self-contained page with tables and plots."
     ),
 ]
 
@@ -145,26 +167,50 @@ def begin() -> None:
 
 
 def deliver(result: "BenchResult", to: Delivery) -> None:
-    """Print the result (Markdown, or JSON), and write the files that were asked for."""
+    """Print the result (Markdown, or JSON), and write the files that were asked for.
+
+    Raises:
+        UsageError: the earlier result is another benchmark's.
+        OSError: a file could not be written; the samples are then in the system's folder for temporary files.
+    """
     from stillroom.bench.comparison import compare, load_earlier
-    from stillroom.bench.html import to_html
-    from stillroom.bench.report import save, to_markdown
 
     result.notes.extend(noise_note(_began.get(), CpuTimes.now()))
-    comparison = compare(result, load_earlier(to.compare)) if to.compare is not None else None
-    if to.output is not None:
-        save(result, to.output)
-        note(f"kept in {to.output}")
-    if to.html is not None:
-        to.html.parent.mkdir(parents=True, exist_ok=True)
-        to.html.write_text(to_html(result, comparison), encoding="utf-8")
-        note(f"page in {to.html}")
+    comparison = None
+    try:
+        comparison = compare(result, load_earlier(to.compare)) if to.compare is not None else None
+        _print(result, to, comparison)
+    finally:  # what was measured is kept although nobody reads it
+        _write(result, to, comparison)
+
+
+def _print(result: "BenchResult", to: Delivery, comparison: "Comparison | None") -> None:
+    from stillroom.bench.report import to_markdown
+
     if to.as_json:
         print_json(result.to_json() | _as_json(comparison), indent=None)
         return
     line(to_markdown(result))
     if comparison is not None:
         _show_changes(comparison, to.compare)
+
+
+def _write(result: "BenchResult", to: Delivery, comparison: "Comparison | None") -> None:
+    from stillroom.bench.html import to_html
+    from stillroom.bench.report import save
+
+    if to.output is not None:
+        try:
+            save(result, to.output)
+        except OSError:
+            rescued = Path(tempfile.mkdtemp(prefix="stillroom-bench-")) / to.output.name
+            save(result, rescued)
+            note(f"{to.output} cannot be written; kept in {rescued}")
+            raise
+        note(f"kept in {to.output}")
+    if to.html is not None:
+        to.html.write_text(to_html(result, comparison), encoding="utf-8")
+        note(f"page in {to.html}")
 
 
 def _as_json(comparison: "Comparison | None") -> dict[str, object]:

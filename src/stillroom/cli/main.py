@@ -49,7 +49,7 @@ _WRONG_CALLS = (ConfigError, UsageError, KnowledgeBaseNotFoundError, ModelNotFou
 _RESUME = {
     "add": "Finished files are kept; run the same command again to do the rest.",
     "verify": "What was repaired stays so; run the same command again to do the rest.",
-    "bench": "Nothing is lost; run the same command again.",
+    "bench": "Samples are lost; indexes and embeddings are kept. Run the same command again to measure anew.",
 }
 _RESUME_DEFAULT = "Nothing was changed and nothing is lost; run the same command again."
 
