@@ -117,3 +117,8 @@ def test_impossible_peers_are_refused(tmp_path: Path) -> None:
         run_anywhere(SCOPE, tmp_path, shape=TINY, peers={"nobody": "python"})
     with pytest.raises(UsageError, match="must be a multiple of 32"):
         run_anywhere(SCOPE, tmp_path, shape=TINY, peers={"kvboost": "python"})
+
+
+def test_too_few_documents_are_refused_before_anything_runs() -> None:
+    with pytest.raises(UsageError, match="3 documents are too few for prompts of 5"):
+        Scope(num_lasting=100, num_documents=3)

@@ -77,3 +77,12 @@ def test_the_environment_is_recorded() -> None:
     assert environment.command == "stillroom bench index"
     assert environment.num_cpus >= 1 and environment.memory_bytes > 1 << 28
     assert "numpy" in environment.versions
+
+
+@pytest.mark.parametrize(("value", "expected"), [("4,2", 4), ("3", 3), ("", None), ("many", None)])
+def test_threads_are_those_of_the_outermost_level(
+    value: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    environment = record_environment(["x"])
+    assert environment.num_threads == (expected or environment.num_cpus)

@@ -94,6 +94,17 @@ def test_without_answers_agreement_is_what_is_compared(tmp_path: Path) -> None:
     assert result.samples.of(arm_name("random", 1.0), "same_answer") == [1.0]
 
 
+def test_kinds_and_ratios_keep_their_names(tmp_path: Path) -> None:
+    file = tmp_path / "odd.jsonl"
+    file.write_text(
+        "".join(json.dumps(row | {"kind": kind}) + "\n" for row, kind in zip(ROWS[:2], ["a|b", "c"], strict=True))
+    )
+    result = run_quality(Scope(file, ratios=(0.15, 0.152), selectors=("question", "first"), max_tokens=2))
+    assert {"question 15%", "question 15.2%"} < set(result.samples.values)
+    tests = result.tables["question against each other selector, same budget"]
+    assert {row["questions"] for row in tests} == {"a|b", "c", "all"}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

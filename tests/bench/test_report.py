@@ -11,7 +11,7 @@ from stillroom.bench.comparison import Earlier, compare, load_earlier
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Samples
 from stillroom.bench.html import to_html
-from stillroom.bench.report import BenchResult, format_value, save, to_markdown
+from stillroom.bench.report import BenchResult, format_value, markdown_table, save, to_markdown
 
 
 def samples(scale: float = 1.0, seed: int = 0) -> Samples:
@@ -77,3 +77,7 @@ def test_html_is_self_contained_and_escaped(result: BenchResult) -> None:
 )
 def test_figures_have_units(metric: str, value: float, shown: str) -> None:
     assert format_value(metric, value) == shown
+
+
+def test_cells_of_a_table_stay_in_their_columns() -> None:
+    assert markdown_table([{"a|b": "c|d", "e": "f\ng"}]) == ["| a\\|b | e |", "|---|---|", "| c\\|d | f g |"]

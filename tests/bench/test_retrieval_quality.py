@@ -52,6 +52,12 @@ def test_easy_queries_are_answered_by_every_rule(tmp_path: Path) -> None:
     assert len(list((tmp_path / "work").iterdir())) == 2, "the knowledge base was kept"
 
 
+def test_sets_of_one_name_are_refused(tmp_path: Path) -> None:
+    sets = [tmp_path / "one" / "test", tmp_path / "two" / "test"]
+    with pytest.raises(UsageError, match="two data sets have the same name"):
+        run_quality(sets, tmp_path / "work", StillroomConfig())
+
+
 def test_rules_differ_where_they_should() -> None:
     a, b, c = ChunkId(1), ChunkId(2), ChunkId(3)
     candidates = Candidates(

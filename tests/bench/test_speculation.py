@@ -21,7 +21,7 @@ def test_every_arm_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     scope = Scope(size=2600, nbits=6, num_questions=4, shares=(0.5, 1.0), num_clients=(1, 2), repeat=2)
     result = run_speculation([Path("data/tiny")], tmp_path, scope, shape=TINY)
 
-    groups = ("50.0% of lists, one client", "100.0% of lists, one client", "50.0% of lists, 2 clients")
+    groups = ("50% of lists, one client", "100% of lists, one client", "50% of lists, 2 clients")
     assert {f"{group}/{mode}" for group in groups for mode in MODES} <= set(result.samples.values)
     for group in groups:
         samples = result.samples

@@ -86,3 +86,14 @@ def test_samples_outlive_a_full_disk_and_a_reader_who_went_away(
     monkeypatch.setattr(bench_report, "line", gone)
     assert run(*FLAGS, "--quiet", "--output", str(tmp_path / "r.json")).code == main.NO_READER
     assert json.loads((tmp_path / "r.json").read_text())["arms"]
+
+
+def test_what_is_named_twice_is_measured_once(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"retrieved_docs": ["one text", "another text"]}\n' * 3)
+    flags = ("bench", "savings", "--trace", str(trace), "--trace", str(tmp_path / "." / "trace.jsonl"))
+    ratios = ("--ratio", "0.15", "--ratio", "0.154", "--ratio", "0.15", "--capacity", "0.5", "--capacity", "0.50")
+    result = run(*flags, *ratios, "--json", "--quiet")
+    assert result.json["parameters"]["ratios"] == [0.15, 0.154]
+    rows = result.json["tables"]["Tokens computed"]
+    assert len({(row["room"], row["arm"]) for row in rows}) == len(rows) == 1 + 2 * (2 + 2)

@@ -28,7 +28,7 @@ from stillroom.bench.anywhere_peer import Peer
 from stillroom.bench.anywhere_replies import Answers, Ask, Reply, agreement
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.report import BenchResult
+from stillroom.bench.report import BenchResult, share_name
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
@@ -71,7 +71,7 @@ def run_anywhere(
         arms = [Arm(FULL, _run(houses[FULL], scope, answers, FULL, None))]
         for tier in Tier:
             for ratio in scope.ratios:
-                name = f"from {tier.label}, {ratio:.0%} computed again"
+                name = f"from {tier.label}, {share_name(ratio)} computed again"
                 options = AnywhereOptions(ratio, "question")
                 arms.append(Arm(name, _run(houses[tier.label], scope, answers, name, options, tier)))
                 full_of[name] = FULL

@@ -18,6 +18,7 @@ from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
+from stillroom.errors import UsageError
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.models.decoder import Decoder
@@ -40,6 +41,13 @@ class Scope:
     dtype: Dtype = "bfloat16"
     repeat: int = 10
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises UsageError where there are fewer documents than a shuffled question has."""
+        if self.num_lasting and self.num_documents < self.num_chunks:
+            raise UsageError(
+                f"{self.num_documents} documents are too few for prompts of {self.num_chunks}; raise --documents"
+            )
 
     @property
     def prompt_tokens(self) -> int:

@@ -73,6 +73,7 @@ def run_convergence(  # noqa: PLR0913  one argument per flag of the command
         UsageError: a data set is missing or empty.
         DocumentError: a line of a data set cannot be read.
     """
+    environment = record_environment()
     real = load_real_data(datasets, work_dir, on_progress)
     vectors = clustered_vectors(real.documents, size, seed)
     indexes = {kind: _built(config, vectors, on_progress) for kind, config in _KINDS.items()}
@@ -90,7 +91,7 @@ def run_convergence(  # noqa: PLR0913  one argument per flag of the command
     samples = run_arms(arms, repeat=repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at}"), only_own=True)
     return BenchResult(
         "stillroom bench convergence",
-        record_environment(),
+        environment,
         {
             "datasets": [path.name for path in datasets],
             "num_real_documents": len(real.texts),

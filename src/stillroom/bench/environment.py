@@ -41,10 +41,16 @@ def record_environment(argv: list[str] | None = None) -> Environment:
         versions={name: version for name in _PACKAGES if (version := _version(name))},
         processor=_processor(),
         num_cpus=cpus,
-        num_threads=int(os.environ.get("OMP_NUM_THREADS") or cpus),
+        num_threads=_num_threads() or cpus,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=f"{platform.system()} {platform.machine()}",
     )
+
+
+def _num_threads() -> int:
+    """Of the outermost level, where `OMP_NUM_THREADS` lists several; 0 if it says none."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
 
 
 def _version(package: str) -> str | None:

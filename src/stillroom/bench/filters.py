@@ -55,6 +55,7 @@ def run_filters(
     """
     if size < _MIN_SIZE:
         raise UsageError(f"an index of fewer than {_MIN_SIZE:,} vectors is searched whole; give a greater size")
+    environment = record_environment()
     real = load_real_data(datasets, work_dir, on_progress)
     vectors, queries = clustered_vectors(real.documents, size, seed), choose_queries(real, _NUM_QUERIES, seed)[1]
     ids = np.arange(size, dtype=np.int64)
@@ -81,7 +82,7 @@ def run_filters(
     samples = run_arms(arms, repeat=repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at}"), only_own=True)
     return BenchResult(
         benchmark="filters",
-        environment=record_environment(),
+        environment=environment,
         parameters={
             "datasets": [path.name for path in datasets],
             "size": size,

@@ -106,6 +106,7 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
         UsageError: the folder is no data set.
         DocumentError: a line of it cannot be read.
     """
+    environment = record_environment()
     traffic = traffic or Traffic()
     questions = list(read_judged_queries(dataset)[0].values())
     with open_knowledge_base(dataset, work_dir, config) as original:
@@ -129,7 +130,7 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
         "repeat": repeat,
         "seed": seed,
     }
-    return BenchResult("stillroom bench questions", record_environment(), parameters, samples, "cache")
+    return BenchResult("stillroom bench questions", environment, parameters, samples, "cache")
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ def run_index(  # noqa: PLR0913  one argument per flag of the command
     if not sizes or min(sizes) < _MIN_SIZE:
         raise UsageError(f"a corpus of fewer than {_MIN_SIZE} vectors says nothing; give greater sizes")
     sizes = sorted(set(sizes))
+    environment = record_environment()
     run = _Run(load_real_data(datasets, work_dir, on_progress), repeat, seed, on_progress, peers)
     for size in sizes:
         _measure_size(run, size, with_sweep=size == sizes[len(sizes) // 2])
@@ -108,7 +109,7 @@ def run_index(  # noqa: PLR0913  one argument per flag of the command
         run.measure(measure_whole_search(run.real, sizes[-1], seed, folder))
     return BenchResult(
         benchmark="index",
-        environment=record_environment(),
+        environment=environment,
         parameters={
             "datasets": [path.name for path in datasets],
             "sizes": list(sizes),

@@ -12,7 +12,7 @@ from typing import Any
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Samples
 from stillroom.bench.policy_replay import Capacity, Outcome, Setup, replay
-from stillroom.bench.report import BenchResult
+from stillroom.bench.report import BenchResult, share_name
 from stillroom.bench.reuse_workloads import (
     MMLU_LIKE,
     NQ_LIKE,
@@ -81,6 +81,7 @@ def run_policies(
     Raises:
         UsageError: the folder has no traces, or one that cannot be read.
     """
+    environment = record_environment()
     notes = [f"Each policy but {BELADY} is online. Look-ahead sees {QUEUE} waiting requests."]
     families = [_made(scope, seed + number) for number in range(scope.repeat)]
     traces = [] if data is None else _traces(data, scope, notes)
@@ -91,7 +92,7 @@ def run_policies(
     names: list[tuple[Workload, float]] = []
     for index, workload in enumerate([*families[0], *traces]):
         for share in scope.capacities:
-            on_progress(f"{workload.name}, {share:.0%} of its KV fits")
+            on_progress(f"{workload.name}, {share_name(share)} of its KV fits")
             same = [family[index] for family in families] if index < len(families[0]) else [workload]
             cell = {arm: [replay(one, Capacity(share), setup) for one in same] for arm, setup in ARMS.items()}
             cells.append(cell)
@@ -106,7 +107,7 @@ def run_policies(
     }
     parameters = {**asdict(scope), "seed": seed, "workloads": list(dict.fromkeys(one.name for one, _ in names))}
     return BenchResult(
-        "stillroom bench policies", record_environment(), parameters, samples, DEFAULT, notes=notes, tables=tables
+        "stillroom bench policies", environment, parameters, samples, DEFAULT, notes=notes, tables=tables
     )
 
 
@@ -154,7 +155,7 @@ def _table(
     rows = []
     for (workload, share), cell in zip(names, cells, strict=True):
         means = {arm: _mean(outcomes, value) for arm, outcomes in cell.items()}
-        row: dict[str, Any] = {"workload": workload.name, "fits": f"{share:.0%}"}
+        row: dict[str, Any] = {"workload": workload.name, "fits": share_name(share)}
         row |= {arm: f"{mean:.3f}" for arm, mean in means.items()}
         row["default / belady"] = f"{means[DEFAULT] / means[BELADY]:.2f}" if means[BELADY] > 0 else "-"
         rows.append(row)
@@ -171,7 +172,7 @@ def losses(names: Sequence[tuple[Workload, float]], cells: Sequence[dict[str, li
             rows.append(
                 {
                     "workload": workload.name,
-                    "fits": f"{share:.0%}",
+                    "fits": share_name(share),
                     "better": best,
                     "its hit rate": f"{rates[best]:.4f}",
                     "the default's": f"{rates[DEFAULT]:.4f}",

@@ -77,6 +77,7 @@ def run_preloading(
     scope: Scope, work_dir: Path, *, shape: Shape | None = None, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
     """Measure everything; arguments as of `run_anywhere`. Of the ratios, the first is used."""
+    environment = record_environment()
     shape = shape or Shape()
     decoder = load_decoder(write_checkpoint(work_dir, shape, scope.dtype, scope.seed), device="cpu", dtype=scope.dtype)
     moments: tuple[Moment, ...] = ("idle", "waiting")
@@ -103,7 +104,7 @@ def run_preloading(
     }
     tables = {"What loading adds, seconds": _overheads(samples, moments, shape.num_layers)}
     baseline = f"{FROM_DEVICE}, {WAYS[0].label}"
-    return BenchResult("stillroom bench preloading", record_environment(), parameters, samples, baseline, tables=tables)
+    return BenchResult("stillroom bench preloading", environment, parameters, samples, baseline, tables=tables)
 
 
 def _name(moment: Moment, place: Place, way: Way) -> str:

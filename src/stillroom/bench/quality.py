@@ -29,7 +29,7 @@ from stillroom.bench.quality_arms import (
     arm_name,
     quality_arms,
 )
-from stillroom.bench.report import BenchResult
+from stillroom.bench.report import BenchResult, share_name
 from stillroom.bench.statistics import paired_tests
 from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig, TokenSelector
 from stillroom.core.batch import TokenLogprobs
@@ -134,6 +134,7 @@ def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambd
         focus_window=scope.focus_window,
         has_unturned=scope.has_unturned,
     )
+    environment = record_environment()
     questions = scope.load()
     outcomes = ask_all(scope, questions, arms, on_progress=on_progress)
     kinds = [question.kind for question in questions]
@@ -168,7 +169,7 @@ def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambd
         tables["Same answer as a full prefill, by documents in the prompt"] = _by_kind(outcomes, sizes, "agrees")
     return BenchResult(
         "stillroom bench quality",
-        record_environment(),
+        environment,
         parameters,
         samples,
         FULL,
@@ -363,7 +364,9 @@ def _tests(outcomes: dict[str, list[Outcome]], kinds: Sequence[str], scope: Scop
     pairs = {}
     for kind in [*sorted(set(kinds)), "all"] if len(set(kinds)) > 1 else ["all"]:
         chosen = [index for index, one in enumerate(kinds) if kind in (one, "all")]
-        names_of = {f"{ratio:.0%}": {name: arm_name(name, ratio) for name in scope.selectors} for ratio in scope.ratios}
+        names_of = {
+            share_name(ratio): {name: arm_name(name, ratio) for name in scope.selectors} for ratio in scope.ratios
+        }
         names_of |= {
             f"alpha {one:g}": {name: alpha_name(name, one) for name in scope.selectors} for one in scope.alphas
         }
@@ -374,10 +377,9 @@ def _tests(outcomes: dict[str, list[Outcome]], kinds: Sequence[str], scope: Scop
                 ours, theirs = (
                     [float(getattr(outcomes[names[name]][index], field)) for index in chosen] for name in (OURS, other)
                 )
-                pairs[f"{kind}|{budget}|{other}"] = (ours, theirs)
+                pairs[kind, budget, other] = (ours, theirs)
     rows = []
-    for pair, test in paired_tests(pairs).items():
-        kind, budget, against = pair.split("|")
+    for (kind, budget, against), test in paired_tests(pairs).items():
         is_sure = "yes" if test.is_significant else "no"
         rows.append(
             {

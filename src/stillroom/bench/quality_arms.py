@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from stillroom.bench.report import share_name
 from stillroom.config.settings import TokenSelector
 from stillroom.kvcache.placement import AnywhereOptions
 
@@ -27,7 +28,7 @@ class QualityArm:
 
 def arm_name(selector: TokenSelector, ratio: float) -> str:
     """Of a selector that may spend one share of all placed tokens."""
-    return f"{selector} {ratio:.0%}"
+    return f"{selector} {share_name(ratio)}"
 
 
 def alpha_name(selector: TokenSelector, alpha: float) -> str:

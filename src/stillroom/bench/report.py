@@ -117,6 +117,11 @@ def format_value(metric: str, value: float) -> str:
     return f"{value:.4g}"
 
 
+def share_name(share: float) -> str:
+    """As arms are named by: unlike shares have unlike names."""
+    return f"{100 * share:g}%"
+
+
 def rows(result: BenchResult) -> list[dict[str, str]]:
     """The table that every view shows: one row per arm and metric."""
     table = []
@@ -170,8 +175,9 @@ def markdown_table(table: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     heads = list(table[0])
     body = ["| " + " | ".join(_cell(row.get(head, "")) for head in heads) + " |" for row in table]
-    return ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *body]
+    return ["| " + " | ".join(map(_cell, heads)) + " |", "|" + "---|" * len(heads), *body]
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())

@@ -24,6 +24,7 @@ from stillroom.bench.report import BenchResult
 from stillroom.bench.statistics import holm, paired_tests
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.ids import ChunkId
+from stillroom.errors import UsageError
 from stillroom.retrieval.hybrid import Candidates
 from stillroom.retrieval.ranking import Ranking
 
@@ -73,9 +74,12 @@ def run_quality(
     """Measure all rules on all sets.
 
     Raises:
-        UsageError: a folder is no data set.
+        UsageError: a folder is no data set, or two have the same name.
         DocumentError: a line of one cannot be read.
     """
+    if len({path.resolve().name for path in datasets}) < len(datasets):
+        raise UsageError("two data sets have the same name; rename one, so that the report can tell them apart")
+    environment = record_environment()
     loaded = []
     for path in datasets:
         on_step(f"{path.name}: indexing (kept in {work_dir}) and searching")
@@ -101,7 +105,6 @@ def run_quality(
     if len(loaded) > 1:
         tables["mean of the sets: nDCG@10 differences, stratified z-test, Holm-corrected"] = _stratified(values)
     parameters = {"datasets": [d.name for d in loaded], "num_candidates": NUM_CANDIDATES, "seed": seed}
-    environment = record_environment()
     return BenchResult(
         "stillroom bench retrieval",
         environment,

@@ -16,7 +16,7 @@ import numpy as np
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Samples
 from stillroom.bench.policy_replay import PROFILE, NoMover
-from stillroom.bench.report import BenchResult
+from stillroom.bench.report import BenchResult, share_name
 from stillroom.bench.retrieved_traces import Retrieved, count_tokens, read_retrieved
 from stillroom.bench.reuse_workloads import SYSTEM_TOKENS, Ask, document_ask
 from stillroom.core.prompt import SegmentKind
@@ -124,24 +124,23 @@ def run_savings(
     Raises:
         UsageError: a file is no trace, or two have the same name.
     """
+    environment = record_environment()
     loaded = [Trace(path.stem, tuple(read_retrieved(path))) for path in traces]
     if len({trace.name for trace in loaded}) < len(loaded):
         raise UsageError("two traces have the same name; rename one, so that the report can tell them apart")
     strategies = {PREFIX: Strategy(), SET: Strategy(reorders=True)}
-    strategies |= {f"anywhere, {ratio:.0%} computed again": Strategy(ratio=ratio) for ratio in ratios}
+    strategies |= {f"anywhere, {share_name(ratio)} computed again": Strategy(ratio=ratio) for ratio in ratios}
     rows = []
     for trace in loaded:
         rows.append(_row(trace.name, "none", FULL, full_recompute(trace), None))
         for capacity in (None, *capacities):
-            room = "all" if capacity is None else f"{capacity:.0%}"
+            room = "all" if capacity is None else share_name(capacity)
             on_progress(f"{trace.name}, room for {room}")
             found = {name: replay(trace, strategy, capacity) for name, strategy in strategies.items()}
             rows += [_row(trace.name, room, name, outcome, found[PREFIX]) for name, outcome in found.items()]
     tables = {"Traces": [trace.facts() for trace in loaded], "Tokens computed": rows}
     parameters = {"capacities": list(capacities), "ratios": list(ratios), "block_size": BLOCK_SIZE}
-    return BenchResult(
-        "stillroom bench savings", record_environment(), parameters, Samples(), notes=list(_NOTES), tables=tables
-    )
+    return BenchResult("stillroom bench savings", environment, parameters, Samples(), notes=list(_NOTES), tables=tables)
 
 
 def replay(trace: Trace, strategy: Strategy, capacity: float | None) -> Outcome:

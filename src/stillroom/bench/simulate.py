@@ -276,13 +276,14 @@ def run_simulate(options: SimulateOptions | None = None, on_progress: Say = lamb
     options = options or SimulateOptions()
     if unknown := set(options.experiments) - set(EXPERIMENTS):
         raise UsageError(f"unknown experiments {', '.join(sorted(unknown))}; known are {', '.join(EXPERIMENTS)}")
+    environment = record_environment()
     tables: Tables = {}
     for name in options.experiments or EXPERIMENTS:
         tables |= EXPERIMENTS[name](options, on_progress)
     parameters = asdict(options) | {"experiments": list(options.experiments or EXPERIMENTS)}
     return BenchResult(
         "stillroom bench simulate",
-        record_environment(),
+        environment,
         parameters,
         Samples(),
         notes=list(_NOTES),

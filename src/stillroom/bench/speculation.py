@@ -22,7 +22,7 @@ import torch
 
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.report import BenchResult
+from stillroom.bench.report import BenchResult, share_name
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.search_arms import Vectors
 from stillroom.bench.workloads import choose_queries, clustered_vectors, load_real_data
@@ -222,7 +222,7 @@ class _Bench:
 
     def arms(self) -> Iterator[Arm]:
         for share in self._scope.shares:
-            group = f"{share:.1%} of lists, one client"
+            group = f"{share_name(share)} of lists, one client"
             for mode in MODES:
                 yield self._arm(group, mode, share, 1, self._num_threads)
             if self._scope.one_thread and self._num_threads > 1:
@@ -230,7 +230,7 @@ class _Bench:
         for num in self._scope.num_clients:
             if num > 1:
                 for mode in MODES:
-                    yield self._arm(f"50.0% of lists, {num} clients", mode, 0.5, num, self._num_threads)
+                    yield self._arm(f"50% of lists, {num} clients", mode, 0.5, num, self._num_threads)
 
     def _arm(
         self, group: str, mode: Literal["off", "on", "auto"], share: float, num_clients: int, num_threads: int

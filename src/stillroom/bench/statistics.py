@@ -6,10 +6,10 @@ statistics of one sample are in order by themselves).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,9 +167,10 @@ class PairedTest:
         return self.adjusted_p < 0.05
 
 
-def paired_tests(
-    pairs: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-) -> dict[str, PairedTest]:
+Name = TypeVar("Name", bound=Hashable)
+
+
+def paired_tests(pairs: Mapping[Name, tuple[Sequence[float], Sequence[float]]]) -> dict[Name, PairedTest]:
     """Paired t-tests of a family of comparisons, corrected together (Holm)."""
     raw = {name: paired_test(a, b) for name, (a, b) in pairs.items()}
     adjusted = holm([p for _, p in raw.values()])

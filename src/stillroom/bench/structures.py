@@ -252,6 +252,7 @@ def run_structures(
     *, repeat: int = 10, seed: int = 0, count: int = 20_000, on_run: Callable[[str, int], None] | None = None
 ) -> BenchResult:
     """Measure all of them; `count` operations per run and arm."""
+    environment = record_environment()
     notes: list[str] = []
     arms = [
         *_heap_arms("heap, 8 re-keyed per departure", seed, count, num_updates=8),
@@ -263,4 +264,4 @@ def run_structures(
     ]
     samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
     parameters = {"repeat": repeat, "seed": seed, "operations": count}
-    return BenchResult("stillroom bench structures", record_environment(), parameters, samples, OURS, notes=notes)
+    return BenchResult("stillroom bench structures", environment, parameters, samples, OURS, notes=notes)

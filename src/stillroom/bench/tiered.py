@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.report import BenchResult
+from stillroom.bench.report import BenchResult, share_name
 from stillroom.errors import UsageError
 from stillroom.retrieval.partition import by_heat
 from stillroom.retrieval.tiered_ivf import Scored, TieredLists, accesses, written
@@ -188,7 +188,7 @@ class DividedBench:
         self._tiered = TieredLists(written(lists, file), by_heat(asked.counts)[: round(share * scope.nlist)])
 
     def arms(self) -> Iterator[Arm]:
-        where = {0.0: "all on disk", 1.0: "all in RAM"}.get(self._share, f"{self._share:.0%} of lists in RAM")
+        where = {0.0: "all on disk", 1.0: "all in RAM"}.get(self._share, f"{share_name(self._share)} of lists in RAM")
         for size in self._scope.batch_sizes:
             yield Arm(f"{self._skew}, batch {size}/{where}", self._run(size))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from stillroom.bench.environment import record_environment
 from stillroom.bench.harness import Samples, run_arms
-from stillroom.bench.report import BenchResult
+from stillroom.bench.report import BenchResult, share_name
 from stillroom.bench.tiered import SKEWS, DividedBench, Questions, Scope, made_lists
 from stillroom.errors import UsageError
 from stillroom.retrieval.division import Division
@@ -122,7 +122,7 @@ def _told(name: str, ram: float, profile: SearchProfile, asked: Questions, scope
         num_measured = scope.repeat * max(2, min(scope.num_batches, 64 // size))
         cells.append(
             Cell(
-                f"{name}, batch {size}/{ram:.0%} of lists in RAM",
+                f"{name}, batch {size}/{share_name(ram)} of lists in RAM",
                 profile.model.throughput(division, batches, num_measured),
                 rate_by_hits(times, hits, size),
                 rate_by_hits(times, hits, size, as_paper=True),

@@ -30,6 +30,7 @@ from stillroom.cli.bench_report import (
     WorkDirOption,
     begin,
     deliver,
+    distinct,
     named_pythons,
     show_run,
 )
@@ -136,12 +137,16 @@ def retrieval(  # noqa: PLR0913  one parameter per flag
 def index(  # noqa: PLR0913  one parameter per flag
     datasets: DatasetsOption,
     sizes: Annotated[
-        list[int] | None, typer.Option("--size", min=1, metavar="N", help="Vectors in a corpus; can be repeated.")
+        list[int] | None,
+        typer.Option("--size", min=1, metavar="N", callback=distinct, help="Vectors in a corpus; can be repeated."),
     ] = None,
     peers: Annotated[
         list[str] | None,
         typer.Option(
-            "--peer", metavar="NAME", help="A library to measure beside ours; can be repeated. Without it, all known."
+            "--peer",
+            metavar="NAME",
+            callback=distinct,
+            help="A library to measure beside ours; can be repeated. Without it, all known.",
         ),
     ] = None,
     repeat: RepeatOption = 7,
@@ -197,11 +202,19 @@ def policies(  # noqa: PLR0913  one parameter per flag
         int, typer.Option("--requests", min=10, metavar="N", help="Requests of a workload, at most.")
     ] = 1500,
     top_ks: Annotated[
-        list[int] | None, typer.Option("--top-k", min=1, metavar="K", help="Documents of a request; can be repeated.")
+        list[int] | None,
+        typer.Option("--top-k", min=1, metavar="K", callback=distinct, help="Documents of a request; can be repeated."),
     ] = None,
     capacities: Annotated[
         list[float] | None,
-        typer.Option("--capacity", min=0.001, max=1.0, metavar="SHARE", help="Of all KV, what fits; can be repeated."),
+        typer.Option(
+            "--capacity",
+            min=0.001,
+            max=1.0,
+            metavar="SHARE",
+            callback=distinct,
+            help="Of all KV, what fits; can be repeated.",
+        ),
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Seeds of the made workloads.")] = 1,
     seed: SeedOption = 0,
@@ -262,10 +275,12 @@ def questions(  # noqa: PLR0913  one parameter per flag
 def runtime(  # noqa: PLR0913  one parameter per flag
     peers: PeersOption = None,
     dtypes: Annotated[
-        list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="bfloat16 or float32; can be repeated.")
+        list[str] | None,
+        typer.Option("--dtype", metavar="DTYPE", callback=distinct, help="bfloat16 or float32; can be repeated."),
     ] = None,
     lengths: Annotated[
-        list[int] | None, typer.Option("--length", min=1, metavar="N", help="Tokens of a prompt; can be repeated.")
+        list[int] | None,
+        typer.Option("--length", min=1, metavar="N", callback=distinct, help="Tokens of a prompt; can be repeated."),
     ] = None,
     repeat: RepeatOption = 5,
     seed: SeedOption = 0,

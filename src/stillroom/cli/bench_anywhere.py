@@ -14,6 +14,7 @@ from stillroom.cli.bench_report import (
     SeedOption,
     WorkDirOption,
     deliver,
+    distinct,
     named_pythons,
 )
 from stillroom.cli.console import note
@@ -63,7 +64,14 @@ PRELOADING_HELP = help_text(
 
 RatiosOption = Annotated[
     list[float] | None,
-    typer.Option("--ratio", min=0.0, max=1.0, metavar="SHARE", help="Of tokens computed again; can be repeated."),
+    typer.Option(
+        "--ratio",
+        min=0.0,
+        max=1.0,
+        metavar="SHARE",
+        callback=distinct,
+        help="Of tokens computed again; can be repeated.",
+    ),
 ]
 
 
@@ -85,11 +93,22 @@ def quality(  # noqa: PLR0913  one parameter per flag
     ratios: RatiosOption = None,
     selectors: Annotated[
         list[str] | None,
-        typer.Option("--selector", metavar="NAME", help="Of reuse.token_selector; can be repeated. Without it, all."),
+        typer.Option(
+            "--selector",
+            metavar="NAME",
+            callback=distinct,
+            help="Of reuse.token_selector; can be repeated. Without it, all.",
+        ),
     ] = None,
     alphas: Annotated[
         list[float] | None,
-        typer.Option("--alpha", min=0.0, metavar="X", help="Each document's CFO as budget, times this; repeatable."),
+        typer.Option(
+            "--alpha",
+            min=0.0,
+            metavar="X",
+            callback=distinct,
+            help="Each document's CFO as budget, times this; repeatable.",
+        ),
     ] = None,
     focus: Annotated[
         int, typer.Option("--focus", min=0, metavar="LAYERS", help="Also repair only what is in focus; 0: do not.")

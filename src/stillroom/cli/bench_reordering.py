@@ -15,6 +15,7 @@ from stillroom.cli.bench_report import (
     SeedOption,
     WorkDirOption,
     deliver,
+    distinct,
 )
 from stillroom.cli.console import note
 from stillroom.cli.options import JsonOption, QuietOption, help_text
@@ -49,6 +50,7 @@ def reordering(  # noqa: PLR0913  one parameter per flag
         typer.Option(
             "--load",
             metavar="X",
+            callback=distinct,
             help="Request rate, times what the order of arrival manages; can be repeated. Without it, 1.5.",
         ),
     ] = None,
@@ -58,6 +60,7 @@ def reordering(  # noqa: PLR0913  one parameter per flag
             "--window",
             min=0,
             metavar="N",
+            callback=distinct,
             help="Later requests that may be admitted before one that waits; can be repeated. Without it, 1, 8, 32 "
             "and 128.",
         ),

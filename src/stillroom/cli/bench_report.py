@@ -6,7 +6,7 @@ from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,9 +22,29 @@ if TYPE_CHECKING:
 _began: ContextVar[CpuTimes | None] = ContextVar("began", default=None)
 """What the machine's CPUs had done when the command began."""
 
+
+def distinct(values: list[Any] | None) -> list[Any] | None:
+    """Callback of options that can be repeated: each value once, and numbers once that arms are named alike by."""
+
+    def key(value: object) -> object:
+        return value.resolve() if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else value
+
+    found: dict[object, Any] = {}
+    for value in values or ():
+        found.setdefault(key(value), value)
+    return values and list(found.values())
+
+
 DatasetsOption = Annotated[
     list[Path],
-    typer.Option("--dataset", metavar="DIR", exists=True, file_okay=False, help="A data set; can be repeated."),
+    typer.Option(
+        "--dataset",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        callback=distinct,
+        help="A data set; can be repeated.",
+    ),
 ]
 WorkDirOption = Annotated[
     Path | None,

@@ -17,6 +17,7 @@ from stillroom.cli.bench_report import (
     SeedOption,
     WorkDirOption,
     deliver,
+    distinct,
     named_pythons,
 )
 from stillroom.cli.console import note
@@ -47,14 +48,25 @@ def reuse(  # noqa: PLR0913  one parameter per flag
     model: LlamaOption = None,
     curves: Annotated[
         list[str] | None,
-        typer.Option("--curve", metavar="mmlu|nq", help="How unequal documents are asked for; can be repeated."),
+        typer.Option(
+            "--curve",
+            metavar="mmlu|nq",
+            callback=distinct,
+            help="How unequal documents are asked for; can be repeated.",
+        ),
     ] = None,
     ks: Annotated[
-        list[int] | None, typer.Option("--k", min=1, metavar="N", help="Documents in a prompt; can be repeated.")
+        list[int] | None,
+        typer.Option("--k", min=1, metavar="N", callback=distinct, help="Documents in a prompt; can be repeated."),
     ] = None,
     rates: Annotated[
         list[float] | None,
-        typer.Option("--rate", metavar="X", help="Request rate, times what is served without reuse; can be repeated."),
+        typer.Option(
+            "--rate",
+            metavar="X",
+            callback=distinct,
+            help="Request rate, times what is served without reuse; can be repeated.",
+        ),
     ] = None,
     requests: Annotated[int, typer.Option("--requests", min=1, metavar="N", help="Requests at each rate.")] = 25,
     warmup: Annotated[int, typer.Option("--warmup", min=1, metavar="N", help="Requests before they count.")] = 80,
@@ -93,6 +105,7 @@ def reuse(  # noqa: PLR0913  one parameter per flag
         typer.Option(
             "--arm",
             metavar="NAME",
+            callback=distinct,
             help="off (always needed), lru, pgdsf, tiers, 'cache first', 'anywhere 15%' or 'anywhere 30%'; can be "
             "repeated. Without it, the first four.",
         ),

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from stillroom.cli.bench_report import Delivery, HtmlOption, OutputOption, deliver
+from stillroom.cli.bench_report import Delivery, HtmlOption, OutputOption, deliver, distinct
 from stillroom.cli.console import note
 from stillroom.cli.options import JsonOption, QuietOption, help_text
 
@@ -24,7 +24,9 @@ SAVINGS_HELP = help_text(
 def savings(  # noqa: PLR0913  one parameter per flag
     traces: Annotated[
         list[Path],
-        typer.Option("--trace", metavar="FILE", exists=True, dir_okay=False, help="A trace; can be repeated."),
+        typer.Option(
+            "--trace", metavar="FILE", exists=True, dir_okay=False, callback=distinct, help="A trace; can be repeated."
+        ),
     ],
     capacities: Annotated[
         list[float] | None,
@@ -33,6 +35,7 @@ def savings(  # noqa: PLR0913  one parameter per flag
             min=0.0,
             max=1.0,
             metavar="SHARE",
+            callback=distinct,
             help="Of all distinct passages, what fits beside the longest prompt; can be repeated. Room for all is "
             "always counted too.",
         ),
@@ -40,7 +43,12 @@ def savings(  # noqa: PLR0913  one parameter per flag
     ratios: Annotated[
         list[float] | None,
         typer.Option(
-            "--ratio", min=0.0, max=1.0, metavar="SHARE", help="Of placed tokens, computed again; can be repeated."
+            "--ratio",
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            callback=distinct,
+            help="Of placed tokens, computed again; can be repeated.",
         ),
     ] = None,
     output: OutputOption = None,

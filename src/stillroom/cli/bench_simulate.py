@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from stillroom.cli.bench_report import Delivery, HtmlOption, OutputOption, SeedOption, WorkDirOption, deliver
+from stillroom.cli.bench_report import Delivery, HtmlOption, OutputOption, SeedOption, WorkDirOption, deliver, distinct
 from stillroom.cli.console import note
 from stillroom.cli.options import JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
@@ -32,6 +32,7 @@ def simulate(  # noqa: PLR0913  one parameter per flag
         typer.Option(
             "--experiment",
             metavar="NAME",
+            callback=distinct,
             help="overall, top-k, large-models, policies, reordering, speculation, scheduling or cache-craft; can be "
             "repeated. Without it, all of them.",
         ),

@@ -14,6 +14,7 @@ from stillroom.cli.bench_report import (
     SeedOption,
     WorkDirOption,
     deliver,
+    distinct,
 )
 from stillroom.cli.console import note
 from stillroom.cli.options import JsonOption, QuietOption, help_text
@@ -39,11 +40,20 @@ def speculation(  # noqa: PLR0913  one parameter per flag
     ] = 32,
     shares: Annotated[
         list[float] | None,
-        typer.Option("--share", min=0.001, max=1.0, metavar="SHARE", help="Of the lists, searched; can be repeated."),
+        typer.Option(
+            "--share",
+            min=0.001,
+            max=1.0,
+            metavar="SHARE",
+            callback=distinct,
+            help="Of the lists, searched; can be repeated.",
+        ),
     ] = None,
     num_clients: Annotated[
         list[int] | None,
-        typer.Option("--clients", min=1, metavar="N", help="Questions at the same time; can be repeated."),
+        typer.Option(
+            "--clients", min=1, metavar="N", callback=distinct, help="Questions at the same time; can be repeated."
+        ),
     ] = None,
     num_stages: Annotated[int, typer.Option("--stages", min=2, metavar="N", help="Stages of a search.")] = 4,
     repeat: RepeatOption = 5,

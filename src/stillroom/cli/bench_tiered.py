@@ -13,6 +13,7 @@ from stillroom.cli.bench_report import (
     SeedOption,
     WorkDirOption,
     deliver,
+    distinct,
     must_compare,
 )
 from stillroom.cli.console import note
@@ -41,10 +42,18 @@ def tiered(  # noqa: PLR0913  one parameter per flag
     nprobe: Annotated[int, typer.Option("--probes", min=1, metavar="N", help="Lists that a search looks at.")] = 64,
     shares: Annotated[
         list[float] | None,
-        typer.Option("--share", min=0.01, max=0.99, metavar="SHARE", help="Of the lists in RAM; can be repeated."),
+        typer.Option(
+            "--share",
+            min=0.01,
+            max=0.99,
+            metavar="SHARE",
+            callback=distinct,
+            help="Of the lists in RAM; can be repeated.",
+        ),
     ] = None,
     batch_sizes: Annotated[
-        list[int] | None, typer.Option("--batch", min=1, metavar="N", help="Questions at a time; can be repeated.")
+        list[int] | None,
+        typer.Option("--batch", min=1, metavar="N", callback=distinct, help="Questions at a time; can be repeated."),
     ] = None,
     is_drift: Annotated[bool, typer.Option("--drift", help="Shift the topics instead.")] = False,
     half_lives: Annotated[
@@ -53,6 +62,7 @@ def tiered(  # noqa: PLR0913  one parameter per flag
             "--half-life",
             min=1,
             metavar="N",
+            callback=distinct,
             help="With --drift: questions after which an access counts half; can be repeated.",
         ),
     ] = None,
