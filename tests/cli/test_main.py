@@ -197,10 +197,11 @@ def test_reader_that_goes_away_is_not_an_error() -> None:
         assert process.stderr.read() == b""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_signals_end_a_command_without_a_stack_trace(number: int, code: int, tmp_path: Path) -> None:
     program = (
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & has it ignored
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # and so has nohup
         "from stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
         "class Room(FakeRoom):\n"
         "    def close(self): print('closed', file=sys.stderr)\n"

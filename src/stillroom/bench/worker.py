@@ -7,24 +7,47 @@ loaded, then answers each JSON line with one.
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stillroom.errors import UsageError
 
+_LAUNCHER = """
+import ctypes, os, signal, sys
+prctl = getattr(ctypes.CDLL(None), "prctl", None)
+if prctl is not None:
+    prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG, which lasts beyond exec
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("nobody waits for this any more")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the command, which then dies with the thread that started it (Linux): a stopped process cannot notice by
+itself that nobody will ever wake it. Not a `preexec_fn`, which may hang where other threads run."""
+
 
 class WorkerProcess:
-    """One of the things compared. It computes only while it has a question to answer."""
+    """One of the things compared. It computes only while it has a question to answer.
+
+    To be made by a thread that lives as long as it is needed: on Linux it ends with that.
+    """
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        """Start loading; `wait` until it is done."""
+        """Start loading; `wait` until it is done.
+
+        Raises:
+            UsageError: there is no such command.
+        """
+        if shutil.which(command[0]) is None:
+            raise UsageError(f"{name} cannot be started: there is no {command[0]}")
         self.name = name
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-IS", "-c", _LAUNCHER, str(os.getpid()), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -1,8 +1,8 @@
 """The command `stillroom`: its commands, its exit codes, and how it fails.
 
 Exit codes: 0 done; 1 it failed; 2 the call was wrong and has to be changed; 130 interrupted by Ctrl-C; 141 the reader
-of stdout went away; 143 SIGTERM. A user's mistake never shows a stack trace; STILLROOM_DEBUG=1 does. Reference:
-docs/cli.md
+of stdout went away; 143 SIGTERM or SIGHUP. A user's mistake never shows a stack trace; STILLROOM_DEBUG=1 does.
+Reference: docs/cli.md
 """
 
 import contextlib
@@ -127,6 +127,8 @@ def main() -> None:
     if not sys.warnoptions and not _is_debugging():
         warnings.simplefilter("ignore")  # for developers of libraries, not for people who ask a question
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under `nohup` it stays ignored
+        signal.signal(signal.SIGHUP, _terminate)
     code = run(sys.argv[1:])
     if code == NO_READER:  # or the interpreter would complain when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -134,7 +136,7 @@ def main() -> None:
 
 
 def _terminate(*_: object) -> None:
-    """SIGTERM unwinds like any exception, so that files are closed and servers say goodbye."""
+    """SIGTERM and a closed terminal unwind like any exception, so that files are closed and servers say goodbye."""
     sys.exit(TERMINATED)
 
 

@@ -26,7 +26,7 @@ has no flag for come from `stillroom.toml` or the environment: [configuration.md
 | 2 | the call was wrong: an unknown flag, an impossible value, a path that does not exist, an option out of range |
 | 130 | Ctrl-C; the message says what is kept and how to go on |
 | 141 | the reader of stdout went away, as with `stillroom list \\| head -1` |
-| 143 | SIGTERM (`serve` stops gracefully instead, with 0) |
+| 143 | SIGTERM (`serve` stops gracefully instead, with 0), or the terminal was closed |
 
 With `--json` an error is one object on stderr: `{"error": {"type": ..., "message": ...}}`. A stack trace is shown only
 with `STILLROOM_DEBUG=1` in the environment.
