@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +46,23 @@ def test_json_without_infinities(result: BenchResult, tmp_path: Path) -> None:
     single = Samples()
     single.add("a", {"x": 0.0})
     save(dataclasses.replace(result, samples=single, baseline=None), tmp_path / "r.json")
-    text = (tmp_path / "r.json").read_text()
-    assert "NaN" not in text and "Infinity" not in text
+    for arm in ("b", "c"):
+        for value in (math.nan, 0.0, 2.0, math.inf):
+            single.add(arm, {"x": value})
+    tables = {"t": [{"ratio": math.nan, "list": (1.0, math.inf)}]}
+    odd = dataclasses.replace(result, samples=single, baseline="c", tables=tables, parameters={"limit": math.inf})
+    save(odd, tmp_path / "r.json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    content = json.loads((tmp_path / "r.json").read_text(), parse_constant=refuse)
+    assert content["arms"]["b"]["x"]["samples"] == [None, 0.0, 2.0, None]
+    assert content["tables"] == {"t": [{"ratio": None, "list": [1.0, None]}]}
+    assert content["parameters"] == {"limit": None}
+    assert "nan" not in to_html(odd).partition("<svg")[2]
+    earlier = load_earlier(tmp_path / "r.json")
+    assert [change.now for change in compare(odd, earlier).changes] == [0.0, 1.0, 1.0]
 
 
 def test_markdown_marks_what_is_flaky(result: BenchResult) -> None:

@@ -44,7 +44,8 @@ def load_earlier(path: Path) -> Earlier:
         samples = Samples()
         for arm, metrics in content["arms"].items():
             samples.values[arm] = {
-                metric: [float(x) for x in data["samples"] if x is not None] for metric, data in metrics.items()
+                metric: [math.nan if x is None else float(x) for x in data["samples"]]
+                for metric, data in metrics.items()
             }
         return Earlier(str(content["benchmark"]), dict(content["parameters"]), samples)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -162,9 +163,19 @@ def changes_between(
     for arm, metrics in now.values.items():
         for metric, values in metrics.items():
             old = then.values.get(arm, {}).get(metric, [])
-            if old and values:
-                found.append(_change(arm, metric, (values, old), sample_of, is_paired and len(values) == len(old)))
+            pairs = is_paired and len(values) == len(old)
+            usable = _usable(values, old, pairs)
+            if all(usable):
+                found.append(_change(arm, metric, usable, sample_of, pairs))
     return sorted(_adjusted(found), key=lambda change: (not change.is_regression, change.arm, change.metric))
+
+
+def _usable(now: Sequence[float], then: Sequence[float], pairs: bool) -> tuple[list[float], list[float]]:
+    """The samples that are numbers; of pairs, those where both are."""
+    if pairs:
+        both = [pair for pair in zip(now, then, strict=True) if all(map(math.isfinite, pair))]
+        return [pair[0] for pair in both], [pair[1] for pair in both]
+    return list(filter(math.isfinite, now)), list(filter(math.isfinite, then))
 
 
 def _change(

@@ -78,20 +78,24 @@ def _table_cell(value: Any) -> str:
 
 def _plot(result: BenchResult, metric: str) -> str:
     """Every sample as a dot, the mean with its interval as a bar, one row per arm, on a common axis from 0."""
-    arms = [arm for arm, metrics in result.samples.values.items() if metric in metrics]
-    top = max(max(result.samples.of(arm, metric)) for arm in arms)
+    samples = {
+        arm: [value for value in metrics[metric] if math.isfinite(value)]
+        for arm, metrics in result.samples.values.items()
+        if metric in metrics
+    }
+    top = max((value for values in samples.values() for value in values), default=0.0)
     if top <= 0:
         return ""
 
     def x(value: float) -> float:
         return _LEFT + max(0.0, value) / top * (_WIDTH - _LEFT - 20)
 
-    height = _ROW * len(arms) + 30
+    height = _ROW * len(samples) + 30
     marks = []
-    for index, arm in enumerate(arms):
+    for index, (arm, values) in enumerate(samples.items()):
         y, summary = _ROW * index + 20, result.summary(arm, metric)
         marks.append(f'<text x="{_LEFT - 10}" y="{y + 4}" text-anchor="end">{_text(arm)}</text>')
-        for value in result.samples.of(arm, metric):
+        for value in values:
             marks.append(f'<circle cx="{x(value):.1f}" cy="{y}" r="3" fill="#4285f4" fill-opacity=".35"/>')
         if math.isfinite(summary.ci_low):
             marks.append(

@@ -63,12 +63,12 @@ class BenchResult:
         return summary.reproducibility.value + (" (!)" if summary.is_flaky(self.flaky_cv) else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with the summaries spelled out for readers without our code."""
+        """Everything, with the summaries spelled out for readers without our code; no number is infinite or NaN."""
         arms = {
             arm: {metric: self._metric_json(arm, metric) for metric in metrics}
             for arm, metrics in self.samples.values.items()
         }
-        return {
+        content = {
             "format": FORMAT,
             "benchmark": self.benchmark,
             "environment": asdict(self.environment),
@@ -80,28 +80,34 @@ class BenchResult:
             "arms": arms,
             "tables": self.tables,
         }
+        found: dict[str, Any] = finite(content)
+        return found
 
     def _metric_json(self, arm: str, metric: str) -> dict[str, Any]:
         summary, ratio = self.summary(arm, metric), self.ratio(arm, metric)
         return {
             "samples": self.samples.of(arm, metric),
-            "summary": _finite(asdict(summary)),
+            "summary": asdict(summary),
             "reproducibility": summary.reproducibility.value,
             "is_flaky": summary.is_flaky(self.flaky_cv),
             "ratio_to_baseline": None if ratio is None else asdict(ratio),
         }
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity and no NaN."""
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+def finite(content: Any) -> Any:
+    """The same without infinities and NaN, which JSON does not have: None in their place."""
+    if isinstance(content, Mapping):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def save(result: BenchResult, path: Path) -> None:
     """Write the result file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 

@@ -68,14 +68,15 @@ class Summary:
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Describe at least one sample (llmds 3.4.1, 3.4.2)."""
+    """Describe at least one sample (llmds 3.4.1, 3.4.2); of samples that are not all finite little is a number."""
     values = np.asarray(samples, dtype=np.float64)
     assert values.size > 0, "no samples"
-    mean = float(values.mean())
-    std = float(values.std(ddof=1)) if values.size > 1 else 0.0
+    with np.errstate(invalid="ignore"):
+        mean = float(values.mean())
+        std = float(values.std(ddof=1)) if values.size > 1 else 0.0
+        p50, p95, p99 = (float(value) for value in np.percentile(values, [50, 95, 99]))
     cv = 0.0 if std == 0 else math.inf if mean == 0 else std / abs(mean)
     half = _half_width(std, values.size)
-    p50, p95, p99 = (float(value) for value in np.percentile(values, [50, 95, 99]))
     low, high = float(values.min()), float(values.max())
     return Summary(values.size, mean, std, cv, mean - half, mean + half, p50, p95, p99, low, high)
 
