@@ -30,8 +30,8 @@ def test_no_arm_is_always_in_the_middle() -> None:
     def places(num_arms: int, repeat: int) -> list[list[int]]:
         """In each repetition, the place of each arm."""
         order: list[int] = []
-        arms = [Arm(str(at), lambda _, at=at: order.append(at) or {}) for at in range(num_arms)]  # type: ignore[misc]
-        run_arms(arms, repeat=repeat, warmup=0)
+        arms = [Arm(str(at), lambda _: {}) for at in range(num_arms)]
+        run_arms(arms, repeat=repeat, warmup=0, on_run=lambda arm, _: order.append(int(arm)))
         return [
             [order[at : at + num_arms].index(arm) for arm in range(num_arms)] for at in range(0, len(order), num_arms)
         ]

@@ -169,7 +169,8 @@ def test_ratios_are_of_the_runs_that_both_have() -> None:
         }
         figures.add(cell, repetition, [((1,), (2,))] * 2, answer)
 
-    add(off, 0, 2.0), add(peer, 0, 1.0)
+    add(off, 0, 2.0)
+    add(peer, 0, 1.0)
     add(off, 1, 6.0)  # the peer has died
     first, second = figures.tables()["time to first token"]
     assert (first["mean"], first["mean x vllm"]) == ("4 s", "2 [2, 2]")

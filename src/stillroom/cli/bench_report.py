@@ -171,6 +171,22 @@ def named_pythons(peers: list[str] | None) -> dict[str, str]:
     return found
 
 
+def refuse_idle(context: typer.Context, beside: str, *names: str) -> None:
+    """Flags that would do nothing are no part of a call.
+
+    Args:
+        beside: what else was asked for, as a person reads it.
+        names: of parameters.
+
+    Raises:
+        UsageError: one of them was given.
+    """
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name in names and source is not None and source.name != "DEFAULT":
+            raise UsageError(f"{parameter.opts[0]} does nothing {beside}; leave it out")
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """Where a result goes."""

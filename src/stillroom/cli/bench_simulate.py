@@ -4,7 +4,16 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from stillroom.cli.bench_report import Delivery, HtmlOption, OutputOption, SeedOption, WorkDirOption, deliver, distinct
+from stillroom.cli.bench_report import (
+    Delivery,
+    HtmlOption,
+    OutputOption,
+    SeedOption,
+    WorkDirOption,
+    deliver,
+    distinct,
+    refuse_idle,
+)
 from stillroom.cli.console import note
 from stillroom.cli.options import JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
@@ -27,6 +36,7 @@ SIMULATE_HELP = help_text(
 
 
 def simulate(  # noqa: PLR0913  one parameter per flag
+    context: typer.Context,
     experiments: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,6 +73,7 @@ def simulate(  # noqa: PLR0913  one parameter per flag
     if validate:
         from stillroom.bench.simulate_validation import run_validation
 
+        refuse_idle(context, "with --validate", "experiments", "requests", "warmup", "documents", "companions")
         result = run_validation(work_dir or cache_root() / "bench", seed=seed, on_progress=say)
     else:
         from stillroom.bench.simulate import run_simulate

@@ -15,10 +15,12 @@ from stillroom.cli.bench_report import (
     deliver,
     distinct,
     must_compare,
+    refuse_idle,
 )
 from stillroom.cli.console import note
 from stillroom.cli.options import JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
+from stillroom.errors import UsageError
 
 TIERED_HELP = help_text(
     "Measure what it gains that the hot lists of an IVF-PQ index are in RAM and the others on disk.",
@@ -35,8 +37,18 @@ TIERED_HELP = help_text(
     ),
 )
 
+_KINDS = {"drift": "is_drift", "answers": "answers", "predict": "predict"}
+_IDLE = {
+    "": ("half_lives",),
+    " --predict": ("half_lives",),
+    " --answers": ("shares", "batch_sizes", "half_lives"),
+    " --drift": ("batch_sizes",),
+}
+"""Parameters that a benchmark of this command has no use for."""
+
 
 def tiered(  # noqa: PLR0913  one parameter per flag
+    context: typer.Context,
     size: Annotated[int, typer.Option("--size", min=1000, metavar="N", help="Vectors, of 384 dimensions.")] = 2_000_000,
     nlist: Annotated[int, typer.Option("--lists", min=16, metavar="N", help="Inverted lists.")] = 4096,
     nprobe: Annotated[int, typer.Option("--probes", min=1, metavar="N", help="Lists that a search looks at.")] = 64,
@@ -89,7 +101,13 @@ def tiered(  # noqa: PLR0913  one parameter per flag
     from stillroom.bench.tiered_model import run_prediction
     from stillroom.retrieval.search_profile import BATCH_SIZES
 
-    kind = " --drift" if is_drift else " --answers" if answers else " --predict" if predict else ""
+    kinds = [f" --{name}" for name in ("drift", "answers", "predict") if context.params[_KINDS[name]]]
+    kind = "".join(kinds)
+    if len(kinds) > 1:
+        raise UsageError(f"{' and'.join(kinds).strip()} are different benchmarks; give one of them")
+    refuse_idle(context, f"with{kind}" if kind else "without --drift", *_IDLE[kind])
+    if is_drift and len(shares or ()) > 1:
+        raise UsageError("--drift takes one --share")
     must_compare(compare, f"stillroom bench tiered{kind}")
     given = Scope()
     scope = Scope(
