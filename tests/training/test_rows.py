@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -150,3 +151,8 @@ def test_both_masks_let_the_same_tokens_through(library: Library, tokenizer: Tok
             branches[0, key] == 0 or branches[0, key] == branches[0, query]
         )
         assert bool(dense[0, 0, query, key]) == bool(key <= query and is_own)
+
+
+def test_rows_too_short_for_any_example_are_refused(library: Library, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="give longer rows"):
+        replace(batches(library, tokenizer), row_tokens=16).batch(0)

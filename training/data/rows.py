@@ -23,6 +23,8 @@ from training.data.tokens import END, STOP
 NO_TARGET = -100
 _MAX_MISSES = 3
 """Examples that fit in no row, until a batch is taken as full."""
+_MAX_TOO_LONG = 1000
+"""Examples in succession that are longer than a whole row, until it is given up."""
 _MIN_FILLER = 32
 
 
@@ -140,7 +142,11 @@ class Batches:
     seed: int
 
     def batch(self, number: int) -> Batch:
-        """Rows filled first-fit with examples, what is left of them with text."""
+        """Rows filled first-fit with examples, what is left of them with text.
+
+        Raises:
+            ValueError: rows are too short for any example.
+        """
         rows: list[list[Sample]] = [[] for _ in range(self.num_rows)]
         room = [self.row_tokens] * self.num_rows
         kinds: dict[str, int] = {}
@@ -166,12 +172,16 @@ class Batches:
 
     def _samples(self, number: int) -> Iterator[Sample]:
         progress = number / max(1, self.num_steps)
+        too_long = 0
         for place in count():
             rng = random.Random(f"{self.seed}:{number}:{place}")
             example = compose(self.library, self.mixture, rng, progress)
             sample = self.renderer.render(example, self.row_tokens)
             if sample is not None:
+                too_long = 0
                 yield sample
+            elif (too_long := too_long + 1) == _MAX_TOO_LONG:
+                raise ValueError(f"no example fits into a row of {self.row_tokens} tokens; give longer rows")
 
 
 def _batch(rows: list[list[Sample]], row_tokens: int, kinds: dict[str, int]) -> Batch:
