@@ -7,6 +7,7 @@ from pathlib import Path
 from stillroom.models import bundled_models
 from stillroom.models.loader import load_model
 from training.export import MAX_BYTES
+from training.folders import replaced
 
 REQUIRED = (
     "README.md",
@@ -40,8 +41,8 @@ def bundle(model: Path, name: str, *, into: Path | None = None) -> Path:
         raise ValueError(f"{name!r} is no name for a folder; use small letters, digits and hyphens")
     load_model(str(model), device="cpu")
     out = (into or bundled_models.FOLDER) / name
-    shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(model, out)
+    with replaced(out) as new:  # the model may be the folder that is replaced
+        shutil.copytree(model, new, dirs_exist_ok=True)
     return out
 
 

@@ -114,6 +114,9 @@ def test_a_finished_model_goes_into_the_package(model: Path, tmp_path: Path) -> 
         make_default("english", source)
     out = bundle(model, "english", into=package / "bundled")
     assert {path.name for path in out.iterdir()} >= set(REQUIRED)
+    bundle(out, "english", into=package / "bundled")
+    assert {path.name for path in out.iterdir()} >= set(REQUIRED), "the folder that it replaces is the one it copies"
+    assert list(out.parent.iterdir()) == [out]
     make_default("english", source)
     assert 'DEFAULT = "english"' in source.read_text() and "microworld" not in source.read_text()
 
