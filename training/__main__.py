@@ -132,7 +132,7 @@ def evaluate(
     from training.evaluation.report import as_markdown, write_report
 
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
-    report = run(model, data / "eval", limit=limit, num_reused=reuse, device=device, say=say)
+    report = run(model, data, limit=limit, num_reused=reuse, device=device, say=say)
     write_report(out, report)
     typer.echo(as_markdown(report))
 

@@ -3,8 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from training.data.collection import Library, Split
+from training.data.collection import Library
 from training.data.rows import Batch, Batches, Renderer
+from training.data.split import Split
 from training.recipe import Recipe
 
 HELD = {"text": 0.0, "worlds": 1.0}

@@ -26,8 +26,13 @@ def card(
         manifest: of the data.
         log: of the run.
         report: of the evaluation; None: there was none, and the card says so.
+
+    Raises:
+        ValueError: they are not of the same data.
     """
     begin = next(line for line in log if "recipe" in line)
+    if any(of["data"] != manifest["digest"] for of in (begin, report) if of is not None):
+        raise ValueError("data, run and evaluation are not of the same data; train, export and evaluate with these")
     sections = {
         f"# {name}": _what(begin),
         "## How good it is": _how_good(report),
@@ -56,7 +61,8 @@ def _how_good(report: Mapping[str, Any] | None) -> str:
     return as_markdown(report) + (
         "\nxquad: questions about held-out Wikipedia articles over their paragraph and the four held-out ones that "
         "BM25 ranks next. Unanswerable: the same questions over five such paragraphs without the answer. microworld: "
-        "made-up worlds with names that training never had. Intervals resample documents and worlds. The "
+        "made-up worlds whose persons, companies, towns, ships and rivers training never named "
+        "(of a name of two words, the pair; each word may be in others). Intervals resample documents and worlds. The "
         "answers came from Stillroom's own engine, in float32, greedily."
     )
 

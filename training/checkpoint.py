@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from training.data.shards import verified_digest
+from training.recipe import Recipe
+
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 
@@ -34,6 +37,18 @@ def load_checkpoint(folder: Path) -> dict[str, Any] | None:
         return None
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state
+
+
+def identity_of(recipe: Recipe, data: Path) -> dict[str, str]:
+    """What a run is of. Raises as `verified_digest`."""
+    return {"recipe": repr(recipe.as_json()), "data": verified_digest(data)}
+
+
+def check_identity(folder: Path, state: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
+    """Raises ResumeError: the checkpoint is of another recipe, or of other data."""
+    for part, name in wanted.items():
+        if state["identity"][part] != name:
+            raise ResumeError(f"the {part} is not that of the run in {folder}; give that {part}, or another folder")
 
 
 class Log:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from training.checkpoint import load_checkpoint
+from training.checkpoint import check_identity, identity_of, load_checkpoint
 from training.data.tokens import END, PAD, STOP
 from training.model import Llama
 from training.recipe import Recipe, Shape
@@ -22,12 +22,14 @@ def export_run(run: Path, data: Path, out: Path, recipe: Recipe) -> Path:
     """The folder, without a card: that needs an evaluation.
 
     Raises:
-        FileNotFoundError: the run has no checkpoint.
-        ValueError: the weights are too large to ship.
+        FileNotFoundError: the run has no checkpoint, or there is no data.
+        ValueError: the data are not whole, or the weights are too large to ship.
+        ResumeError: the run is of another recipe, or of other data.
     """
     state = load_checkpoint(run)
     if state is None:
         raise FileNotFoundError(f"{run} has no checkpoint; train first: python -m training train --out {run}")
+    check_identity(run, state, identity_of(recipe, data))
     model = Llama(recipe.shape, recipe.seed)
     model.load_state_dict(state["model"])
     return export_model(model, data, out)

@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from stillroom.bench.environment import record_environment
 from stillroom.models.tokenizer import Tokenizer
 from training.batches import NUM_HELD, batches_of, held_batches
-from training.checkpoint import Log, ResumeError, load_checkpoint, save_checkpoint
+from training.checkpoint import Log, check_identity, identity_of, load_checkpoint, save_checkpoint
 from training.data.rows import Batch, Batches, Renderer
-from training.data.shards import digest
 from training.losses import num_targets, part_of, score, summed_losses
 from training.model import Llama
 from training.recipe import Recipe, learning_rate, text_weight
@@ -89,10 +88,11 @@ class Trainer:
         Raises:
             ResumeError: that is of another recipe, or of other data.
             FileNotFoundError: there is no data.
+            ValueError: the data are not whole.
         """
         self.recipe, self.run_options, self.out = recipe, run, out
         self._device = torch.device(run.device)
-        self._identity = {"recipe": repr(recipe.as_json()), "data": digest(data)}
+        self._identity = identity_of(recipe, data)
         self._renderer = Renderer(Tokenizer.load(data / "tokenizer"))
         self.model = Llama(recipe.shape, recipe.seed).to(self._device)
         self._optimiser = _optimiser(self.model, recipe, self._device)
@@ -161,9 +161,7 @@ class Trainer:
         if state is None:
             torch.manual_seed(self.recipe.seed)
             return
-        for part, name in self._identity.items():
-            if state["identity"][part] != name:
-                raise ResumeError(f"{self.out} holds a run of another {part}; give another folder with --out")
+        check_identity(self.out, state, self._identity)
         self.model.load_state_dict(state["model"])
         self._optimiser.load_state_dict(state["optimiser"])
         self.step, self._tokens, self._seconds = state["step"], state["tokens"], state["seconds"]

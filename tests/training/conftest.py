@@ -37,13 +37,13 @@ PEOPLE = [
 ]
 
 GENERATOR = '''
-REL = ["trade", "river", "mayor"]
+TOWN = ["T" + a + b for a in "aeiou" for b in "bdgkmnrt"]
+SHIP, RIVER = ["Avant", "Erix"], ["Eyne", "Ouss"]
 
 def make_context(rng, n_chunks, split="train", p_split=0.5, p_name=0.35, facts=(2, 4), bind=False):
     """Town k: a trade and a river in chunk 2k; its mayor in chunk 2k + 1, which does not name it."""
     chunks, rows = [], []
-    names = [("T" if split == "train" else "E") + a + b for a in "aeiou" for b in ("den", "ton", "wick")]
-    rng.shuffle(names)
+    names = rng.sample(TOWN, len(TOWN))
     values = [w + str(rng.randint(10, 99)) for w in ["wool", "salt", "grain", "tea", "silk", "rope", "ink", "glass"]]
     while len(chunks) < n_chunks:
         town, at = names.pop(), len(chunks)

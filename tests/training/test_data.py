@@ -2,6 +2,9 @@
 
 import json
 import random
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +16,13 @@ from training.data.cleaning import MAX_CHARS, clean, is_prose, passages, sentenc
 from training.data.collection import Library
 from training.data.neighbours import neighbours
 from training.data.prepare import prepare
-from training.data.shards import digest, read_shards, write_shards
+from training.data.shards import read_shards, verified_digest, write_shards
 from training.data.sources import ALLOWED_LICENCES, EXCLUDED, SOURCES, read_peps
 from training.data.spans import find_spans, kind_of, occurs, replace_all
 from training.data.split import Filter, held_out, shingles
 from training.data.tokens import SPECIAL_TOKENS
 from training.data.wording import cloze, worded
-from training.data.worlds import SILENT, load_generator, make_worlds
+from training.data.worlds import SILENT, make_worlds
 
 
 @pytest.mark.parametrize(
@@ -94,15 +97,44 @@ def test_no_training_passage_says_what_an_evaluation_passage_says(small_data: Pa
     for row in held:
         assert all(len(shingles(row["text"]) & shingles(other["text"])) <= 2 for other in train)
     assert sum(manifest["passages that did not pass"].values()) >= 1, "one was retrieved again"
-    names = {name for row in read_shards(small_data, "train-worlds") for name in " ".join(row["chunks"]).split()}
-    assert not any(name.startswith("E") and name.endswith(("den", "ton", "wick")) for name in names)
+
+
+def test_no_training_world_names_what_an_evaluation_world_names(small_data: Path) -> None:
+    rows = [json.loads(line) for line in (small_data / "eval/microworld.jsonl").read_text().splitlines()]
+    asked, trained, held = (
+        set(re.findall(r"\bT[aeiou][a-z]\b", " ".join(text for row in found for text in row["chunks"])))
+        for found in (rows, read_shards(small_data, "train-worlds"), read_shards(small_data, "eval-worlds"))
+    )
+    assert asked <= held and len(held) >= 5 and len(trained) > 20
+    assert not held & trained
 
 
 def test_the_same_data_and_seed_give_the_same_bytes(small_shared: Path, small_data: Path, tmp_path: Path) -> None:
     prepare(small_shared, tmp_path, SMALL, lambda line: None)
-    assert digest(tmp_path) == digest(small_data)
-    for name in ("xquad", "unanswerable", "microworld"):
-        assert (tmp_path / f"eval/{name}.jsonl").read_bytes() == (small_data / f"eval/{name}.jsonl").read_bytes()
+    assert verified_digest(tmp_path) == verified_digest(small_data)
+
+
+def test_data_that_cannot_be_finished_leave_the_old_ones(
+    small_shared: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "data"
+    shutil.copytree(small_data, out)
+    monkeypatch.setattr("training.data.prepare.train_tokenizer", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare(small_shared, out, replace(SMALL, seed=1), lambda line: None)
+    assert verified_digest(out) == verified_digest(small_data) and list(tmp_path.iterdir()) == [out]
+    (out / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="give another folder"):
+        prepare(small_shared, out, SMALL, lambda line: None)
+
+
+@pytest.mark.parametrize("name", ["train-worlds-0000.jsonl.gz", "tokenizer/tokenizer.json", "eval/xquad.jsonl"])
+def test_data_of_two_makings_are_noticed(small_data: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "data"
+    shutil.copytree(small_data, out)
+    (out / name).write_bytes(b"{}")
+    with pytest.raises(ValueError, match="make them again: python -m training data"):
+        verified_digest(out)
 
 
 def test_shards_come_back_in_order(tmp_path: Path) -> None:
@@ -173,7 +205,7 @@ def test_neighbours_share_rare_words() -> None:
 
 
 def test_worlds_keep_their_answers_in_the_text(small_shared: Path) -> None:
-    worlds = make_worlds(load_generator(small_shared), "train", 3)
+    worlds = make_worlds(small_shared, "train", 3)
     kinds = set()
     for _ in range(60):
         world = next(worlds)

@@ -69,7 +69,7 @@ def model(run: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory)
 
 def test_a_checkpoint_is_asked_every_set(small_data: Path, model: Path) -> None:
     """One that has learned nothing: every figure is there, and none is reached."""
-    report = evaluate(str(model), small_data / "eval", limit=2, num_reused=0, device="cpu", say=lambda line: None)
+    report = evaluate(str(model), small_data, limit=2, num_reused=0, device="cpu", say=lambda line: None)
     assert [row["name"] for row in report["figures"]][:2] == ["xquad exact match", "xquad F1"]
     assert all(row["questions"] in (1, 2) and row["is reached"] in (False, None) for row in report["figures"])
     assert "| unanswerable | 0.000 |" in as_markdown(report) and report["reuse"] == {}
@@ -78,9 +78,7 @@ def test_a_checkpoint_is_asked_every_set(small_data: Path, model: Path) -> None:
 @pytest.mark.slow
 def test_the_bundled_model_is_evaluated_with_and_without_reuse(small_data: Path) -> None:
     """microworld knows few of the words here, but whether reuse changes its answers can be counted."""
-    report = evaluate(
-        "bundled:microworld", small_data / "eval", limit=3, num_reused=2, device="cpu", say=lambda line: None
-    )
+    report = evaluate("bundled:microworld", small_data, limit=3, num_reused=2, device="cpu", say=lambda line: None)
     names = [row["name"] for row in report["figures"]]
     assert names[:2] == ["xquad exact match", "xquad F1"] and "unanswerable" in names
     assert all(0 <= row["low"] <= row["value"] <= row["high"] <= 1 for row in report["figures"])
@@ -98,6 +96,8 @@ def test_a_card_says_where_everything_is_from(run: Path, small_data: Path) -> No
     assert "license: cc-by-sa-4.0" in text and "Not evaluated." in text
     assert "6 steps of 2 rows of 256 tokens" in text and manifest["held out"][0] in text
     assert "fiqa-mini" in text, "what was left out, too"
+    with pytest.raises(ValueError, match="not of the same data"):
+        card("english", manifest | {"digest": "another"}, read_log(run), None)
 
 
 def test_a_finished_model_goes_into_the_package(model: Path, tmp_path: Path) -> None:

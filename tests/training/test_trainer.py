@@ -1,6 +1,8 @@
 """Training that can be interrupted, and what it exports: bit for bit, and logit for logit."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from tests.engine.harness import engine_on, request
 from training.checkpoint import CHECKPOINT, ResumeError, load_checkpoint, read_log
 from training.data.collection import Library
 from training.data.rows import Batch, Batches, Renderer
+from training.data.shards import digest
 from training.data.tasks import Mixture
 from training.export import export_model, export_run
 from training.isolation import dense_mask
@@ -107,9 +110,23 @@ def test_the_log_forgets_what_the_checkpoint_does_not_know(small_data: Path, tmp
 
 
 def test_another_recipe_or_other_data_is_refused(small_data: Path, tmp_path: Path) -> None:
-    Trainer(RECIPE, replace(QUICK, stop_step=1), small_data, tmp_path).train()
-    with pytest.raises(ResumeError, match="another recipe"):
-        Trainer(replace(RECIPE, learning_rate=1e-3), QUICK, small_data, tmp_path)
+    Trainer(RECIPE, replace(QUICK, stop_step=1), small_data, tmp_path / "run").train()
+    with pytest.raises(ResumeError, match="the recipe is not"):
+        Trainer(replace(RECIPE, learning_rate=1e-3), QUICK, small_data, tmp_path / "run")
+    with pytest.raises(ResumeError, match="the recipe is not"):
+        export_run(tmp_path / "run", small_data, tmp_path / "model", replace(RECIPE, learning_rate=1e-3))
+
+    data = tmp_path / "data"
+    shutil.copytree(small_data, data)
+    shard = data / "train-worlds-0000.jsonl.gz"
+    shutil.copy(data / "eval-worlds-0000.jsonl.gz", shard)
+    with pytest.raises(ValueError, match="do not fit its manifest"):
+        Trainer(RECIPE, QUICK, data, tmp_path / "new")
+    (data / "manifest.json").write_text(json.dumps({"digest": digest(data)}))
+    with pytest.raises(ResumeError, match="the data is not"):
+        Trainer(RECIPE, QUICK, data, tmp_path / "run")
+    with pytest.raises(ResumeError, match="the data is not"):
+        export_run(tmp_path / "run", data, tmp_path / "model", RECIPE)
 
 
 def test_minutes_are_a_budget(small_data: Path, tmp_path: Path) -> None:

@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from training.data.shards import read_shards
 from training.data.spans import SpanKind, find_spans
+from training.data.split import Split
 from training.data.worlds import World, WorldQuestion
-
-Split = Literal["train", "eval"]
 
 SOURCE_WEIGHTS: Mapping[str, float] = {
     "xquad": 0.15,

@@ -20,16 +20,16 @@ from typing import Any
 
 from training.data.attribution import attribution
 from training.data.cleaning import clean, passages, sentences
-from training.data.collection import Split
 from training.data.neighbours import neighbours
 from training.data.shards import MANIFEST, digest, write_shards
 from training.data.sources import EXCLUDED, SOURCES, XQUAD, RawDocument, Source
 from training.data.spans import occurs
-from training.data.split import Filter, held_out, same_name, shingles
+from training.data.split import Filter, Split, held_out, same_name, shingles
 from training.data.tokens import save_tokenizer, train_tokenizer
 from training.data.wording import worded
-from training.data.worlds import World, load_generator, make_worlds
+from training.data.worlds import World, make_worlds
 from training.evaluation.sets import write_sets
+from training.folders import replaced
 
 CONTEXT_TOKENS = 2048
 _NUM_NEAR = 8
@@ -61,31 +61,36 @@ class Row:
 
 
 def prepare(shared: Path, out: Path, recipe: DataRecipe, say: Callable[[str], None]) -> dict[str, Any]:
-    """Write the folder; returns its manifest.
+    """Write the folder, in place of the data that it had; returns its manifest.
 
     Raises:
         FileNotFoundError: the shared folder has no data or no generator of worlds.
+        ValueError: the folder has files in it that are no such data.
     """
+    if out.exists() and any(out.iterdir()) and not (out / MANIFEST).is_file():
+        raise ValueError(f"{out} holds other files, or half of the data; remove it, or give another folder with --out")
+    with replaced(out) as new:
+        return _write(shared, new, recipe, say)
+
+
+def _write(shared: Path, out: Path, recipe: DataRecipe, say: Callable[[str], None]) -> dict[str, Any]:
+    sizes: dict[Split, int] = {"train": recipe.num_worlds, "eval": recipe.num_eval_worlds}
+    worlds = {split: make_worlds(shared, split, recipe.seed) for split in sizes}
     rows, held, dropped = _read(shared / "data", recipe, say)
-    generator = load_generator(shared)
     language = _language(row.text for row in rows["train"])
     counts: dict[str, Any] = {}
     for split in rows:
         say(f"{split}: {len(rows[split])} passages; neighbours and questions")
         write_shards(out, f"{split}-passages", _with_questions(rows[split], language))
         counts[split] = _counts(rows[split])
-    sizes: dict[Split, int] = {"train": recipe.num_worlds, "eval": recipe.num_eval_worlds}
     for split, size in sizes.items():
-        worlds = make_worlds(generator, split, recipe.seed)
-        counts[split]["worlds"] = write_shards(out, f"{split}-worlds", map(asdict, islice(worlds, size)))
+        counts[split]["worlds"] = write_shards(out, f"{split}-worlds", map(asdict, islice(worlds[split], size)))
     say("tokenizer")
-    few = islice(make_worlds(generator, "train", recipe.seed), 4000)
+    few = islice(make_worlds(shared, "train", recipe.seed), 4000)
     texts = [row.text for row in rows["train"]] + [" ".join(_texts(world)) for world in few]
     save_tokenizer(train_tokenizer(iter(texts), recipe.vocab_size), out / "tokenizer", CONTEXT_TOKENS)
     say("questions for evaluation")
-    counts["questions for evaluation"] = write_sets(
-        shared / "data" / XQUAD, out / "eval", held, generator, recipe.num_eval_questions, recipe.seed
-    )
+    counts["questions for evaluation"] = write_sets(shared, out / "eval", held, recipe.num_eval_questions, recipe.seed)
     (out / "ATTRIBUTION.md").write_text(attribution(), encoding="utf-8")
     manifest = {
         "recipe": asdict(recipe),

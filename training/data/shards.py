@@ -10,13 +10,12 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 ROWS_PER_SHARD = 8192
+_READ = ("*.jsonl.gz", "tokenizer/*", "eval/*.jsonl")
 
 
 def write_shards(folder: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> int:
     """`NAME-0000.jsonl.gz` and so on; returns how many rows there were."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(f"{name}-*.jsonl.gz"):
-        old.unlink()
     lines: list[str] = []
     number = total = 0
     for row in rows:
@@ -53,9 +52,25 @@ def read_shards(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def digest(folder: Path) -> str:
-    """Of everything in the folder that training reads: two folders with the same digest give the same batches."""
+    """Of what training and evaluation read in the folder: the same digest, the same batches and questions."""
     hasher = hashlib.sha256()
-    for path in sorted([*folder.glob("*.jsonl.gz"), *folder.glob("tokenizer/*")]):
+    for path in sorted(path for pattern in _READ for path in folder.glob(pattern)):
         hasher.update(path.relative_to(folder).as_posix().encode() + b"\0")
         hasher.update(hashlib.sha256(path.read_bytes()).digest())
     return hasher.hexdigest()
+
+
+def verified_digest(folder: Path) -> str:
+    """The digest of a folder that is as `python -m training data` wrote it.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: the files are not those that the manifest was written for.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {MANIFEST}; make the data with: python -m training data")
+    found = digest(folder)
+    if found != json.loads(path.read_text(encoding="utf-8"))["digest"]:
+        raise ValueError(f"the files in {folder} do not fit its manifest; make them again: python -m training data")
+    return found

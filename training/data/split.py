@@ -7,6 +7,9 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+Split = Literal["train", "eval"]
 
 SHINGLE_WORDS = 8
 MAX_SHARED = 2

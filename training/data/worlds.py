@@ -1,7 +1,8 @@
 """Made-up worlds in plain English: facts over several chunks, facts about whoever the chunk before was about, two hops.
 
 The generator is the one that the microworld model was trained with; only the spelling differs (no blanks before full
-stops). Persons and companies of evaluation worlds are never named in training worlds.
+stops). Whoever and whatever evaluation worlds name is never named in training worlds: the generator keeps persons and
+companies apart, by the pair of their words; names of one word are kept apart here.
 """
 
 import importlib.util
@@ -10,13 +11,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from training.data.split import Split, held_out
 
 SILENT = "The documents do not say."
 """The answer to a question that the documents do not answer."""
 
 MAX_CHUNKS = 6
 _GENERATOR = Path("tools/microworld/world.py")
+_POOLS = ("TOWN", "SHIP", "RIVER")
+"""The generator's lists of names that are one word."""
+_HELD_SHARE = 0.25
+"""Of these names, for evaluation worlds only; the largest world needs some twenty towns."""
 _P_REMOVED = 0.5
 """Of a world that has a chunk taken away, so that questions about it have no answer."""
 _P_DRILL = 0.15
@@ -45,12 +52,8 @@ def plain(text: str) -> str:
     return re.sub(r" +([.,?!])", r"\1", text.removeprefix("<chunk> ").removesuffix(" </chunk>")).strip()
 
 
-def load_generator(shared: Path) -> Any:
-    """The module that makes worlds.
-
-    Raises:
-        FileNotFoundError: the shared folder has none.
-    """
+def _load_generator(shared: Path, split: Split) -> Any:
+    """The module that makes worlds, with the names of one word that the split may use."""
     path = shared / _GENERATOR
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; give the folder that has it with --shared")
@@ -58,12 +61,23 @@ def load_generator(shared: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    for pool in _POOLS:
+        names = getattr(module, pool)
+        held = held_out(names, _HELD_SHARE, seed=0)  # whatever the seed of the worlds
+        setattr(module, pool, [name for name in names if (name in held) == (split == "eval")])
     return module
 
 
-def make_worlds(generator: Any, split: Literal["train", "eval"], seed: int) -> Iterator[World]:
-    """Without end; the same seed makes the same worlds."""
-    rng = random.Random(f"{seed}:{split}")
+def make_worlds(shared: Path, split: Split, seed: int) -> Iterator[World]:
+    """Without end; the same seed makes the same worlds.
+
+    Raises:
+        FileNotFoundError: the shared folder has no generator.
+    """
+    return _worlds(_load_generator(shared, split), split, random.Random(f"{seed}:{split}"))
+
+
+def _worlds(generator: Any, split: Split, rng: random.Random) -> Iterator[World]:
     while True:
         is_drill = split == "train" and rng.random() < _P_DRILL
         num_chunks = rng.randint(2, MAX_CHUNKS)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stillroom.errors import UsageError
+from training.data.shards import verified_digest
 from training.evaluation.ask import ask, ask_with_reuse, load_set
 from training.evaluation.report import as_json
 from training.evaluation.score import figures
@@ -12,26 +12,26 @@ from training.evaluation.sets import SETS
 
 
 def evaluate(
-    model: str, sets: Path, *, limit: int | None, num_reused: int, device: str, say: Callable[[str], None]
+    model: str, data: Path, *, limit: int | None, num_reused: int, device: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The report.
 
     Args:
         model: a checkpoint's folder, or `bundled:NAME`.
-        sets: the folder with the files of questions.
+        data: the folder that `python -m training data` wrote.
         limit: questions of each set; None: all.
         num_reused: questions of each set that are also asked with reuse, on a CPU; 0: none.
 
     Raises:
-        UsageError: a set is missing.
+        FileNotFoundError: there is no data.
+        ValueError: the data are not whole.
         ModelError: Stillroom cannot use the checkpoint.
     """
+    digest = verified_digest(data)
     found = []
     reuse = {}
     for name in SETS:
-        path = sets / f"{name}.jsonl"
-        if not path.is_file():
-            raise UsageError(f"{path} is missing; make it with: python -m training data")
+        path = data / "eval" / f"{name}.jsonl"
         say(f"{name}: asking")
         found += figures(name, ask(model, load_set(path, limit), device=device))
         for one in found:
@@ -39,4 +39,4 @@ def evaluate(
         if num_reused:
             say(f"{name}: asking {num_reused} again, with reuse")
             reuse[name] = ask_with_reuse(model, path, num_reused)
-    return as_json(model, found, reuse)
+    return {"data": digest, **as_json(model, found, reuse)}

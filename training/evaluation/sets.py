@@ -2,7 +2,7 @@
 
 - xquad: held-out questions with their paragraph and the four held-out ones that BM25 ranks next.
 - unanswerable: the same questions with five such paragraphs, none of which has the answer.
-- microworld: made-up worlds in plain English, with names that no training world has.
+- microworld: made-up worlds in plain English whose persons, companies, towns, ships and rivers training never named.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 
 from stillroom.bench.chunk_questions import ChunkQuestion, load_questions
 from training.data.cleaning import clean
+from training.data.sources import XQUAD
 from training.data.spans import occurs
 from training.data.worlds import SILENT, make_worlds
 
@@ -23,27 +24,25 @@ SETS = ("xquad", "unanswerable", "microworld")
 _KINDS = ("single", "split", "twohop", "chain")
 
 
-def write_sets(
-    dataset: Path, out: Path, held: frozenset[str], generator: Any, num_worlds: int, seed: int
-) -> dict[str, int]:
+def write_sets(shared: Path, out: Path, held: frozenset[str], num_worlds: int, seed: int) -> dict[str, int]:
     """One file for each set; returns how many questions each has.
 
     Args:
-        dataset: xquad in BEIR layout.
+        shared: the folder with the data and the generator of worlds.
         held: titles of the documents that are for evaluation.
         num_worlds: questions of each kind over made-up worlds.
     """
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         part = Path(scratch) / "held"
-        _copy_held(dataset, part, held)
+        _copy_held(shared / "data" / XQUAD, part, held)
         document_of = _documents(part)
         gold = load_questions(part, num_chunks=NUM_CHUNKS, seed=seed)
         more = load_questions(part, num_chunks=2 * NUM_CHUNKS, seed=seed)
     rows = {
         "xquad": (_row(one, one.answers, "xquad", document_of) for one in gold),
         "unanswerable": _without_answer(more, document_of),
-        "microworld": _of_worlds(generator, num_worlds, seed),
+        "microworld": _of_worlds(shared, num_worlds, seed),
     }
     return {name: _write(out / f"{name}.jsonl", rows[name]) for name in SETS}
 
@@ -107,11 +106,11 @@ def _without_answer(questions: Iterable[ChunkQuestion], document_of: dict[str, s
             yield _row(few, [SILENT], "unanswerable", document_of)
 
 
-def _of_worlds(generator: Any, number: int, seed: int) -> Iterator[dict[str, Any]]:
+def _of_worlds(shared: Path, number: int, seed: int) -> Iterator[dict[str, Any]]:
     """One question of a world, with at least one rival; every kind as often."""
     rng = random.Random(f"{seed}:questions")
     wanted = dict.fromkeys(_KINDS, number)
-    for world in make_worlds(generator, "eval", seed + 1):
+    for world in make_worlds(shared, "eval", seed + 1):
         open_kinds = [kind for kind, left in wanted.items() if left]
         if not open_kinds:
             return
