@@ -1,14 +1,17 @@
 """Bodies that are no JSON, or JSON that nobody should have to think of: refused, in OpenAI's shape, never 500."""
 
 import json
+from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
 from stillroom.server.errors import Refused
 from stillroom.server.json_body import MAX_DEPTH, parse
+from stillroom.server.protocol import ChatCompletionRequest, CompletionRequest, DocumentsRequest, EmbeddingRequest
 
 JSON = {"content-type": "application/json"}
 
@@ -32,6 +35,7 @@ JSON = {"content-type": "application/json"}
         (b"[" * 100_000, "deeper than 100"),
         (b'{"query": "a", "x": ' + b"[" * 101 + b"]" * 101 + b"}", "deeper than 100"),
         (b'{"a":' * 5_000 + b"1" + b"}" * 5_000, "deeper than 100"),
+        (json.dumps({"query": "a", "x": dict.fromkeys(map(str, range(5_000)), 0)}).encode(), "more than 4096 keys"),
     ],
 )
 def test_what_is_no_plain_json_is_400(any_client: httpx.Client, content: bytes, said: str) -> None:
@@ -69,6 +73,23 @@ def test_large_bodies_are_read_elsewhere_and_say_the_same(any_client: httpx.Clie
     query = "word " * 60_000
     assert any_client.post("/v1/search", json={"query": query}).json()["query"] == query
     assert any_client.post("/v1/search", content=b"{" + b" " * 300_000, headers=JSON).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatCompletionRequest, {"messages": [1] * 10_000}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": [1] * 10_000}]}),
+        (CompletionRequest, {"prompt": [{}] * 10_000}),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 10_000}),
+        (EmbeddingRequest, {"input": [1] * 10_000}),
+        (DocumentsRequest, {"documents": [{"titel": ""}] * 10_000}),
+    ],
+)
+def test_what_is_wrong_ten_thousand_times_is_a_few_errors(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert refused.value.error_count() < 5
 
 
 def test_types_count(any_client: httpx.Client) -> None:

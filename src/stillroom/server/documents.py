@@ -276,16 +276,20 @@ async def _read_upload(request: Request) -> Upload:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         content = b"".join([piece async for piece in request.stream()])  # not kept by the request, as its body would be
-        try:
-            body = DocumentsRequest.model_validate(await asyncio.to_thread(parse, content))
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
-        files = [(document.name, io.BytesIO(document.text.encode())) for document in body.documents]
-        return Upload(files, body.metadata)
+        return await asyncio.to_thread(_parse_upload, content)
     if kind == "multipart/form-data":
         return await _read_form(request)
     message = "documents come as multipart/form-data with files, or as application/json with documents"
     raise Refused(415, "unsupported_media_type", message)
+
+
+def _parse_upload(content: bytes) -> Upload:
+    try:
+        body = DocumentsRequest.model_validate(parse(content))
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_url=False, include_context=False)) from error
+    files = [(document.name, io.BytesIO(document.text.encode())) for document in body.documents]
+    return Upload(files, body.metadata)
 
 
 async def _read_form(request: Request) -> Upload:

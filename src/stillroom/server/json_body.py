@@ -18,6 +18,8 @@ from stillroom.server.errors import Refused
 
 MAX_DEPTH = 100
 """Objects and arrays inside each other."""
+MAX_KEYS = 4096
+"""Of one object. Whoever checks it makes an error for each that is wrong."""
 
 _LARGE = 128 * 1024
 """Bytes from which parsing happens in a thread, so that the event loop goes on."""
@@ -101,6 +103,8 @@ def _is_text(value: str) -> bool:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise _refused(f"an object has more than {MAX_KEYS} keys")
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

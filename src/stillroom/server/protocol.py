@@ -1,8 +1,9 @@
 """The bodies of requests: OpenAI's types, plus one field of ours called `stillroom`.
 
 Types are strict: a number in quotes is no number. Fields of OpenAI's that are not here are ignored, so that its clients
-work; an unknown field inside `stillroom` is an error, because it is ours and can only be a mistake. The bodies of
-responses: `replies`. Which fields mean what: docs/http.md
+work; an unknown field inside `stillroom` is an error, because it is ours and can only be a mistake. Lists are bounded and
+checked up to their first error, so that no body makes a million of them. The bodies of responses: `replies`. Which
+fields mean what: docs/http.md
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,10 @@ MAX_TOP_K = 1000
 """Most chunks that a search gives over HTTP; each is loaded, sent, and in a chat counted in tokens."""
 MAX_STOPS = 64
 """Most stop texts; OpenAI's own limit is 4."""
+MAX_MESSAGES = 2048
+"""Most messages of a conversation."""
+MAX_PARTS = 1024
+"""Most text parts of a message."""
 
 
 def _as_list(value: object) -> object:
@@ -50,13 +55,13 @@ MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1)]
 StopTexts = Annotated[
     list[StopText],
-    Field(max_length=MAX_STOPS),
+    Field(max_length=MAX_STOPS, fail_fast=True),
     BeforeValidator(_as_list, json_schema_input_type=StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)]),
 ]
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Prompt = Annotated[str | list[int], BeforeValidator(_is_prompt, json_schema_input_type=Text | Tokens)]
-_MANY = Field(min_length=1, max_length=MAX_PROMPTS)
+_MANY = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 Prompts = Annotated[
     list[Prompt],
     _MANY,
@@ -83,7 +88,7 @@ class TextPart(Body):
 
 class ChatMessage(Body):
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
     @property
     def text(self) -> str:
@@ -188,7 +193,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -196,7 +201,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class EmbeddingRequest(Body):
-    input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
+    input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS, fail_fast=True)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -225,6 +230,6 @@ class DocumentsRequest(Body):
 
     model_config = ConfigDict(extra="forbid")
 
-    documents: Annotated[list[DocumentText], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    documents: Annotated[list[DocumentText], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)]
     metadata: dict[str, Any] | None = None
     """Of all of them, for filters; null as a value takes back what was said before."""
