@@ -1,6 +1,8 @@
 """What one caller may take, what the house takes on, and whether to send requests to it."""
 
 import asyncio
+import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from stillroom.errors import DeadlineExceededError, EngineClosedError, PromptToo
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.room import Stillroom
 from stillroom.server.admission import Admission
+from stillroom.server.app import create_app
 from stillroom.server.keys import KeyRing
 from stillroom.server.limits import Bucket
 from tests.server.fakes import FakeRoom, as_room, until
@@ -115,23 +118,78 @@ def test_who_would_wait_too_long_is_refused_by_the_pace_of_the_last_ones() -> No
     clock = VirtualClock()
     admission = Admission(2, 100, 10.0, clock)
     for _ in range(8):  # nothing is known yet: four times the seats
-        admission.enter()
+        admission.enter("a")
     with pytest.raises(QueueFullError):
-        admission.enter()
+        admission.enter("a")
     for _ in range(8):  # one every two seconds
         clock.advance(2.0)
-        admission.leave(was_served=True)
-    assert admission.num_in_flight == 0
+        admission.leave("a", was_served=True)
+    assert admission.num_seated == 0
     for _ in range(2 + 5):  # two run, and five wait up to ten seconds
-        admission.enter()
+        admission.enter("a")
     with pytest.raises(QueueFullError, match="max_wait_s") as refused:
-        admission.enter()
+        admission.enter("a")
     assert refused.value.retry_after_seconds == pytest.approx(2.0)
-    admission.leave(was_served=False)
-    admission.enter()
+    admission.leave("a", was_served=False)
+    admission.enter("a")
     admission.is_closing = True
     with pytest.raises(EngineClosedError):
-        admission.enter()
+        admission.enter("b")
+
+
+def test_a_full_house_lets_in_who_holds_less_than_his_share() -> None:
+    admission = Admission(4, 8, 0.0, VirtualClock())
+
+    def num_let_in(tenant: str) -> int:
+        for count in range(100):
+            try:
+                admission.enter(tenant)
+            except QueueFullError:
+                return count
+        pytest.fail("there is no end")
+
+    assert [num_let_in(tenant) for tenant in "abc"] == [12, 6, 4]
+    assert admission.problem() is not None
+    for _ in range(12):
+        admission.leave("a", was_served=True)
+    assert num_let_in("a") == 4
+
+
+def test_requests_whose_bodies_do_not_come_keep_nobody_out() -> None:
+    config = StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1, max_waiting=1))
+    room = FakeRoom(config=config)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with serving(as_room(room)) as url, httpx.Client(base_url=url) as client, contextlib.ExitStack() as stack:
+        for _ in range(8):
+            held = stack.enter_context(socket.create_connection(("127.0.0.1", client.base_url.port or 0)))
+            held.sendall(head + b"expect: 100-continue\r\ncontent-length: 100\r\n\r\n")
+            assert held.recv(12) == b"HTTP/1.1 100", "it waits for the body"
+        assert client.get("/readyz").status_code == 200
+        assert ask(client).status_code == 200
+
+
+def test_the_pace_is_that_of_answers_which_came_to_their_end() -> None:
+    room = FakeRoom(config=StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1)))
+    app = create_app(as_room(room))
+    admission: Admission = app.state.admission
+
+    async def many() -> list[float | None]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            paces: list[float | None] = []
+            await client.post("/v1/search", json={"query": "keys"})
+            await client.post("/v1/embeddings", json={"input": "keys"})
+            await client.delete("/v1/documents/keys.md")
+            paces.append(admission._pace)
+            room.fails_at = "rotate"
+            await client.post("/v1/chat/completions", json=QUESTION | {"stream": True})
+            paces.append(admission._pace)
+            room.fails_at = ""
+            await client.post("/v1/chat/completions", json=QUESTION | {"stream": True})
+            return [*paces, admission._pace]
+
+    *before, after = asyncio.run(many())
+    assert before == [None, None] and after is not None
+    assert admission.num_seated == admission.num_in_flight == 0
 
 
 @pytest.mark.parametrize("has_length", [True, False])

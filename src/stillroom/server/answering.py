@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.server.errors import CLIENT_CLOSED_REQUEST, describe
+from stillroom.server.limits import HAS_FAILED
 from stillroom.server.payloads import Payload
 from stillroom.server.protocol import GenerationRequest
 from stillroom.server.replies import PromptTokensDetails, Usage
@@ -132,24 +133,26 @@ class AnswerEvents(StreamingResponse):
 
     def __init__(self, streams: "Sequence[AsyncAnswerStream]", events: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_with_errors(events, streams[0].request_id), headers=headers, media_type="text/event-stream")
+        super().__init__(self._with_errors(events), headers=headers, media_type="text/event-stream")
         self._streams = streams
+        self._has_failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
+            scope["state"][HAS_FAILED] = self._has_failed
             cancel(self._streams)
 
-
-async def _with_errors(events: AsyncIterator[str], request_id: str) -> AsyncIterator[str]:
-    try:
-        async for event in events:
-            yield event
-    except Exception as error:  # the status line is out already: the error is one more event
-        if not isinstance(error, StillroomError):
-            logger.exception("streaming %s failed", request_id)
-        yield as_event(describe(error)[1])
+    async def _with_errors(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        try:
+            async for event in events:
+                yield event
+        except Exception as error:  # the status line is out already: the error is one more event
+            self._has_failed = True
+            if not isinstance(error, StillroomError):
+                logger.exception("streaming %s failed", self._streams[0].request_id)
+            yield as_event(describe(error)[1])
 
 
 async def merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[int, str | None]]:

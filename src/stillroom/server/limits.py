@@ -1,12 +1,13 @@
 """What one caller may take: size of a body, requests at the same time, requests per minute. ASGI middleware.
 
 Behind the guard, so it is known who asks; without keys all callers are one. Every answer to a request for work says how
-much of the rate is left, in OpenAI's headers. A body is counted while it comes, whatever its length says.
+much of the rate is left, in OpenAI's headers. A body is counted while it comes, whatever its length says. What generates
+takes a seat of the house (`admission`) when its body is here: whoever only announces one keeps nobody out.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stillroom.config.settings import ServerConfig
 from stillroom.core.clock import Clock
-from stillroom.errors import StillroomError
+from stillroom.errors import EngineClosedError, StillroomError
 from stillroom.server.admission import Admission
 from stillroom.server.errors import error_body, error_response
 from stillroom.server.tenants import Caller
@@ -24,6 +25,10 @@ from stillroom.telemetry.metrics import Metrics
 
 UPLOADS = ("/v1/documents",)
 """Take larger bodies."""
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+"""Take a seat, and set the pace at which others are let in."""
+HAS_FAILED = "has_failed"
+"""In the scope's state: the answer, whose status was sent already, ended in an error."""
 _RATE_ERROR = "rate_limit_error"
 
 
@@ -82,26 +87,37 @@ class Limits:
             return
         await self._work(caller, scope, body, send)
 
-    async def _work(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _work(self, caller: Caller, scope: Scope, receive: "_Body", send: Send) -> None:
         bucket = self._buckets.get(caller.name)
         headers = {} if bucket is None else bucket.headers()
-        status = 0
+        status, is_complete = 0, False
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message).update(headers)
             await send(message)
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
+        seat = _Seat(self._admission, self._metrics, caller.tenant)
+        if scope["path"] in GENERATING:
+            receive.on_end = seat.take
         self._num_running[caller.name] += 1
+        self._admission.num_in_flight += 1
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            self._admission.leave(was_served=status == 200)
-            self._num_running[caller.name] -= 1
-            if not self._num_running[caller.name]:
-                del self._num_running[caller.name]
+            seat.give_back(was_served=status == 200 and is_complete and not scope["state"].get(HAS_FAILED))
+            if seat.is_refused and bucket is not None:
+                bucket.level += 1
+            self._ended(caller)
+
+    def _ended(self, caller: Caller) -> None:
+        self._admission.num_in_flight -= 1
+        self._num_running[caller.name] -= 1
+        if not self._num_running[caller.name]:
+            del self._num_running[caller.name]
 
     def _refusal(self, caller: Caller) -> Response | None:
         """Why this request is not taken on; None if it is, and then it is counted everywhere."""
@@ -119,9 +135,9 @@ class Limits:
                 f"more than {bucket.per_minute} requests in a minute", "rate", bucket.seconds_to_next, headers
             )
         try:
-            self._admission.enter()
-        except StillroomError as error:
-            self._metrics.count_refused("closing" if self._admission.is_closing else "queue")
+            self._admission.check_open()
+        except EngineClosedError as error:
+            self._metrics.count_refused("closing")
             response = error_response(error)
             response.headers.update(headers)
             return response
@@ -151,6 +167,33 @@ class Limits:
         )
 
 
+class _Seat:
+    """Of one request, from when it takes it."""
+
+    def __init__(self, admission: Admission, metrics: Metrics, tenant: str) -> None:
+        self._admission = admission
+        self._metrics = metrics
+        self._tenant = tenant
+        self._is_taken = False
+        self.is_refused = False
+
+    def take(self) -> None:
+        """Raises as `Admission.enter`."""
+        if self._is_taken:
+            return
+        try:
+            self._admission.enter(self._tenant)
+        except StillroomError:
+            self.is_refused = True
+            self._metrics.count_refused("closing" if self._admission.is_closing else "queue")
+            raise
+        self._is_taken = True
+
+    def give_back(self, *, was_served: bool) -> None:
+        if self._is_taken:
+            self._admission.leave(self._tenant, was_served=was_served)
+
+
 class _Body:
     """`receive` that counts."""
 
@@ -158,12 +201,16 @@ class _Body:
         self._receive = receive
         self._limit = limit
         self._num_bytes = 0
+        self.on_end: Callable[[], None] | None = None
+        """Called when the body is here; what it raises, the reader gets."""
 
     async def __call__(self) -> Message:
         message = await self._receive()
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limit:
             raise HTTPException(413, too_large(self._limit), {"connection": "close"})
+        if self.on_end is not None and message["type"] == "http.request" and not message.get("more_body", False):
+            self.on_end()
         return message
 
 
