@@ -211,7 +211,7 @@ def test_who_leaves_while_the_search_runs_leaves_nothing_behind(house: House) ->
     pipeline = house.make(SpeculationConfig(mode="on"))
 
     async def leave() -> None:
-        asking = asyncio.ensure_future(pipeline.astreams(QUESTION, AskOptions(max_tokens=500, min_tokens=500)))
+        asking = asyncio.ensure_future(pipeline.astreams(QUESTION, AskOptions(max_tokens=500, min_tokens=500), 1, 0.0))
         await asyncio.to_thread(reached.wait)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -234,6 +234,43 @@ def test_a_deadline_holds_during_the_search_too(house: Stillroom, monkeypatch: p
     until(lambda: house.num_free_blocks == house.num_blocks)
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_deadline_holds_while_all_threads_are_busy(house: Stillroom, is_chat: bool) -> None:
+    go_on = threading.Event()
+    house.ask("Who ?")
+
+    async def ask_in_a_hurry() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        busy = loop.run_in_executor(None, go_on.wait, 20)
+        options = AskOptions(deadline_seconds=0.05)
+        try:
+            with pytest.raises(DeadlineExceededError):
+                await (house.astreams("Who ?", options) if is_chat else house.acontinue("Dola", options))
+            assert not busy.done()
+        finally:
+            go_on.set()
+
+    asyncio.run(ask_in_a_hurry())
+
+
+def test_embeddings_and_uploads_that_take_long_leave_threads_to_others() -> None:
+    room, go_on = FakeRoom(), threading.Event()
+    embed, upload = room.embed, room.upload
+    room.embed = lambda *given: (go_on.wait(20), embed(*given))[1]  # type: ignore[method-assign]
+    room.upload = lambda *given: (go_on.wait(20), upload(*given))[1]  # type: ignore[method-assign]
+    document = {"documents": [{"name": "a.md", "text": "a"}]}
+    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client, ThreadPoolExecutor(80) as pool:
+        long = [pool.submit(client.post, "/v1/embeddings", json={"input": "a"}) for _ in range(40)]
+        long += [pool.submit(client.post, "/v1/documents", json=document) for _ in range(40)]
+        assert client.post("/v1/search", json={"query": "a"}).status_code == 200
+        assert client.get("/healthz").json()["documents"] == 1
+        assert ask(client).status_code == 200
+        assert not any(one.done() for one in long)
+        go_on.set()
+        assert {one.result().status_code for one in long} == {200}
+
+
 def test_prompts_are_limited(house: Stillroom) -> None:
     answer = house.ask("Which company employed Dola Kenric ?")
     assert answer.reuse.num_prompt_tokens <= 120

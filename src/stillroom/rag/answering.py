@@ -1,8 +1,9 @@
 """What answers the questions of a room: its backend and the pipeline in front of it, loaded with the first question."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.kv import NO_TENANT, owner_of
+from stillroom.engine.deadlines import too_late
 from stillroom.errors import ConfigError, EngineClosedError
 from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.rag.answer import Answer
@@ -37,6 +39,18 @@ def read_all(streams: "Sequence[AnswerStream]") -> list[Answer]:
         finally:
             for stream in streams:
                 stream.cancel()
+
+
+@asynccontextmanager
+async def within(seconds: float | None) -> AsyncIterator[None]:
+    """Raises DeadlineExceededError if what is inside takes longer."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
+            raise too_late() from None
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +120,12 @@ class Answering:
                 self.backend = self._open_backend()
                 self._pipeline = self._pipeline_over(self.backend)
             return self._pipeline
+
+    async def apipeline(self) -> "Pipeline":
+        """`pipeline` for an event loop: needs no thread once it is loaded. Raises as `pipeline`."""
+        if self._pipeline is not None and not self._is_closed:
+            return self._pipeline
+        return await asyncio.to_thread(self.pipeline)
 
     def beside(self, salt: str) -> "Backend":
         """For another knowledge base: the same model and engine. KV has names of its own, by `salt`."""

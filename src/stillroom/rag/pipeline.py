@@ -79,31 +79,31 @@ class Pipeline:
             for collector, events in zip(prepared.collectors, queues, strict=True)
         ]
 
-    async def astreams(self, question: str, options: AskOptions, num_samples: int = 1) -> list[AsyncAnswerStream]:
-        """The same for an event loop: the search runs in a thread. Raises as `streams`."""
-        arrival = self._clock.monotonic()
+    async def astreams(
+        self, question: str, options: AskOptions, num_samples: int, arrival: float
+    ) -> list[AsyncAnswerStream]:
+        """The same for an event loop: the search runs in a thread. Raises as `streams`.
+
+        Args:
+            arrival: when the question came, on the engine's clock. The caller keeps the deadline by cancelling.
+        """
         _check(options)
         preparing = asyncio.ensure_future(asyncio.to_thread(self._prepare, question, options, num_samples, arrival))
         try:
-            async with asyncio.timeout(options.deadline_seconds):
-                prepared = await asyncio.shield(preparing)
-        except TimeoutError:
-            preparing.add_done_callback(self._forget)  # the thread cannot be stopped, what it began can
-            raise too_late() from None
+            prepared = await asyncio.shield(preparing)
         except asyncio.CancelledError:
-            preparing.add_done_callback(self._forget)
+            preparing.add_done_callback(self._forget)  # the thread cannot be stopped, what it began can
             raise
         return self._astreams(prepared)
 
     async def acontinue(
-        self, prompt: str | Sequence[int], options: AskOptions, num_samples: int = 1
+        self, prompt: str | Sequence[int], options: AskOptions, num_samples: int, arrival: float
     ) -> list[AsyncAnswerStream]:
-        """Continue a prompt as it is, without any search; so many times.
+        """Continue a prompt as it is, without any search; so many times. `arrival` as of `astreams`.
 
         Raises:
             UsageError: the prompt or an option is not possible.
         """
-        arrival = self._clock.monotonic()
         _check(options)
         draft = await asyncio.to_thread(self._backend.draft_raw, prompt, options.json_schema)
         self._check_length(draft)

@@ -3,7 +3,6 @@
 Opening is cheap: the embedder loads with the first search or add, the model with the first question. Thread-safe.
 """
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
 from stillroom.core.ids import DocumentId
 from stillroom.rag.answer import Answer, AskOptions
-from stillroom.rag.answering import Answering, Guest, read_all, read_to_end
+from stillroom.rag.answering import Answering, Guest, read_all, read_to_end, within
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
@@ -301,8 +300,10 @@ class Stillroom:
         self, question: str, options: AskOptions | None = None, *, n: int = 1
     ) -> "list[AsyncAnswerStream]":
         """`streams` for an event loop: nothing blocks it."""
-        pipeline = await asyncio.to_thread(self._answering.pipeline)
-        return await pipeline.astreams(question, options or AskOptions(), n)
+        arrival, options = self._clock.monotonic(), options or AskOptions()
+        async with within(options.deadline_seconds):
+            pipeline = await self._answering.apipeline()
+            return await pipeline.astreams(question, options, n, arrival)
 
     async def acontinue(
         self, prompt: str | Sequence[int], options: AskOptions | None = None, *, n: int = 1
@@ -313,12 +314,14 @@ class Stillroom:
             UsageError: the prompt is empty or does not fit the model, or an option is out of range.
             ModelError: the model cannot be loaded.
         """
-        pipeline = await asyncio.to_thread(self._answering.pipeline)
-        return await pipeline.acontinue(prompt, options or AskOptions(), n)
+        arrival, options = self._clock.monotonic(), options or AskOptions()
+        async with within(options.deadline_seconds):
+            pipeline = await self._answering.apipeline()
+            return await pipeline.acontinue(prompt, options, n, arrival)
 
     async def atext_of(self, token_ids: Sequence[int]) -> str:
         """What tokens of the model read as. Raises UsageError for those that are none."""
-        pipeline = await asyncio.to_thread(self._answering.pipeline)
+        pipeline = await self._answering.apipeline()
         return pipeline.text_of(token_ids)
 
     # Life

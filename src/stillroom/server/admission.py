@@ -10,7 +10,8 @@ import math
 from collections import Counter, deque
 
 from stillroom.core.clock import Clock
-from stillroom.errors import EngineClosedError, QueueFullError
+from stillroom.errors import QueueFullError
+from stillroom.server.workers import shutting_down
 
 _NUM_REMEMBERED = 64
 _UNKNOWN_PACE = 4
@@ -43,7 +44,7 @@ class Admission:
     def check_open(self) -> None:
         """Raises EngineClosedError: the house is closing."""
         if self.is_closing:
-            raise EngineClosedError("the server is shutting down; ask again in a moment, or ask another one")
+            raise shutting_down()
 
     def enter(self, tenant: str) -> None:
         """One request more that generates; `leave` when it has ended, however it does.

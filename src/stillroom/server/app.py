@@ -4,7 +4,6 @@ Nothing blocks the event loop: what computes runs in a thread, and answers are r
 examples: docs/http.md
 """
 
-import asyncio
 import base64
 import time
 from collections.abc import Callable
@@ -45,6 +44,7 @@ from stillroom.server.replies import (
     SearchReply,
 )
 from stillroom.server.tenants import Tenants, caller_of, room_of
+from stillroom.server.workers import Workers
 from stillroom.telemetry.metrics import CONTENT_TYPE
 from stillroom.telemetry.spans import Tracing
 
@@ -75,9 +75,10 @@ def create_app(
         tracing: without it there are no traces.
     """
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
-    app.include_router(_Api().router())
+    app.state.workers = workers = Workers()
+    app.include_router(_Api(workers).router())
     app.include_router(console.router())
-    app.include_router(DocumentRoutes().router())
+    app.include_router(DocumentRoutes(workers).router())
     errors.install(app)
     openapi.install(app)
     app.state.tenants = tenants = tenants or Tenants(room)
@@ -97,7 +98,8 @@ def create_app(
 class _Api:
     """The routes' functions. Each asks `room_of` for the room of whoever asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
         self._started_at = int(time.time())
 
     def router(self) -> APIRouter:
@@ -150,7 +152,7 @@ class _Api:
         self._check_model(body.model, [embedder])
         if not all(text.strip() for text in body.texts):
             raise UsageError("input holds an empty text; every text needs at least one word")
-        vectors = await asyncio.to_thread(room.embed, body.texts)
+        vectors = await self._workers.run(self._workers.embeddings, room.embed, body.texts)
         if body.dimensions not in (None, vectors.shape[1]):
             raise UsageError(f"dimensions={body.dimensions}; {embedder!r} makes {vectors.shape[1]}")
         data = [
@@ -175,7 +177,8 @@ class _Api:
         if not body.query.strip():
             raise UsageError("the query is empty")
         started = time.perf_counter()
-        found = await asyncio.to_thread(room.search, body.query, mode=body.mode, top_k=body.top_k, where=body.where)
+        options = {"mode": body.mode, "top_k": body.top_k, "where": body.where}
+        found = await self._workers.run(None, room.search, body.query, **options)
         mode = body.mode or room.config.search.mode
         return search_payload(body.query, mode, found, time.perf_counter() - started)
 
@@ -184,7 +187,7 @@ class _Api:
         if not caller_of(request).is_operator:
             return {"status": "ok"}  # what a room holds and how busy the house is are not everybody's business
         room = room_of(request)
-        num_documents = await asyncio.to_thread(lambda: room.num_documents)
+        num_documents = await self._workers.run(self._workers.probes, lambda: room.num_documents)
         lists = room.list_figures
         tiers: dict[str, dict[str, int]] = {}
         if lists is not None:
@@ -200,7 +203,7 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
-        content = await asyncio.to_thread(room_of(request).metrics.render)
+        content = await self._workers.run(self._workers.probes, room_of(request).metrics.render)
         return Response(content, headers={"Content-Type": CONTENT_TYPE})
 
     def _describe(self, name: str) -> Model:

@@ -40,6 +40,7 @@ from stillroom.server.replies import (
     UploadReply,
 )
 from stillroom.server.tenants import caller_of, room_of
+from stillroom.server.workers import Workers
 
 if TYPE_CHECKING:
     from stillroom.rag.room import Stillroom
@@ -89,13 +90,14 @@ _UPLOAD_BODY = {
 class DocumentRoutes:
     """The routes' functions. Each tenant has a desk of his own."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
         self._desks: dict[str, _Desk] = {}
 
     def _desk(self, request: Request) -> "_Desk":
         tenant = caller_of(request).tenant
         if tenant not in self._desks:
-            self._desks[tenant] = _Desk(room_of(request))
+            self._desks[tenant] = _Desk(room_of(request), self._workers)
         return self._desks[tenant]
 
     def router(self) -> APIRouter:
@@ -184,8 +186,9 @@ class _Progress:
 class _Desk:
     """Where one tenant's documents are taken in and given out."""
 
-    def __init__(self, room: "Stillroom") -> None:
+    def __init__(self, room: "Stillroom", workers: Workers) -> None:
         self.room = room
+        self._workers = workers
         self.max_bytes = room.config.server.max_upload_bytes
         self._writing = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
@@ -215,7 +218,7 @@ class _Desk:
 
         async def locked() -> T:
             async with self._writing:
-                return await asyncio.to_thread(change)
+                return await self._workers.run(self._workers.uploads, change)
 
         task = asyncio.create_task(locked())
         self._running.add(task)

@@ -82,6 +82,7 @@ class HttpServer:
             raise _explain(error, self._host, self.port) from error
         finally:
             self.close()
+            app.state.workers.close()
 
     def stop(self) -> None:
         """Ask `run` to return; may be called from any thread, also before `run`. A second time ends the grace."""
