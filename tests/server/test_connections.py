@@ -1,7 +1,9 @@
 """Connections that are slow, silent, endless or no HTTP at all, over real sockets."""
 
+import asyncio
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
+from stillroom.server.connections import LimitedProtocol
 from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
 from tests.server.harness import serving
 
@@ -120,6 +123,52 @@ def test_a_reader_that_does_not_read_is_cut_and_frees_what_it_held() -> None:
         until(lambda: len(room.asked) == 1)
         until(lambda: room.num_free_blocks == NUM_BLOCKS)
         assert is_alive(connect)
+
+
+def test_an_answer_that_nobody_reads_does_not_hold_a_connection_that_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, lost, is_lost = LimitedProtocol.connection_made, LimitedProtocol.connection_lost, threading.Event()
+
+    def connection_made(protocol: LimitedProtocol, transport: asyncio.Transport) -> None:
+        made(protocol, transport)
+        transport.set_write_buffer_limits(high=2**30)  # what is left is never so much that writing is paused
+
+    def connection_lost(protocol: LimitedProtocol, error: Exception | None) -> None:
+        lost(protocol, error)
+        is_lost.set()
+
+    monkeypatch.setattr(LimitedProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(LimitedProtocol, "connection_lost", connection_lost)
+    with talking() as (room, connect):
+        room.texts["docs/keys.md"] = "x" * 20_000_000
+        content = json.dumps({"query": "keys"}).encode()
+        connect().sendall(head(length=len(content), connection="close") + content)
+        assert is_lost.wait(10), "it is held for ever"
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("sent", [b"x", b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"])
+def test_a_client_that_leaves_is_noticed_though_it_had_sent_more(sent: bytes, is_stream: bool) -> None:
+    with talking(head_timeout_s=20.0) as (room, connect):
+        room.gate.clear()
+        connection = connect()
+        body = {"messages": [{"role": "user", "content": "a b c"}], "stream": is_stream}
+        connection.sendall(request(body, "/v1/chat/completions"))
+        until(lambda: len(room.asked) == 1)
+        connection.sendall(sent)
+        assert room.num_free_blocks < NUM_BLOCKS
+        connection.close()
+        until(lambda: room.num_free_blocks == NUM_BLOCKS)
+
+
+def test_requests_that_come_at_once_are_answered_one_after_the_other() -> None:
+    with talking(head_timeout_s=20.0) as (_, connect):
+        connection = connect()
+        connection.sendall(b"".join(request({"query": f"{index}" * 3_000}) for index in range(9)))
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        reply = read_all(connection)
+    assert reply.count(b"HTTP/1.1 200 OK") == 10
+    places = [reply.find(str(index).encode() * 3_000) for index in range(9)]
+    assert places == sorted(places) and places[0] > 0
 
 
 def test_connections_beyond_the_limit_are_told_to_come_back() -> None:

@@ -3,7 +3,9 @@
 - A request's head must be there within `head_timeout_s`, its body within `body_timeout_s` after that: slow senders
   (slowloris) and connections that say nothing are closed.
 - Answers go out through a buffer of 64 KiB. While it is full nothing more is made for it; if its reader has not taken
-  most of it within `write_timeout_s`, the connection is cut, and what ran for it is cancelled.
+  most of it within `write_timeout_s`, the connection is cut, and what ran for it is cancelled. So is one that is to be
+  closed and whose last answer is not taken within that time.
+- While a request runs its connection is read on, so that a client that leaves is noticed.
 - Connections beyond `max_connections` are told to come back; beyond twice as many they are cut.
 
 Uvicorn has no such limits; everything else is its own.
@@ -20,6 +22,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stillroom.config.settings import ServerConfig
 from stillroom.server.errors import error_body
+
+_MAX_AHEAD = 16 * 1024
+"""Bytes of later requests that are read while one runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class LimitedProtocol(H11Protocol):
     _stage: str | None = None
     _timer: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
+    _closing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,16 +67,23 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._timer, self._writing):
+        for timer in (self._timer, self._writing, self._closing):
             if timer is not None:
                 timer.cancel()
-        self._timer = self._writing = None
+        self._timer = self._writing = self._closing = None
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
     def handle_events(self) -> None:
         super().handle_events()
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= _MAX_AHEAD:
+            self.flow.resume_reading()  # a pipelined request pauses it
         self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._cut_later()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -84,8 +97,7 @@ class LimitedProtocol(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        # closing waits for the buffer to be read, which may be never
-        self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
+        self._cut_later()
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP, in the form of all other errors."""
@@ -135,7 +147,12 @@ class LimitedProtocol(H11Protocol):
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-        self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
+        self._cut_later()
+
+    def _cut_later(self) -> None:
+        """Closing waits for the buffer to be read, which may be never."""
+        if self._closing is None:
+            self._closing = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
 
 
 async def _come_back(scope: Scope, receive: Receive, send: Send) -> None:
