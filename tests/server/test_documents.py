@@ -1,20 +1,23 @@
 """`/v1/documents`, over a real server and a fake room; and once over a real knowledge base."""
 
 import asyncio
+import errno
 import json
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
+from starlette.datastructures import UploadFile
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
 from stillroom.errors import KnowledgeBaseBusyError
 from stillroom.rag.room import Stillroom
-from tests.server.fakes import FakeRoom, as_room
+from tests.server.fakes import FakeRoom, as_room, until
 from tests.server.harness import events, serving
 
 ROUTE = "/v1/documents"
@@ -126,6 +129,47 @@ def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     for one in refused:
         assert (one.status_code, one.json()["error"]["code"]) == (429, "queue_full")
         assert int(one.headers["retry-after"]) > 0
+
+
+def test_an_upload_holds_its_place_though_its_client_has_left() -> None:
+    room = FakeRoom(config=StillroomConfig(server=ServerConfig(max_concurrent=2)))
+    go_on, upload = threading.Event(), room.upload
+    room.upload = lambda *given: (go_on.wait(20), upload(*given))[1]  # type: ignore[method-assign]
+    streamed = {"accept": "text/event-stream"}
+    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
+        for _ in range(2):
+            with client.stream("POST", ROUTE, json=as_json(a_md="a"), headers=streamed) as response:
+                assert response.status_code == 200
+        until(lambda: client.get("/metrics").text.count('path="/v1/documents",status="200"} 2'))
+        refused = client.post(ROUTE, json=as_json(a_md="a"))
+        go_on.set()
+        until(lambda: client.post(ROUTE, json=as_json(a_md="a")).status_code == 200)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "concurrency_limit_exceeded")
+
+
+def test_changes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stillroom.server.documents._MAX_CHANGES", 2)
+    room, go_on = FakeRoom(), threading.Event()
+    discard = room.discard
+    room.discard = lambda name: (go_on.wait(20), discard(name))[1]  # type: ignore[method-assign]
+    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client, ThreadPoolExecutor(9) as pool:
+        deletions = [pool.submit(client.delete, f"{ROUTE}/none.md") for _ in range(9)]
+        until(lambda: sum(one.done() for one in deletions) == 7)
+        assert client.post(ROUTE, json=as_json(a_md="a")).json()["error"]["code"] == "queue_full"
+        go_on.set()
+        assert sorted(one.result().status_code for one in deletions) == [404] * 2 + [429] * 7
+
+
+def test_a_form_that_the_disk_does_not_take_is_507(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(UploadFile, "write", full)
+
+    response = client.post(ROUTE, files={"file": ("a.md", b"a")})
+
+    assert (response.status_code, response.json()["error"]["code"]) == (507, "storage_failed")
+    assert "No space left" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["../a.md", "/etc/passwd", ".env", "a/../b", "a\\b", "a#1", ""])

@@ -2,15 +2,18 @@
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
 from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
-from tests.server.harness import QUESTION, running
+from tests.server.harness import QUESTION, events, running
 
 
 @contextmanager
@@ -76,3 +79,38 @@ def test_a_stream_that_outlasts_the_grace_ends_with_a_clear_last_event(is_twice:
 
     assert last["error"]["code"] == "shutting_down"
     assert room.num_free_blocks == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_upload_that_outlasts_the_grace_is_completed_and_one_that_waits_never_begins(
+    is_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = FakeRoom(config=StillroomConfig(server=ServerConfig(grace_s=0.2)))
+    begun, go_on, upload = threading.Event(), threading.Event(), room.upload
+    arrived: list[None] = []
+    monkeypatch.setattr("stillroom.server.documents._Desk.check_room", lambda _: arrived.append(None))
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return upload(*given)
+
+    room.upload = slow  # type: ignore[method-assign]
+    headers = {"accept": "text/event-stream"} if is_stream else {}
+
+    def send(name: str) -> httpx.Response:
+        files = {"file": (name, b"a" * 2_000_000)}
+        return httpx.post(f"{server.url}/v1/documents", files=files, headers=headers, timeout=20)
+
+    with ThreadPoolExecutor(2) as pool, running(as_room(room)) as server:
+        first = pool.submit(send, "a.md")
+        assert begun.wait(20)
+        second = pool.submit(send, "b.md")
+        until(lambda: len(arrived) == 2)
+        server.stop()
+        for reply in (first.result(), second.result()):
+            error = events(reply)[-1] if is_stream else reply.json()
+            assert error["error"]["code"] == "shutting_down"
+            assert reply.status_code == (200 if is_stream else 503)
+        go_on.set()
+    assert "uploads/a.md" in room.texts and "uploads/b.md" not in room.texts

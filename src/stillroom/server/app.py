@@ -87,7 +87,7 @@ def create_app(
     runtime = config.runtime
     admission = Admission(runtime.max_num_seqs, runtime.max_waiting, config.server.max_wait_s, clock)
     app.state.admission = admission
-    app.state.draining = Draining(admission, room.stop_generating, config.server.grace_s, clock)
+    app.state.draining = Draining(admission, workers, room.stop_generating, config.server.grace_s, clock)
     app.include_router(health.router(admission))
     app.add_middleware(Limits, config=config.server, admission=admission, metrics=room.metrics, clock=clock)
     app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts)

@@ -1,15 +1,18 @@
 """`/v1/documents`: upload, list, look at and delete what the answers are made from.
 
 An upload is answered when its documents can be found. Whoever wants to see how far it is asks for events. Uploads and
-deletions of one server wait for each other; one that has begun is completed, even if its client leaves.
+deletions of one tenant wait for each other; one that has begun is completed, even if its client leaves or the server
+stops, and holds its caller's place until then.
 """
 
 import asyncio
 import contextlib
+import contextvars
 import io
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request
@@ -22,12 +25,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import DocumentId, format_chunk_id
-from stillroom.errors import QueueFullError, StillroomError, UnknownDocumentError
+from stillroom.errors import QueueFullError, StillroomError, StorageError, UnknownDocumentError
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.uploads import UploadResult, checked_name
 from stillroom.server.answering import DONE, as_event
 from stillroom.server.errors import Refused, describe, error_body
 from stillroom.server.json_body import parse
+from stillroom.server.limits import OUTLASTING
 from stillroom.server.protocol import MAX_DOCUMENTS, DocumentsRequest
 from stillroom.server.replies import (
     DocumentChunk,
@@ -40,7 +44,7 @@ from stillroom.server.replies import (
     UploadReply,
 )
 from stillroom.server.tenants import caller_of, room_of
-from stillroom.server.workers import Workers
+from stillroom.server.workers import Workers, shutting_down
 
 if TYPE_CHECKING:
     from stillroom.rag.room import Stillroom
@@ -64,6 +68,8 @@ class Upload:
 MAX_PAGE = 1000
 _MAX_HELD = 2
 """Uploads of the largest size that one tenant may have here at the same time, being read, waiting or being indexed."""
+_MAX_CHANGES = 256
+"""Uploads and deletions of one tenant that wait or are under way, those whose clients have left too."""
 _RETRY_SECONDS = 5.0
 UNREADABLE = "document_unreadable"
 
@@ -120,18 +126,22 @@ class DocumentRoutes:
         With `Accept: text/event-stream` the response is a stream of events that say how far it is.
         """
         desk, arrived = self._desk(request), _Progress()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(desk.holding(_size(request, desk.max_bytes)))
+        with contextlib.ExitStack() as held:
+            held.enter_context(desk.holding(_size(request, desk.max_bytes)))
             upload = await _read_upload(request)
-            stack.callback(upload.close)
-            for name, _ in upload.files:
-                checked_name(name)  # before a stream begins
-            taken = stack.pop_all()
-        running = desk.start(lambda: desk.room.upload(upload.files, arrived.note, upload.metadata))
+            with contextlib.ExitStack() as read:
+                read.callback(upload.close)
+                for name, _ in upload.files:
+                    checked_name(name)  # before a stream begins
+                desk.check_room()
+                read.pop_all()
+            running = desk.start(lambda: desk.room.upload(upload.files, arrived.note, upload.metadata), upload.close)
+            taken = held.pop_all()
         running.add_done_callback(lambda _: taken.close())
+        request.scope["state"][OUTLASTING] = running
         if "text/event-stream" in request.headers.get("accept", ""):
             return StreamingResponse(desk.events(running, arrived), media_type="text/event-stream")
-        reply = desk.reply(await asyncio.shield(running))
+        reply = desk.reply(await self._workers.result(running))
         return JSONResponse(reply.model_dump(), 200 if reply.error is None else 422)
 
     async def page(
@@ -167,7 +177,10 @@ class DocumentRoutes:
         """Forget one document, or all of one file. An uploaded file is deleted with its last document; other files stay
         where they are."""
         desk = self._desk(request)
-        report = await asyncio.shield(desk.start(lambda: desk.room.discard(document)))
+        desk.check_room()
+        running = desk.start(lambda: desk.room.discard(document))
+        request.scope["state"][OUTLASTING] = running
+        report = await self._workers.result(running)
         return DocumentDeleted(id=document, num_documents=report.num_documents, num_chunks=report.num_chunks)
 
 
@@ -180,7 +193,8 @@ class _Progress:
         """None is the end."""
 
     def note(self, progress: AddProgress | None) -> None:
-        self._loop.call_soon_threadsafe(self.arrived.put_nowait, progress)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(self.arrived.put_nowait, progress)
 
 
 class _Desk:
@@ -202,35 +216,64 @@ class _Desk:
             QueueFullError: with those that are here already it is too much.
         """
         if self._num_bytes_held + num_bytes > _MAX_HELD * self.max_bytes:
-            self.room.metrics.count_refused("queue")
-            raise QueueFullError(
-                f"uploads of {self._num_bytes_held} bytes are under way; send this one when they are done",
-                _RETRY_SECONDS,
-            )
+            raise self._full(f"uploads of {self._num_bytes_held} bytes are under way; send this one when they are done")
         self._num_bytes_held += num_bytes
         try:
             yield
         finally:
             self._num_bytes_held -= num_bytes
 
-    def start(self, change: Callable[[], T]) -> "asyncio.Task[T]":
-        """A change in a thread, one after the other, completed whoever leaves: shield it."""
+    def check_room(self) -> None:
+        """Raises QueueFullError: too many changes wait already."""
+        if len(self._running) >= _MAX_CHANGES:
+            raise self._full(f"{len(self._running)} uploads and deletions wait already")
+
+    def _full(self, reason: str) -> QueueFullError:
+        self.room.metrics.count_refused("queue")
+        return QueueFullError(reason, _RETRY_SECONDS)
+
+    def start(self, change: Callable[[], T], release: Callable[[], None] = lambda: None) -> "asyncio.Task[T]":
+        """A change in a thread, one after the other, completed whoever leaves; but it does not begin any more once the
+        server stops.
+
+        Args:
+            release: called when the change has ended or will never begin.
+        """
+        claim = Lock()  # of the thread, or of whoever gives up before it begins
+
+        def work() -> T:
+            if not claim.acquire(blocking=False):
+                raise shutting_down()
+            try:
+                return change()
+            finally:
+                release()
+
+        def give_up(_: "asyncio.Task[T]") -> None:
+            self._running.discard(task)
+            if claim.acquire(blocking=False):
+                release()
 
         async def locked() -> T:
             async with self._writing:
-                return await self._workers.run(self._workers.uploads, change)
+                if self._workers.is_stopping:
+                    raise shutting_down()
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._workers.uploads, contextvars.copy_context().run, work
+                )
 
         task = asyncio.create_task(locked())
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(give_up)
         return task
 
     async def events(self, running: "asyncio.Task[list[UploadResult]]", progress: _Progress) -> AsyncIterator[str]:
-        running.add_done_callback(lambda _: progress.note(None))
+        ended = asyncio.ensure_future(self._workers.result(running))
+        ended.add_done_callback(lambda _: progress.note(None))
         while (step := await progress.arrived.get()) is not None:
             yield as_event({"object": "documents.progress", **asdict(step)})
         try:
-            yield as_event(self.reply(await asyncio.shield(running)).model_dump())
+            yield as_event(self.reply(await ended).model_dump())
             yield DONE
         except Exception as error:
             if not isinstance(error, StillroomError):
@@ -298,6 +341,8 @@ def _parse_upload(content: bytes) -> Upload:
 async def _read_form(request: Request) -> Upload:
     try:
         form = await request.form(max_files=MAX_DOCUMENTS, max_fields=1)
+    except OSError as error:
+        raise StorageError(f"the upload cannot be kept on its way in: {error.strerror or error}") from error
     except (HTTPException, MultiPartException, UnicodeError) as error:  # the last for a charset that is none
         if getattr(error, "status_code", 400) == 413:
             raise

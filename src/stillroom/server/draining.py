@@ -2,7 +2,8 @@
 
 For `grace_s` running answers go on, and the address still answers: new requests and `/readyz` get 503, so that whoever
 balances load learns of it. Then what still runs ends with the error `shutting_down`, as a stream's last event or as a
-status, so that nobody takes half an answer for a whole one; and then the address is given back.
+status, so that nobody takes half an answer for a whole one; and then the address is given back. A change of documents
+that had begun is completed, though its client has been told.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 from stillroom.core.clock import Clock
 from stillroom.server.admission import Admission
+from stillroom.server.workers import Workers
 
 _FAREWELL_S = 5.0
 """For last events to go out."""
@@ -18,8 +20,16 @@ _FAREWELL_S = 5.0
 class Draining:
     """Asked every now and then whether it is over."""
 
-    def __init__(self, admission: Admission, stop_generating: Callable[[], None], grace_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        workers: Workers,
+        stop_generating: Callable[[], None],
+        grace_s: float,
+        clock: Clock,
+    ) -> None:
         self._admission = admission
+        self._workers = workers
         self._stop_generating = stop_generating
         self._grace = grace_s
         self._clock = clock
@@ -40,5 +50,6 @@ class Draining:
             return True
         if self._handing_back is None and (hurry or now >= self._began + self._grace):
             self._began = now - self._grace
+            self._workers.stop_waiting()
             self._handing_back = asyncio.ensure_future(asyncio.to_thread(self._stop_generating))
         return now >= self._began + self._grace + _FAREWELL_S

@@ -6,9 +6,11 @@ takes a seat of the house (`admission`) when its body is here: whoever only anno
 """
 
 import math
+from asyncio import Future
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -27,6 +29,8 @@ UPLOADS = ("/v1/documents",)
 """Take larger bodies."""
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 """Take a seat, and set the pace at which others are let in."""
+OUTLASTING = "outlasting"
+"""In the scope's state: a future that holds the caller's place, though its request may have ended."""
 HAS_FAILED = "has_failed"
 """In the scope's state: the answer, whose status was sent already, ended in an error."""
 _RATE_ERROR = "rate_limit_error"
@@ -111,7 +115,11 @@ class Limits:
             seat.give_back(was_served=status == 200 and is_complete and not scope["state"].get(HAS_FAILED))
             if seat.is_refused and bucket is not None:
                 bucket.level += 1
-            self._ended(caller)
+            outlasting: Future[Any] | None = scope["state"].get(OUTLASTING)
+            if outlasting is None or outlasting.done():
+                self._ended(caller)
+            else:
+                outlasting.add_done_callback(lambda _: self._ended(caller))
 
     def _ended(self, caller: Caller) -> None:
         self._admission.num_in_flight -= 1
