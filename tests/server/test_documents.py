@@ -242,6 +242,7 @@ def test_impossible_pages(any_client: httpx.Client, params: dict[str, str]) -> N
     response = any_client.get(ROUTE, params=params)
 
     assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
+    assert any_client.get(f"{ROUTE}/docs/keys.md", params=params).json()["error"]["param"] == "limit"
 
 
 def test_a_document_is_got_and_deleted_by_id_or_by_name(client: httpx.Client, room: FakeRoom) -> None:
@@ -278,6 +279,16 @@ def test_a_real_knowledge_base_from_upload_to_deletion(tmp_path: Path) -> None:
 
         path = f"{ROUTE}/{quote(document['id'], safe='')}"
         assert client.get(path).json()["chunks"][0]["text"] == "Rotate keys twice a year."
+
+        long = "\n\n".join(f"# Part {part}\n\nOf part {part}." for part in range(7))
+        client.post(ROUTE, json=as_json(long_md=long))
+        parts, page = [], {"has_more": True}
+        while page["has_more"]:
+            page = client.get(f"{ROUTE}/long.md", params={"limit": 3, "offset": len(parts)}).json()
+            parts += [chunk["text"] for chunk in page["chunks"]]
+            assert page["num_chunks"] == 7 and len(page["chunks"]) in (1, 3)
+        assert parts == [f"Of part {part}." for part in range(7)]
+        assert client.delete(f"{ROUTE}/long.md").status_code == 200
 
         async def at_once() -> list[int]:
             async with httpx.AsyncClient(base_url=url, timeout=60) as many:

@@ -198,9 +198,9 @@ class Stillroom:
         finally:
             self._corpus_changed()
 
-    def chunks_of(self, document_id: DocumentId) -> list[Chunk]:
-        """A document's chunks in order, as they are indexed."""
-        return self._kb.chunks_of(document_id)
+    def chunks_of(self, document_id: DocumentId, offset: int = 0, limit: int | None = None) -> list[Chunk]:
+        """A document's chunks in order, as they are indexed; without the first `offset`, and at most `limit`."""
+        return self._kb.chunks_of(document_id, offset, limit)
 
     def digest(self) -> IndexDigest:
         """A hash of everything that decides rankings: equal digests give equal rankings.

@@ -114,10 +114,13 @@ class Corpus:
                 found.setdefault(path, []).append(DocumentId(document_id))
         return found
 
-    def chunks_of(self, document_id: DocumentId) -> list[tuple[Chunk, NDArray[np.float32]]]:
-        """A document's chunks in order, with their embeddings [d]."""
+    def chunks_of(
+        self, document_id: DocumentId, offset: int = 0, limit: int | None = None
+    ) -> list[tuple[Chunk, NDArray[np.float32]]]:
+        """A document's chunks in order, with their embeddings [d]; without the first `offset`, and at most `limit`."""
         with self._reading() as connection:
-            found = connection.execute(rows.SELECT_CHUNKS_OF, (document_id,)).fetchall()
+            bounds = (-1 if limit is None else limit, offset)
+            found = connection.execute(rows.SELECT_CHUNKS_OF, (document_id, *bounds)).fetchall()
         return [(rows.chunk(row), np.frombuffer(row[-1], dtype=np.float32)) for row in found]
 
     def chunks(self, chunk_ids: Sequence[int]) -> dict[ChunkId, Chunk]:
@@ -290,7 +293,7 @@ class _Writer:
 
     def put(self, document: StoredDocument) -> None:
         """Replace a document. A chunk that reads the same keeps its row's generation: no index need look at it."""
-        found = self._connection.execute(rows.SELECT_CHUNKS_OF, (document.document_id,)).fetchall()
+        found = self._connection.execute(rows.SELECT_CHUNKS_OF, (document.document_id, -1, 0)).fetchall()
         old: Mapping[int, Chunk] = {row[0]: rows.chunk(row) for row in found}
         known_as = self._connection.execute(rows.SELECT_KNOWN_AS, (document.document_id,)).fetchone()
         if known_as != rows.known_as(document):

@@ -267,9 +267,10 @@ class KnowledgeBase:
         """The chunks of these ids; those that are gone are left out."""
         return self._corpus.chunks(chunk_ids)
 
-    def chunks_of(self, document_id: DocumentId) -> list[Chunk]:
-        """A document's chunks in order; none where there is no such document."""
-        return [chunk for chunk, _ in self._corpus.chunks_of(document_id)]
+    def chunks_of(self, document_id: DocumentId, offset: int = 0, limit: int | None = None) -> list[Chunk]:
+        """A document's chunks in order, without the first `offset` and at most `limit`; none where there is no such
+        document."""
+        return [chunk for chunk, _ in self._corpus.chunks_of(document_id, offset, limit)]
 
     @property
     def index_config(self) -> IndexConfig:

@@ -56,7 +56,7 @@ CHUNK_COLUMNS = """c.chunk_id, c.document_id, c.ordinal, c.text, c.title, c.head
     c.end_line, c.record_id, c.start_page, c.end_page"""
 SELECT_CHUNKS = f"SELECT {CHUNK_COLUMNS} FROM chunks c WHERE c.chunk_id IN ({{}})"
 SELECT_CHUNKS_OF = f"""SELECT {CHUNK_COLUMNS}, v.vector FROM chunks c JOIN vectors v USING (chunk_id)
-    WHERE c.document_id = ? ORDER BY c.ordinal"""
+    WHERE c.document_id = ? ORDER BY c.ordinal LIMIT ? OFFSET ?"""
 SELECT_VECTORS = "SELECT chunk_id, vector FROM vectors WHERE chunk_id IN ({})"
 SELECT_EXISTING = "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})"
 _INFO = "SELECT document_id, title, num_chunks, num_bytes, added_at, metadata FROM documents"

@@ -32,6 +32,7 @@ from stillroom.server.answering import DONE, as_event
 from stillroom.server.errors import Refused, describe, error_body
 from stillroom.server.json_body import parse
 from stillroom.server.limits import OUTLASTING
+from stillroom.server.payloads import Payload
 from stillroom.server.protocol import MAX_DOCUMENTS, DocumentsRequest
 from stillroom.server.replies import (
     DocumentChunk,
@@ -141,8 +142,8 @@ class DocumentRoutes:
         request.scope["state"][OUTLASTING] = running
         if "text/event-stream" in request.headers.get("accept", ""):
             return StreamingResponse(desk.events(running, arrived), media_type="text/event-stream")
-        reply = desk.reply(await self._workers.result(running))
-        return JSONResponse(reply.model_dump(), 200 if reply.error is None else 422)
+        reply = await asyncio.to_thread(desk.reply, await self._workers.result(running))
+        return JSONResponse(reply, 422 if reply["error"] else 200)
 
     async def page(
         self,
@@ -161,17 +162,16 @@ class DocumentRoutes:
             has_more=len(found) > limit,
         )
 
-    async def get(self, document: _DocumentPath, request: Request) -> DocumentWithChunks:
-        """One document, with its text as it is indexed."""
-        desk = self._desk(request)
-        found = await asyncio.to_thread(desk.room.uploads.find, document)
-        if not found:
-            raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists what there is")
-        if len(found) > 1:
-            raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
-        chunks = await asyncio.to_thread(desk.room.chunks_of, found[0].document_id)
-        whole = [_chunk(chunk) for chunk in chunks]
-        return DocumentWithChunks(**desk.object(found[0]).model_dump(), chunks=whole)
+    async def get(
+        self,
+        document: _DocumentPath,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Chunks on this page.")] = 100,
+        offset: Annotated[int, Query(ge=0, lt=2**31, description="Chunks before it.")] = 0,
+    ) -> Response:
+        """One document, with its text as it is indexed, a page of chunks at a time."""
+        content = await asyncio.to_thread(self._desk(request).shown, document, limit, offset)
+        return Response(content, media_type="application/json")
 
     async def delete(self, document: _DocumentPath, request: Request) -> DocumentDeleted:
         """Forget one document, or all of one file. An uploaded file is deleted with its last document; other files stay
@@ -273,20 +273,38 @@ class _Desk:
         while (step := await progress.arrived.get()) is not None:
             yield as_event({"object": "documents.progress", **asdict(step)})
         try:
-            yield as_event(self.reply(await ended).model_dump())
+            yield as_event(await asyncio.to_thread(self.reply, await ended))
             yield DONE
         except Exception as error:
             if not isinstance(error, StillroomError):
                 logger.exception("an upload failed")
             yield as_event(describe(error)[1])
 
-    def reply(self, results: Sequence[UploadResult]) -> UploadReply:
+    def shown(self, document: str, limit: int, offset: int) -> str:
+        """A document with some of its chunks, as JSON.
+
+        Raises:
+            UnknownDocumentError, Refused: there is none of that name, or there are several.
+        """
+        found = self.room.uploads.find(document)
+        if not found:
+            raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists what there is")
+        if len(found) > 1:
+            raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
+        chunks = self.room.chunks_of(found[0].document_id, offset, limit + 1)
+        page = [_chunk(chunk) for chunk in chunks[:limit]]
+        whole = DocumentWithChunks(
+            **self.object(found[0]).model_dump(), chunks=page, has_more=len(chunks) > limit
+        )
+        return whole.model_dump_json()
+
+    def reply(self, results: Sequence[UploadResult]) -> Payload:
         data = [self._uploaded(result) for result in results]
         error = None
         if all(result.outcome == "failed" for result in results):
             message = f"no document could be read; the first: {results[0].reason}"
             error = ErrorDetail(**error_body(message, "invalid_request_error", code=UNREADABLE)["error"])
-        return UploadReply(data=data, error=error)
+        return UploadReply(data=data, error=error).model_dump()
 
     def _uploaded(self, result: UploadResult) -> UploadedFile:
         error = None

@@ -268,6 +268,8 @@ class DocumentChunk(BaseModel):
 
 class DocumentWithChunks(DocumentObject):
     chunks: list[DocumentChunk]
+    """Those of this page; `num_chunks` counts all."""
+    has_more: bool
 
 
 class DocumentList(BaseModel):
