@@ -1,5 +1,6 @@
 """Keys: made once, kept as hashes, followed while the server runs; and who is let in."""
 
+import errno
 import json
 import os
 import stat
@@ -66,6 +67,7 @@ def test_the_file_has_no_key_and_is_the_owners_alone(tmp_path: Path) -> None:
         '{"version": 2, "keys": []}',
         '{"version": 1, "keys": [{"name": "anna"}]}',
         '{"version": 1, "keys": 7}',
+        "[" * 200_000,
         '{"version": 1, "keys": [{"name": "../x", "tenant": "default", "sha256": "' + "0" * 64 + '", "created": ""}]}',
         '{"version": 1, "keys": [{"name": "x", "tenant": "a/b", "sha256": "' + "0" * 64 + '", "created": ""}]}',
         '{"version": 1, "keys": [{"name": "x", "tenant": "a", "sha256": "00", "created": ""}]}',
@@ -100,13 +102,31 @@ def test_keys_are_followed_while_the_server_runs_and_a_bad_file_lets_nobody_in(t
     assert ring.find(late) is None and ring.find(key) is not None
 
     good = path.read_bytes()
-    path.write_text("damaged")
-    assert ring.find(key) is None
+    for damaged in ("damaged", "[" * 200_000):
+        path.write_text(damaged)
+        assert ring.find(key) is None
     os.unlink(path)
     assert ring.find(key) is None
     path.write_bytes(good)
     path.chmod(0o600)
     assert ring.find(key) is not None
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_with_the_next_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.json"
+    key = add(path, "anna")
+    ring = KeyRing(path)
+    late = add(path, "late")
+
+    def too_many_files(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", too_many_files)
+        assert ring.find(key) is None and ring.find(late) is None
+    assert ring.find(key) is not None and ring.find(late) is not None
 
 
 def test_only_who_has_a_key_is_let_in(tmp_path: Path) -> None:

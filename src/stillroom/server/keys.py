@@ -56,6 +56,10 @@ class ApiKey:
     """None: as configured. 0: no limit."""
 
 
+class UnreadableKeysError(ConfigError):
+    """What the file holds is not known; the next attempt may say."""
+
+
 def new_key(name: str, tenant: str, **options: Any) -> tuple[str, ApiKey]:
     """A key, which only its owner will know, and its row.
 
@@ -91,7 +95,9 @@ def load_keys(path: Path) -> tuple[ApiKey, ...]:
             content = json.load(file)
     except FileNotFoundError:
         raise ConfigError(f"{path} is not there; make a key: stillroom keys add NAME --keys {path}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UnreadableKeysError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a file of keys: {error}") from error
     try:
         if content["version"] != _VERSION:
@@ -170,14 +176,20 @@ class KeyRing:
         with self._lock:
             signature = _signature(self._path)
             if signature != self._seen:
-                self._seen = signature
-                try:
-                    self._rows = load_keys(self._path)
-                    logger.info("%s has changed; it holds %d keys", self._path, len(self._rows))
-                except ConfigError as error:
-                    self._rows = ()
-                    logger.error("nobody is let in until this is mended: %s", error)
+                self._read_again(signature)
             return self._rows
+
+    def _read_again(self, signature: tuple[int, ...] | None) -> None:
+        self._rows = ()  # whatever happens now, no old key is left
+        try:
+            self._rows = load_keys(self._path)
+            logger.info("%s has changed; it holds %d keys", self._path, len(self._rows))
+        except UnreadableKeysError as error:
+            logger.error("nobody is let in until it can be read: %s", error)
+            return
+        except Exception as error:
+            logger.error("nobody is let in until this is mended: %s", error)
+        self._seen = signature
 
     def find(self, key: str) -> ApiKey | None:
         """The row of a key; how long it takes says nothing about any key but how many there are."""
