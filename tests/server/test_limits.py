@@ -260,7 +260,11 @@ def test_embeddings_and_uploads_that_take_long_leave_threads_to_others() -> None
     room.embed = lambda *given: (go_on.wait(20), embed(*given))[1]  # type: ignore[method-assign]
     room.upload = lambda *given: (go_on.wait(20), upload(*given))[1]  # type: ignore[method-assign]
     document = {"documents": [{"name": "a.md", "text": "a"}]}
-    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client, ThreadPoolExecutor(80) as pool:
+    with (
+        serving(as_room(room)) as url,
+        httpx.Client(base_url=url, timeout=20) as client,
+        ThreadPoolExecutor(80) as pool,
+    ):
         long = [pool.submit(client.post, "/v1/embeddings", json={"input": "a"}) for _ in range(40)]
         long += [pool.submit(client.post, "/v1/documents", json=document) for _ in range(40)]
         assert client.post("/v1/search", json={"query": "a"}).status_code == 200

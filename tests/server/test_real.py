@@ -17,7 +17,7 @@ from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.room import Stillroom
 from tests.server.fakes import until
-from tests.server.harness import serving
+from tests.server.harness import events, serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
 NUM_CLIENTS = 16
@@ -129,8 +129,8 @@ def rambling(**options: Any) -> AskOptions:
     return AskOptions(**(RAMBLING | options))
 
 
-def num_aborted(room: Stillroom) -> float:
-    found = re.search(r'requests_total{outcome="aborted"} (\S+)', room.metrics.render().decode())
+def num_ended(room: Stillroom, outcome: str = "aborted") -> float:
+    found = re.search(rf'requests_total{{outcome="{outcome}"}} (\S+)', room.metrics.render().decode())
     return float(found[1]) if found else 0.0
 
 
@@ -143,7 +143,7 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_the_request(
     stop = f"{words[5][-1]} {words[6]} {words[7][0]}"
     expected = free.text[: free.text.index(stop)]
 
-    num_aborted_before = num_aborted(room)
+    num_aborted = num_ended(room)
     text, reason = "", ""
     if streamed:
         chunks = list(
@@ -166,7 +166,31 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_the_request(
 
     assert (text, reason) == (expected, "stop")
     until(lambda: room.num_free_blocks == room.num_blocks)
-    assert num_aborted(room) == num_aborted_before
+    assert num_ended(room) == num_aborted
+
+
+def test_a_stream_that_the_engine_gives_up_counts_as_failed(
+    url: str, room: Stillroom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = room._answering.backend
+    num_failed, num_aborted = num_ended(room, "failed"), num_ended(room)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    request = {
+        "messages": [{"role": "user", "content": QUESTION}],
+        "stream": True,
+        "max_tokens": 400,
+        "temperature": 50.0,
+    }
+    monkeypatch.setattr(backend.engine._engine, "step", broken)
+    response = httpx.post(f"{url}/v1/chat/completions", json=request, timeout=20)
+
+    assert response.status_code == 200 and events(response)[-1]["error"]["code"] == "internal_error"
+    assert (num_ended(room, "failed"), num_ended(room)) == (num_failed + 1, num_aborted)
+    counted = b'http_requests_total{path="/v1/chat/completions",status="500"} 1.0'
+    until(lambda: counted in room.metrics.render())
 
 
 def test_several_answers_are_those_of_their_seeds(client: OpenAI, room: Stillroom) -> None:

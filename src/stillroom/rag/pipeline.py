@@ -14,7 +14,14 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SamplingParams, seed_of_sample
 from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
-from stillroom.errors import EmptyKnowledgeBaseError, PromptTooLongError, UsageError
+from stillroom.errors import (
+    DeadlineExceededError,
+    EmptyKnowledgeBaseError,
+    EngineClosedError,
+    PromptTooLongError,
+    QueueFullError,
+    UsageError,
+)
 from stillroom.rag.answer import Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
 from stillroom.rag.backend import Backend, Draft
 from stillroom.rag.conversation import alternate, around, history_of
@@ -273,7 +280,7 @@ class Pipeline:
                 self._publish_load()
                 # an answer that ended at a stop string was counted then
                 if event.finish_reason is FinishReason.ABORTED and collector.answer is None:
-                    self._metrics.count_aborted()
+                    self._metrics.count_unanswered(has_failed=_is_fault(event.error))
                 listener(event)
 
             return listen
@@ -306,6 +313,13 @@ class Pipeline:
         load = self._backend.load
         self._metrics.set_kv_blocks(load.num_free_blocks, load.num_blocks - load.num_free_blocks)
         self._metrics.set_requests(load.num_waiting, load.num_running)
+
+
+def _is_fault(error: Exception | None) -> bool:
+    """Whether a request was given up for a reason that is neither its own nor that the engine closes or is full."""
+    return error is not None and not isinstance(
+        error, DeadlineExceededError | EngineClosedError | QueueFullError | UsageError
+    )
 
 
 def _check(options: AskOptions) -> None:

@@ -19,8 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import Answer, AskOptions
-from stillroom.server.errors import CLIENT_CLOSED_REQUEST, describe
-from stillroom.server.limits import HAS_FAILED
+from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
 from stillroom.server.payloads import Payload
 from stillroom.server.protocol import GenerationRequest
 from stillroom.server.replies import PromptTokensDetails, Usage
@@ -135,13 +134,13 @@ class AnswerEvents(StreamingResponse):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._with_errors(events), headers=headers, media_type="text/event-stream")
         self._streams = streams
-        self._has_failed = False
+        self._failed_with: int | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            scope["state"][HAS_FAILED] = self._has_failed
+            scope["state"][FAILED_WITH] = self._failed_with
             cancel(self._streams)
 
     async def _with_errors(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -149,10 +148,10 @@ class AnswerEvents(StreamingResponse):
             async for event in events:
                 yield event
         except Exception as error:  # the status line is out already: the error is one more event
-            self._has_failed = True
+            self._failed_with, body = describe(error)
             if not isinstance(error, StillroomError):
                 logger.exception("streaming %s failed", self._streams[0].request_id)
-            yield as_event(describe(error)[1])
+            yield as_event(body)
 
 
 async def merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[int, str | None]]:

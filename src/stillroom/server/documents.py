@@ -29,7 +29,7 @@ from stillroom.errors import QueueFullError, StillroomError, StorageError, Unkno
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.uploads import UploadResult, checked_name
 from stillroom.server.answering import DONE, as_event
-from stillroom.server.errors import Refused, describe, error_body
+from stillroom.server.errors import FAILED_WITH, Refused, describe, error_body
 from stillroom.server.json_body import parse
 from stillroom.server.limits import OUTLASTING
 from stillroom.server.payloads import Payload
@@ -141,7 +141,9 @@ class DocumentRoutes:
         running.add_done_callback(lambda _: taken.close())
         request.scope["state"][OUTLASTING] = running
         if "text/event-stream" in request.headers.get("accept", ""):
-            return StreamingResponse(desk.events(running, arrived), media_type="text/event-stream")
+            return StreamingResponse(
+                desk.events(running, arrived, request.scope["state"]), media_type="text/event-stream"
+            )
         reply = await asyncio.to_thread(desk.reply, await self._workers.result(running))
         return JSONResponse(reply, 422 if reply["error"] else 200)
 
@@ -267,7 +269,9 @@ class _Desk:
         task.add_done_callback(give_up)
         return task
 
-    async def events(self, running: "asyncio.Task[list[UploadResult]]", progress: _Progress) -> AsyncIterator[str]:
+    async def events(
+        self, running: "asyncio.Task[list[UploadResult]]", progress: _Progress, state: dict[str, Any]
+    ) -> AsyncIterator[str]:
         ended = asyncio.ensure_future(self._workers.result(running))
         ended.add_done_callback(lambda _: progress.note(None))
         while (step := await progress.arrived.get()) is not None:
@@ -278,7 +282,8 @@ class _Desk:
         except Exception as error:
             if not isinstance(error, StillroomError):
                 logger.exception("an upload failed")
-            yield as_event(describe(error)[1])
+            state[FAILED_WITH], body = describe(error)
+            yield as_event(body)
 
     def shown(self, document: str, limit: int, offset: int) -> str:
         """A document with some of its chunks, as JSON.
@@ -293,9 +298,7 @@ class _Desk:
             raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
         chunks = self.room.chunks_of(found[0].document_id, offset, limit + 1)
         page = [_chunk(chunk) for chunk in chunks[:limit]]
-        whole = DocumentWithChunks(
-            **self.object(found[0]).model_dump(), chunks=page, has_more=len(chunks) > limit
-        )
+        whole = DocumentWithChunks(**self.object(found[0]).model_dump(), chunks=page, has_more=len(chunks) > limit)
         return whole.model_dump_json()
 
     def reply(self, results: Sequence[UploadResult]) -> Payload:

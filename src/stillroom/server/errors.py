@@ -30,6 +30,9 @@ from stillroom.errors import (
 CLIENT_CLOSED_REQUEST = 499
 """What nginx made the usual status for a client that did not wait; nobody receives it, but the metrics count it."""
 
+FAILED_WITH = "failed_with"
+"""In the scope's state: the status of the error that a stream ended in, whose own status was sent before."""
+
 LATER = {"retry-after": "5"}
 """Of what is not possible now, where nobody knows when it will be."""
 

@@ -21,7 +21,7 @@ from stillroom.config.settings import ServerConfig
 from stillroom.core.clock import Clock
 from stillroom.errors import EngineClosedError, StillroomError
 from stillroom.server.admission import Admission
-from stillroom.server.errors import error_body, error_response
+from stillroom.server.errors import FAILED_WITH, error_body, error_response
 from stillroom.server.tenants import Caller
 from stillroom.telemetry.metrics import Metrics
 
@@ -31,8 +31,6 @@ GENERATING = ("/v1/chat/completions", "/v1/completions")
 """Take a seat, and set the pace at which others are let in."""
 OUTLASTING = "outlasting"
 """In the scope's state: a future that holds the caller's place, though its request may have ended."""
-HAS_FAILED = "has_failed"
-"""In the scope's state: the answer, whose status was sent already, ended in an error."""
 _RATE_ERROR = "rate_limit_error"
 
 
@@ -112,7 +110,7 @@ class Limits:
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            seat.give_back(was_served=status == 200 and is_complete and not scope["state"].get(HAS_FAILED))
+            seat.give_back(was_served=status == 200 and is_complete and not scope["state"].get(FAILED_WITH))
             if seat.is_refused and bucket is not None:
                 bucket.level += 1
             outlasting: Future[Any] | None = scope["state"].get(OUTLASTING)

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stillroom.core.clock import Clock
-from stillroom.server.errors import CLIENT_CLOSED_REQUEST, error_response
+from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, error_response
 from stillroom.telemetry.logs import REQUEST_ID
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.spans import RequestSpan, Tracing
@@ -59,7 +59,7 @@ class Observed:
             REQUEST_ID.reset(token)
 
     async def _observed(self, scope: Scope, receive: Receive, send: Send, http_id: str) -> int:
-        """The status that was sent."""
+        """The status that was sent; of a stream that ended in an error, that of the error."""
         status: int | None = None
 
         async def send_with_id(message: Message) -> None:
@@ -82,7 +82,7 @@ class Observed:
         except BaseException:  # the server is closing and waits no longer
             self._metrics.count_http_request(_template(scope), status or CLIENT_CLOSED_REQUEST)
             raise
-        return status or CLIENT_CLOSED_REQUEST
+        return scope.get("state", {}).get(FAILED_WITH) or status or CLIENT_CLOSED_REQUEST
 
     def _account(self, scope: Scope, method: str, status: int, seconds: float, span: RequestSpan | None) -> None:
         path = _template(scope)

@@ -34,7 +34,12 @@ class MetricSpec:
 
 
 SPECS = (
-    MetricSpec("stillroom_requests_total", "counter", "Questions that ended, by outcome.", ("outcome",)),
+    MetricSpec(
+        "stillroom_requests_total",
+        "counter",
+        "Questions that ended, by outcome: stop, length, aborted or failed.",
+        ("outcome",),
+    ),
     MetricSpec("stillroom_prompt_tokens_total", "counter", "Prompt tokens of all questions."),
     MetricSpec("stillroom_cached_tokens_total", "counter", "Prompt tokens whose KV came from a cache."),
     MetricSpec("stillroom_generated_tokens_total", "counter", "Tokens generated."),
@@ -192,9 +197,9 @@ class Metrics:
         self._refused = self._counter("stillroom_refused_requests_total")
         self._http_requests = self._counter("stillroom_http_requests_total")
 
-    def count_aborted(self) -> None:
-        """Count a question that ended without an answer: cancelled, or given up by the engine."""
-        self._requests.labels("aborted").inc()
+    def count_unanswered(self, *, has_failed: bool) -> None:
+        """Count a question that ended without an answer: it failed, or was cancelled or too late."""
+        self._requests.labels("failed" if has_failed else "aborted").inc()
 
     def observe_request(  # noqa: PLR0913  one call per answer beats eight that may be forgotten
         self,
