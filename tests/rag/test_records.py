@@ -1,5 +1,9 @@
 """Past questions as faces show them."""
 
+import contextlib
+import sqlite3
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -56,3 +60,32 @@ def test_nothing_was_asked_and_a_damaged_file(tmp_path: Path) -> None:
     (tmp_path / TRACE_FILE).write_bytes(b"no database" * 100)
     with pytest.raises(CorruptKnowledgeBaseError, match=r"remove traces\.sqlite"):
         records.recent()
+
+
+def test_a_diary_that_another_process_locks_holds_nobody_up_and_goes_on_afterwards(tmp_path: Path) -> None:
+    log = TraceLog(tmp_path / TRACE_FILE, keep=100)
+    log.add("before", 0.0, {})
+    assert log.get("before") is not None
+    with contextlib.closing(sqlite3.connect(tmp_path / TRACE_FILE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        log.add("meanwhile", 1.0, {})
+        assert time.monotonic() - began < 0.5
+        log._wait_until_written()  # it gives up this one
+        other.execute("ROLLBACK")
+    log.add("after", 2.0, {})
+    log.close()
+    assert [request_id for request_id, _, _ in log.recent(9)] == ["after", "before"]
+    log.close()
+
+
+def test_more_than_can_be_written_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stillroom.telemetry.trace._MAX_PENDING", 2)
+    log, go_on = TraceLog(tmp_path / TRACE_FILE, keep=100), threading.Event()
+    monkeypatch.setattr(log, "_open", lambda: (go_on.wait(20), TraceLog._open(log))[1])
+    for number in range(50):
+        log.add(str(number), float(number), {})
+    go_on.set()
+    log.close()
+    assert 0 < len(log.recent(100)) <= 3
+    log.close()

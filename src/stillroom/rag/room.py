@@ -321,8 +321,7 @@ class Stillroom:
 
     async def atext_of(self, token_ids: Sequence[int]) -> str:
         """What tokens of the model read as. Raises UsageError for those that are none."""
-        pipeline = await self._answering.apipeline()
-        return pipeline.text_of(token_ids)
+        return (await self._answering.apipeline()).text_of(token_ids)
 
     # Life
 

@@ -1,8 +1,8 @@
 """How much work the house takes on, so that whoever is let in is served in time and whoever is not is told at once.
 
-Seats are for requests that generate, from when their body is here, before any search. Beyond those that can run, so many
-may wait as are served within `max_wait_s` at the pace at which the last ones were. When the house is full a tenant who
-holds less than an equal share of it is let in all the same, so none shuts another out. Once the house is closing it
+Seats are for requests that generate, from when their body is here, before any search. Beyond those that can run, so
+many may wait as are served within `max_wait_s` at the pace at which the last ones were. When the house is full a tenant
+who holds less than an equal share of it is let in all the same, so none shuts another out. Once the house is closing it
 takes on nothing more. Called on the event loop only.
 """
 

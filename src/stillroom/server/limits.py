@@ -1,8 +1,8 @@
 """What one caller may take: size of a body, requests at the same time, requests per minute. ASGI middleware.
 
 Behind the guard, so it is known who asks; without keys all callers are one. Every answer to a request for work says how
-much of the rate is left, in OpenAI's headers. A body is counted while it comes, whatever its length says. What generates
-takes a seat of the house (`admission`) when its body is here: whoever only announces one keeps nobody out.
+much of the rate is left, in OpenAI's headers. A body is counted while it comes, whatever its length says. What
+generates takes a seat of the house (`admission`) when its body is here: whoever only announces one keeps nobody out.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The bodies of requests: OpenAI's types, plus one field of ours called `stillroom`.
 
 Types are strict: a number in quotes is no number. Fields of OpenAI's that are not here are ignored, so that its clients
-work; an unknown field inside `stillroom` is an error, because it is ours and can only be a mistake. Lists are bounded and
-checked up to their first error, so that no body makes a million of them. The bodies of responses: `replies`. Which
+work; an unknown field inside `stillroom` is an error, because it is ours and can only be a mistake. Lists are bounded
+and checked up to their first error, so that no body makes a million of them. The bodies of responses: `replies`. Which
 fields mean what: docs/http.md
 """
 

@@ -42,7 +42,8 @@ class Workers:
             self._stopped = asyncio.get_running_loop().create_future()
         if self.is_stopping and not self._stopped.done():
             self._stopped.set_result(None)
-        await asyncio.wait({work, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {work, self._stopped}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise shutting_down()
         return work.result()

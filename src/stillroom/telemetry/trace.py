@@ -1,12 +1,14 @@
 """What is remembered of past questions: why these chunks, what was reused, what it saved. Read by `stillroom explain`.
 
 One SQLite file beside the knowledge base, so that another process can ask. It is a diary, not the truth: losing it, or
-the last lines of it, loses nothing else, and whoever cannot write to it goes on without.
+the last lines of it, loses nothing else, and whoever cannot write to it goes on without. A thread of its own writes, so
+that nobody who answers waits for the disk or for another process.
 """
 
 import contextlib
 import json
 import logging
+import queue
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +20,10 @@ logger = logging.getLogger(__name__)
 TRACE_FILE = "traces.sqlite"
 _EXTRA = 64
 """So many more than `keep` may be there before the oldest are removed."""
+_MAX_PENDING = 1024
+"""Traces that wait to be written; the next ones are lost."""
+_PATIENCE_S = 5.0
+"""How long a reader waits for what was added before."""
 
 
 class TraceLog:
@@ -33,33 +39,62 @@ class TraceLog:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._num_added = 0
-        self._has_failed = False
+        self._is_failing = self._is_closing = False
+        self._pending: queue.Queue[tuple[str, float, Mapping[str, Any]] | threading.Event | None]
+        self._pending = queue.Queue(_MAX_PENDING)
+        self._writer: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     def add(self, request_id: str, at: float, trace: Mapping[str, Any]) -> None:
-        """Remember a finished question. Never raises: a trace is not worth an answer.
+        """Remember a finished question, soon. Never raises and never waits: a trace is not worth an answer.
 
         Args:
             at: seconds since 1970.
-            trace: plain JSON values.
+            trace: plain JSON values; not to be changed afterwards.
         """
-        if not self._keep or self._has_failed:
+        if not self._keep:
             return
-        try:
-            with self._lock, self._open() as connection:
+        with self._starting:
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write_all, name="stillroom-trace", daemon=True)
+                self._writer.start()
+        with contextlib.suppress(queue.Full):
+            self._pending.put_nowait((request_id, at, trace))
+
+    def _write_all(self) -> None:
+        has_given_up = False
+        while (one := self._pending.get()) is not None:
+            if isinstance(one, threading.Event):
+                one.set()
+                continue
+            if has_given_up:
+                continue
+            try:
+                self._write(*one)
+                self._is_failing = False
+            except (sqlite3.Error, OSError, TypeError, ValueError) as error:
+                if not self._is_failing:
+                    logger.warning("%s cannot be written (%s); stillroom explain will not know all", self._path, error)
+                self._is_failing = True
+                has_given_up = self._is_closing  # nobody shall wait for a file that does not take it
+
+    def _write(self, request_id: str, at: float, trace: Mapping[str, Any]) -> None:
+        with self._lock, self._open() as connection:
+            connection.execute("INSERT OR REPLACE INTO traces VALUES (?, ?, ?)", (request_id, at, json.dumps(trace)))
+            self._num_added += 1
+            if self._num_added % _EXTRA == 1:
                 connection.execute(
-                    "INSERT OR REPLACE INTO traces VALUES (?, ?, ?)", (request_id, at, json.dumps(trace))
+                    "DELETE FROM traces WHERE rowid NOT IN (SELECT rowid FROM traces ORDER BY at DESC LIMIT ?)",
+                    (self._keep,),
                 )
-                self._num_added += 1
-                if self._num_added % _EXTRA == 1:
-                    connection.execute(
-                        "DELETE FROM traces WHERE rowid NOT IN (SELECT rowid FROM traces ORDER BY at DESC LIMIT ?)",
-                        (self._keep,),
-                    )
-        except (sqlite3.Error, OSError) as error:
-            self._has_failed = True
-            logger.warning(
-                "%s cannot be written (%s); stillroom explain will not know new questions", self._path, error
-            )
+
+    def _wait_until_written(self) -> None:
+        if self._writer is None:
+            return
+        is_written = threading.Event()
+        with contextlib.suppress(queue.Full):
+            self._pending.put(is_written, timeout=_PATIENCE_S)
+            is_written.wait(_PATIENCE_S)
 
     def get(self, request_id: str | None = None) -> tuple[str, float, dict[str, Any]] | None:
         """Request id, time and trace of a question, the last one without an id; None if it is not there.
@@ -67,6 +102,7 @@ class TraceLog:
         Raises:
             sqlite3.Error, ValueError: the file is damaged.
         """
+        self._wait_until_written()
         if not self._path.is_file():
             return None
         where, values = ("WHERE request_id = ?", (request_id,)) if request_id else ("", ())
@@ -76,6 +112,7 @@ class TraceLog:
 
     def recent(self, limit: int) -> list[tuple[str, float, dict[str, Any]]]:
         """Request id, time and trace of the last questions, latest first. Raises as `get`."""
+        self._wait_until_written()
         if not self._path.is_file():
             return []
         with self._lock, self._open() as connection:
@@ -85,6 +122,7 @@ class TraceLog:
     def questions(self) -> list[tuple[str, int]]:
         """Every remembered question with the number of tokens of its answer, oldest first; none where the file is
         damaged or missing, and prompts that were continued without a question left out."""
+        self._wait_until_written()
         if not self._path.is_file():
             return []
         try:
@@ -98,6 +136,7 @@ class TraceLog:
     def sources_of(self, chunk_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """What was said of these chunks when one was last among a question's sources; those that never were are not in
         it. Raises sqlite3.Error or ValueError: the file is damaged."""
+        self._wait_until_written()
         found = {}
         with self._lock, self._open() as connection:
             for chunk_id in chunk_ids:
@@ -110,6 +149,14 @@ class TraceLog:
         return found
 
     def close(self) -> None:
+        """What was added is written, if it can be. Idempotent."""
+        with self._starting:
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            self._is_closing = True
+            self._pending.put(None)
+            writer.join()
+            self._is_closing = False
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
