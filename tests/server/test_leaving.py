@@ -95,7 +95,7 @@ def test_an_upload_that_outlasts_the_grace_is_completed_and_one_that_waits_never
         assert go_on.wait(20)
         return upload(*given)
 
-    room.upload = slow  # type: ignore[method-assign]
+    monkeypatch.setattr(room, "upload", slow)
     headers = {"accept": "text/event-stream"} if is_stream else {}
 
     def send(name: str) -> httpx.Response:

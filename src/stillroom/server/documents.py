@@ -144,7 +144,8 @@ class DocumentRoutes:
             return StreamingResponse(
                 desk.events(running, arrived, request.scope["state"]), media_type="text/event-stream"
             )
-        reply = await asyncio.to_thread(desk.reply, await self._workers.result(running))
+        results = await self._workers.result(running)
+        reply = await asyncio.to_thread(desk.reply, results)
         return JSONResponse(reply, 422 if reply["error"] else 200)
 
     async def page(
