@@ -126,7 +126,7 @@ class FakeUploads:
             progress(AddProgress(1, 1, len(content), len(content), 1, name))
         if b"\0" in content:
             return UploadResult(name, "failed", reason=f"{name}: binary data, not text")
-        document_id, text = f"uploads/{name}", content.decode()
+        document_id, text = f"uploads/{name}", content.decode(errors="replace")
         known = self._room.texts.get(document_id)
         self._room.texts[document_id] = text
         outcome: Any = "added" if known is None else "unchanged" if known == text else "updated"
