@@ -88,17 +88,24 @@ def _verdict(plan: "Plan") -> None:
     target, forecast = plan.target, plan.chosen.forecast
     found, wanted = forecast.percentile(target.percent), duration(target.seconds)
     what = f"p{target.percent:g} of at most {wanted} at {plan.rate:g}/s"
+    sustained = f"up to {'at least ' if plan.sustains_more else ''}{plan.sustained_rate:.3g}/s"
     if plan.binding is None:
-        line(f"Met: {what} ({duration(found)}); sustained up to {plan.sustained_rate:.3g}/s.")
+        line(f"Met: {what} ({duration(found)}); sustained {sustained}.")
         return
-    line(f"Missed: {what}, by {duration(found - target.seconds)}: {duration(found)}.")
+    if target.is_met(forecast):
+        line(
+            f"Missed: {what}. These {count(len(forecast.seconds), 'request')} would keep it ({duration(found)}), but "
+            f"search and model can serve {plan.throughput:.3g}/s: at a higher rate the queue grows without end."
+        )
+    else:
+        line(f"Missed: {what}, by {duration(found - target.seconds)}: {duration(found)}.")
     alone = plan.binding.alone
     single = alone.percentile(target.percent)
     if plan.binding.constraint == "load":
         over = plan.rate - plan.sustained_rate
         line(
             f"The load binds: one question at a time takes {duration(single)}, waiting for others the rest. The target "
-            f"holds up to {plan.sustained_rate:.3g}/s, {over:.3g}/s less than asked for."
+            f"holds {sustained}, {over:.3g}/s less than asked for."
         )
         return
     search = float(np.percentile(alone.search_seconds, target.percent))

@@ -60,6 +60,37 @@ def test_a_target_that_is_met_says_up_to_which_rate() -> None:
     assert plan.target.is_met(just) and not plan.target.is_met(beyond)
 
 
+@pytest.mark.parametrize("seconds_per_token", [0.001, 1e-6])
+def test_what_cannot_be_served_is_missed_however_soon_the_requests_end(
+    seconds_per_token: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The decoder is the slower one, then the search."""
+    forecaster = Forecaster(with_costs(scene(rate=1000.0), seconds_per_token))
+    plan = make_plan(forecaster, BUDGETS, EASY)
+    assert plan.target.is_met(plan.chosen.forecast), "of thirty requests"
+    assert plan.binding is not None and plan.binding.constraint == "load"
+    at_once = forecaster.forecast(plan.chosen.split, Variation(at_once=True)).requests_per_second
+    assert 0 < plan.sustained_rate == plan.throughput <= at_once and plan.throughput < 1 / 0.01, "searches take 10 ms"
+    assert not plan.sustains_more
+    payload = plan_as_json(plan, forecaster.scene)
+    assert payload["binding"]["missed_by_seconds"] == 0 and payload["sustained_rate"] == plan.throughput
+
+    show(plan, forecaster.scene, Questions(forecaster.scene.texts, (1,) * 10, "made"), 1)
+
+    printed = capsys.readouterr().out
+    assert f"search and model can serve {plan.throughput:.3g}/s" in printed and "The load binds" in printed
+
+
+def test_the_highest_rate_that_is_tried_is_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    forecaster = Forecaster(scene(rate=0.01))
+    plan = make_plan(forecaster, BUDGETS, EASY)
+    assert plan.sustains_more and plan.sustained_rate == pytest.approx(0.64) and plan.throughput > 1
+
+    show(plan, forecaster.scene, Questions(forecaster.scene.texts, (1,) * 10, "made"), 1)
+
+    assert "sustained up to at least 0.64/s" in capsys.readouterr().out
+
+
 def test_what_binds() -> None:
     slow = make_plan(Forecaster(with_costs(scene(), 0.1)), BUDGETS, Target(0.05, 95.0)).binding
     assert slow is not None and slow.constraint == "prefill"

@@ -22,7 +22,10 @@ def plan_as_json(plan: Plan, scene: Scene) -> dict[str, Any]:
         if plan.binding is None
         else {
             "constraint": plan.binding.constraint,
-            "missed_by_seconds": plan.chosen.forecast.percentile(plan.target.percent) - plan.target.seconds,
+            # 0 where so few requests would keep it, and only a queue that grows without end does not
+            "missed_by_seconds": max(
+                0.0, plan.chosen.forecast.percentile(plan.target.percent) - plan.target.seconds
+            ),
             "alone": plan.binding.alone.as_json(),
         },
         "model": scene.model_name,
@@ -31,7 +34,9 @@ def plan_as_json(plan: Plan, scene: Scene) -> dict[str, Any]:
         "workload": {"questions": len(scene.texts), "warm": len(workload.warm), "requests": len(workload.asked)},
         "chosen": _option(plan.chosen),
         "now": None if plan.current is None else _option(plan.current),
+        "throughput": plan.throughput,
         "sustained_rate": plan.sustained_rate,
+        "sustains_more": plan.sustains_more,
         "smallest_hit_rate": _rule(plan.rule),
         "hit_rates": None if plan.hits is None else asdict(plan.hits),
         "search_model": None if scene.index is None else _search_model(scene.index.profile.model),

@@ -2,6 +2,7 @@
 (VectorLiteRAG 4.1, for index and KV together).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,9 @@ from stillroom.retrieval.search_model import hits_of
 from stillroom.retrieval.search_profile import rate_at
 
 _MOST_RATE = 64.0
+"""Times as many requests are tried at most."""
+_NO_WAIT = Variation(rate=math.inf)
+"""All questions are asked in the first moment: what search and model can serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,13 @@ class Plan:
     options: tuple[Option, ...]
     current: Option | None
     """As configured now; None where that cannot run."""
+    throughput: float
+    """Requests per second that search and model can serve. At a higher rate the queue grows without end, whatever the
+    times of so many requests are."""
     sustained_rate: float
     """Requests per second up to which the target is met; 0 where it is not even alone."""
+    sustains_more: bool
+    """Whether no higher rate was tried."""
     binding: Binding | None
     """None where the target is met."""
     rule: Sufficient | Shortfall | None
@@ -85,15 +94,21 @@ def make_plan(
             raise UsageError(f"{error}; or give --device-memory more than {budgets.device:,} bytes") from None
     chosen = choose(options, target.percent)
     alone = forecaster.forecast(chosen.split, Variation(is_alone=True))
-    binding = None if target.is_met(chosen.forecast) else binding_constraint(alone, target)
+    rate = forecaster.scene.workload.rate
+    throughput = forecaster.forecast(chosen.split, _NO_WAIT).requests_per_second
+    is_met = target.is_met(chosen.forecast) and rate <= throughput
+    most = min(_MOST_RATE, throughput / rate)
+    times = _sustained(forecaster, chosen.split, target, most, progress) if target.is_met(alone) else 0.0
     plan = Plan(
         target,
-        forecaster.scene.workload.rate,
+        rate,
         chosen,
         tuple(options),
         _current(forecaster, current),
-        _sustained(forecaster, chosen.split, target, alone, progress),
-        binding,
+        throughput,
+        times * rate,
+        times == _MOST_RATE,
+        None if is_met else binding_constraint(alone, target),
         _rule(forecaster, chosen.split, target, alone),
         _hits(forecaster, chosen.split),
         tuple(sensitivity(forecaster, chosen.split, progress.step)),
@@ -132,25 +147,21 @@ def _current(forecaster: Forecaster, current: Split | None) -> Option | None:
         return None
 
 
-def _sustained(forecaster: Forecaster, split: Split, target: Target, alone: Forecast, progress: _Progress) -> float:
-    """By halving, to a twentieth."""
-    asked = forecaster.scene.workload.rate
-    if not target.is_met(alone):
-        return 0.0
+def _sustained(forecaster: Forecaster, split: Split, target: Target, most: float, progress: _Progress) -> float:
+    """Times as many requests as asked for, `most` at most; by halving, to a twentieth."""
 
     def meets(times: float) -> bool:
         progress.step()
         return target.is_met(forecaster.forecast(split, Variation(rate=times)))
 
-    low, high = 0.0, 1.0
-    while high <= _MOST_RATE and meets(high):
-        low, high = high, 2 * high
-    if high > _MOST_RATE:
-        return low * asked
-    while high - low > 0.05 * high and high > 1 / _MOST_RATE:
+    low, high = 0.0, min(1.0, most)
+    least = high / _MOST_RATE
+    while low < most and meets(high):
+        low, high = high, min(2 * high, most)
+    while high - low > 0.05 * high and high > least:
         middle = (low + high) / 2
         low, high = (middle, high) if meets(middle) else (low, middle)
-    return low * asked
+    return low
 
 
 def _hits(forecaster: Forecaster, split: Split) -> HitRates | None:
