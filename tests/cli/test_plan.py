@@ -18,6 +18,7 @@ from stillroom.rag.planning.workload import Questions, Workload
 from stillroom.rag.room import Stillroom
 from stillroom.retrieval import ivf_pq
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.telemetry.trace import TRACE_FILE
 from tests.cli.harness import Run
 from tests.server.knowledge import QUESTION, write_knowledge
 
@@ -148,6 +149,7 @@ def test_validate_runs_the_same_questions_for_real(run: Run, kb: Path, tmp_path:
 
     assert found["measured"].keys() <= found["predicted"].keys()
     assert 0 < found["measured"]["p50_seconds"] <= found["measured"]["p99_seconds"]
+    assert not (kb / TRACE_FILE).exists(), "the diary is of what people ask"
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,9 @@ def _validate(  # noqa: PLR0913  the parts
 
     scene = forecaster.scene
     predicted = forecaster.forecast(found.chosen.split)
-    loaded = room.settings(config, {"runtime.model": model, **settings_of(found.chosen.split)})
+    values = settings_of(found.chosen.split)
+    # a workload is nobody's questions: the diary is not told of them
+    loaded = room.settings(config, {"runtime.model": model, "trace.keep": 0, **values})
     with room.open_room(kb, loaded) as opened:
         measured = measure(opened, scene.texts, scene.workload, answer_tokens, SystemClock())
     if not as_json:
