@@ -1,5 +1,7 @@
 """`stillroom explain` over a diary written as the pipeline writes it."""
 
+import contextlib
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +18,10 @@ from stillroom.rag.answer import (
     VariantReport,
     trace_of,
 )
+from stillroom.telemetry import trace
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.cli.harness import Run
+from tests.retrieval.test_reading_only import read_only
 
 CHUNK = "00000000000000ff"
 
@@ -115,6 +119,36 @@ def test_a_damaged_diary_says_what_to_do(run: Run) -> None:
     (Path("kb") / TRACE_FILE).write_bytes(b"no database" * 100)
     result = run("explain", "--kb", "kb")
     assert result.code == 1 and "remove it" in result.err
+
+
+def test_a_diary_that_may_only_be_read_is_read_as_it_is(run: Run, tmp_path: Path) -> None:
+    Path("kb").mkdir()
+    remember(answer("req-1", "first"))
+    with read_only(tmp_path / "kb") as view:
+        assert "about first?" in run("explain", "--kb", view).out
+        assert [path.name for path in view.iterdir()] == [TRACE_FILE]
+
+
+def test_a_diary_that_somebody_holds_is_not_called_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_BUSY_TIMEOUT_S", 0.01)
+    Path("kb").mkdir()
+    remember(answer("req-1", "first"))
+    with contextlib.closing(sqlite3.connect(Path("kb") / TRACE_FILE, isolation_level=None)) as holder:
+        holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+        holder.execute("BEGIN EXCLUSIVE")
+        held = run("explain", "--kb", "kb")
+    assert held.code == 1 and "locked by another process" in held.err and "remove" not in held.err
+    assert run("explain", "--kb", "kb").code == 0
+
+
+def test_reading_makes_nothing(run: Run) -> None:
+    Path("kb").mkdir()
+    assert run("explain", "--kb", "kb").code == 2 and not list(Path("kb").iterdir())
+    (Path("kb") / TRACE_FILE).touch()  # whoever writes it first was stopped
+    assert "no question is remembered" in run("explain", "--kb", "kb").err
+    remember(answer("req-1", "first"))
+    run("explain", "--kb", "kb")
+    assert [path.name for path in Path("kb").iterdir()] == [TRACE_FILE], "no log of SQLite's is left"
 
 
 def test_only_so_many_are_kept(run: Run) -> None:

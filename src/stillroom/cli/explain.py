@@ -2,14 +2,13 @@
 
 import datetime
 import json
-import sqlite3
 from typing import Annotated, Any
 
 import typer
 
 from stillroom.cli.console import count, duration, line, place, print_json
 from stillroom.cli.options import DEFAULT_KB, JsonOption, KbOption, help_text
-from stillroom.errors import CorruptKnowledgeBaseError, UsageError
+from stillroom.errors import UsageError
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 HELP = help_text(
@@ -35,10 +34,6 @@ def explain(
     try:
         found = log.get(request_id)
         earlier = log.sources_of(_behind(found[2])) if found is not None else {}
-    except (sqlite3.Error, ValueError) as error:
-        raise CorruptKnowledgeBaseError(
-            f"{kb / TRACE_FILE} cannot be read ({error}); remove it, it holds nothing but explanations"
-        ) from error
     finally:
         log.close()
     if found is None:

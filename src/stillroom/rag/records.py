@@ -3,7 +3,6 @@
 Reads only. What the diary does not hold, because it was not kept or was removed, is an error that says so.
 """
 
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +48,8 @@ class Records:
         """The last questions, latest first.
 
         Raises:
-            CorruptKnowledgeBaseError: the diary is damaged.
+            KnowledgeBaseBusyError, StorageError: the diary cannot be read now.
+            CorruptKnowledgeBaseError: it is damaged.
         """
         with _damage_reported():
             return [_summary(*found) for found in self._log.recent(limit)]
@@ -60,7 +60,7 @@ class Records:
 
         Raises:
             UnknownRequestError: it is not remembered.
-            CorruptKnowledgeBaseError: the diary is damaged.
+            KnowledgeBaseBusyError, StorageError, CorruptKnowledgeBaseError: as `recent`.
         """
         with _damage_reported():
             found = self._log.get(request_id) if request_id else None
@@ -95,7 +95,7 @@ def _summary(request_id: str, at: float, trace: dict[str, Any]) -> RecordSummary
 def _damage_reported() -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CorruptKnowledgeBaseError(
             f"the record of past questions cannot be read ({error}); remove traces.sqlite from the knowledge base, it "
             "holds nothing but explanations"

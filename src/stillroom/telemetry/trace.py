@@ -15,9 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
+
 logger = logging.getLogger(__name__)
 
 TRACE_FILE = "traces.sqlite"
+_COLUMNS = "(request_id TEXT PRIMARY KEY, at REAL NOT NULL, trace TEXT NOT NULL)"
+_BUSY_TIMEOUT_S = 2.0
 _EXTRA = 64
 """So many more than `keep` may be there before the oldest are removed."""
 _MAX_PENDING = 1024
@@ -100,45 +104,34 @@ class TraceLog:
         """Request id, time and trace of a question, the last one without an id; None if it is not there.
 
         Raises:
-            sqlite3.Error, ValueError: the file is damaged.
+            KnowledgeBaseBusyError: another process holds the file.
+            StorageError: it may not be read, or its disk fails.
+            CorruptKnowledgeBaseError: it is damaged.
         """
-        self._wait_until_written()
-        if not self._path.is_file():
-            return None
         where, values = ("WHERE request_id = ?", (request_id,)) if request_id else ("", ())
-        with self._lock, self._open() as connection:
+        with self._reading() as connection:
             row = connection.execute(f"SELECT * FROM traces {where} ORDER BY at DESC LIMIT 1", values).fetchone()
-        return None if row is None else (row[0], row[1], json.loads(row[2]))
+            return None if row is None else (row[0], row[1], json.loads(row[2]))
 
     def recent(self, limit: int) -> list[tuple[str, float, dict[str, Any]]]:
         """Request id, time and trace of the last questions, latest first. Raises as `get`."""
-        self._wait_until_written()
-        if not self._path.is_file():
-            return []
-        with self._lock, self._open() as connection:
+        with self._reading() as connection:
             rows = connection.execute("SELECT * FROM traces ORDER BY at DESC, rowid DESC LIMIT ?", (limit,)).fetchall()
-        return [(request_id, at, json.loads(trace)) for request_id, at, trace in rows]
+            return [(request_id, at, json.loads(trace)) for request_id, at, trace in rows]
 
     def questions(self) -> list[tuple[str, int]]:
-        """Every remembered question with the number of tokens of its answer, oldest first; none where the file is
-        damaged or missing, and prompts that were continued without a question left out."""
-        self._wait_until_written()
-        if not self._path.is_file():
-            return []
-        try:
-            with self._lock, self._open() as connection:
-                rows = connection.execute("SELECT trace FROM traces ORDER BY at").fetchall()
+        """Every remembered question with the number of tokens of its answer, oldest first, but prompts that were
+        continued without a question. Raises as `get`."""
+        with self._reading() as connection:
+            rows = connection.execute("SELECT trace FROM traces ORDER BY at").fetchall()
             found = [json.loads(row) for (row,) in rows]
             return [(one["question"], int(one["num_generated_tokens"])) for one in found if one["question"]]
-        except (sqlite3.Error, ValueError, KeyError, TypeError):
-            return []
 
     def sources_of(self, chunk_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """What was said of these chunks when one was last among a question's sources; those that never were are not in
-        it. Raises sqlite3.Error or ValueError: the file is damaged."""
-        self._wait_until_written()
+        it. Raises as `get`."""
         found = {}
-        with self._lock, self._open() as connection:
+        with self._reading() as connection:
             for chunk_id in chunk_ids:
                 query = "SELECT trace FROM traces WHERE instr(trace, ?) ORDER BY at DESC"
                 rows = (json.loads(row) for (row,) in connection.execute(query, (chunk_id,)))
@@ -163,14 +156,73 @@ class TraceLog:
                 self._connection = None
 
     @contextlib.contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection that changes nothing; to no questions where there is no diary yet. Raises as `get`, also where
+        what is read in here is no trace."""
+        self._wait_until_written()
+        try:
+            with contextlib.closing(_opened_for_reading(self._path)) as connection:
+                yield connection
+        except sqlite3.Error as error:
+            raise _explained(self._path, error) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damaged(self._path, error) from error
+
+    @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         if self._connection is None:
-            connection = sqlite3.connect(self._path, timeout=2.0, check_same_thread=False, isolation_level=None)
+            connection = sqlite3.connect(
+                self._path, timeout=_BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+            )
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = OFF")
-            connection.execute(
-                "CREATE TABLE IF NOT EXISTS traces (request_id TEXT PRIMARY KEY, at REAL NOT NULL, trace TEXT NOT NULL)"
-            )
+            connection.execute(f"CREATE TABLE IF NOT EXISTS traces {_COLUMNS}")
             connection.execute("CREATE INDEX IF NOT EXISTS by_time ON traces (at)")
             self._connection = connection
         yield self._connection
+
+
+def _opened_for_reading(path: Path) -> sqlite3.Connection:
+    """Without making the file. In a folder that cannot be written SQLite can make no log, and without one it reads a
+    file only as it lies: that is all of the diary while nobody writes to it."""
+    if not path.is_file():
+        return _connected(":memory:")
+    uri = path.absolute().as_uri()
+    try:
+        return _connected(f"{uri}?mode=rw")
+    except sqlite3.OperationalError as error:
+        if _code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+            raise
+    return _connected(f"{uri}?mode=ro&immutable=1")
+
+
+def _connected(name: str) -> sqlite3.Connection:
+    """To a file whose first page was read."""
+    connection = sqlite3.connect(name, timeout=_BUSY_TIMEOUT_S, isolation_level=None, uri=True)
+    try:
+        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'traces'").fetchone() is None:
+            connection.execute(f"CREATE TEMP TABLE traces {_COLUMNS}")  # nobody has written yet
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _explained(path: Path, error: sqlite3.Error) -> KnowledgeBaseError:
+    code = _code(error)
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return KnowledgeBaseBusyError(f"{path} is locked by another process; try again later")
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
+        return _damaged(path, error)
+    return StorageError(f"{path} cannot be read: {error}; see to the disk, and the rights of the file and its folder")
+
+
+def _damaged(path: Path, error: Exception) -> CorruptKnowledgeBaseError:
+    return CorruptKnowledgeBaseError(
+        f"{path} is damaged ({error}); remove it, it holds nothing but explanations of past questions"
+    )
+
+
+def _code(error: sqlite3.Error) -> int:
+    """Without what is more special."""
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF

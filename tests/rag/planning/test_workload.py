@@ -7,6 +7,8 @@ from typing import cast
 
 import pytest
 
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import UsageError
 from stillroom.rag.planning.workload import Questions, questions_of, read_questions, workload
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -42,9 +44,17 @@ def test_the_diary_says_what_was_asked_and_how_long_answers_are(tmp_path: Path) 
     assert found.answer_tokens == 30 and found.has_popularity
 
 
-def test_a_damaged_diary_is_none(tmp_path: Path) -> None:
+def test_without_a_diary_that_can_be_read_questions_are_made_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks = [Chunk(ChunkId(1), DocumentId("a.md"), 0, "about keys")]
+    documents = [SimpleNamespace(document_id="a.md")]
+    kb = SimpleNamespace(path=tmp_path, documents=lambda: documents, chunks_of=lambda _: chunks)
     (tmp_path / TRACE_FILE).write_text("no database" * 100)
-    assert TraceLog(tmp_path / TRACE_FILE, 0).questions() == []
+
+    assert questions_of(cast(KnowledgeBase, kb), None, 10, 0).texts == ("about keys",)
+
+    assert "the questions asked lately are not known" in caplog.text and "is damaged" in caplog.text
 
 
 def test_counts_decide_where_there_are_any() -> None:

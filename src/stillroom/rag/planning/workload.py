@@ -1,6 +1,7 @@
 """Which questions a plan is made for, how often each is asked, and when."""
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from stillroom.errors import UsageError
+from stillroom.errors import KnowledgeBaseError, UsageError
 from stillroom.rag.simulation.arrivals import arrivals_of
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
+
+logger = logging.getLogger(__name__)
 
 _KEYS = ("question", "query", "text")
 _WORDS = 12
@@ -56,11 +59,7 @@ def questions_of(kb: KnowledgeBase, file: Path | None, most: int, seed: int) -> 
     """
     if file is not None:
         return _counted(read_questions(file), file.name, most)
-    log = TraceLog(kb.path / TRACE_FILE, 0)
-    try:
-        past = log.questions()
-    finally:
-        log.close()
+    past = _past_questions(kb.path / TRACE_FILE)
     if len({question for question, _ in past}) >= 2:
         answer_tokens = round(sum(tokens for _, tokens in past) / len(past))
         questions = _counted([question for question, _ in past], "the questions asked lately", most)
@@ -69,6 +68,15 @@ def questions_of(kb: KnowledgeBase, file: Path | None, most: int, seed: int) -> 
     if not made:
         raise UsageError(f"{kb.path} holds no chunks; add documents first: stillroom add PATH --kb {kb.path}")
     return Questions(tuple(made), (1,) * len(made), "made from the documents, for want of real ones")
+
+
+def _past_questions(diary: Path) -> list[tuple[str, int]]:
+    """None where the diary cannot be read: a plan can do without, but says so."""
+    try:
+        return TraceLog(diary, 0).questions()
+    except KnowledgeBaseError as error:
+        logger.warning("the questions asked lately are not known: %s", error)
+        return []
 
 
 def _counted(texts: Sequence[str], source: str, most: int) -> Questions:
