@@ -10,6 +10,7 @@ from stillroom.core.kv import NodeKey, NodeRecord
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER
 from tests.cli.harness import Run
+from tests.retrieval.test_reading_only import read_only
 
 MODEL = b"\x07" * 32
 
@@ -49,6 +50,33 @@ def test_verify_finds_and_removes_what_is_damaged(run: Run, records: list[Path])
 def test_clear_removes_everything(run: Run, records: list[Path]) -> None:
     assert run("cache", "clear", "--kb", "kb").out == "removed 3 records\n"
     assert run("cache", "stats", "--kb", "kb", "--json").json["num_bytes"] == 0
+
+
+def test_what_cannot_be_removed_is_no_success(run: Run, records: list[Path], tmp_path: Path) -> None:
+    with read_only(tmp_path / "kb") as view:
+        cleared = run("cache", "clear", "--kb", view)
+        counts = run("cache", "clear", "--kb", view, "--json")
+    assert cleared.code == counts.code == 1
+    assert cleared.out == "removed 0 records\n" and "3 records could not be removed, the first: " in cleared.err
+    assert counts.json == {"num_removed": 0, "num_failures": 3} and all(path.exists() for path in records)
+
+
+def test_verify_says_why_it_removes_nothing(run: Run, records: list[Path], tmp_path: Path) -> None:
+    with read_only(tmp_path / "kb") as view:
+        barred = run("cache", "verify", "--kb", view)
+    assert barred.code == 0 and "cannot be written" in barred.err and "another process" not in barred.err
+    assert "a server" not in barred.err and "only reported" in barred.err
+    server = DiskStore(Path("kb") / KV_FOLDER, MODEL)
+    assert "another process keeps the KV cache" in run("cache", "verify", "--kb", "kb").err
+    server.close()
+
+
+def test_a_cache_that_cannot_be_read_is_not_called_empty(run: Run) -> None:
+    Path("kb").mkdir()
+    (Path("kb") / KV_FOLDER).touch()
+    for command in ("stats", "clear", "verify"):
+        result = run("cache", command, "--kb", "kb")
+        assert result.code == 1 and str(Path("kb") / KV_FOLDER) in result.err
 
 
 def test_a_folder_that_is_not_there_is_a_wrong_call(run: Run) -> None:

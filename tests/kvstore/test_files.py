@@ -32,13 +32,13 @@ def test_only_the_dead_chunks_records_and_what_follows_them_go(tmp_path: Path) -
 
 
 def test_usage_counts_every_model_and_clear_all_removes_it(tmp_path: Path) -> None:
-    assert usage(tmp_path / "nothing") == [] and clear_all(tmp_path / "nothing") == 0
+    assert usage(tmp_path / "nothing") == [] and clear_all(tmp_path / "nothing") == (0, [])
     store, other = DiskStore(tmp_path, MODEL), DiskStore(tmp_path, OTHER_MODEL)
     assert all(store.write(record(n), payload(n)) for n in range(3)) and other.write(record(1), payload(1, 10))
     (tmp_path / "mine").write_text("untouched")
     assert fingerprints(tmp_path) == [OTHER_MODEL, MODEL]
     assert usage(tmp_path) == [FolderUsage(OTHER_MODEL, 1, other.num_bytes), FolderUsage(MODEL, 3, store.num_bytes)]
-    assert clear_all(tmp_path) == 4
+    assert clear_all(tmp_path) == (4, [])
     assert stored(store) == [] and [entry.num_records for entry in usage(tmp_path)] == [0, 0]
     assert store.write(record(1), payload(1)) and stored(store) == [1]
     assert (tmp_path / "mine").exists()

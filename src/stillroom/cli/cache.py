@@ -1,5 +1,7 @@
 """`stillroom cache`: the KV that a knowledge base keeps on disk. Needs no model."""
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import typer
 from stillroom.cli.console import count, line, note, print_json, size
 from stillroom.cli.options import DEFAULT_KB, JsonOption, KbOption, QuietOption, help_text
 from stillroom.cli.progress import counting
-from stillroom.errors import KnowledgeBaseNotFoundError
+from stillroom.errors import KnowledgeBaseNotFoundError, StorageError
 from stillroom.kvstore.files import KV_FOLDER, clear_all, fingerprints, usage
 
 app = typer.Typer(no_args_is_help=True)
@@ -48,11 +50,13 @@ def stats(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False) -> None:
 
 @app.command("clear", help=CLEAR_HELP)
 def clear(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False) -> None:
-    removed = clear_all(_folder(kb))
+    removed, failures = clear_all(_folder(kb))
     if as_json:
-        print_json({"num_removed": removed})
+        print_json({"num_removed": removed, "num_failures": len(failures)})
     else:
         line(f"removed {count(removed, 'record')}")
+    if failures:
+        raise StorageError(f"{count(len(failures), 'record')} could not be removed, the first: {failures[0]}")
 
 
 @app.command("verify", help=VERIFY_HELP)
@@ -82,7 +86,7 @@ def _verify_one(folder: Path, fingerprint: bytes, *, is_quiet: bool) -> dict[str
     store = DiskStore(folder, fingerprint)
     try:
         if not store.is_writer and not is_quiet:
-            note("a server keeps this cache: damaged records are reported, and removed when it meets them")
+            note("damaged records are only reported: this process may not remove them")
         with counting("checking", is_shown=not is_quiet) as tell:
             report = store.verify(tell)
     finally:
@@ -98,4 +102,7 @@ def _verify_one(folder: Path, fingerprint: bytes, *, is_quiet: bool) -> dict[str
 def _folder(kb: Path) -> Path:
     if not kb.is_dir():
         raise KnowledgeBaseNotFoundError(f"there is no knowledge base at {kb}; --kb names its folder")
-    return kb / KV_FOLDER
+    folder = kb / KV_FOLDER
+    with contextlib.suppress(FileNotFoundError):
+        os.scandir(folder).close()  # what may not be read is not an empty cache: OSError
+    return folder

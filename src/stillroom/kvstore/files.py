@@ -146,11 +146,23 @@ def forget_chunks(
     return num_removed
 
 
-def clear_all(root: Path) -> int:
-    """Remove every model's records; returns how many. Those that are being written meanwhile may stay."""
-    return sum(
-        remove_file(path) for fingerprint in fingerprints(root) for path in record_paths(folder_of(root, fingerprint))
-    )
+def clear_all(root: Path) -> tuple[int, list[OSError]]:
+    """Remove every model's records. Those that are being written meanwhile may stay.
+
+    Returns:
+        Records removed, and what kept others from it.
+    """
+    num_removed, failures = 0, []
+    for fingerprint in fingerprints(root):
+        for path in record_paths(folder_of(root, fingerprint)):
+            try:
+                os.unlink(path)
+                num_removed += 1
+            except FileNotFoundError:
+                pass  # somebody else removed it
+            except OSError as error:
+                failures.append(error)
+    return num_removed, failures
 
 
 def remove_file(path: Path) -> bool:
