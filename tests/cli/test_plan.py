@@ -18,6 +18,7 @@ from stillroom.rag.planning.workload import Questions, Workload
 from stillroom.rag.room import Stillroom
 from stillroom.retrieval import ivf_pq
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.tiered_index import TieredIvfPqIndex
 from stillroom.telemetry.trace import TRACE_FILE
 from tests.cli.harness import Run
 from tests.server.knowledge import QUESTION, write_knowledge
@@ -90,6 +91,24 @@ def test_a_plan_for_index_and_kv(run: Run, lists_kb: Path) -> None:
     assert found["chosen"]["predicted"]["p95_seconds"] <= 1.01 * best
     assert {"hit_rate", "binding"} & found["smallest_hit_rate"].keys()
     assert found["search_model"]["per_query"] >= 0 and found["workload"]["requests"] == 6
+
+
+@pytest.mark.parametrize("hot_bytes", [0, 1000])
+def test_a_plan_searches_as_hard_as_the_goal_asks_and_copies_no_full_vectors(
+    lists_kb: Path, hot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goal = IndexConfig(kind="ivf_pq", nlist=16, nprobe=1, ann_recall=0.9, hot_bytes=hot_bytes)
+    config = StillroomConfig(runtime=RuntimeConfig(kv_bytes=2**26), index=goal)
+    asked = Questions(("key 7 of town 58", "key 9 of town 30"), (1, 1), "two")
+    with closing(KnowledgeBase.open(lists_kb, config, clock=SystemClock())) as opened:
+        index = opened.dense_index()
+        assert isinstance(index, TieredIvfPqIndex) == bool(hot_bytes)
+        monkeypatch.delattr(type(index), "to_arrays")
+        workload = Workload((0, 1), (0, 1), (0.0, 1.0), 1.0)
+        scene = measure_scene(opened, config, asked, workload, 2, SystemClock())
+        effort = opened.search_effort()
+    assert scene.index is not None and scene.index.nprobe == effort and effort > 1
+    assert scene.index.profile.sizes.sum() == 640 and all(one.dense_seconds > 0 for one in scene.found)
 
 
 def test_a_plan_for_a_device_that_lists_and_kv_share(run: Run, lists_kb: Path) -> None:

@@ -106,6 +106,16 @@ class Indexes:
                 return
             yield found
 
+    def effort(self) -> int | None:
+        """With which the dense index (its `nprobe` or `ef_search`) keeps the goal of the configuration, measured first
+        where no measurement holds; None without a goal.
+
+        Raises:
+            ConfigError: no effort reaches the goal.
+        """
+        with self._lock:
+            return self._effort(self._current_dense())
+
     def search_sparse(self, text: str, k: int, allowed: Allowed | None = None) -> Ranking:
         """The k best chunks by BM25. `allowed`: the only ones."""
         return self._current_sparse().search(text, k, allowed)

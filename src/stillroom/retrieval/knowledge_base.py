@@ -237,12 +237,8 @@ class KnowledgeBase:
         num_stages: int = NUM_STAGES,
         where: str = "",
     ) -> Iterator[SearchResult]:
-        """`search` in stages: provisional results first, and in the end exactly what `search` gives, as long as the
-        documents do not change. Whoever iterates may stop at any stage. Raises as `search`, with the first result.
-
-        Args:
-            num_stages: at most so many results; 1 gives the last only.
-        """
+        """`search` in at most `num_stages` results: provisional ones, and in the end exactly what `search` gives if the
+        documents do not change. Whoever iterates may stop at any stage. Raises as `search`, with the first."""
         needs_vectors = (mode or self._config.search.mode) != "sparse"
         self._repairs.before_search(needs_vectors=needs_vectors)
         if needs_vectors:
@@ -285,6 +281,10 @@ class KnowledgeBase:
     def dense_index(self) -> VectorIndex:
         """The dense index, brought up to date; for looking at and measuring, while nobody writes."""
         return self._indexes.current()[0]
+
+    def search_effort(self) -> int | None:
+        """See `Indexes.effort`."""
+        return self._indexes.effort()
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings [len(texts), dimension], each of length 1, in float32 arithmetic."""

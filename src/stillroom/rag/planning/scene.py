@@ -10,6 +10,7 @@ from typing import Any
 import faiss as _faiss
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stillroom.config.settings import QueryCacheConfig, StillroomConfig
 from stillroom.core.clock import Clock
@@ -26,7 +27,8 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.partition import Lists
 from stillroom.retrieval.search_profile import Effort, SearchProfile, measure_device, measure_profile, probed_lists
 from stillroom.retrieval.tiered_index import TieredIvfPqIndex
-from stillroom.retrieval.vector_index import VectorIndex
+from stillroom.retrieval.tiered_ivf import scan
+from stillroom.retrieval.vector_index import one_thread
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
@@ -54,7 +56,7 @@ class IndexLists:
     profile: SearchProfile
     """Over twice as many probes as the knowledge base makes, so that more can be told too."""
     nprobe: int
-    heat: "np.ndarray[Any, np.dtype[np.float64]]"
+    heat: NDArray[np.float64]
     """Accesses of each list by the questions that come before those that count: [nlist]."""
     devices: tuple[str, ...] = ()
     """That may hold lists."""
@@ -125,12 +127,12 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
     say("searching")
     room = spec.max_positions - answer_tokens
     room = min(room, config.generation.max_prompt_tokens or room)
-    found = _search(kb, config, questions.texts, prompts, room, clock, tell)
+    lists = None if config.search.mode == "sparse" else lists_of(kb)
+    found = _search(kb, config, questions.texts, lists, prompts, room, clock, tell)
     index = None
-    if config.search.mode != "sparse":
-        index = _index_lists(kb, questions, workload, say)
-    if index is not None:
-        index = _with_devices(index, kb, config, questions, model.decoder.device, say)
+    if lists is not None:
+        index = _index_lists(kb, lists, questions, workload, say)
+        index = _with_devices(index, kb, lists, config, questions, model.decoder.device, say)
     system = System(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
     prompts_of_warm = [found[number].prompt for number in workload.warm]
     return Scene(
@@ -157,6 +159,7 @@ def _search(  # noqa: PLR0913  the parts
     kb: KnowledgeBase,
     config: StillroomConfig,
     texts: Sequence[str],
+    lists: Any | None,
     prompts: PromptBuilder,
     max_tokens: int,
     clock: Clock,
@@ -164,14 +167,16 @@ def _search(  # noqa: PLR0913  the parts
 ) -> list[Found]:
     for _ in range(2):  # loads the embedder and the indexes
         kb.search("warm up")
-    index, found = _in_ram(kb), []
+    found = []
+    if config.search.mode != "sparse":
+        search_dense = _dense_search(kb, lists, max(config.search.num_candidates, config.search.top_k))
     for number, text in enumerate(texts):
         result = kb.search(text)
         dense_seconds = 0.0
         if config.search.mode != "sparse":
             vector = kb.embed_question(text)
             began = clock.monotonic()
-            index.search(vector, max(config.search.num_candidates, config.search.top_k))
+            search_dense(vector)
             dense_seconds = min(clock.monotonic() - began, result.search_seconds)
         prompt = prompts.build([scored.chunk for scored in result.results], text, max_tokens)
         parts = tuple(segment.token_ids for segment in prompt.segments)
@@ -181,15 +186,11 @@ def _search(  # noqa: PLR0913  the parts
 
 
 def _index_lists(
-    kb: KnowledgeBase, questions: Questions, workload: Workload, say: Callable[[str], None]
-) -> IndexLists | None:
-    """None where the index has no lists: another kind, or one that is not trained yet."""
-    lists = lists_of(kb)
-    if lists is None:
-        return None
+    kb: KnowledgeBase, lists: Any, questions: Questions, workload: Workload, say: Callable[[str], None]
+) -> IndexLists:
     say("profiling the index")
     vectors = np.stack([kb.embed_question(text) for text in questions.texts])
-    nprobe = min(kb.index_config.nprobe, int(lists.nlist))
+    nprobe = _nprobe(kb, lists)
     profile = measure_profile(lists, vectors, nprobe, kb.path, _EFFORT)
     wide = SearchProfile(
         profile.sizes, profile.bytes_per_vector, probed_lists(lists, vectors, 2 * nprobe), profile.model
@@ -199,9 +200,10 @@ def _index_lists(
     return IndexLists(wide, nprobe, heat)
 
 
-def _with_devices(
+def _with_devices(  # noqa: PLR0913  the parts
     index: IndexLists,
     kb: KnowledgeBase,
+    lists: Any,
     config: StillroomConfig,
     questions: Questions,
     model_device: torch.device,
@@ -214,8 +216,7 @@ def _with_devices(
     devices = devices_named(own.devices)
     shares_device = any(_is_same(torch.device(device), model_device) for device in devices)
     num_bytes = own.device_bytes or config.runtime.kv_bytes
-    lists = lists_of(kb)
-    if lists is None or not (own.device_bytes or shares_device):
+    if not (own.device_bytes or shares_device):
         return index
     say(f"profiling lists on {devices[0]}")
     vectors = np.stack([kb.embed_question(text) for text in questions.texts])
@@ -231,19 +232,33 @@ def _is_same(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and (one.index or 0) == (other.index or 0)
 
 
-def _in_ram(kb: KnowledgeBase) -> VectorIndex:
-    """The dense index; of one that has lists on disk, a copy in RAM."""
-    index = kb.dense_index()
-    if not isinstance(index, TieredIvfPqIndex):
-        return index
-    copy = IvfPqIndex(kb.dimension, kb.index_config)
-    copy.restore(index.to_arrays())
-    return copy
+def _dense_search(kb: KnowledgeBase, lists: Any | None, num: int) -> Callable[[NDArray[np.float32]], object]:
+    """Searches the dense index for `num` chunks. Where its lists are on disk it looks at their copy in RAM; the full
+    vectors stay in the file, and scoring with them counts as the rest of a search."""
+    index, effort = kb.dense_index(), kb.search_effort()
+    if lists is None or not isinstance(index, TieredIvfPqIndex):
+        return lambda query: index.search(query, num, effort)
+    nprobe, num_fetched = _nprobe(kb, lists), num * max(1, kb.index_config.refine)
+
+    def search(query: NDArray[np.float32]) -> object:
+        with one_thread():
+            nearness, probed = lists.quantizer.search(query.reshape(1, -1), nprobe)
+        return scan(lists, query, num_fetched, probed[0], nearness[0])
+
+    return search
+
+
+def _nprobe(kb: KnowledgeBase, lists: Any) -> int:
+    return min(kb.search_effort() or kb.index_config.nprobe, int(lists.nlist))
 
 
 def lists_of(kb: KnowledgeBase) -> Any | None:
-    """A copy of the trained lists of an `ivf_pq` index; None where it has none."""
-    if kb.index_config.kind != "ivf_pq":
-        return None
-    stored = kb.dense_index().to_arrays().get("ivf_pq")
-    return faiss.deserialize_index(stored) if stored is not None and len(stored) else None
+    """The trained lists of an `ivf_pq` index, in RAM and without full vectors: an IndexIVFPQ that is not to be changed.
+    None where it has none."""
+    index = kb.dense_index()
+    if isinstance(index, TieredIvfPqIndex):
+        if not index.is_trained:
+            return None
+        snapshot = index.snapshot()  # whose quantizers it has: they go when the index is shown another file
+        return faiss.clone_index(snapshot.whole())
+    return index.parts[0] if isinstance(index, IvfPqIndex) else None
