@@ -197,6 +197,40 @@ def test_reader_that_goes_away_is_not_an_error() -> None:
         assert process.stderr.read() == b""
 
 
+def over_a_fake_room(*args: str | bytes, encoding: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+    """A command in a process of its own, with standard streams of this encoding."""
+    code = (
+        "import sys\nfrom stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
+        "room.open_room = lambda *_, **__: FakeRoom()\nmain.main()\n"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, input=stdin, capture_output=True, cwd=root, env=environment, check=False)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_is_json_in_every_encoding(encoding: str) -> None:
+    query = "caf\u00e9 \u20ac \U0001f600"
+    found = over_a_fake_room("search", query, "--json", encoding=encoding)
+    assert json.loads(found.stdout)["query"] == query
+    failed = over_a_fake_room("serach", query, "--json", encoding=encoding)
+    assert json.loads(failed.stderr)["error"]["type"] == "UsageError"
+
+
+def test_a_question_that_is_no_text_does_not_stop_the_others() -> None:
+    lines = b"first one\ncaf\xe9\nlast one\n"
+    found = over_a_fake_room("ask", "-", "--quiet", encoding="utf-8", stdin=lines)
+    assert found.returncode == 2 and found.stdout == b"first one\nlast one\n"
+    assert b"the question is not text in UTF-8" in found.stderr and b"internal" not in found.stderr
+
+
+@pytest.mark.parametrize("args", [("search", b"caf\xe9"), ("ask", b"caf\xe9"), ("search", "x", "--where", b"a = \xe9")])
+def test_arguments_that_are_no_text_are_a_wrong_call(args: tuple[str | bytes, ...]) -> None:
+    found = over_a_fake_room(*args, encoding="utf-8")
+    assert found.returncode == 2 and b"is not text in UTF-8" in found.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_signals_end_a_command_without_a_stack_trace(number: int, code: int, tmp_path: Path) -> None:
     program = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stillroom.cli import console, room
-from stillroom.cli.console import duration, line, place, print_json, write
+from stillroom.cli.console import as_text, duration, line, place, print_json, write
 from stillroom.cli.options import (
     DEFAULT_KB,
     AnnRecallOption,
@@ -143,7 +143,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     options = AskOptions(
         mode=mode,
         top_k=top_k,
-        where=where,
+        where=as_text("--where", where),
         min_tokens=min_tokens,
         **sampling,
         stop=tuple(stop or ()),
@@ -185,6 +185,7 @@ def _each(questions: list[str]) -> Iterator[str]:
 
 
 def _answer(opened: "Stillroom", question: str, options: "AskOptions", style: _Style) -> None:
+    as_text("the question", question)
     if style.as_json:
         from stillroom.server.payloads import answer_payload
 

@@ -8,7 +8,9 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from stillroom.errors import UsageError
 
 _KEPT = "\n\t"
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT}
@@ -35,7 +37,7 @@ def line(text: str = "") -> None:
 
 def print_json(payload: Any, *, indent: int | None = 2) -> None:
     """A result as JSON; with `indent=None` on one line."""
-    sys.stdout.write(_as_json(payload, indent) + "\n")
+    sys.stdout.write(_as_json(payload, sys.stdout, indent) + "\n")
     sys.stdout.flush()
 
 
@@ -47,13 +49,23 @@ def note(text: str) -> None:
 def error(kind: str, message: str, *, as_json: bool) -> None:
     """What went wrong, on stderr: a line for people, or one JSON object for programs."""
     if as_json:
-        print(_as_json({"error": {"type": kind, "message": message}}), file=sys.stderr)
+        print(_as_json({"error": {"type": kind, "message": message}}, sys.stderr), file=sys.stderr)
     else:
         note(message)
 
 
-def _as_json(payload: Any, indent: int | None = None) -> str:
-    return json.dumps(payload, ensure_ascii=False, indent=indent).translate(_ESCAPES)
+def as_text(what: str, given: str) -> str:
+    """Words of an argument or of stdin. Raises UsageError where their bytes were no text."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} is not text in UTF-8; iconv converts it") from None
+    return given
+
+
+def _as_json(payload: Any, stream: TextIO, indent: int | None = None) -> str:
+    is_utf8 = (stream.encoding or "").lower().replace("-", "") in ("", "utf8")  # none: it takes any character
+    return json.dumps(payload, ensure_ascii=not is_utf8, indent=indent).translate(_ESCAPES)
 
 
 def text_width() -> int:

@@ -121,9 +121,11 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """The console entry: everything about the process, then `run`."""
-    for stream in (sys.stdout, sys.stderr):
+    # file names may hold any bytes, and one line of stdin that is no text does not stop the others
+    errors = (sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")
+    for stream, how in errors:
         with contextlib.suppress(AttributeError):  # a replaced stream may not have it
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # file names may hold any bytes
+            stream.reconfigure(errors=how)  # type: ignore[union-attr]
     if not sys.warnoptions and not _is_debugging():
         warnings.simplefilter("ignore")  # for developers of libraries, not for people who ask a question
     signal.signal(signal.SIGTERM, _terminate)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stillroom.cli import room
-from stillroom.cli.console import line, note, place, print_json, text_width
+from stillroom.cli.console import as_text, line, note, place, print_json, text_width
 from stillroom.cli.options import (
     DEFAULT_KB,
     AnnRecallOption,
@@ -52,6 +52,7 @@ def search(  # noqa: PLR0913  one parameter per flag
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
+    query, where = as_text("the query", query), as_text("--where", where)
     settings = room.settings(
         config, {"search.mode": mode, "search.top_k": top_k, **index_goal(ann_recall, search_budget)}
     )
