@@ -164,12 +164,26 @@ def test_the_form_s_options_reach_the_server(page: "Page", url: str, room: FakeR
     page.fill("#top-k", "3")
     page.select_option("#mode", "sparse")
     page.fill("#max-tokens", "2")
-    page.fill("#temperature", "0.5")
+    page.fill("#temperature", "0.75")
     ask(page, "How do I rotate keys?")
     page.wait_for_selector("text=Cut: the longest answer allowed was reached.")
 
     _, options = room.asked[-1]
-    assert (options.top_k, options.mode, options.max_tokens, options.temperature) == (3, "sparse", 2, 0.5)
+    assert (options.top_k, options.mode, options.max_tokens, options.temperature) == (3, "sparse", 2, 0.75)
+
+
+@browser_test
+def test_an_option_that_is_not_possible_is_shown_where_the_options_are_closed(
+    page: "Page", url: str, room: FakeRoom
+) -> None:
+    page.goto(url)
+    page.click("text=Options")
+    page.fill("#top-k", "200")
+    page.click("text=Options")
+    ask(page, "How do I rotate keys?")
+
+    page.wait_for_selector("#top-k:visible")
+    assert page.evaluate("document.activeElement.id") == "top-k" and not room.asked
 
 
 @browser_test

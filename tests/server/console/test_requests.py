@@ -86,6 +86,33 @@ def test_an_earlier_question_is_asked_again_and_the_figures_move(page: "Page", r
 
 
 @pytest.mark.browser
+def test_live_figures_of_a_server_that_is_gone_are_called_old(page: "Page", real_url: str) -> None:
+    page.clock.install()
+    page.goto(f"{real_url}/#live")
+    page.wait_for_selector(".tile")
+    before = page.inner_text("#live")
+    page.route("**/metrics", lambda route: route.abort())
+    page.clock.run_for(2000)
+    page.wait_for_selector("#live-error:visible")
+    assert "cannot be reached" in page.inner_text("#live-error") and page.inner_text("#live") == before
+    page.unroute("**/metrics")
+    page.clock.run_for(2000)
+    page.wait_for_selector("#live-error", state="hidden")
+
+
+@pytest.mark.browser
+def test_live_figures_are_of_the_last_two_minutes_only(page: "Page", real_url: str) -> None:
+    page.clock.install()
+    page.goto(f"{real_url}/#live")
+    page.wait_for_selector(".tile")
+    httpx.post(f"{real_url}/v1/chat/completions", json={"messages": [{"role": "user", "content": QUESTION}]})
+    page.clock.run_for(2000)
+    page.wait_for_selector("text=mean of 1 in two minutes")
+    page.clock.fast_forward(180_000)  # as a tab that nobody looks at
+    page.wait_for_selector("text=no answers in two minutes")
+
+
+@pytest.mark.browser
 def test_a_request_that_is_not_remembered(page: "Page", real_url: str) -> None:
     page.goto(f"{real_url}/#requests/req-<b>unknown")
     page.wait_for_selector("#request [role=alert]")

@@ -16,6 +16,9 @@ export function start() {
     event.preventDefault();
     if (question.value.trim()) ask(question.value.trim());
   });
+  // the browser says what is wrong beside a field, which it cannot where the field is not to be seen
+  const open = (event) => event.target.closest("details")?.setAttribute("open", "");
+  byId("ask-form").addEventListener("invalid", open, { capture: true });
   question.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();

@@ -5,7 +5,7 @@ import { byId, el, sparkline } from "./dom.js";
 import { count, duration, percent, trim } from "./format.js";
 
 const PERIOD_MS = 2000;
-const KEPT = 60;
+const KEPT_SECONDS = 120;
 
 let readings = [];
 let timer = null;
@@ -14,7 +14,7 @@ let timer = null;
 export async function startLive() {
   stopLive();
   const own = setInterval(() => {
-    if (document.visibilityState === "visible") read().catch(() => {});
+    if (document.visibilityState === "visible") read().catch((error) => timer === own && showStale(error));
   }, PERIOD_MS);
   timer = own;
   try {
@@ -28,6 +28,14 @@ export async function startLive() {
 export function stopLive() {
   clearInterval(timer);
   timer = null;
+  byId("live-error").hidden = true;
+}
+
+/** What stands there is of before. */
+function showStale(error) {
+  if (!byId("live-error").hidden) return;
+  byId("live-error").textContent = `${error.message} These are the last figures that it told.`;
+  byId("live-error").hidden = false;
 }
 
 async function read() {
@@ -41,7 +49,8 @@ async function read() {
   }
   const reading = parse(text);
   reading.at = performance.now() / 1000;
-  readings = [...readings, reading].slice(-KEPT - 1);
+  readings = [...readings.filter((one) => reading.at - one.at <= KEPT_SECONDS), reading];
+  byId("live-error").hidden = true;
   show();
 }
 
