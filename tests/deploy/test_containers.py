@@ -14,6 +14,7 @@ import yaml
 
 from stillroom.config.load import load_config
 from stillroom.errors import ConfigError
+from stillroom.rag.room import Stillroom
 from stillroom.server.doorway import open_doorway
 from stillroom.server.guard import own_names
 
@@ -129,3 +130,19 @@ def test_torch_is_installed_in_the_range_that_the_package_allows() -> None:
 def test_hadolint_has_no_complaint() -> None:
     done = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_backup_of_operations_md_works_every_night(tmp_path: Path) -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    script = re.search(r"exec -T stillroom sh -e <<'EOF'\n(.*?)EOF\n", page, re.DOTALL)
+    assert script is not None
+    data, backup, python = tmp_path / "data", tmp_path / "data/backup", shlex.quote(sys.executable)
+    command = script[1].replace("/data/", f"{data}/").replace("python ", f"{python} ")
+    for night in ("first", "second"):
+        with Stillroom.open(data / "kb") as room:
+            (tmp_path / f"{night}.md").write_text(f"the {night} document")
+            room.add(tmp_path / f"{night}.md")
+            subprocess.run(["sh", "-e"], input=command, text=True, check=True)  # while it is open
+    assert sorted(path.name for path in backup.iterdir()) == ["corpus.sqlite3", "manifest.json"]
+    with Stillroom.open(backup) as restored:
+        assert restored.num_documents == 2
