@@ -23,9 +23,7 @@ def plan_as_json(plan: Plan, scene: Scene) -> dict[str, Any]:
         else {
             "constraint": plan.binding.constraint,
             # 0 where so few requests would keep it, and only a queue that grows without end does not
-            "missed_by_seconds": max(
-                0.0, plan.chosen.forecast.percentile(plan.target.percent) - plan.target.seconds
-            ),
+            "missed_by_seconds": max(0.0, plan.chosen.forecast.percentile(plan.target.percent) - plan.target.seconds),
             "alone": plan.binding.alone.as_json(),
         },
         "model": scene.model_name,
