@@ -81,6 +81,7 @@ class Run:
         self.engine = engine
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
+        self.errors: dict[str, Exception] = {}
         self.num_steps = 0
         self.most_running = 0
         """Requests that ran at the same time."""
@@ -116,6 +117,8 @@ class Run:
                 self.tokens[event.request_id].append(event.token_id)
             if event.finish_reason is not None:
                 self.reasons[event.request_id] = event.finish_reason
+            if event.error is not None:
+                self.errors[event.request_id] = event.error
         self.engine.check_integrity()
         pool = scheduler.kv.pool
         self.most_users = max(self.most_users, *(pool.ref_count(BlockId(i)) for i in range(pool.num_blocks)))

@@ -109,6 +109,13 @@ def test_a_text_that_follows_the_schema_is_allowed_and_ends_it(
     assert constraint.is_complete and not early.is_complete
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("schema", "complaint"),
     [
@@ -116,6 +123,12 @@ def test_a_text_that_follows_the_schema_is_allowed_and_ends_it(
         ({"not": {"type": "string"}}, "not"),
         ({"type": "integer", "minimum": 2, "maximum": 1}, "minimum"),
         ({"type": {1, 2}}, "cannot be read"),
+        (nested(10_000), "cannot be read"),
+        ({"enum": ["x" * 100_000]}, "characters"),
+        ({"type": "integer", "multipleOf": 999_983}, "least common multiple"),
+        ({"type": "number", "multipleOf": 9999.83}, "least common multiple"),
+        ({"anyOf": [{"type": "integer", "multipleOf": m} for m in (997, 991)]}, "least common multiple"),
+        ({"type": "string", "pattern": "^(abcdefghij){100000}$"}, "too many expressions"),
     ],
 )
 def test_schemas_that_cannot_be_enforced_are_refused(
@@ -123,6 +136,29 @@ def test_schemas_that_cannot_be_enforced_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=complaint):
         constraints.compile(schema)
+
+
+@pytest.mark.parametrize("multiple", [0.01, 60, 1000, 4096, 1_000_000])
+def test_usual_multiples_are_enforced(constraints: JsonConstraints, multiple: float) -> None:
+    constraints.compile({"type": "number", "multipleOf": multiple})
+
+
+def test_an_answer_whose_schema_becomes_too_complex_ends_alone_and_says_so(
+    folder: Path, constraints: JsonConstraints
+) -> None:
+    """After the choice between two keys the lexer needs more states than it may have."""
+    long = {"type": "string", "pattern": "^[ab](abcdefghij){20000}$"}
+    choice = [{"type": "object", "properties": {key: long}, "required": [key]} for key in ("a", "b")]
+    constraint = constraints.compile({"anyOf": choice})
+    prompt = random_segments(np.random.default_rng(0), 301, [9, 5])
+    failing = dataclasses.replace(request("json", prompt, 120, [EOS]), constraint=constraint)
+    run = Run(engine_on(folder))
+    run.submit(request("free", prompt, 30))
+    run.submit_samples(*samples_of(failing, 2))
+    run.finish()
+    assert run.reasons["json/0"] is run.reasons["json/1"] is FinishReason.ABORTED
+    assert isinstance(run.errors["json/0"], UsageError) and "too complex" in str(run.errors["json/0"])
+    assert len(run.tokens["free"]) == 30 and run.reasons["free"] is FinishReason.LENGTH
 
 
 def test_a_model_without_an_end_token_is_refused(tokenizer: Tokenizer) -> None:

@@ -35,6 +35,7 @@ class Allowed:
     """A constraint that never moves."""
 
     is_complete = False
+    error = None
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self._words = np.zeros(1, dtype=np.int32)

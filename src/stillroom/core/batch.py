@@ -86,6 +86,13 @@ class ScheduledSequence(NamedTuple):
     def num_scheduled_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def all_positions(self) -> NDArray[np.int64]:
+        """Shape [n]: where the scheduled tokens stand, with gaps or without."""
+        if self.positions is not None:
+            return self.positions
+        return np.arange(self.first_position, self.first_position + self.num_scheduled_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:

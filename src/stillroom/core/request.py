@@ -112,6 +112,11 @@ class TokenConstraint(Protocol):
         """Nothing can follow: the sequence ends."""
         ...
 
+    @property
+    def error(self) -> str | None:
+        """Why it cannot say any more what may come: the sequence ends, and is no answer. None while it can."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

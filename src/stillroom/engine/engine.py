@@ -110,6 +110,7 @@ class Engine:
                 update.token_id,
                 update.finish_reason,
                 now,
+                update.error,
                 logprobs=update.logprobs,
                 reuse=update.reuse,
                 admission=update.admission,

@@ -5,7 +5,9 @@ used up.
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -17,6 +19,14 @@ from stillroom.errors import UsageError
 from stillroom.models.tokenizer import Tokenizer
 
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+_MAX_SCHEMA_CHARACTERS = 100_000
+_MAX_COMMON_MULTIPLE = 20_000
+"""Of all `multipleOf`: the library makes a state for each remainder, and neither a limit nor a deadline stops it."""
+_MAX_LEXER_STATES = 50_000
+"""A mask makes up to so many while everybody waits for it: a tenth of a second."""
+_NUM_FORCED = 16
+"""First tokens without a choice that are tried when a schema is compiled."""
 
 
 class JsonConstraint:
@@ -30,7 +40,7 @@ class JsonConstraint:
         return JsonConstraint(self._matcher.deep_copy())
 
     def allowed(self) -> NDArray[np.int32]:
-        """One bit per token, lowest first. If the schema is too complex to go on, only stop tokens are left."""
+        """One bit per token, lowest first; of no meaning if there is an `error` after it."""
         return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
 
     def advance(self, token_id: int) -> None:
@@ -41,6 +51,11 @@ class JsonConstraint:
     def is_complete(self) -> bool:
         """Nothing can follow."""
         return bool(self._matcher.is_stopped())
+
+    @property
+    def error(self) -> str | None:
+        """Why it is not known what may follow; None while it is."""
+        return _error_of(self._matcher)
 
 
 class JsonConstraints:
@@ -56,20 +71,24 @@ class JsonConstraints:
         """A constraint at the beginning of an answer.
 
         Raises:
-            UsageError: the schema is wrong or uses what cannot be enforced, or the model cannot write JSON.
+            UsageError: the schema is wrong, uses what cannot be enforced or is too complex, or the model cannot write
+                JSON.
         """
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        with self._lock:
-            tokenizer = self._tokenizer
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_LAYOUT)
-        except (ValueError, TypeError) as error:
+            text = json.dumps(schema)
+            _check_size(schema, len(text))
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides=_LAYOUT)
+        except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"the JSON schema cannot be read: {error}") from None
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
-        if is_error:
-            raise UsageError(f"the JSON schema cannot be enforced: {messages[0]}")
-        return JsonConstraint(LLMatcher(tokenizer, grammar, log_level=0))
+        with self._lock:  # one schema at a time: it takes a core, and seconds where it is large
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+            error_text = _error_of(matcher) or _early_error(matcher.deep_copy())
+        if error_text is not None:
+            raise UsageError(f"the JSON schema cannot be enforced: {error_text}")
+        return JsonConstraint(matcher)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -83,3 +102,50 @@ class JsonConstraints:
             )
         except ValueError as error:
             raise UsageError(f"this model cannot write JSON: {error}; take another model") from None
+
+
+def _error_of(matcher: Any) -> str | None:
+    return str(matcher.get_error()).partition("\n")[0] if matcher.is_error() else None
+
+
+def _early_error(matcher: Any) -> str | None:
+    """The error that every answer would run into, if it shows before the first choice."""
+    for _ in range(_NUM_FORCED):
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        if len(allowed) != 1 or matcher.is_stopped():
+            break
+        matcher.consume_token(int(allowed[0]))
+    return _error_of(matcher)
+
+
+def _check_size(schema: Mapping[str, Any], num_characters: int) -> None:
+    if num_characters > _MAX_SCHEMA_CHARACTERS:
+        raise UsageError(f"the JSON schema has {num_characters} characters; it may have {_MAX_SCHEMA_CHARACTERS}")
+    common = 1
+    for value in _multiples(schema):
+        common = math.lcm(common, _digits(value))  # what rules cost that meet in one number (allOf, anyOf)
+        if common > _MAX_COMMON_MULTIPLE and str(common).strip("0") != "1":  # powers of ten cost nothing
+            raise UsageError(
+                "the numbers of `multipleOf` in the JSON schema are too much together: their least common multiple, "
+                f"decimal points left out, must be a power of ten or at most {_MAX_COMMON_MULTIPLE}"
+            )
+
+
+def _multiples(schema: Mapping[str, Any]) -> Iterator[int | float]:
+    """Every `multipleOf`, wherever it stands: a `$ref` may lead anywhere."""
+    rest: list[Any] = [schema]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, Mapping):
+            rest += part.values()
+            value = part.get("multipleOf")
+            if isinstance(value, int | float) and value and math.isfinite(value):
+                yield value
+        elif isinstance(part, list | tuple):
+            rest += part
+
+
+def _digits(value: float) -> int:
+    """A number without its sign and decimal point, 0.25 as 25."""
+    _, digits, exponent = Decimal(str(value)).normalize().as_tuple()
+    return int("".join(map(str, digits)) + "0" * max(int(exponent), 0))

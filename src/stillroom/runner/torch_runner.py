@@ -111,7 +111,7 @@ class TorchRunner:
             start = end
         return PackedInput(
             token_ids_T=to_device(np.concatenate([s.token_ids for s in sequences]), device),
-            positions_T=to_device(np.concatenate([_positions(s) for s in sequences]), device),
+            positions_T=to_device(np.concatenate([s.all_positions for s in sequences]), device),
             slots_T=to_device(np.concatenate([_own_slots(s) for s in sequences]), device),
             spans=spans,
             wanted=wanted,
@@ -130,12 +130,6 @@ class TorchRunner:
         if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
             return slice(first, last + 1)
         return to_device(slots, self.decoder.device)
-
-
-def _positions(sequence: ScheduledSequence) -> NDArray[np.int64]:
-    if sequence.positions is not None:
-        return sequence.positions
-    return np.arange(sequence.first_position, len(sequence.slots))
 
 
 def _own_slots(sequence: ScheduledSequence) -> NDArray[np.int64]:

@@ -13,9 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stillroom.core.batch import Batch, BlockCopy, ScheduledSequence, StepResult, TokenLogprobs
 from stillroom.core.ids import BlockId, ChunkId, RequestId
 from stillroom.core.kv import owner_of
@@ -57,6 +54,8 @@ class SequenceUpdate:
     """With the first token: how much of its prompt was kept."""
     admission: Admission | None = None
     """With the first token: when its turn came."""
+    error: UsageError | None = None
+    """Why it was aborted."""
 
 
 class Scheduler:
@@ -201,7 +200,7 @@ class Scheduler:
             sequence = self._running[entry.request_id]
             sequence.began_at = began if sequence.began_at is None else sequence.began_at
             if entry.request_id in result.masses:
-                self.kv.weigh(sequence.lease, _positions(entry), result.masses[entry.request_id])
+                self.kv.weigh(sequence.lease, entry.all_positions, result.masses[entry.request_id])
             if sequence.lease.repair is not None:
                 if not self._advance_repair(sequence, entry, result):
                     continue
@@ -236,6 +235,9 @@ class Scheduler:
         is_answer = token_id not in sequence.request.stop_token_ids
         if is_answer:
             sequence.append(token_id)
+        if (error := sequence.error) is not None:
+            self._finish(sequence, FinishReason.ABORTED)
+            return SequenceUpdate(sequence.request_id, None, FinishReason.ABORTED, error=error)
         reason: FinishReason | None = None
         if not is_answer or sequence.is_complete:
             reason = FinishReason.STOP
@@ -390,10 +392,3 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         self._running.pop(sequence.request_id, None)
-
-
-def _positions(entry: ScheduledSequence) -> NDArray[np.int64]:
-    """Where the tokens of an entry stand."""
-    if entry.positions is not None:
-        return entry.positions
-    return np.arange(entry.first_position, entry.first_position + entry.num_scheduled_tokens)

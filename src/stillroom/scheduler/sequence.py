@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.ids import RequestId
 from stillroom.core.request import Admission, FinishReason, Request
+from stillroom.errors import UsageError
 from stillroom.kvcache.block_table import BlockTable
 from stillroom.kvcache.lease import Lease
 
@@ -96,6 +97,12 @@ class Sequence:
     def is_complete(self) -> bool:
         """Nothing can follow by the request's constraint."""
         return self.constraint is not None and self.constraint.is_complete
+
+    @property
+    def error(self) -> UsageError | None:
+        """Its constraint cannot be kept to any longer."""
+        text = None if self.constraint is None else self.constraint.error
+        return None if text is None else UsageError(f"the JSON schema is too complex for this answer: {text}")
 
     @property
     def admission(self) -> Admission | None:
