@@ -1,13 +1,15 @@
 """Transactions, generations and tombstones."""
 
 import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from stillroom.core.document import Chunk
-from stillroom.core.ids import DocumentId, chunk_id_of
+from stillroom.core.ids import ChunkId, DocumentId, chunk_id_of
 from stillroom.core.metadata import Metadata
 from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval.corpus import Corpus
@@ -123,6 +125,30 @@ def test_a_failing_commit_leaves_nothing_behind(corpus: Corpus) -> None:
     with pytest.raises(ValueError):
         corpus.commit([good, bad])
     assert (corpus.num_documents, corpus.num_chunks, corpus.generation) == (0, 0, 0)
+
+
+def test_who_asks_what_exists_does_not_wait_for_a_commit(corpus: Corpus) -> None:
+    """The engine asks between two steps of everybody."""
+    corpus.commit([stored("a", "one")])
+    chunk = stored("a", "one").chunks[0].chunk_id
+
+    def in_the_middle() -> Iterator[DocumentId]:
+        yield DocumentId("a")
+        seen.append(other.submit(lambda: (corpus.generation, corpus.existing([chunk]))).result(20))
+
+    seen: list[tuple[int, set[ChunkId]]] = []
+    with ThreadPoolExecutor(1) as other:
+        corpus.commit(removed=in_the_middle())
+    assert seen == [(1, {chunk})]
+    assert (corpus.generation, corpus.existing([chunk])) == (2, set())
+
+
+def test_many_documents_are_removed_in_several_commits(corpus: Corpus) -> None:
+    """Others read in between, and every document goes as a whole."""
+    documents = [stored(f"d{index}", "one", "two") for index in range(501)]
+    corpus.commit(documents)
+    assert corpus.remove([document.document_id for document in documents]) == 1002
+    assert (corpus.num_documents, corpus.num_chunks, corpus.generation) == (0, 0, 3)
 
 
 def test_files_are_noted_and_forgotten_without_a_new_generation(corpus: Corpus) -> None:

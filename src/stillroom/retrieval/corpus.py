@@ -3,14 +3,15 @@
 A document is wholly there or wholly absent, for each `commit` is one transaction. Each one raises the generation and
 stamps with it what it added and removed, so that a search index knows what it has missed (`changes_since`): the
 indexes are projections that can be brought up to date, or thrown away and rebuilt without embedding anything again.
-Thread-safe; readers in this and other processes see the last commit.
+Thread-safe; readers in this and other processes see the last commit. Who asks for the generation or which chunks exist
+never waits for a commit: the engine does, between two steps of everybody.
 """
 
 import contextlib
 import sqlite3
 import threading
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ class Corpus:
         self._lock = threading.RLock()
         self._counts = (-1, 0, 0)
         self._file = CorpusFile(path)
+        self._glance_lock = threading.Lock()
+        self._glance_file: CorpusFile | None = None
+        self._is_closed = False
         try:
             self._upgrade()
             self.corpus_id = self._own_id()
@@ -59,15 +63,19 @@ class Corpus:
 
     def close(self) -> None:
         """Idempotent."""
-        with self._lock:
+        with self._lock, self._glance_lock:
+            self._is_closed = True
             self._file.close()
+            if self._glance_file is not None:
+                self._glance_file.close()
 
     # What there is
 
     @property
     def generation(self) -> int:
         """Number of commits that changed something so far; one cheap read."""
-        return int(self._one("SELECT generation FROM state")[0])
+        with self._glancing() as connection:
+            return int(connection.execute("SELECT generation FROM state").fetchone()[0])
 
     def commit_id(self, generation: int) -> str | None:
         """What names the commit that led to a generation: what was made from this corpus then, and from no other state
@@ -133,7 +141,8 @@ class Corpus:
 
     def existing(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         """Those of the chunks that are still there."""
-        return {ChunkId(row[0]) for row in self._select_in(rows.SELECT_EXISTING, list(chunk_ids))}
+        found = self._select_in(rows.SELECT_EXISTING, list(chunk_ids), self._glancing)
+        return {ChunkId(row[0]) for row in found}
 
     def embeddings(self, chunk_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Ids [n] and embeddings [n, d] in the order asked for; chunks that are gone are left out."""
@@ -208,6 +217,12 @@ class Corpus:
             writer.finish()
         return num_removed
 
+    def remove(self, document_ids: Collection[DocumentId]) -> int:
+        """Remove documents, some hundreds in each commit, so that readers get their turn in between. Returns how many
+        chunks they had; raises as `commit`."""
+        rest = list(document_ids)
+        return sum(self.commit(removed=rest[start : start + _BATCH]) for start in range(0, len(rest), _BATCH))
+
     # Inside
 
     def _upgrade(self) -> None:
@@ -258,10 +273,15 @@ class Corpus:
             row: tuple[int, ...] = connection.execute(statement, parameters).fetchone()
             return row
 
-    def _select_in(self, statement: str, chunk_ids: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    def _select_in(
+        self,
+        statement: str,
+        chunk_ids: Sequence[int],
+        reading: Callable[[], contextlib.AbstractContextManager[sqlite3.Connection]] | None = None,
+    ) -> Iterator[tuple[Any, ...]]:
         for start in range(0, len(chunk_ids), _BATCH):
             batch = [int(chunk_id) for chunk_id in chunk_ids[start : start + _BATCH]]
-            with self._reading() as connection:
+            with (reading or self._reading)() as connection:
                 found = connection.execute(statement.format(",".join("?" * len(batch))), batch).fetchall()
             yield from found
 
@@ -269,6 +289,15 @@ class Corpus:
     def _reading(self) -> Iterator[sqlite3.Connection]:
         with self._lock, self._file.reporting(), self._file.reading() as connection:
             yield connection
+
+    @contextlib.contextmanager
+    def _glancing(self) -> Iterator[sqlite3.Connection]:
+        """For short reads that wait for nobody who writes: a connection of their own, opened with the first."""
+        with self._glance_lock, self._file.reporting():
+            if self._glance_file is None and not self._is_closed:
+                self._glance_file = CorpusFile(self._path)
+            with (self._glance_file or self._file).reading() as connection:
+                yield connection
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

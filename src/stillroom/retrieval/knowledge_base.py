@@ -179,7 +179,7 @@ class KnowledgeBase:
         with self._writing("remove"):
             known = {one: path for path, document_ids in self._corpus.paths().items() for one in document_ids}
             doomed = {document_id: None for target in targets for document_id in documents_at(target, known)}
-            return RemoveReport(len(doomed), self._corpus.commit(removed=doomed))
+            return RemoveReport(len(doomed), self._corpus.remove(doomed))
 
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """What is indexed, by document id; those behind `after`, and at most `limit`."""
