@@ -158,6 +158,7 @@ def test_whoever_waits_is_told_when_the_engine_itself_fails(monkeypatch: pytest.
     engine = AsyncEngine(inner)
     engine.submit(ask("runs"), events["runs"].put)
     assert runner.is_waiting.acquire(timeout=30)
+    was_alive = engine.is_alive
     engine.submit(ask("queued"), events["queued"].put)  # a command that nobody has carried out yet
     for name in ("give_up_audit", "cancel"):
         monkeypatch.setattr(inner, name, broken)
@@ -167,6 +168,7 @@ def test_whoever_waits_is_told_when_the_engine_itself_fails(monkeypatch: pytest.
         assert "engine has failed" in str(read_all(waiting)[-1].error)
     with pytest.raises(EngineClosedError):
         engine.submit(ask("late"), events["runs"].put)
+    assert (was_alive, engine.is_alive) == (True, False)
     engine.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from stillroom.config.settings import QueryCacheConfig, ReuseConfig, SpeculationConfig, StillroomConfig
 from stillroom.core.kv import NO_TENANT, owner_of
+from stillroom.engine.engine import Engine
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER, record_paths, usage
 from stillroom.rag.answer import Answer, AskOptions
@@ -17,6 +18,7 @@ from stillroom.rag.room import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.kvstore.nodes import key, payload, record
 from tests.rag.test_reuse import TEXTS
+from tests.server.fakes import until
 
 ALONE = SpeculationConfig(mode="off")
 """A prompt that was begun for a provisional list would be found by the tenant's own next one."""
@@ -183,3 +185,20 @@ def test_documents_of_all_rooms_are_counted(docs: Path, tmp_path: Path) -> None:
 
 def test_tags_tell_tenants_apart() -> None:
     assert owner_of("") == NO_TENANT != owner_of("a") != owner_of("b")
+
+
+def test_no_room_is_ready_once_their_engine_has_failed(
+    docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Engine) -> bool:
+        raise MemoryError
+
+    with Stillroom.open(tmp_path / "own") as own, own.beside(tmp_path / "a", "a") as a:
+        for room in (own, a):
+            assert not room.is_ready
+            room.add(docs)
+            room.ask(QUESTION)
+            assert room.is_ready
+        monkeypatch.setattr(Engine, "has_work", property(broken))
+        own.remove(str(docs / f"{next(iter(TEXTS))}.txt"))  # wakes it
+        until(lambda: not own.is_ready and not a.is_ready)

@@ -38,6 +38,11 @@ class AsyncEngine:
         self._thread.start()
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it still takes requests: it was not closed, and has not failed."""
+        return not self._is_closed
+
+    @property
     def num_blocks(self) -> int:
         return self._engine.scheduler.kv.pool.num_blocks
 

@@ -39,6 +39,11 @@ class OpenAIEngine:
         self._thread.start()
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it still takes requests: it was not closed."""
+        return not self._is_closed
+
+    @property
     def num_waiting(self) -> int:
         """Requests of whose answer nothing has come yet."""
         return max(0, len(self._tasks) - len(self._begun))

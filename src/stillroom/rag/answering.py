@@ -103,8 +103,9 @@ class Answering:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a question finds everything loaded and open."""
-        return self._pipeline is not None and not self._is_closed
+        """Whether a question finds everything loaded, open and at work."""
+        backend = self.backend
+        return self._pipeline is not None and not self._is_closed and backend is not None and backend.is_alive
 
     def pipeline(self) -> "Pipeline":
         """Loads the model, if nobody has.

@@ -79,6 +79,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def is_alive(self) -> bool:
+        """False once nothing can be asked of it any more, in this process."""
+        ...
+
+    @property
     def load(self) -> Load: ...
 
     @property

@@ -75,6 +75,10 @@ class Generator:
         return self.model.decoder.spec.max_positions
 
     @property
+    def is_alive(self) -> bool:
+        return self.engine.is_alive
+
+    @property
     def load(self) -> Load:
         engine = self.engine
         return Load(

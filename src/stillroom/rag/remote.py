@@ -54,6 +54,10 @@ class RemoteGenerator:
         return self._engine.model
 
     @property
+    def is_alive(self) -> bool:
+        return self._engine.is_alive
+
+    @property
     def load(self) -> Load:
         return Load(self._engine.num_waiting, self._engine.num_running)
 
