@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 
 from stillroom.core.clock import VirtualClock
 from stillroom.core.request import FinishReason
+from stillroom.engine.audit import Audit
 from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import DeadlineExceededError, RequestTimeoutError
+from stillroom.kvcache.placement import AnywhereOptions
 from tests.engine.modelled import NUM_BLOCKS, ask, modelled_engine
 
 
@@ -70,6 +73,31 @@ def test_who_ended_in_time_is_not_late_afterwards() -> None:
     engine.cancel(ask("b").request_id)
     engine.submit(ask("a", max_tokens=2, deadline=50.0))
     assert ends(run(engine)) == {"a": (3, None)}
+
+
+def test_who_ended_in_a_step_that_failed_is_not_late_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails on the second of its requests has ended the first, and nobody heard of it."""
+    audit = Audit(
+        AnywhereOptions(0.15, "question"), lambda _: None, share=1, max_disagreement=1, randomness=random.Random(0)
+    )
+    engine = modelled_engine(timeout=5.0)
+    engine.audit = audit
+    engine.submit(ask("ends", max_tokens=1))
+    engine.submit(ask("fails"))
+    update = engine.scheduler.update
+
+    def failing(*arguments: Any) -> None:
+        update(*arguments)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "update", failing)
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert [engine.cancel(ask(name).request_id) is None for name in ("ends", "fails")] == [True, False]
+    assert not audit._open
+    engine.submit(ask("innocent", max_tokens=5))
+    assert ends(run(engine)) == {"innocent": (6, None)}
 
 
 @settings(max_examples=100)

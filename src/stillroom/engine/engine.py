@@ -77,14 +77,13 @@ class Engine:
             self._deadlines.begin(one, now)
 
     def cancel(self, request_id: RequestId) -> TokenEvent | None:
-        """Forget a request; its blocks are free from now on. None if it had ended already."""
-        if not self.scheduler.abort(request_id):
-            return None
-        self._deadlines.end(request_id)
+        """Forget a request; its blocks are free from now on. None if it had ended already, maybe in a step that failed
+        afterwards, so that nobody heard of it."""
         event = TokenEvent(request_id, None, FinishReason.ABORTED, self.clock.monotonic())
+        self._deadlines.end(request_id)
         if self.audit is not None:
             self.audit.hear(event)
-        return event
+        return event if self.scheduler.abort(request_id) else None
 
     def step(self) -> list[TokenEvent]:
         """Run one step; nothing if there is nothing to run.
@@ -179,6 +178,6 @@ class Engine:
                 self.scheduler.restart(request_id)
                 continue
             event = self.cancel(request_id)
-            assert event is not None
-            events.append(replace(event, error=error))
+            if event is not None:
+                events.append(replace(event, error=error))
         return events
