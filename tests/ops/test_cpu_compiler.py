@@ -13,6 +13,7 @@ import pytest
 from numba.core.cpu_options import ParallelOptions
 
 from stillroom.ops import cpu_kernels, cpu_products
+from tests.fakes import random_checkpoint
 
 IN_A_PROCESS_OF_ITS_OWN = """
 import inspect, re
@@ -46,6 +47,34 @@ def test_options_are_those_of_every_kernel() -> None:
     for kernel in kernels:
         for _ in range(2):
             assert ParallelOptions(kernel.targetoptions["parallel"])._get_values() == intended
+
+
+TWO_MODELS_AT_ONCE = """
+import sys, threading
+from pathlib import Path
+import numba
+from tests.engine.harness import Run, engine_on, request
+
+def work(number):
+    run = Run(engine_on(Path(sys.argv[1])))
+    for index in range(4):
+        run.submit(request(f"r{index}", [[3 + number, 5], [7] * 40], max_tokens=30))
+    run.finish()
+
+work(0)
+assert numba.threading_layer() == "workqueue"
+threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_two_models_can_compute_at_once_where_threads_are_numbas_own(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, "Llama", num_hidden_layers=2)
+    environment = os.environ | {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", TWO_MODELS_AT_ONCE, str(tmp_path)], env=environment, check=True, timeout=300)
 
 
 def test_two_that_keep_code_of_one_kernel_do_not_mix_it_up(monkeypatch: pytest.MonkeyPatch) -> None:

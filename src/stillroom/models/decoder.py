@@ -17,6 +17,7 @@ from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops import cpu_kernels
 from stillroom.ops.attention_watch import Watch
+from stillroom.ops.cpu_compiler import in_turn
 from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate_and_store
 from stillroom.ops.rows import rms_norm
 
@@ -45,6 +46,7 @@ class Decoder:
         # rounded as the product with the embedding would be
         self._embedding_scale = float(torch.tensor(spec.embedding_scale or 1.0, dtype=self.dtype))
 
+    @in_turn
     @torch.inference_mode()
     def hidden_states(self, packed: PackedInput, layer_kv: LayerKV, watch: Watch | None = None) -> torch.Tensor:
         """Final hidden states [B, M] of the wanted rows, before the last norm. Writes this step's K (rotated) and V to
@@ -82,6 +84,7 @@ class Decoder:
             x_TM = x_TM + self._normed(self._mlp(index, x_TM), layer.post_mlp_norm)
         return x_TM
 
+    @in_turn
     @torch.inference_mode()
     def logits(self, hidden_BM: torch.Tensor) -> torch.Tensor:
         """Float32 logits [B, V] of the tokens that follow these hidden states."""

@@ -5,9 +5,11 @@ is kept for as long as none of these files changes: numba looks only at the file
 what it calls.
 """
 
+import threading
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numba
 import numpy as np
@@ -25,6 +27,10 @@ Bits = NDArray[Any]
 SIXTEEN = np.uint32(16)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+_turn = threading.RLock()
 
 
 def _can_keep_code() -> bool:
@@ -72,6 +78,28 @@ def _keep_safely(cache_file: Any) -> None:
 def parallel_kernel(function: _Function) -> _Function:
     """Compiled, with its `prange` on `use_threads` threads."""
     return kernel(function, parallel=_PARALLEL)
+
+
+def in_turn(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """For what calls parallel kernels: where numba has found neither OpenMP nor TBB, one thread at a time, since two
+    that are in its own `workqueue` end the process. Elsewhere nobody waits."""
+
+    @wraps(function)
+    def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        if not _is_workqueue():
+            return function(*args, **kwargs)
+        with _turn:
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _is_workqueue() -> bool:
+    """Also where no parallel kernel has run yet: this one may be the first."""
+    try:
+        return str(numba.threading_layer()) == "workqueue"
+    except ValueError:
+        return True
 
 
 def inlined(function: _Function) -> _Function:
