@@ -6,13 +6,15 @@ import os
 import resource
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from stillroom.core.kv import NodeKey
+from stillroom.kvstore import disk
 from stillroom.kvstore.disk import DiskStore, make_room_beside
-from stillroom.kvstore.files import folder_of, path_of
+from stillroom.kvstore.files import folder_of, path_of, remove_file
 from stillroom.kvstore.record import HEADER_SIZE, TRAILER_SIZE, Defect
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record
 
@@ -269,3 +271,19 @@ def test_other_models_make_room_the_one_stored_longest_ago_first(tmp_path: Path)
     older.close()
     assert make_room_beside(tmp_path, MODEL, 0) == 3 * size, "who writes now keeps its own"
     assert all(newer.has(key(n)) and own.has(key(n)) for n in range(3)) and len(files_in(tmp_path)) == 6
+
+
+def test_who_starts_while_others_make_room_becomes_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path).close()
+    opened: list[Future[DiskStore]] = []
+
+    def removing(path: Path) -> bool:
+        if not opened:
+            opened.append(pool.submit(DiskStore, tmp_path, MODEL))
+            wait(opened, 0.1)
+        return remove_file(path)
+
+    monkeypatch.setattr(disk, "remove_file", removing)
+    with ThreadPoolExecutor(1) as pool:
+        make_room_beside(tmp_path, OTHER_MODEL, 0)
+    assert opened[0].result().is_writer

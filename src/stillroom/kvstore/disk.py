@@ -42,6 +42,8 @@ from stillroom.kvstore.record import (
 logger = logging.getLogger(__name__)
 
 _LOCK = "writer.lock"
+_PATIENCE_SECONDS = 0.5
+"""How long a store tries to become the writer: whoever makes room beside holds the lock for a record at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +185,8 @@ class DiskStore:
     def _try_lock(self) -> FileLock | None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.folder / _LOCK, timeout=0, thread_local=False)
-            lock.acquire()
+            lock = FileLock(self.folder / _LOCK, timeout=_PATIENCE_SECONDS, thread_local=False)
+            lock.acquire(poll_interval=0.005)
             return lock
         except Timeout:
             reason = "another process keeps the KV cache of this knowledge base; this one reads it and stores nothing"
@@ -246,11 +248,11 @@ def make_room_beside(root: Path, fingerprint: bytes, max_bytes: int) -> int:
             records[folder] = sorted(found, reverse=True)
     left = sum(size for found in records.values() for _, size, _ in found)
     for folder in sorted(records, key=lambda folder: records[folder][0]):
-        if left <= max_bytes or (lock := _locked(folder)) is None:
-            continue
         for _, size, path in records[folder]:
-            left -= size if left > max_bytes and remove_file(path) else 0
-        lock.release()
+            if left <= max_bytes or (lock := _locked(folder)) is None:
+                break
+            left -= size if remove_file(path) else 0
+            lock.release()  # who starts with that model now becomes its writer
     return left
 
 
