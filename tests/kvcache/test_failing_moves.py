@@ -29,6 +29,11 @@ class Narrow(PrefixMemory):
         self._refuse("place")
         return super().place(copy, block_ids, first_position)
 
+    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+        if self.expected:
+            self._refuse("second expect")
+        return super().expect(key, num_tokens)
+
     def _refuse(self, move: str) -> None:
         if move in self.moves:
             raise MemoryError(move)
@@ -71,3 +76,25 @@ def test_a_request_whose_placement_fails_holds_nothing() -> None:
     kitchen.check(lease)
     assert not lease.table.block_ids and all(node.num_users == 0 for node in kitchen.tree)
     assert kitchen.tree.make_room(8)
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_a_request_for_which_reading_ahead_fails_holds_nothing(is_placed: bool) -> None:
+    kitchen = Kitchen(8, disk_bytes=20 * SIZE)
+    kitchen.memory = memory = Narrow(SIZE)
+    kitchen.open()
+    assert kitchen.manager.reuse is not None
+    kitchen.manager.reuse = replace(kitchen.manager.reuse, always_loads=True, anywhere=AnywhereOptions(0.1, "first"))
+    kitchen.serve(1, 2)
+    while kitchen.tree.tend():
+        pass
+    assert kitchen.tree.make_room(8)
+    lease = kitchen.lease(2, 1) if is_placed else kitchen.lease(1, 2)
+    memory.moves = ("second expect",)
+    with pytest.raises(MemoryError):
+        kitchen.manager.expect(lease)
+    kitchen.manager.release(lease)
+    with pytest.raises(MemoryError):
+        kitchen.admit(lease)
+    kitchen.check(lease)
+    assert not +memory.expected and all(node.num_users == 0 for node in kitchen.tree)

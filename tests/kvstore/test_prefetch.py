@@ -56,6 +56,18 @@ def prefetcher(gate: Gate) -> Iterator[Prefetcher]:
     one.close()
 
 
+def test_without_a_thread_nothing_is_read_ahead(
+    prefetcher: Prefetcher, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetcher._executor, "submit", refuse)
+        assert not prefetcher.request(key(1), SIZE) and prefetcher.num_bytes == 0
+    assert prefetcher.request(key(1), SIZE) and prefetcher.num_bytes == SIZE
+
+
 def test_what_was_requested_is_there(prefetcher: Prefetcher, gate: Gate) -> None:
     gate.is_open.set()
     assert prefetcher.request(key(1), SIZE) and prefetcher.request(key(2), SIZE)

@@ -83,10 +83,15 @@ class KnowledgeTree(LeavingNodes):
     def unexpect(self, keys: Iterable[NodeKey]) -> None:
         self._change_expected(keys, -1)
 
-    def read_ahead(self, nodes: Iterable[Node]) -> list[NodeKey]:
-        """A sequence that waits will load or place these: have those read that are on disk only; returns which are, to
-        be given back to `stop_reading_ahead`."""
-        return [node.key for node in nodes if node.tier is Tier.DISK and self.mover.expect(node.key, node.num_tokens)]
+    def read_ahead(self, nodes: Iterable[Node], begun: list[NodeKey]) -> None:
+        """A sequence that waits will load or place these: have those read that are on disk only.
+
+        Args:
+            begun: takes the key of each that is, to be given back to `stop_reading_ahead`, also where this raises.
+        """
+        for node in nodes:
+            if node.tier is Tier.DISK and self.mover.expect(node.key, node.num_tokens):
+                begun.append(node.key)
 
     def stop_reading_ahead(self, keys: Iterable[NodeKey]) -> None:
         for key in keys:

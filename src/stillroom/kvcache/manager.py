@@ -305,8 +305,8 @@ class KVCacheManager:
         if sources and not tree.has_room(num_blocks_for(fresh, size)):
             tree.release(reversed(sources))
             sources, placements = [], []
-        self._read_ahead(lease, path, placements)  # one is copied while the next one is read
         try:
+            self._read_ahead(lease, path, placements)  # one is copied while the next one is read
             if not tree.make_room(num_blocks_for(fresh, size)):
                 self._shorten(tree, lease, 0)
                 return None
@@ -365,7 +365,7 @@ class KVCacheManager:
         if not self.reuse.tree.num_nodes(Tier.DISK):
             return
         nodes = [*path, *(placement.node for placement in placements)]
-        lease.read_ahead += self.reuse.tree.read_ahead(node for node in nodes if node.key not in lease.read_ahead)
+        self.reuse.tree.read_ahead([node for node in nodes if node.key not in lease.read_ahead], lease.read_ahead)
 
     def _use_instead(self, table: BlockTable, piece: Piece, own: list[BlockId], kept: list[BlockId]) -> None:
         """[computed twice): free it, another sequence stored it first."""

@@ -59,15 +59,20 @@ class Prefetcher:
         return self._num_bytes
 
     def request(self, key: NodeKey, num_bytes: int) -> bool:
-        """Somebody will need this record. False if there is no room for it, and then there is nothing to release."""
+        """Somebody will need this record. False if there is no room for it, or no thread to be had, and then there is
+        nothing to release."""
         entry = self._entries.get(key)
-        if entry is None:
-            if self.num_bytes + num_bytes > self._capacity:
+        if entry is None and self.num_bytes + num_bytes > self._capacity:
+            return False
+        if entry is None or entry.future.cancelled():
+            try:
+                future = self._executor.submit(self._read, key, num_bytes)
+            except RuntimeError:
                 return False
-            entry = self._entries[key] = _Entry(self._executor.submit(self._read, key, num_bytes), num_bytes)
-            self._num_bytes += num_bytes
-        elif entry.future.cancelled():
-            entry.future = self._executor.submit(self._read, key, num_bytes)
+            if entry is None:
+                entry = self._entries[key] = _Entry(future, num_bytes)
+                self._num_bytes += num_bytes
+            entry.future = future
         entry.num_waiting += 1
         return True
 
