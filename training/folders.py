@@ -14,6 +14,12 @@ def replaced(folder: Path) -> Iterator[Path]:
         new = Path(scratch) / "new"
         new.mkdir()
         yield new
-        if folder.exists():
-            folder.rename(Path(scratch) / "old")
-        new.rename(folder)
+        old = Path(scratch) / "old"
+        try:
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+        except BaseException:
+            if old.exists():
+                old.rename(folder)
+            raise

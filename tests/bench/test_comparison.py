@@ -72,6 +72,11 @@ def test_figures_that_so_few_runs_cannot_tell_are_said_to_be_so() -> None:
     assert only(changes_between(noisy(3.0, count=1), noisy(count=1))).verdict == "cannot be told with 1 run"
 
 
+def test_ties_make_no_more_of_few_runs() -> None:
+    change = only(changes_between(samples("ttft_seconds", 2.0, 2.0, 2.0), samples("ttft_seconds", 1.0, 1.0, 1.0)))
+    assert change.verdict == "cannot be told with 3 runs" and change.p_value == change.least_p
+
+
 def test_figures_that_never_differ_do_not_cost_the_others_their_significance() -> None:
     now, then = many(1, 5, 3.0), many(1, 5, 1.0)
     for found in (now, then):

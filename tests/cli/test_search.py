@@ -114,6 +114,8 @@ def test_a_path_may_begin_with_the_users_folder(
 
     run("search", "x", "--config=~/my.toml")
     run("search", "x", "--kb=~/kb")
+    run("search", "x", "--kb=~no-such-user/kb")
 
-    assert [kb for kb, _, _ in opened.calls] == [tmp_path / "home/from-env", tmp_path / "home/kb"]
+    folders = [tmp_path / "home/from-env", tmp_path / "home/kb", Path("~no-such-user/kb")]
+    assert [kb for kb, _, _ in opened.calls] == folders
     assert opened.calls[0][1].search.top_k == 3

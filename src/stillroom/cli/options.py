@@ -4,6 +4,7 @@ Nothing heavy is imported here or in any module of the commands: what needs PyTo
 the function that uses it, so `stillroom --help` answers at once.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from stillroom.errors import UsageError
 
 def expanded(path: Path | None) -> Path | None:
     """With `~` as the user's folder: no shell expands it after a `=`, nor in a service's environment."""
-    return None if path is None else path.expanduser()
+    return None if path is None else Path(os.path.expanduser(path))  # a user that does not exist is no error
 
 
 KbOption = Annotated[

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from stillroom.retrieval.loaders.html import parse_html
 
 PAGE = """<!DOCTYPE html>
@@ -99,9 +101,21 @@ def test_what_is_no_text_counts_for_the_lines_after_it() -> None:
     assert found == [("one two three", 3, 6), ("four", 8, 8), ("five", 8, 8), ("six", 9, 9), ("7", 9, 9)]
 
 
-def test_a_heading_is_one_text_whatever_is_in_it() -> None:
-    page = "<h1>Key<b>s</b><div>of iron</div><svg><title>icon</title></svg></h1>x"
-    assert parse_html(Path("/x/page.html"), page).title == "Keys of iron"
+@pytest.mark.parametrize(
+    ("heading", "title"),
+    [
+        ("Key<b>s</b><div>of iron</div><svg><title>icon</title></svg>", "Keys of iron"),
+        ("<div>Chapter 1</div>Keys", "Chapter 1 Keys"),
+        ("<p>1.2</p><span>Keys</span>", "1.2 Keys"),
+        ('Keys<a class="headerlink" href="#keys">\u00b6</a>', "Keys"),
+    ],
+)
+def test_a_heading_is_one_text_whatever_is_in_it(heading: str, title: str) -> None:
+    assert parse_html(Path("/x/page.html"), f"<h1>{heading}</h1>x").title == title
+
+
+def test_blocks_of_a_pre_are_lines() -> None:
+    assert texts("<pre><div>a</div><div>b\n</div>c</pre>") == ["a\nb\nc"]
 
 
 def texts(page: str) -> list[str]:

@@ -29,6 +29,8 @@ _TECHNICAL = frozenset(
 """Names of `meta` elements that are about the page's technique."""
 
 _CELLS = frozenset({"td", "th"})
+_PERMALINKS = frozenset({"headerlink", "header-anchor"})
+"""Classes of the links to itself that a heading ends with."""
 _HEADING = re.compile(r"h[1-6]\Z")
 
 
@@ -112,14 +114,14 @@ class _Blocks:
     def _begin(self, tag: Tag) -> None:
         if self._dropped is not None:
             return
-        if tag.name in _DROPPED:
+        if tag.name in _DROPPED or (tag.name == "a" and not _PERMALINKS.isdisjoint(tag.get_attribute_list("class"))):
             self._dropped = tag
         elif tag.name == "br":
             self._run.append("\n")
         elif tag.name in _INLINE:
             return
         elif self._whole is not None:
-            self._run.append(" " if self._whole.name != "pre" else "")
+            self._divide(self._whole)
         else:
             self._flush()
             self._begin_block(tag)
@@ -143,6 +145,8 @@ class _Blocks:
         elif self._whole is not None:
             if tag is self._whole:
                 self._end_whole(tag)
+            elif tag.name not in _INLINE and tag.name != "br":
+                self._divide(self._whole)
         elif tag.name not in _INLINE and tag.name != "br":
             self._flush()
             self._end_block(tag)
@@ -154,6 +158,13 @@ class _Blocks:
             self._rows[-1].end()
         elif tag.name in _CELLS:
             self._rows[-1].end_cell()
+
+    def _divide(self, whole: Tag) -> None:
+        """What stands in another block is another word of a heading, another line of a `pre`."""
+        if whole.name != "pre":
+            self._run.append(" ")
+        elif self._run and not self._run[-1].endswith("\n"):
+            self._run.append("\n")
 
     def _end_whole(self, tag: Tag) -> None:
         text, lines = self._take_run()
