@@ -121,7 +121,7 @@ def test_a_request_that_cannot_be_started_ends_and_the_engine_goes_on(monkeypatc
             assert isinstance(last.error, EngineError) and "can't start new thread" in str(last.error)
         monkeypatch.setattr(inner, "submit", start)
         assert (engine.num_waiting, engine.num_running) == (0, 0)
-        until(lambda: engine._backlog._num_accepted == 0)
+        until(lambda: not engine._backlog._accepted)
         engine.submit(ask("lucky", max_tokens=5), first.put)
         assert read_all(first)[-1].finish_reason is FinishReason.LENGTH
 
@@ -245,7 +245,7 @@ def test_who_is_refused_is_told_how_long_a_place_takes_by_how_fast_requests_end(
 
     def told(now: float) -> float:
         with pytest.raises(QueueFullError) as refused:
-            backlog.accept(2, now)
+            backlog.accept("", 2, lambda: ["", ""], now)
         return refused.value.retry_after_seconds
 
     assert told(100.2) == 1.0
@@ -260,10 +260,29 @@ def test_who_is_refused_is_told_how_long_a_place_takes_by_how_fast_requests_end(
     assert told(1003.0) == 3.0, "idle time does not count"
 
 
+def test_in_a_full_house_a_tenant_with_less_than_his_share_is_let_in() -> None:
+    backlog, waiting = Backlog(max_waiting=6), ["anna"] * 5
+
+    def is_let_in(tenant: str) -> bool:
+        try:
+            backlog.accept(tenant, len(waiting), lambda: waiting, 0.0)
+        except QueueFullError:
+            return False
+        return True
+
+    assert [is_let_in("anna") for _ in range(2)] == [True, False]
+    assert [is_let_in("ben") for _ in range(4)] == [True, True, True, False], "half of six"
+    assert is_let_in("carla") and not is_let_in("anna")
+    for tenant in ("anna", "ben", "ben", "ben", "carla"):
+        backlog.hand_over(tenant)
+    waiting.clear()
+    assert is_let_in("anna")
+
+
 def test_no_limit_is_no_limit() -> None:
     backlog = Backlog(max_waiting=0)
     for _ in range(10_000):
-        backlog.accept(5_000, 0.0)
+        backlog.accept("", 5_000, list, 0.0)
 
 
 def test_an_idle_engine_waits_for_company_and_no_longer() -> None:

@@ -127,6 +127,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"enum": ["x" * 100_000]}, "characters"),
         ({"type": "integer", "multipleOf": 999_983}, "least common multiple"),
         ({"type": "number", "multipleOf": 9999.83}, "least common multiple"),
+        ({"type": "number", "multipleOf": True}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 3 * 10**400}, "least common multiple"),
         ({"anyOf": [{"type": "integer", "multipleOf": m} for m in (997, 991)]}, "least common multiple"),
         ({"type": "string", "pattern": "^(abcdefghij){100000}$"}, "too many expressions"),
     ],
@@ -141,6 +143,11 @@ def test_schemas_that_cannot_be_enforced_are_refused(
 @pytest.mark.parametrize("multiple", [0.01, 60, 1000, 4096, 1_000_000])
 def test_usual_multiples_are_enforced(constraints: JsonConstraints, multiple: float) -> None:
     constraints.compile({"type": "number", "multipleOf": multiple})
+
+
+def test_what_is_no_rule_is_no_multiple(constraints: JsonConstraints) -> None:
+    constraints.compile({"const": {"multipleOf": True}})
+    constraints.compile({"properties": {"multipleOf": {"type": "string"}}})
 
 
 def test_an_answer_whose_schema_becomes_too_complex_ends_alone_and_says_so(

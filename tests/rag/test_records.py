@@ -79,6 +79,28 @@ def test_a_diary_that_another_process_locks_holds_nobody_up_and_goes_on_afterwar
     log.close()
 
 
+def test_closing_ends_whoever_adds_meanwhile(tmp_path: Path) -> None:
+    for number in range(20):
+        log, barrier = TraceLog(tmp_path / f"{number}.sqlite", keep=100), threading.Barrier(5)
+
+        def add_one(log: TraceLog = log, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(20)
+            log.add("one", 0.0, {})
+
+        adders = [threading.Thread(target=add_one) for _ in range(4)]
+        closer = threading.Thread(target=log.close, daemon=True)
+        for adder in adders:
+            adder.start()
+        barrier.wait(20)
+        closer.start()
+        for thread in (*adders, closer):
+            thread.join(20)
+        assert not closer.is_alive()
+        log.add("late", 1.0, {})
+        assert log._writer is None
+        log.close()
+
+
 def test_more_than_can_be_written_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillroom.telemetry.trace._MAX_PENDING", 2)
     log, go_on = TraceLog(tmp_path / TRACE_FILE, keep=100), threading.Event()

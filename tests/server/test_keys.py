@@ -113,7 +113,7 @@ def test_keys_are_followed_while_the_server_runs_and_a_bad_file_lets_nobody_in(t
 
 
 def test_a_file_that_cannot_be_read_for_a_moment_is_read_with_the_next_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys.json"
     key = add(path, "anna")
@@ -126,6 +126,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_with_the_next_request(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", too_many_files)
         assert ring.find(key) is None and ring.find(late) is None
+        assert len(caplog.records) == 1, "whoever asks again fills no log"
     assert ring.find(key) is not None and ring.find(late) is not None
 
 

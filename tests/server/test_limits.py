@@ -155,6 +155,13 @@ def test_a_full_house_lets_in_who_holds_less_than_his_share() -> None:
     assert num_let_in("a") == 4
 
 
+def test_whom_the_engine_refuses_is_counted_too() -> None:
+    with limited() as (room, client):
+        room.fails_at, room.failure = "rotate", QueueFullError("too many wait", 1.0)
+        assert ask(client).status_code == 429
+        assert 'stillroom_refused_requests_total{reason="queue"} 1.0' in client.get("/metrics").text
+
+
 def test_requests_whose_bodies_do_not_come_keep_nobody_out() -> None:
     config = StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1, max_waiting=1))
     room = FakeRoom(config=config)

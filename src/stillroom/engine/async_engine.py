@@ -69,7 +69,7 @@ class AsyncEngine:
         Raises:
             PromptTooLongError: it can never run.
             UsageError: there are more samples than can run at the same time.
-            QueueFullError: as many requests wait as may.
+            QueueFullError: as many requests wait as may, and its tenant has its share of them.
             EngineClosedError: the engine was closed.
         """
         self._engine.scheduler.check(request, 1 + len(samples))
@@ -86,12 +86,12 @@ class AsyncEngine:
                 logger.exception("%s could not be started", request.request_id)
                 self._abort(listeners, EngineError(f"the request could not be started: {error}"))
             finally:
-                self._backlog.hand_over()
+                self._backlog.hand_over(request.cache_salt)
 
         with self._closing:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed; open the knowledge base again")
-            self._backlog.accept(self.num_waiting, now)
+            self._backlog.accept(request.cache_salt, self.num_waiting, lambda: self._engine.scheduler.who_waits, now)
             self._commands.put(start)
 
     def cancel(self, request_id: RequestId) -> None:

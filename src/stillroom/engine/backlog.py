@@ -1,7 +1,8 @@
 """How many requests may wait for the engine, and when to ask again if too many do. Thread-safe."""
 
 import threading
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 
 from stillroom.errors import QueueFullError
 
@@ -17,29 +18,39 @@ class Backlog:
             max_waiting: 0 is no limit.
         """
         self._max_waiting = max_waiting
-        self._num_accepted = 0
+        self._accepted: Counter[str] = Counter()  # by tenant
         self._lock = threading.Lock()
         self._ends: deque[float] = deque(maxlen=_NUM_REMEMBERED)  # the first may be when there came work
 
-    def accept(self, num_waiting: int, now: float) -> None:
-        """One request more, if there is room beside those that wait in the scheduler.
+    def accept(self, tenant: str, num_waiting: int, waiting: Callable[[], Iterable[str]], now: float) -> None:
+        """One request more, if there is room beside those that wait in the scheduler, or if its tenant has less than an
+        equal share of them: no tenant shuts another out.
+
+        Args:
+            waiting: the tenant of each of them; asked only if there is no room.
 
         Raises:
             QueueFullError: there is none.
         """
         with self._lock:
-            if self._max_waiting and num_waiting + self._num_accepted >= self._max_waiting:
+            is_full = self._max_waiting and num_waiting + self._accepted.total() >= self._max_waiting
+            if is_full and not self._is_below_share(tenant, Counter(waiting()) + self._accepted):
                 seconds = self._retry_after(now)
                 raise QueueFullError(
                     f"{self._max_waiting} requests wait already (runtime.max_waiting); ask again in {seconds:.0f} s",
                     seconds,
                 )
-            self._num_accepted += 1
+            self._accepted[tenant] += 1
 
-    def hand_over(self) -> None:
+    def _is_below_share(self, tenant: str, held: Counter[str]) -> bool:
+        num_tenants = len(held) + (tenant not in held)
+        return tenant not in held or (held[tenant] + 1) * num_tenants <= self._max_waiting
+
+    def hand_over(self, tenant: str) -> None:
         """One that was accepted waits in the scheduler now."""
         with self._lock:
-            self._num_accepted -= 1
+            self._accepted[tenant] -= 1
+            self._accepted += Counter()  # without those that have none
 
     def begin(self, now: float) -> None:
         """There is work, after a time without: that time says nothing of how fast requests end."""

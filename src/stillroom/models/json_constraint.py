@@ -81,7 +81,7 @@ class JsonConstraints:
             text = json.dumps(schema)
             _check_size(schema, len(text))
             grammar = LLMatcher.grammar_from_json_schema(text, overrides=_LAYOUT)
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise UsageError(f"the JSON schema cannot be read: {error}") from None
         with self._lock:  # one schema at a time: it takes a core, and seconds where it is large
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
@@ -139,7 +139,8 @@ def _multiples(schema: Mapping[str, Any]) -> Iterator[int | float]:
         if isinstance(part, Mapping):
             rest += part.values()
             value = part.get("multipleOf")
-            if isinstance(value, int | float) and value and math.isfinite(value):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and value and abs(value) < math.inf:
                 yield value
         elif isinstance(part, list | tuple):
             rest += part

@@ -262,10 +262,9 @@ class Corpus:
 
     def _count(self) -> tuple[int, int, int]:
         """Generation, documents, chunks; counted once per generation."""
-        generation = self.generation
-        if self._counts[0] != generation:
-            documents, chunks = self._one("SELECT (SELECT count(*) FROM documents), (SELECT count(*) FROM vectors)")
-            self._counts = (generation, documents, chunks)
+        if self._counts[0] != self.generation:
+            with self._glancing() as connection:  # probes ask, and a writer may have the other one for long
+                self._counts = connection.execute(rows.SELECT_COUNTS).fetchone()
         return self._counts
 
     def _one(self, statement: str, *parameters: int) -> tuple[int, ...]:

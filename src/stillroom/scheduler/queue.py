@@ -52,6 +52,10 @@ class WaitingQueue:
         """In no particular order."""
         return iter(self._sequences.values())
 
+    def snapshot(self) -> list[Sequence]:
+        """All of them, in no particular order. Any thread may ask."""
+        return list(self._sequences.values())
+
     def push(self, sequence: Sequence) -> None:
         request_id = sequence.request_id
         self._sequences[request_id] = sequence

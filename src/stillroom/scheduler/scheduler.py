@@ -84,6 +84,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def who_waits(self) -> list[str]:
+        """The tenant of each that waits. Any thread may ask."""
+        return [sequence.request.cache_salt for sequence in self._waiting.snapshot()]
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 

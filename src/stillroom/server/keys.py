@@ -180,12 +180,13 @@ class KeyRing:
             return self._rows
 
     def _read_again(self, signature: tuple[int, ...] | None) -> None:
-        self._rows = ()  # whatever happens now, no old key is left
+        is_first, self._rows = bool(self._rows), ()  # whatever happens now, no old key is left
         try:
             self._rows = load_keys(self._path)
             logger.info("%s has changed; it holds %d keys", self._path, len(self._rows))
         except UnreadableKeysError as error:
-            logger.error("nobody is let in until it can be read: %s", error)
+            if is_first:
+                logger.error("nobody is let in until it can be read: %s", error)
             return
         except Exception as error:
             logger.error("nobody is let in until this is mended: %s", error)

@@ -111,6 +111,8 @@ class Limits:
             await self._app(scope, receive, send_with_headers)
         finally:
             seat.give_back(was_served=status == 200 and is_complete and not scope["state"].get(FAILED_WITH))
+            if seat.is_taken and status == 429:
+                self._metrics.count_refused("queue")  # by the engine
             if seat.is_refused and bucket is not None:
                 bucket.level += 1
             outlasting: Future[Any] | None = scope["state"].get(OUTLASTING)
@@ -180,12 +182,12 @@ class _Seat:
         self._admission = admission
         self._metrics = metrics
         self._tenant = tenant
-        self._is_taken = False
+        self.is_taken = False
         self.is_refused = False
 
     def take(self) -> None:
         """Raises as `Admission.enter`."""
-        if self._is_taken:
+        if self.is_taken:
             return
         try:
             self._admission.enter(self._tenant)
@@ -193,10 +195,10 @@ class _Seat:
             self.is_refused = True
             self._metrics.count_refused("closing" if self._admission.is_closing else "queue")
             raise
-        self._is_taken = True
+        self.is_taken = True
 
     def give_back(self, *, was_served: bool) -> None:
-        if self._is_taken:
+        if self.is_taken:
             self._admission.leave(self._tenant, was_served=was_served)
 
 

@@ -43,14 +43,15 @@ class TraceLog:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._num_added = 0
-        self._is_failing = self._is_closing = False
+        self._is_failing = self._is_closed = False
         self._pending: queue.Queue[tuple[str, float, Mapping[str, Any]] | threading.Event | None]
         self._pending = queue.Queue(_MAX_PENDING)
         self._writer: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._adding = threading.Lock()
 
     def add(self, request_id: str, at: float, trace: Mapping[str, Any]) -> None:
-        """Remember a finished question, soon. Never raises and never waits: a trace is not worth an answer.
+        """Remember a finished question, soon; none once it is closed. Never raises, never waits: a trace is not worth
+        an answer.
 
         Args:
             at: seconds since 1970.
@@ -58,11 +59,12 @@ class TraceLog:
         """
         if not self._keep:
             return
-        with self._starting:
+        with self._adding, contextlib.suppress(queue.Full):
+            if self._is_closed:
+                return
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write_all, name="stillroom-trace", daemon=True)
                 self._writer.start()
-        with contextlib.suppress(queue.Full):
             self._pending.put_nowait((request_id, at, trace))
 
     def _write_all(self) -> None:
@@ -80,7 +82,7 @@ class TraceLog:
                 if not self._is_failing:
                     logger.warning("%s cannot be written (%s); stillroom explain will not know all", self._path, error)
                 self._is_failing = True
-                has_given_up = self._is_closing  # nobody shall wait for a file that does not take it
+                has_given_up = self._is_closed  # nobody shall wait for a file that does not take it
 
     def _write(self, request_id: str, at: float, trace: Mapping[str, Any]) -> None:
         with self._lock, self._open() as connection:
@@ -143,13 +145,12 @@ class TraceLog:
 
     def close(self) -> None:
         """What was added is written, if it can be. Idempotent."""
-        with self._starting:
+        with self._adding:
+            self._is_closed = True
             writer, self._writer = self._writer, None
         if writer is not None:
-            self._is_closing = True
             self._pending.put(None)
             writer.join()
-            self._is_closing = False
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
