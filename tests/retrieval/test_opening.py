@@ -167,6 +167,25 @@ def test_only_one_writes(open_kb: OpenKb, three: Path) -> None:
     assert refused and other.add([three]).num_unchanged == 3
 
 
+def test_who_reserved_the_writing_does_it_step_by_step(open_kb: OpenKb, three: Path) -> None:
+    kb, refused = open_kb(), []
+
+    def write_too(_: AddProgress | None = None) -> None:
+        with pytest.raises(KnowledgeBaseBusyError, match="somebody else"):
+            kb.add([three])
+        refused.append(True)
+
+    with kb.writing("add"):
+        assert kb.add([three / "cats.md"], progress=write_too).num_added == 1
+        other = threading.Thread(target=write_too)
+        other.start()
+        other.join()
+        with pytest.raises(KnowledgeBaseBusyError):
+            open_kb().add([three])
+        assert kb.add([three]).num_added == 2
+    assert len(refused) > 1 and open_kb().remove([str(three)]).num_documents == 3
+
+
 def test_threads_search_while_documents_come_and_go(open_kb: OpenKb, three: Path, make_file: MakeFile) -> None:
     kb = open_kb()
     kb.add([three])

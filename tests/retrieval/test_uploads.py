@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,12 @@ from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stillroom.config.documents_settings import DocumentsConfig
+from stillroom.core.document import Document
 from stillroom.errors import KnowledgeBaseBusyError, StorageError, UnknownDocumentError, UsageError
+from stillroom.retrieval.kb_folder import WriteLock
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.loaders.load import load
 from stillroom.retrieval.uploads import UPLOADS, UploadResult, Uploads, checked_name
 from tests.retrieval.conftest import OpenKb
 
@@ -74,8 +79,8 @@ def test_what_is_reported_is_on_the_disk_by_name(
 
     monkeypatch.setattr(os, "fsync", noted)
     add(uploads, a__b__c_txt="first")
-    assert os.path.dirname(os.path.dirname(synced[3])) == "uploads/.incoming", "what it says, before it has its name"
-    assert set(synced[:3]) == {".", "uploads", "uploads/a"} and synced[4] == "uploads/a/b"
+    assert os.path.dirname(os.path.dirname(synced[1])) == "uploads/.incoming", "what it says, before it has its name"
+    assert (synced[0], set(synced[2:4]), synced[4]) == (".", {"uploads", "uploads/a"}, "uploads/a/b")
 
 
 def test_what_cannot_be_read_leaves_nothing_and_stops_nobody(kb: KnowledgeBase, uploads: Uploads) -> None:
@@ -107,20 +112,88 @@ def test_who_finds_somebody_writing_leaves_no_trace(kb: KnowledgeBase, uploads: 
 
 
 def test_an_upload_that_is_refused_leaves_another_one_what_it_needs(
-    kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+    kb: KnowledgeBase, uploads: Uploads, open_kb: OpenKb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(uploads, a_txt="before")
-    index = kb.add
+    other, index = Uploads(open_kb()), kb.add
 
     def after_another(*args: object, **options: object) -> object:
-        monkeypatch.setattr(kb, "add", index)
-        with FileLock(kb.path / "write.lock"), pytest.raises(KnowledgeBaseBusyError):
-            add(Uploads(kb), b_txt="another")
+        with pytest.raises(KnowledgeBaseBusyError):
+            add(other, b_txt="another")
         return index(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(kb, "add", after_another)
     assert add(uploads, a_txt=b"\0")[0].outcome == "failed"
     assert kept(kb) == {"a.txt": b"before"}
+
+
+def test_what_is_refused_never_stands_where_another_upload_is_being_read(
+    kb: KnowledgeBase, uploads: Uploads, open_kb: OpenKb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Uploads(open_kb())
+    documents: list[Document] = []
+
+    def after_another(path: Path, config: DocumentsConfig) -> Iterator[Document]:
+        """This one is read while the other one is being refused."""
+
+        def read(_: WriteLock) -> str:
+            documents.extend(load(path, config))
+            return ""
+
+        monkeypatch.setattr(WriteLock, "_who", read)
+        with pytest.raises(KnowledgeBaseBusyError):
+            add(other, a_txt="refused")
+        return iter(documents)
+
+    monkeypatch.setattr("stillroom.retrieval.reading.load", after_another)
+    [result] = add(uploads, a_txt="accepted")
+
+    assert [chunk.text for chunk in kb.chunks_of(result.documents[0].document_id)] == ["accepted"]
+    assert kept(kb) == {"a.txt": b"accepted"}
+
+
+def test_what_is_being_removed_cannot_be_uploaded_before_its_file_is_gone(
+    kb: KnowledgeBase, uploads: Uploads, open_kb: OpenKb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(uploads, a_txt="before")
+    other, forget = Uploads(open_kb()), kb.remove
+
+    def before_another(targets: list[str]) -> object:
+        report = forget(targets)
+        with pytest.raises(KnowledgeBaseBusyError):
+            add(other, a_txt="after")
+        return report
+
+    monkeypatch.setattr(kb, "remove", before_another)
+    uploads.remove("a.txt")
+
+    assert kept(kb) == {} and add(other, a_txt="after")[0].outcome == "added"
+
+
+def test_what_has_its_place_and_was_not_indexed_is_indexed_by_the_same_again(
+    kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kb, "add", killed)
+        with pytest.raises(KeyboardInterrupt):
+            add(uploads, a_txt="one")
+    assert kept(kb) == {"a.txt": b"one"} and kb.num_documents == 0
+
+    assert add(uploads, a_txt="one")[0].outcome == "added"
+
+
+def test_an_upload_that_took_long_to_come_is_no_leftover(kb: KnowledgeBase, uploads: Uploads) -> None:
+    class Slow(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            for folder in (kb.path / "uploads/.incoming").iterdir():
+                os.utime(folder, (0, 0))
+            return super().read(size)
+
+    [result] = uploads.add([("a.txt", Slow(b"one"))])
+    assert result.outcome == "added"
 
 
 def test_what_a_killed_upload_left_is_swept_by_the_next_writer(kb: KnowledgeBase, uploads: Uploads) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,8 @@ class WriteLock:
     def __init__(self, folder: Path, clock: Clock) -> None:
         self._folder = folder
         self._clock = clock
+        self._reserved_by: int | None = None
+        """A thread that holds the lock, and is not writing right now."""
 
     @contextlib.contextmanager
     def held(self, what: str, *, timeout_s: float = 0.0) -> Iterator[None]:
@@ -118,6 +121,13 @@ class WriteLock:
             KnowledgeBaseBusyError: somebody else is writing; it says who.
             StorageError: the folder cannot be written.
         """
+        if self._reserved_by == threading.get_ident():
+            self._reserved_by = None
+            try:
+                yield
+            finally:
+                self._reserved_by = threading.get_ident()
+            return
         lock = FileLock(self._folder / _LOCK, timeout=timeout_s)
         try:
             lock.acquire()
@@ -137,6 +147,16 @@ class WriteLock:
             with contextlib.suppress(OSError):
                 (self._folder / _WRITER).unlink(missing_ok=True)
             lock.release()
+
+    @contextlib.contextmanager
+    def reserved(self, what: str) -> Iterator[None]:
+        """As `held`, and in here this thread may enter `held`, once at a time, which does not let go of it."""
+        with self.held(what):
+            self._reserved_by = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._reserved_by = None
 
     def held_to_open(self, what: str) -> contextlib.AbstractContextManager[None]:
         """As `held`, for what is done once and quickly when a folder is opened; who comes second waits."""

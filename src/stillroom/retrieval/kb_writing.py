@@ -1,10 +1,30 @@
-"""What `add` needs beside the corpus: a collection that keeps up."""
+"""What `add` and `remove` need beside the corpus: indexes that keep up."""
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 
+from stillroom.errors import KnowledgeBaseError
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def keeping_up(indexes: Indexes) -> Iterator[None]:
+    """Change documents in here, under the lock. Afterwards the indexes show what was committed, however it ended."""
+    indexes.write_collection()
+    try:
+        yield
+    except BaseException:
+        try:
+            indexes.write()
+        except (KnowledgeBaseError, OSError) as error:  # what comes first says more
+            logger.warning("%s", error)
+        raise
+    indexes.write()
 
 
 class Following:

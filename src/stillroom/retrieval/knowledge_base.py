@@ -11,7 +11,6 @@ One writer at a time, any number of readers, in any mix of threads and processes
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,7 +45,7 @@ from stillroom.retrieval.kb_folder import (
     check_manifest_is_there,
     check_may_be_made,
 )
-from stillroom.retrieval.kb_writing import Following
+from stillroom.retrieval.kb_writing import Following, keeping_up
 from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.loaders.metadata import said_metadata
 from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
@@ -56,8 +55,6 @@ from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.vector_index import VectorIndex
 from stillroom.retrieval.verify import Verification
 from stillroom.retrieval.verify_report import Tell, VerifyReport
-
-logger = logging.getLogger(__name__)
 
 
 class KnowledgeBase:
@@ -163,7 +160,7 @@ class KnowledgeBase:
                 is kept, and goes there next time.
         """
         said = said_metadata(metadata or {})
-        with self._writing("add"):
+        with self._lock.held("add"), keeping_up(self._indexes):
             following = Following(self._corpus, self._indexes, progress)
             reader = FileReader(self._config.documents, self._unreadable)
             ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), reader, self._clock, following)
@@ -176,10 +173,14 @@ class KnowledgeBase:
             UnknownDocumentError: a target matches nothing; then nothing is removed.
             KnowledgeBaseBusyError: somebody else is writing.
         """
-        with self._writing("remove"):
+        with self._lock.held("remove"), keeping_up(self._indexes):
             known = {one: path for path, document_ids in self._corpus.paths().items() for one in document_ids}
             doomed = {document_id: None for target in targets for document_id in documents_at(target, known)}
             return RemoveReport(len(doomed), self._corpus.remove(doomed))
+
+    def writing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Nobody else writes in here, and this thread may add and remove. Raises as `WriteLock.held`."""
+        return self._lock.reserved(what)
 
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """What is indexed, by document id; those behind `after`, and at most `limit`."""
@@ -369,21 +370,6 @@ class KnowledgeBase:
 
     def _embed_again(self, texts: list[str]) -> NDArray[np.float32]:
         return self._checked_embedder().embed_documents(texts)
-
-    @contextlib.contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
-        """Change documents in here. Afterwards the indexes show what was committed, however it ended."""
-        with self._lock.held(what):
-            self._indexes.write_collection()
-            try:
-                yield
-            except BaseException:
-                try:
-                    self._indexes.write()
-                except (KnowledgeBaseError, OSError) as error:  # what comes first says more
-                    logger.warning("%s", error)
-                raise
-            self._indexes.write()
 
 
 def _create(path: Path, config: StillroomConfig, clock: Clock) -> None:

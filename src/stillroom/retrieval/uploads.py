@@ -49,10 +49,12 @@ class UploadResult:
 
 @dataclass(slots=True)
 class _Stored:
-    """A file that was written and is not yet known to be readable."""
+    """A file that came and is not yet known to be readable."""
 
     name: str
     path: Path
+    new: Path
+    """Where its bytes are until it may have its place."""
     replaced: Path | None = None
     """Where the bytes are that stood there before."""
     is_new: bool = False
@@ -61,8 +63,8 @@ class _Stored:
 
 
 class Uploads:
-    """The files below one knowledge base's `uploads`. Several processes may upload: one goes on, the others are refused
-    and undo what they did."""
+    """The files below one knowledge base's `uploads`. Several processes may upload: what comes waits in a folder of its
+    own, and takes its place only while nobody else can write."""
 
     def __init__(self, kb: KnowledgeBase) -> None:
         self._kb = kb
@@ -90,12 +92,14 @@ class Uploads:
             raise UsageError("two files have the same name; give each its own")
         incoming = self._folder / _INCOMING / uuid.uuid4().hex
         try:
-            stored = self._store_all(named, incoming)
-            try:
-                return self._index(stored, progress, metadata)
-            except (KnowledgeBaseBusyError, UsageError):
-                self._undo_all(stored)
-                raise  # of other errors, what was committed is kept, and so are the files: the same again does the rest
+            stored = [self._receive(name, stream, incoming) for name, stream in named]
+            with self._kb.writing("add"):
+                self._place_all(stored)
+                try:
+                    return self._index(stored, progress, metadata)
+                except (KnowledgeBaseBusyError, UsageError):
+                    self._undo_all(stored)
+                    raise  # of other errors, what was committed and its files are kept: the same again does the rest
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
 
@@ -114,52 +118,65 @@ class Uploads:
             UnknownDocumentError: there is nothing of that name.
             KnowledgeBaseBusyError: somebody else is writing.
         """
-        found = self.find(name)
-        if not found:
-            raise UnknownDocumentError(f"there is no document {name!r}; GET /v1/documents lists what there is")
-        report = self._kb.remove([info.document_id for info in found])
-        names = {self.name_of(info.document_id) for info in found}
-        for path in {self._folder / name.partition("#")[0] for name in names if name is not None}:
-            if not self._kb.documents_of(str(path)):
-                self._delete(path)
-        return report
+        with self._kb.writing("remove"):  # or the file could be one that somebody uploads just now
+            found = self.find(name)
+            if not found:
+                raise UnknownDocumentError(f"there is no document {name!r}; GET /v1/documents lists what there is")
+            report = self._kb.remove([info.document_id for info in found])
+            names = {self.name_of(info.document_id) for info in found}
+            for path in {self._folder / name.partition("#")[0] for name in names if name is not None}:
+                if not self._kb.documents_of(str(path)):
+                    self._delete(path)
+            return report
 
     def name_of(self, document_id: DocumentId) -> str | None:
         """As it was uploaded, and `#record` for a record of a JSONL file; None for what came from elsewhere."""
         prefix = os.path.join(self._folder, "")
         return document_id.removeprefix(prefix) if document_id.startswith(prefix) else None
 
-    def _store_all(self, named: Sequence[tuple[str, BinaryIO]], incoming: Path) -> list[_Stored]:
-        """All of them, or none where the disk is in the way."""
-        stored: list[_Stored] = []
-        try:
-            for name, stream in named:
-                stored.append(_Stored(name, self._folder / name))
-                self._store(stored[-1], stream, incoming)
-        except BaseException:
-            self._undo_all(stored)
-            raise
-        return stored
-
-    def _store(self, one: _Stored, stream: BinaryIO, incoming: Path) -> None:
-        try:
+    def _receive(self, name: str, stream: BinaryIO, incoming: Path) -> _Stored:
+        """On the disk, but not yet in its place."""
+        one = _Stored(name, self._folder / name, incoming / uuid.uuid4().hex)
+        with self._storing(one):
             self._check_place(one.path)
-            make_folder_durably(one.path.parent)
+            make_folder_durably(self._folder)
             incoming.mkdir(parents=True, exist_ok=True)
-            new = incoming / uuid.uuid4().hex
-            with new.open("wb") as target:
+            with one.new.open("wb") as target:
                 shutil.copyfileobj(stream, target)
                 target.flush()
                 os.fsync(target.fileno())
+            os.utime(incoming)  # however long it took, it is no leftover
+        return one
+
+    def _place_all(self, stored: Sequence[_Stored]) -> None:
+        """All that came, or none where the disk is in the way."""
+        try:
+            for one in stored:
+                if not one.reason:
+                    self._place(one)
+        except BaseException:
+            self._undo_all(stored)
+            raise
+
+    def _place(self, one: _Stored) -> None:
+        with self._storing(one):
+            self._check_place(one.path)
             if not one.path.exists():
                 one.is_new = True
-            elif filecmp.cmp(one.path, new, shallow=False):
+                make_folder_durably(one.path.parent)
+            elif filecmp.cmp(one.path, one.new, shallow=False):
                 return  # its time stays too, so that nobody reads it again
             else:
-                old = incoming / uuid.uuid4().hex
+                old = one.new.with_name(uuid.uuid4().hex)
                 _link_or_copy(one.path, old)
                 one.replaced = old
-            replace_durably(new, one.path)
+            replace_durably(one.new, one.path)
+
+    @contextlib.contextmanager
+    def _storing(self, one: _Stored) -> Iterator[None]:
+        """What hinders it is its reason, or a StorageError where it would hinder every file."""
+        try:
+            yield
         except OSError as error:
             if error.errno in _STORAGE_ERRORS:
                 raise StorageError(
