@@ -37,6 +37,7 @@ class EditableRoom(FakeRoom):
         self.reports_progress = False
         self.exclude: Sequence[str] = ()
         self.skipped = Skipped()
+        self.unknown: tuple[str, ...] = ()
 
     def add(
         self,
@@ -54,7 +55,7 @@ class EditableRoom(FakeRoom):
     def remove(self, *targets: str) -> RemoveReport:
         if "nowhere.md" in targets:
             raise UnknownDocumentError("nowhere.md is not in the knowledge base; see: stillroom list")
-        return RemoveReport(len(targets), 5)
+        return RemoveReport(len(targets), 5, self.unknown)
 
 
 @pytest.fixture
@@ -173,7 +174,17 @@ def test_add_quietly_prints_failures_only(run: Run, room: EditableRoom) -> None:
 
 def test_remove_says_how_much(run: Run) -> None:
     assert run("remove", "a.md", "b.md").out == "removed 2 documents (5 chunks)\n"
-    assert run("remove", "a.md", "--json").json == {"num_documents": 1, "num_chunks": 5}
+    assert run("remove", "a.md", "--json").json == {"num_documents": 1, "num_chunks": 5, "unknown": []}
+
+
+def test_remove_says_which_targets_stand_for_nothing(run: Run, room: EditableRoom) -> None:
+    room.unknown = ("gone.md",)
+
+    result, quiet, as_json = run("remove", "a.md"), run("remove", "a.md", "-q"), run("remove", "a.md", "--json")
+
+    assert (result.code, result.out) == (0, "removed 1 document (5 chunks)\n")
+    assert result.err == quiet.err == "no document is or lies under 1 target:\n  gone.md\n"
+    assert as_json.json["unknown"] == ["gone.md"] and as_json.err == quiet.out == ""
 
 
 def test_remove_of_what_is_not_there_is_a_wrong_call(run: Run) -> None:

@@ -162,6 +162,7 @@ def test_interrupt_is_130_and_says_that_nothing_is_lost(
 
     monkeypatch.setattr(fake, "search", interrupt)
     monkeypatch.setattr(fake, "add", interrupt, raising=False)
+    monkeypatch.setattr(fake, "remove", interrupt, raising=False)
     Path("a.md").touch()
 
     result, adding, as_json = run("search", "x"), run("add", "a.md"), run("search", "x", "--json")
@@ -169,6 +170,7 @@ def test_interrupt_is_130_and_says_that_nothing_is_lost(
     assert (result.code, adding.code, as_json.code) == (130, 130, 130)
     assert result.err == "stopped. Nothing was changed and nothing is lost; run the same command again.\n"
     assert "Finished files are kept" in adding.err
+    assert "What was removed stays so" in run("remove", "a.md").err
     assert json.loads(as_json.err)["error"]["type"] == "Interrupted"
     assert fake.is_closed
 

@@ -2,17 +2,20 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from stillroom.config.settings import FusionName, IndexConfig, SearchConfig, SearchMode, StillroomConfig
+from stillroom.core.ids import DocumentId
 from stillroom.errors import (
     UnknownDocumentError,
     UsageError,
 )
-from stillroom.retrieval import ingest, reading
+from stillroom.retrieval import corpus, ingest, reading
+from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from tests.retrieval.conftest import BREAD, CATS, MODES, UNSHARED, MakeFile, OpenKb, Spy, first_name, names
@@ -263,15 +266,47 @@ def test_removing_by_id_by_file_and_by_folder(open_kb: OpenKb, three: Path, monk
     assert kb.num_chunks == 0 and kb.search("cats").results == ()
 
 
-def test_an_unknown_target_removes_nothing(open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_target_is_reported_and_stops_no_other(
+    open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kb = open_kb()
     kb.add([three])
     monkeypatch.chdir(three)
     with pytest.raises(UsageError, match="empty target"):
         kb.remove([""])
     with pytest.raises(UnknownDocumentError, match="dogs"):
-        kb.remove([str(three / "cats.md"), "dogs.md"])
+        kb.remove(["dogs.md"])
     assert kb.num_documents == 3
+    report = kb.remove(["dogs.md", str(three / "cats.md"), "dogs.md"])
+    assert (report.num_documents, report.unknown, kb.num_documents) == (1, ("dogs.md",), 2)
+    with pytest.raises(UnknownDocumentError, match=r"'dogs\.md' or the 1 others"):
+        kb.remove(["dogs.md", str(three / "cats.md")])
+
+
+def test_a_removal_that_was_interrupted_is_ended_by_the_same_again(
+    open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_BATCH", 1)
+    kb = open_kb()
+    kb.add([three])
+    targets = [str(three / name) for name in ("cats.md", "keys.md", "sub")]
+    commit = Corpus.commit
+
+    def interrupted(self: Corpus, *, removed: Sequence[DocumentId]) -> int:
+        if removed[0] == targets[1]:
+            raise KeyboardInterrupt
+        return commit(self, removed=removed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Corpus, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            kb.remove(targets)
+    assert kb.num_documents == 2 and kb.search("cats", mode="sparse").results == ()
+
+    report = kb.remove(targets)
+    assert (report.num_documents, report.unknown, kb.num_documents) == (2, (targets[0],), 0)
+    with pytest.raises(UnknownDocumentError):
+        kb.remove(targets)
 
 
 @pytest.mark.parametrize("name", ["/../../../../../../../..", "../../guide/intro.md", "../..", "1"])

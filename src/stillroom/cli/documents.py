@@ -11,7 +11,9 @@ from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption
 
 REMOVE_HELP = help_text(
     "Forget documents. The files themselves are not touched.",
-    "A target is a file, a folder (everything under it), or a document as `stillroom list` shows it.",
+    "A target is a file, a folder (everything under it), or a document as `stillroom list` shows it. One that stands "
+    "for no document is reported and does not stop the others; if none stands for any, that is an error.",
+    "Interrupting leaves some of them: the same command does the rest.",
     examples=("stillroom remove docs/old.md --kb ./kb", "stillroom remove docs/archive/"),
 )
 LIST_HELP = help_text(
@@ -36,9 +38,15 @@ def remove(
     with room.open_room(kb, room.settings(config)) as opened:
         report = opened.remove(*targets)
     if as_json:
-        print_json({"num_documents": report.num_documents, "num_chunks": report.num_chunks})
-    elif not quiet:
+        counts = {"num_documents": report.num_documents, "num_chunks": report.num_chunks}
+        print_json({**counts, "unknown": list(report.unknown)})
+        return
+    if not quiet:
         line(f"removed {count(report.num_documents, 'document')} ({count(report.num_chunks, 'chunk')})")
+    if report.unknown:
+        note(f"no document is or lies under {count(len(report.unknown), 'target')}:")
+        for target in report.unknown:
+            note(f"  {target}")
 
 
 def list_(kb: KbOption = DEFAULT_KB, config: ConfigOption = None, as_json: JsonOption = False) -> None:

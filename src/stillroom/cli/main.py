@@ -48,6 +48,7 @@ _WRONG_CALLS = (ConfigError, UsageError, KnowledgeBaseNotFoundError, ModelNotFou
 
 _RESUME = {
     "add": "Finished files are kept; run the same command again to do the rest.",
+    "remove": "What was removed stays so; run the same command again to do the rest.",
     "verify": "What was repaired stays so; run the same command again to do the rest.",
     "bench": "Samples are lost; indexes and embeddings are kept. Run the same command again to measure anew.",
 }

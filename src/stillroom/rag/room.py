@@ -150,10 +150,11 @@ class Stillroom:
             self._corpus_changed()
 
     def remove(self, *targets: str) -> RemoveReport:
-        """Forget documents: by document id, by file, or all under a folder.
+        """Forget documents: by document id, by file, or all under a folder. Targets that match nothing are in the
+        report and do not stop the others; if it is interrupted, the same again does the rest.
 
         Raises:
-            UnknownDocumentError: a target matches nothing.
+            UnknownDocumentError: no target matches anything.
         """
         try:
             return self._kb.remove(list(targets))

@@ -8,7 +8,7 @@ an interrupted run loses only the batch it was in, and a repeat continues from t
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +72,8 @@ class RemoveReport:
 
     num_documents: int
     num_chunks: int
+    unknown: tuple[str, ...] = ()
+    """Targets that stood for no document."""
 
 
 class Ingest:
@@ -248,16 +250,31 @@ class Ingest:
         )
 
 
-def documents_at(target: str, known: Mapping[DocumentId, str]) -> list[DocumentId]:
-    """The documents that a target of `remove` stands for: the one of that id, else those of the file or folder.
+def documents_at(
+    targets: Sequence[str], known: Mapping[DocumentId, str]
+) -> tuple[Collection[DocumentId], tuple[str, ...]]:
+    """The documents that the targets of a `remove` stand for, and the targets that stand for none: of those that an
+    interrupted run has removed already nothing is left.
 
     Args:
         known: the file of each document.
 
     Raises:
-        UsageError: the target is empty, which as a path would be the working folder.
-        UnknownDocumentError: none.
+        UsageError: a target is empty, which as a path would be the working folder.
+        UnknownDocumentError: no target stands for any.
     """
+    found = {target: _documents_at(target, known) for target in targets}
+    unknown = tuple(target for target, document_ids in found.items() if not document_ids)
+    if unknown and len(unknown) == len(found):
+        others = f" or the {len(unknown) - 1:,} others" if len(unknown) > 1 else ""
+        raise UnknownDocumentError(
+            f"no document is or lies under {unknown[0]!r}{others}; `stillroom list` shows what there is"
+        )
+    return dict.fromkeys(document_id for document_ids in found.values() for document_id in document_ids), unknown
+
+
+def _documents_at(target: str, known: Mapping[DocumentId, str]) -> list[DocumentId]:
+    """The document of that id, else those of the file or folder."""
     if not target:
         raise UsageError("an empty target stands for no document; give a file, a folder or a document")
     found = [document_id for document_id in _ids_meant(target) if document_id in known][:1]
@@ -265,8 +282,6 @@ def documents_at(target: str, known: Mapping[DocumentId, str]) -> list[DocumentI
         absolute = os.path.abspath(target)
         folder = os.path.join(absolute, "")
         found = [document_id for document_id, path in known.items() if path == absolute or path.startswith(folder)]
-    if not found:
-        raise UnknownDocumentError(f"no document is or lies under {target!r}; `stillroom list` shows what there is")
     return found
 
 

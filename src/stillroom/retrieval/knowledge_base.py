@@ -167,16 +167,17 @@ class KnowledgeBase:
             return ingest.run(paths, said, exclude)
 
     def remove(self, targets: Sequence[str]) -> RemoveReport:
-        """Forget documents: each target is a document id, a file (absolute or from the working folder) or a folder.
+        """Forget documents: each target is a document id, a file (absolute or from the working folder) or a folder. If
+        it is interrupted, the same again does the rest.
 
         Raises:
-            UnknownDocumentError: a target matches nothing; then nothing is removed.
+            UnknownDocumentError: no target matches anything; one that alone does not is in the report.
             KnowledgeBaseBusyError: somebody else is writing.
         """
         with self._lock.held("remove"), keeping_up(self._indexes):
             known = {one: path for path, document_ids in self._corpus.paths().items() for one in document_ids}
-            doomed = {document_id: None for target in targets for document_id in documents_at(target, known)}
-            return RemoveReport(len(doomed), self._corpus.remove(doomed))
+            doomed, unknown = documents_at(targets, known)
+            return RemoveReport(len(doomed), self._corpus.remove(doomed), unknown)
 
     def writing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Nobody else writes in here, and this thread may add and remove. Raises as `WriteLock.held`."""
