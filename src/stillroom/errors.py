@@ -19,6 +19,7 @@
     |   |-- IndexUnavailableError       the server that holds its dense index cannot be reached, or refuses
     |   `-- EmptyKnowledgeBaseError     it holds no documents yet
     |-- DocumentError                   one document could not be read; the others go on
+    |   `-- ReaderUnavailableError      nothing could read it just now; another time it may be read
     |-- EngineError                     generation failed
     |   |-- EngineClosedError           the engine was shut down
     |   |-- QueueFullError              as many requests wait already as may
@@ -108,6 +109,10 @@ class EmptyKnowledgeBaseError(KnowledgeBaseError):
 
 class DocumentError(StillroomError):
     """One document could not be read."""
+
+
+class ReaderUnavailableError(DocumentError):
+    """Nothing could read the document just now, which says nothing about it; adding it again can help."""
 
 
 class EngineError(StillroomError):

@@ -132,6 +132,7 @@ def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writi
             StorageError("the disk is full"),
             IndexUnavailableError("nobody answers"),
             AddReport(num_unchanged=1),
+            AddReport(num_unchanged=1, is_worth_repeating=True),
         ]
     )
 
@@ -143,14 +144,14 @@ def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writi
 
     def keep_in_step(folders: list[Path], follow: Callable[[], bool], stop: object, apart_from: Path) -> None:
         assert (folders, apart_from) == ([Path("docs").resolve()], Path("kb").resolve())
-        answers.extend(follow() for _ in range(7))
+        answers.extend(follow() for _ in range(8))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(room, "add", add)
     monkeypatch.setattr(watching, "keep_in_step", keep_in_step)
     result = run("add", "docs", "--watch", "--json")
 
-    assert answers == [True, False, True, True, False, False, True]
+    assert answers == [True, False, True, True, False, False, True, False]
     first, second = map(json.loads, result.out.splitlines())
     assert (first["num_added"], len(first["failures"]), second["failures"]) == (1, 1, [])
     assert result.err.splitlines() == [

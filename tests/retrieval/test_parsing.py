@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stillroom.config.documents_settings import DocumentsConfig
-from stillroom.errors import DocumentError
+from stillroom.errors import DocumentError, ReaderUnavailableError
 from stillroom.retrieval.loaders.load import load
 from stillroom.retrieval.parsing import ParserPool
 from tests.retrieval.loaders.make import epub, pdf, word, workbook
@@ -71,6 +71,20 @@ def test_a_reader_that_crashes_takes_one_file_with_it(files: list[Path], tmp_pat
         with pytest.raises(DocumentError, match=r"slow\.md: its reader crashed \(SIGSEGV\)"):
             future.result()
         assert pool.submit(files[-1]).result().paragraphs
+    finally:
+        pool.close()
+
+
+def test_what_ends_a_process_before_it_is_ready_says_nothing_about_the_file(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stillroom.retrieval.parsing.sys.executable", "/bin/false")
+    pool = ParserPool(DocumentsConfig(num_workers=1))
+    try:
+        with pytest.raises(ReaderUnavailableError, match=r"a\.pdf: the process that read it ended"):
+            pool.submit(files[0]).result()
+        monkeypatch.undo()
+        assert pool.submit(files[0]).result().paragraphs
     finally:
         pool.close()
 

@@ -1,5 +1,6 @@
 """Adding many files of many formats: in order, in several processes, and each failure with its reason."""
 
+import errno
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -66,6 +67,22 @@ def test_a_file_that_failed_is_tried_again_when_it_changes(
     (docs / "book.pdf").write_bytes(b"%PDF-1.7 broken again")
     assert len(kb.add([docs]).failures) == 1
     assert kb.num_documents == 1, "what was known of it is kept"
+
+
+def test_a_file_for_which_no_process_could_be_started_is_tried_again_next_time(
+    open_kb: OpenKb, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    (docs / "book.pdf").write_bytes(pdf([[(11, "All about iron keys.")]]))
+    kb = open_kb(TWO)
+    with monkeypatch.context() as patch:
+        patch.setattr("stillroom.retrieval.parsing.subprocess.Popen", refuse)
+        report = kb.add([docs])
+    assert "no process could be started" in reasons(report)["book.pdf"] and report.is_worth_repeating
+    report = kb.add([docs])
+    assert (report.num_added, report.failures, report.is_worth_repeating) == (1, (), False)
 
 
 def test_a_small_file_that_would_be_read_for_ever_is_stopped(open_kb: OpenKb, docs: Path) -> None:

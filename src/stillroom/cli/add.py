@@ -163,7 +163,7 @@ class _Follower:
         if report.failures != self._failures or report.num_added + report.num_updated + report.num_removed:
             self._failures = report.failures
             self._adding.show(report, indent=None)
-        return True
+        return not report.is_worth_repeating
 
 
 def _note_skipped(report: "AddReport") -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from stillroom.core.clock import Clock
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
-from stillroom.errors import DocumentError, UnknownDocumentError, UsageError
+from stillroom.errors import DocumentError, ReaderUnavailableError, UnknownDocumentError, UsageError
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.discovery import Discovery, Skipped, discover
@@ -64,6 +64,8 @@ class AddReport:
     skipped: Skipped = field(default_factory=Skipped)
     """What was passed over in folders."""
     seconds: float = 0.0
+    is_worth_repeating: bool = False
+    """A file was not read for a reason that passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Ingest:
         self._batch = Batch()
         self._counts = {"added": 0, "updated": 0, "unchanged": 0, "removed": 0, "chunks": 0}
         self._failures: list[tuple[str, str]] = []
+        self._is_worth_repeating = False
         self._sizes: dict[Path, int] = {}
         self._num_bytes_total = 0
         self._num_files_done = self._num_bytes_done = self._num_chunks_done = 0
@@ -125,6 +128,7 @@ class Ingest:
                 try:
                     self._add_file(looked, len(known.get(self._current, ())), sources.get(self._current))
                 except DocumentError as error:
+                    self._is_worth_repeating |= isinstance(error, ReaderUnavailableError)
                     self._fail(looked.path, str(error))
                     self._finish_file(self._sizes[looked.path])
         if not found.failures:
@@ -135,6 +139,7 @@ class Ingest:
             failures=tuple(self._failures),
             skipped=found.skipped,
             seconds=self._clock.monotonic() - began,
+            is_worth_repeating=self._is_worth_repeating,
         )
 
     def _fail(self, path: Path, reason: str) -> None:

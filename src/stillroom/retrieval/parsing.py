@@ -17,7 +17,7 @@ from threading import Lock
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
-from stillroom.errors import DocumentError
+from stillroom.errors import DocumentError, ReaderUnavailableError
 from stillroom.retrieval.wire import OUT_OF_MEMORY, document_from_wire
 
 _MAX_AUTOMATIC_WORKERS = 8
@@ -46,7 +46,8 @@ class ParserPool:
         self._is_closed = False
 
     def submit(self, path: Path) -> "Future[Document]":
-        """The document in a file, some time; a DocumentError where there is none."""
+        """The document in a file, some time; a DocumentError where there is none, a ReaderUnavailableError where no
+        process could look."""
         return self._threads.submit(self._parse, path)
 
     def close(self) -> None:
@@ -83,13 +84,15 @@ class ParserPool:
     def _take(self) -> "_Process":
         with self._lock:
             if self._is_closed:
-                raise DocumentError("reading was stopped")
+                raise ReaderUnavailableError("reading was stopped")
             if self._idle:
                 return self._idle.pop()
             try:
                 process = _Process(self._config)
             except OSError as error:
-                raise DocumentError(f"no process could be started to read it: {error}; add it again") from error
+                raise ReaderUnavailableError(
+                    f"no process could be started to read it: {error}; add it again"
+                ) from error
             self._all.add(process)
             return process
 
@@ -131,6 +134,7 @@ class _Process:
 
         Raises:
             DocumentError: it took too long, or the process ended.
+            ReaderUnavailableError: and the process had not even been ready.
         """
         self.num_files += 1
         try:
@@ -139,13 +143,17 @@ class _Process:
                 self._is_ready = True
             self._connection.send_bytes(os.fsencode(path))
             if not self._connection.poll(self._timeout_s):
-                raise DocumentError(
+                raise self._failure(
                     f"{path}: took longer than documents.timeout_s ({self._timeout_s:g} s); split it or raise the limit"
                 )
             answer: dict[str, object] = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
         except (EOFError, OSError) as error:
-            raise DocumentError(f"{path}: {self._how_it_ended()}") from error
+            raise self._failure(f"{path}: {self._how_it_ended()}") from error
         return answer
+
+    def _failure(self, reason: str) -> DocumentError:
+        """The file's own if the process was ready for it."""
+        return DocumentError(reason) if self._is_ready else ReaderUnavailableError(reason)
 
     def kill(self) -> None:
         self._popen.kill()

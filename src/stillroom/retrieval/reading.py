@@ -10,7 +10,7 @@ from pathlib import Path
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
 from stillroom.core.metadata import Metadata
-from stillroom.errors import DocumentError
+from stillroom.errors import DocumentError, ReaderUnavailableError
 from stillroom.retrieval.loaders.formats import format_of, is_jsonl
 from stillroom.retrieval.loaders.load import load
 from stillroom.retrieval.loaders.metadata import Said, sidecar_of
@@ -108,9 +108,11 @@ class FileReader:
         return num_bytes <= _SMALL_BYTES and self._num_here <= _NUM_HERE and is_quick
 
     def _noting(self, path: Path, source: Source, documents: Iterator[Document]) -> Iterator[Document]:
-        """The same, and a failure is remembered."""
+        """The same, and a failure is remembered if it is the file's own."""
         try:
             yield from documents
+        except ReaderUnavailableError:
+            raise
         except DocumentError as error:
             self._failures[path] = (source, str(error))
             raise
