@@ -31,8 +31,8 @@ def write(text: str) -> None:
 
 
 def line(text: str = "") -> None:
-    """A line of a result."""
-    sys.stdout.write(printable(text) + "\n")
+    """A line of a result, at once: whoever reads along waits for its end."""
+    write(text + "\n")
 
 
 def print_json(payload: Any, *, indent: int | None = 2) -> None:
