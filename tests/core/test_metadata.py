@@ -4,10 +4,18 @@ import datetime
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stillroom.core.metadata import MAX_FIELDS, Scalar, clean_metadata, metadata_from_json, metadata_to_json, typed
+from stillroom.core.metadata import (
+    MAX_FIELDS,
+    MAX_VALUE_CHARS,
+    Scalar,
+    clean_metadata,
+    metadata_from_json,
+    metadata_to_json,
+    typed,
+)
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.dates(), st.datetimes(), st.times(), st.binary()
@@ -20,6 +28,8 @@ ANYTHING = st.dictionaries(
 
 
 @given(ANYTHING)
+@example({"0 \x7f 0": False})
+@example({"a": "x" * (MAX_VALUE_CHARS - 1) + " y"})
 def test_whatever_is_said_is_kept_the_same_through_json(raw: dict[str, object]) -> None:
     kept = clean_metadata(raw)
     text = metadata_to_json(kept)

@@ -75,7 +75,7 @@ def _scalar(value: object) -> Scalar | None:
         case datetime.date() | datetime.time():  # a datetime is a date
             return value.isoformat()
         case str():
-            return clean_text(value).strip()[:MAX_VALUE_CHARS] or None
+            return clean_text(value).strip()[:MAX_VALUE_CHARS].rstrip() or None
         case _:
             return None
 
@@ -95,10 +95,8 @@ def typed(text: str) -> Scalar:
 
 def _name(text: str) -> str:
     """Printable, on one line, and without the marks that a path in JSON is quoted with."""
-    kept = "".join(
-        letter for letter in " ".join(clean_text(text).split()) if letter.isprintable() and letter not in '"\\'
-    )
-    return kept.strip()
+    kept = (one for one in clean_text(text) if one.isspace() or (one.isprintable() and one not in '"\\'))
+    return " ".join("".join(kept).split())
 
 
 def clean_text(value: str) -> str:
