@@ -107,6 +107,8 @@ def test_after_failures_it_waits_longer_each_time_and_not_after_success() -> Non
 
 def test_a_drive_that_was_taken_out_keeps_its_documents(tmp_path: Path) -> None:
     folder, place = tmp_path / "docs", tmp_path / "place"
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("there is no second device")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as drive:
         place.mkdir()
         if Path(drive).stat().st_dev == place.stat().st_dev:

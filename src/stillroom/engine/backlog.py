@@ -4,6 +4,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+from stillroom.core.fair_share import is_below_share
 from stillroom.errors import QueueFullError
 
 _NUM_REMEMBERED = 64
@@ -34,17 +35,13 @@ class Backlog:
         """
         with self._lock:
             is_full = self._max_waiting and num_waiting + self._accepted.total() >= self._max_waiting
-            if is_full and not self._is_below_share(tenant, Counter(waiting()) + self._accepted):
+            if is_full and not is_below_share(tenant, Counter(waiting()) + self._accepted, self._max_waiting):
                 seconds = self._retry_after(now)
                 raise QueueFullError(
                     f"{self._max_waiting} requests wait already (runtime.max_waiting); ask again in {seconds:.0f} s",
                     seconds,
                 )
             self._accepted[tenant] += 1
-
-    def _is_below_share(self, tenant: str, held: Counter[str]) -> bool:
-        num_tenants = len(held) + (tenant not in held)
-        return tenant not in held or (held[tenant] + 1) * num_tenants <= self._max_waiting
 
     def hand_over(self, tenant: str) -> None:
         """One that was accepted waits in the scheduler now."""

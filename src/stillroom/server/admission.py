@@ -10,6 +10,7 @@ import math
 from collections import Counter, deque
 
 from stillroom.core.clock import Clock
+from stillroom.core.fair_share import is_below_share
 from stillroom.errors import QueueFullError
 from stillroom.server.workers import shutting_down
 
@@ -55,7 +56,8 @@ class Admission:
         """
         self.check_open()
         problem = self.problem()
-        if problem is not None and not self._is_below_share(tenant):
+        limit = self._num_seats + min(self._max_waiting, self._num_in_time)
+        if problem is not None and not is_below_share(tenant, self._held, limit):
             raise problem
         if self.num_seated == 0:  # the time without work says nothing of the pace
             self._ends.clear()
@@ -83,12 +85,6 @@ class Admission:
             message = "a request would wait longer than server.max_wait_s allows"
             return _full(message, (num_waiting + 1) * pace - self._max_wait if self._pace else 1.0)
         return None
-
-    def _is_below_share(self, tenant: str) -> bool:
-        held = self._held[tenant]
-        num_tenants = len(self._held) + (held == 0)
-        limit = self._num_seats + min(self._max_waiting, self._num_in_time)
-        return held == 0 or (held + 1) * num_tenants <= limit
 
     @property
     def _num_in_time(self) -> float:
