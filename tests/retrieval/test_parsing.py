@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,16 +77,46 @@ def test_a_reader_that_crashes_takes_one_file_with_it(files: list[Path], tmp_pat
         pool.close()
 
 
+@pytest.mark.parametrize("is_over_at_once", [True, False])
 def test_what_ends_a_process_before_it_is_ready_says_nothing_about_the_file(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch
+    files: list[Path], is_over_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stillroom.retrieval.parsing.sys.executable", "/bin/false")
+    # it ends before it is sent anything, or only when it has read what it was sent
+    if is_over_at_once:
+        monkeypatch.setattr("stillroom.retrieval.parsing._start", _started_and_over)
+    else:
+        monkeypatch.setattr("stillroom.retrieval.parsing._start", _started_and_over_at_its_first_message)
     pool = ParserPool(DocumentsConfig(num_workers=1))
     try:
         with pytest.raises(ReaderUnavailableError, match=r"a\.pdf: the process that read it ended"):
             pool.submit(files[0]).result()
         monkeypatch.undo()
         assert pool.submit(files[0]).result().paragraphs
+    finally:
+        pool.close()
+
+
+def _started_and_over(descriptor: int) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(["/bin/false"], pass_fds=(descriptor,))
+    process.wait()
+    return process
+
+
+def _started_and_over_at_its_first_message(descriptor: int) -> "subprocess.Popen[bytes]":
+    reads_and_ends = f"import os, sys; os.read({descriptor}, 1 << 16); sys.exit(1)"
+    return subprocess.Popen([sys.executable, "-c", reads_and_ends], pass_fds=(descriptor,))
+
+
+def test_no_process_to_be_had_leaves_no_connection_behind(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stillroom.retrieval.parsing.sys.executable", "/nowhere/python")
+    pool = ParserPool(DocumentsConfig(num_workers=1))
+    try:
+        num_open = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None
+        for _ in range(3):
+            with pytest.raises(ReaderUnavailableError, match="no process could be started"):
+                pool.submit(files[0]).result()
+        if num_open is not None:
+            assert len(os.listdir("/proc/self/fd")) <= num_open
     finally:
         pool.close()
 

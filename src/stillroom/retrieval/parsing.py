@@ -108,22 +108,16 @@ class _Process:
 
     def __init__(self, config: DocumentsConfig) -> None:
         self.num_files = 0
-        self._timeout_s = config.timeout_s
+        self._config = config
         self._max_answer_bytes = 16 * config.max_text_bytes + (1 << 24)  # a character is up to six in JSON
         self._is_ready = False
         self._connection, theirs = Pipe()
         with theirs:
-            self._popen = subprocess.Popen(
-                # -P: no module of the working folder comes in between
-                [sys.executable, "-P", "-m", "stillroom.retrieval.parse_worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=_environment(),
-                start_new_session=True,  # Ctrl-C is for us; we end it
-            )
-        self._connection.send_bytes(json.dumps(dataclasses.asdict(config)).encode())
+            try:
+                self._popen = _start(theirs.fileno())
+            except OSError:
+                self._connection.close()
+                raise
 
     @property
     def pid(self) -> int:
@@ -138,13 +132,17 @@ class _Process:
         """
         self.num_files += 1
         try:
+            if self.num_files == 1:
+                # not when it is made: a process may have ended by now, and that has one way to be told, this one
+                self._connection.send_bytes(json.dumps(dataclasses.asdict(self._config)).encode())
             if not self._is_ready and self._connection.poll(_START_TIMEOUT_S):
                 self._connection.recv_bytes()
                 self._is_ready = True
             self._connection.send_bytes(os.fsencode(path))
-            if not self._connection.poll(self._timeout_s):
+            limit_s = self._config.timeout_s
+            if not self._connection.poll(limit_s):
                 raise self._failure(
-                    f"{path}: took longer than documents.timeout_s ({self._timeout_s:g} s); split it or raise the limit"
+                    f"{path}: took longer than documents.timeout_s ({limit_s:g} s); split it or raise the limit"
                 )
             answer: dict[str, object] = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
         except (EOFError, OSError) as error:
@@ -174,6 +172,20 @@ class _Process:
             return f"the process that read it ended (exit code {code}); please report the file"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         return f"its reader crashed ({name}): the file is damaged, or needs more memory than documents.max_reader_bytes"
+
+
+def _start(descriptor: int) -> "subprocess.Popen[bytes]":
+    """A parsing process that talks over an open descriptor of ours. Raises OSError where the machine has no more."""
+    return subprocess.Popen(
+        # -P: no module of the working folder comes in between
+        [sys.executable, "-P", "-m", "stillroom.retrieval.parse_worker", str(descriptor)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(descriptor,),
+        env=_environment(),
+        start_new_session=True,  # Ctrl-C is for us; we end it
+    )
 
 
 def _environment() -> dict[str, str]:
