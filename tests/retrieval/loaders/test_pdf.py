@@ -120,3 +120,11 @@ def test_numbers_of_pages_may_begin_anywhere() -> None:
     lines = [[(BODY, f"Text {'abcde'[n]}."), GAP, (9, f"Iron 2024, vol. 7, {340 + n}")] for n in range(5)]
     texts = [text for _, text in says(parsed("a.pdf", pdf(lines)))]
     assert [text for text in texts if "vol" in text] == ["Iron 2024, vol. 7, 340"]
+
+
+def test_numbers_of_what_the_pages_are_about_are_kept() -> None:
+    lines = [
+        [(BODY, f"Invoice {1001 + n}"), GAP, (BODY, f"Text {'abcde'[n]}."), GAP, (9, f"{2001 + n}")] for n in range(5)
+    ]
+    words = " ".join(text for _, text in says(parsed("a.pdf", pdf(lines)))).split()
+    assert [word for word in words if word.isdigit()] == ["1001", "2001", "1002", "1003", "1004", "1005"]

@@ -32,6 +32,8 @@ _MAX_HEADING_SHARE = 0.2
 _MAX_LEVELS = 4
 _MIN_PAGES_TO_RECUR = 4
 _NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
+_MAX_NUMBER_AHEAD = 999
+"""Of a page's number before the page's place in the file: what is further ahead numbers invoices, not pages."""
 _DATE = re.compile(r"(?:D:)?(\d{4})(\d{2})?(\d{2})?(\d{2})?(\d{2})?(\d{2})?")
 _NO_TITLE = re.compile(r"microsoft (word|powerpoint|excel) - |.*\.(docx?|pptx?|xlsx?|tex|dvi|indd|qxd)\Z", re.I)
 
@@ -161,7 +163,9 @@ def _forms(line: _Line) -> Iterator[_Form]:
     text = line.text.casefold()
     yield text, None, 0
     for number in _NUMBER.finditer(text) if len(text) <= _MAX_HEADING_CHARS else ():
-        yield text[: number.start()], text[number.end() :], int(number.group()) - line.page
+        before, after, ahead = text[: number.start()], text[number.end() :], int(number.group()) - line.page
+        if ahead <= _MAX_NUMBER_AHEAD or not any(map(str.isalnum, before + after)):
+            yield before, after, ahead
 
 
 # Headings
