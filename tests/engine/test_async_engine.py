@@ -53,21 +53,30 @@ def test_many_submitters_get_their_own_tokens(folder: Path) -> None:
 
 
 def test_cancel_ends_a_request_and_frees_its_blocks(folder: Path) -> None:
-    with AsyncEngine(engine_on(folder)) as engine:
+    inner = engine_on(folder)
+    runner = inner.runner = Halting(inner.runner)
+    with AsyncEngine(inner) as engine:
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         engine.submit(request("long", [[3, 4]], max_tokens=400), events.put)
+        runner.may_go_on.release()
         events.get(timeout=30)
         engine.cancel(RequestId("long"))
+        runner.may_go_on.release()
         assert read_all(events)[-1].finish_reason is FinishReason.ABORTED
         assert engine.num_free_blocks == engine.num_blocks
         engine.cancel(RequestId("long"))
 
 
 def test_close_aborts_what_runs_and_refuses_what_comes(folder: Path) -> None:
-    engine = AsyncEngine(engine_on(folder))
+    inner = engine_on(folder)
+    runner = inner.runner = Halting(inner.runner)
+    engine = AsyncEngine(inner)
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     engine.submit(request("long", [[3, 4]], max_tokens=400), events.put)
+    runner.may_go_on.release()
     events.get(timeout=30)
+    engine.run(lambda _: until(lambda: not engine._commands.empty()))  # what comes next is the end
+    runner.may_go_on.release()
     engine.close()
     engine.close()
     last = read_all(events)[-1]

@@ -233,14 +233,16 @@ def test_stream_that_ends_after_its_reason_is_complete() -> None:
 
 
 def test_nobody_there_is_told_with_the_address() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    config = EngineConfig(kind="openai", base_url=f"http://127.0.0.1:{port}", max_retries=0)
-    with (
-        OpenAIEngine(OpenAIServer(config, ManualClock()), "", ManualClock()) as engine,
-        pytest.raises(EngineUnavailableError, match=f"http://127.0.0.1:{port}/v1 cannot be reached.*is the server run"),
-    ):
-        engine.find_model()
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # nobody else can have the port, and nobody listens
+        port = bound.getsockname()[1]
+        config = EngineConfig(kind="openai", base_url=f"http://127.0.0.1:{port}", max_retries=0)
+        told = f"http://127.0.0.1:{port}/v1 cannot be reached.*is the server run"
+        with (
+            OpenAIEngine(OpenAIServer(config, ManualClock()), "", ManualClock()) as engine,
+            pytest.raises(EngineUnavailableError, match=told),
+        ):
+            engine.find_model()
 
 
 def test_silent_server_is_given_up() -> None:
@@ -262,7 +264,7 @@ def test_deadline_closes_the_connection() -> None:
             has_left.set()
 
     with talking(silent, GOOD) as talk:
-        last = read(talk.submit(deadline=0.05))[-1]
+        last = read(talk.submit(deadline=0.5))[-1]
         assert last.finish_reason is FinishReason.ABORTED and isinstance(last.error, DeadlineExceededError)
         assert has_left.wait(20)
         assert text(read(talk.submit(deadline=1000.0))) == "Twice a year."

@@ -18,6 +18,7 @@ from stillroom.kvstore.tiered import TieredStore
 from tests.fakes import ManualClock
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record
 from tests.kvstore.test_tiered import assert_same, blocks, new_device
+from tests.server.fakes import until
 
 SIZE = 100
 PATIENCE = 30.0
@@ -151,8 +152,12 @@ def test_closing_ends_the_thread(prefetcher: Prefetcher, gate: Gate) -> None:
     prefetcher.request(key(2), SIZE)
     gate.await_begin()
     (thread,) = prefetcher._executor._threads
+    second = prefetcher._entries[key(2)].future
+    closing = threading.Thread(target=prefetcher.close)
+    closing.start()
+    until(second.cancelled)
     gate.is_open.set()
-    prefetcher.close()
+    closing.join(PATIENCE)
     assert not thread.is_alive() and prefetcher.num_bytes == 0 and gate.read == [key(1)]
 
 

@@ -70,7 +70,7 @@ def test_a_diary_that_another_process_locks_holds_nobody_up_and_goes_on_afterwar
         other.execute("BEGIN IMMEDIATE")
         began = time.monotonic()
         log.add("meanwhile", 1.0, {})
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 1.5, "the writer waits two seconds"
         log._wait_until_written()  # it gives up this one
         other.execute("ROLLBACK")
     log.add("after", 2.0, {})

@@ -63,7 +63,7 @@ def test_a_request_is_a_line_of_json_that_says_who_and_never_what(
     with serving(as_room(room), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
         client.post("/v1/chat/completions", json=QUESTION, headers=bearer(key) | {"x-request-id": "abc"})
         client.get("/secret/path?token=hidden", headers=bearer("sk-stillroom-wrong"))
-        capturing = capfd.readouterr().err
+    capturing = capfd.readouterr().err  # a line is written when its answer is out
     lines = [json.loads(line) for line in capturing.splitlines() if line.startswith("{")]
     asked, refused = (line for line in lines if line["logger"] == "stillroom.server.access")
     assert (asked["request_id"], asked["caller"], asked["tenant"]) == ("abc", "anna", "default")
