@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stillroom.bench.hot_questions import CONFIGS, OURS, Traffic, ask_all, asked, asked_before, run_questions
 from stillroom.config.settings import StillroomConfig
+from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.embedder import Embedder, Vectors
 from tests.bench.test_retrieval_quality import QUERIES, make_dataset
 
@@ -35,7 +37,14 @@ def test_the_corpus_changes_between_the_questions() -> None:
     assert len(seconds) == 5 and min(seconds) >= 0
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = QueryCache._start_refresh
+
+    def ahead_of_whoever_asks(cache: QueryCache, *given: Any) -> None:
+        start(cache, *given)
+        cache.wait_for_refresh()
+
+    monkeypatch.setattr(QueryCache, "_start_refresh", ahead_of_whoever_asks)
     traffic = Traffic(num_questions=24, per_second=1000.0, change_every=12)
     dataset = make_dataset(tmp_path / "set")
     result = run_questions(dataset, tmp_path / "work", StillroomConfig(), traffic=traffic, repeat=1)
