@@ -181,6 +181,8 @@ ENDS = {"nonsense", "left while asking", "left", "late", "refused", "answered"}
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(room: Stillroom) -> None:
     with serving(room) as url:
         soak(url, room, 2 * NUM_CLIENTS, seed=0)
+        room.ask(QUESTION)
+        assert room.records.recent(), "the diary, which another thread opens, is open by now"
         before = _num_open_files()
         ends = soak(url, room, 15 * NUM_CLIENTS, seed=1)
         until(lambda: _num_open_files() <= before)
