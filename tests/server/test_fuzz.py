@@ -30,7 +30,7 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/sear
 
 @pytest.fixture(scope="module")
 def room() -> FakeRoom:
-    server = ServerConfig(head_timeout_s=0.3, body_timeout_s=0.3, requests_per_minute=0)
+    server = ServerConfig(head_timeout_s=2.0, body_timeout_s=2.0, requests_per_minute=0)
     return FakeRoom(config=StillroomConfig(server=server))
 
 
