@@ -81,7 +81,7 @@ class Corpus:
         """What names the commit that led to a generation: what was made from this corpus then, and from no other state
         of it, knows the same. Empty where it had no name yet; None where it never was."""
         with self._reading() as connection:
-            found = connection.execute(rows.SELECT_COMMIT, (generation,)).fetchone()
+            found = connection.execute(rows.SELECT_COMMIT, {"generation": generation}).fetchone()
         return None if found is None else str(found[0] or "")
 
     @property
