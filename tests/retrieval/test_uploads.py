@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
 from stillroom.errors import KnowledgeBaseBusyError, StorageError, UnknownDocumentError, UsageError
-from stillroom.retrieval.kb_folder import WriteLock
+from stillroom.retrieval.kb_folder import UPLOADS, WriteLock
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.loaders.load import load
-from stillroom.retrieval.uploads import UPLOADS, UploadResult, Uploads, checked_name
+from stillroom.retrieval.uploads import UploadResult, Uploads, checked_name
 from tests.retrieval.conftest import OpenKb
 
 
@@ -170,17 +170,30 @@ def test_what_is_being_removed_cannot_be_uploaded_before_its_file_is_gone(
     assert kept(kb) == {} and add(other, a_txt="after")[0].outcome == "added"
 
 
-def test_what_has_its_place_and_was_not_indexed_is_indexed_by_the_same_again(
-    kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RuntimeError, StorageError, KeyboardInterrupt])
+def test_whatever_ends_an_upload_leaves_files_and_index_agreeing(
+    kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+    add(uploads, keep_md="version one")
+    index = kb.add
 
-    with monkeypatch.context() as patch:
-        patch.setattr(kb, "add", killed)
-        with pytest.raises(KeyboardInterrupt):
-            add(uploads, a_txt="one")
-    assert kept(kb) == {"a.txt": b"one"} and kb.num_documents == 0
+    def some(paths: list[Path], **options: object) -> None:
+        index(paths[:1], **options)  # type: ignore[arg-type]
+        raise error
+
+    monkeypatch.setattr(kb, "add", some)
+    with pytest.raises(error):
+        add(uploads, first_md="committed", keep_md="version two", new_md="never read")
+    assert kept(kb) == {"first.md": b"committed", "keep.md": b"version one"}
+    assert [uploads.name_of(info.document_id) for info in kb.documents()] == ["first.md", "keep.md"]
+
+
+def test_what_has_its_place_and_was_not_indexed_is_indexed_by_the_same_again(
+    kb: KnowledgeBase, uploads: Uploads
+) -> None:
+    """As a killed upload leaves it."""
+    (kb.path / UPLOADS).mkdir()
+    (kb.path / UPLOADS / "a.txt").write_text("one")
 
     assert add(uploads, a_txt="one")[0].outcome == "added"
 
@@ -322,3 +335,23 @@ def test_a_file_and_a_folder_of_one_name_exclude_each_other(kb: KnowledgeBase, u
 def test_two_files_of_one_name_are_a_mistake(uploads: Uploads) -> None:
     with pytest.raises(UsageError, match="same name"):
         uploads.add([("cafe\u0301.md", io.BytesIO(b"a")), ("caf\u00e9.md", io.BytesIO(b"b"))])
+
+
+def test_verify_finds_uploaded_files_that_the_index_does_not_know_or_knows_otherwise(
+    kb: KnowledgeBase, uploads: Uploads
+) -> None:
+    records = '{"_id": "1", "text": "one"}\n{"_id": "2", "text": "two"}\n'
+    [_, _, of_records] = add(uploads, a_txt="as indexed", b_txt="before", c_jsonl=records)
+    uploads.remove(of_records.documents[0].document_id)
+    for name, said in {".incoming/x/y": "half", "b.txt": "after", "sub/e.txt": "never indexed"}.items():
+        path = kb.path / UPLOADS / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(said)
+
+    for repair in (False, True):
+        unknown, changed = kb.verify(repair=repair).findings
+        assert (unknown.part, unknown.examples) == ("uploads", (str(kb.path / "uploads/sub/e.txt"),))
+        assert (changed.part, changed.examples) == ("uploads", (str(kb.path / "uploads/b.txt"),))
+        assert not unknown.is_repaired and "stillroom add FILE" in unknown.meaning
+    add(uploads, b_txt="after", sub__e_txt="never indexed")
+    assert kb.verify().is_clean

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 HELP = help_text(
     "Check that the knowledge base is whole: SQLite, vectors and postings, and each against the others.",
-    "Every text is compared with its checksum, every vector and every word with what the indexes hold. Each finding "
-    "says what it means. Ends with code 1 if there is any, with --repair too; then the next run is clean.",
+    "Every text is compared with its checksum, every vector and every word with what the indexes hold, and every "
+    "uploaded file with what was indexed of it. Each finding says what it means. Ends with code 1 if there is any, "
+    "with --repair too; the next run does not find again what was repaired.",
     "--repair makes SQLite whole first: rows without their other half go, a lost vector is embedded again, and a "
     "document that lost a part is removed, so that adding its file reads it again. Then it makes anew each index that "
     "differs. --kv also reads every record of kept KV, as `stillroom cache verify` does.",

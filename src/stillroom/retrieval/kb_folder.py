@@ -25,13 +25,18 @@ CORPUS = "corpus.sqlite3"
 PROJECTIONS = ("dense.npz", "dense.lists", "sparse", "qdrant")
 """What is made from the corpus, so that there was one where any of them is."""
 
+UPLOADS = "uploads"
+"""The folder of files that came as bytes, see `uploads`."""
+INCOMING = ".incoming"
+"""In it: those that have no place yet."""
+
 _LOCK = "write.lock"
 _WRITER = "writer.json"
 
 _OF_WRITERS = (".*.tmp", "sparse/.*.tmp", "sparse/.tmp*")
 """Half-written files. Whoever holds the lock may remove them: nobody else writes any."""
 
-_OF_ANYBODY = (".list_heat.npz.*.tmp", ".scratch-*", "uploads/.incoming/*")
+_OF_ANYBODY = (".list_heat.npz.*.tmp", ".scratch-*", f"{UPLOADS}/{INCOMING}/*")
 """Those that are written without the lock, too."""
 
 _MAX_AGE_S = 3600.0

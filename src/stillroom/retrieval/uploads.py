@@ -22,15 +22,14 @@ from typing import BinaryIO, Literal
 
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
-from stillroom.errors import KnowledgeBaseBusyError, StorageError, UnknownDocumentError, UsageError
+from stillroom.errors import StorageError, UnknownDocumentError, UsageError
 from stillroom.retrieval.index_file import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
+from stillroom.retrieval.kb_folder import INCOMING, UPLOADS
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 
-UPLOADS = "uploads"
 MAX_NAME_BYTES = 1024
 _MAX_PART_BYTES = 255
-_INCOMING = ".incoming"
 _STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS})
 """What another name would not help against."""
 
@@ -90,16 +89,12 @@ class Uploads:
         named = [(checked_name(name), stream) for name, stream in files]
         if len({name for name, _ in named}) < len(named):
             raise UsageError("two files have the same name; give each its own")
-        incoming = self._folder / _INCOMING / uuid.uuid4().hex
+        incoming = self._folder / INCOMING / uuid.uuid4().hex
         try:
             stored = [self._receive(name, stream, incoming) for name, stream in named]
             with self._kb.writing("add"):
                 self._place_all(stored)
-                try:
-                    return self._index(stored, progress, metadata)
-                except (KnowledgeBaseBusyError, UsageError):
-                    self._undo_all(stored)
-                    raise  # of other errors, what was committed and its files are kept: the same again does the rest
+                return self._index(stored, progress, metadata)
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
 
@@ -202,7 +197,13 @@ class Uploads:
         kept = [one for one in stored if not one.reason]
         before = {one.name: self._hashes(one) for one in kept}
         paths = [one.path for one in kept]
-        failures = dict(self._kb.add(paths, progress=progress, metadata=metadata).failures) if kept else {}
+        try:
+            failures = dict(self._kb.add(paths, progress=progress, metadata=metadata).failures) if kept else {}
+        except BaseException:  # what was committed has its file, and the rest is as it was before
+            for one in kept:
+                if self._hashes(one) == before[one.name]:
+                    self._undo(one)
+            raise
         for one in kept:
             if reason := failures.get(str(one.path), ""):
                 one.reason = reason.replace(str(one.path), one.name)

@@ -1,7 +1,7 @@
 """`stillroom verify`: SQLite, vectors and postings of a knowledge base, each whole and all saying the same.
 
-SQLite first, for the others are compared with it. Repairing makes SQLite whole, then makes an index that differs anew.
-The caller holds the write lock.
+SQLite first, for the others are compared with it; uploaded files last. Repairing makes SQLite whole, then makes an
+index that differs anew. The caller holds the write lock.
 """
 
 import sqlite3
@@ -17,6 +17,7 @@ from stillroom.retrieval.kb_folder import CORPUS
 from stillroom.retrieval.verify_corpus import CorpusDamage, Embed, check_corpus, repair_corpus
 from stillroom.retrieval.verify_indexes import check_dense, check_sparse
 from stillroom.retrieval.verify_report import Finding, Steps, Tell, VerifyReport
+from stillroom.retrieval.verify_uploads import check_uploads
 
 
 class Verification:
@@ -42,6 +43,8 @@ class Verification:
         findings, damage = self._check_corpus(embed, tell)
         if not damage.pages and not damage.vectors:
             findings += self._check_indexes(embed is not None, tell)
+        if not damage.pages:
+            findings += check_uploads(self._folder, self._corpus, self._config.documents)
         counts = (0, 0) if damage.pages else (self._corpus.num_documents, self._corpus.num_chunks)
         return VerifyReport(*counts, tuple(findings), self._clock.monotonic() - began)
 

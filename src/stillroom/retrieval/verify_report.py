@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Part = Literal["corpus", "vectors", "dense", "sparse"]
+Part = Literal["corpus", "vectors", "dense", "sparse", "uploads"]
 
 Tell = Callable[[int, int], None]
 """Told how many of how many steps are done."""
@@ -50,7 +50,7 @@ class VerifyReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether SQLite, vectors and postings agree, and all of it is as it was written."""
+        """Whether SQLite, vectors, postings and uploaded files agree, and all of it is as it was written."""
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
