@@ -1,11 +1,16 @@
 """`stillroom keys`, and what `serve` says about addresses and keys before it loads anything."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from stillroom.config.settings import ServerConfig
+from stillroom.server.doorway import open_doorway
 from stillroom.server.keys import KeyRing
 from tests.cli.harness import Run
+
+OPERATORS = (("anna",), ("ops", "--operator"))
 
 
 def test_a_key_is_shown_once_and_opens_the_door(run: Run) -> None:
@@ -47,10 +52,21 @@ def test_a_public_address_without_keys_is_refused(run: Run, host: str) -> None:
     assert result.code == 2 and "--keys keys.json" in result.err and "--insecure" in result.err
 
 
-def test_a_tenant_without_a_place_is_refused(run: Run) -> None:
-    run("keys", "add", "anna", "--tenant", "legal", "--keys", "keys.json")
+def test_a_tenant_without_a_place_is_told_and_refused_where_nobody_else_could_ask(run: Run) -> None:
+    made = run("keys", "add", "anna", "--tenant", "legal", "--keys", "keys.json", "--json")
+    assert made.json["tenant"] == "legal" and "serve --tenants DIR" in made.err
     result = run("serve", "--kb", "kb", "--keys", "keys.json")
     assert result.code == 2 and "--tenants DIR" in result.err
+
+    assert "--tenants" not in run("keys", "add", "ben", "--keys", "keys.json").err
+    config = ServerConfig(keys_file="keys.json")
+    assert ["legal are refused" in warning for warning in open_doorway(config).warnings] == [True]
+    assert open_doorway(dataclasses.replace(config, tenants_folder="tenants")).warnings == ()
+
+
+def test_json_says_who_is_an_operator(run: Run) -> None:
+    made = [run("keys", "add", name, "--keys", "keys.json", "--json", *flags).json for name, *flags in OPERATORS]
+    assert [one["is_operator"] for one in made] == [False, True]
 
 
 def test_keys_that_are_not_there_are_refused(run: Run) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stillroom.errors import ConfigError
+from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
 from stillroom.server.keys import KeyRing, changing, load_keys, new_key
 from stillroom.server.tenants import Tenants
 from tests.server.fakes import FakeRoom, as_room
@@ -179,6 +179,34 @@ def test_each_key_reaches_its_tenants_documents_only(tmp_path: Path) -> None:
             answer = client.post("/v1/chat/completions", json=QUESTION, headers=bearer(keys[tenant])).json()
             assert [one["document"] for one in answer["stillroom"]["sources"]] == [document]
     assert room.made == {tenant: tmp_path / "tenants" / tenant for tenant in ("legal", "sales")}
+
+
+def test_a_tenant_that_has_no_place_is_refused_and_the_log_says_why_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    room, path = House(), tmp_path / "keys.json"
+    key = add(path, "anna")
+    with serving(as_room(room), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
+        late = add(path, "late", "legal")
+        for _ in range(2):
+            refused = client.get("/v1/models", headers=bearer(late))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "tenant_not_served")
+        assert client.get("/v1/models", headers=bearer(key)).status_code == 200
+    [record] = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert "'legal'" in record.message and "--tenants DIR" in record.message
+
+
+def test_a_room_that_cannot_be_opened_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(House):
+        def beside(self, path: Path, tenant: str) -> FakeRoom:
+            raise CorruptKnowledgeBaseError(f"{path} is damaged")
+
+    path = tmp_path / "keys.json"
+    key = add(path, "anna", "legal")
+    with guarded(path, Broken()) as client:
+        assert client.get("/v1/models", headers=bearer(key)).status_code == 500
+    [record] = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert "legal is damaged" in record.message
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import typer
 from stillroom.cli import room
 from stillroom.cli.console import line, note, print_json
 from stillroom.cli.options import ConfigOption, JsonOption, expanded, help_text
+from stillroom.config.settings import ServerConfig
 from stillroom.errors import ConfigError, UsageError
 
 app = typer.Typer(no_args_is_help=True)
@@ -59,8 +60,10 @@ def add(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
 ) -> None:
     from stillroom.server.keys import changing, new_key
+    from stillroom.server.tenants import DEFAULT_TENANT
 
-    path = _path(keys, config)
+    server = room.settings(config).server
+    path = _path(keys, server)
     key, row = new_key(
         name, tenant, is_operator=operator, requests_per_minute=requests_per_minute, max_concurrent=max_concurrent
     )
@@ -68,8 +71,12 @@ def add(  # noqa: PLR0913  one parameter per flag
         if name in rows:
             raise UsageError(f"{path} has a key of the name {name!r}; remove it first: stillroom keys remove {name}")
         rows[name] = row
+    if tenant != DEFAULT_TENANT and not server.tenants_folder:
+        note(
+            f"a server opens nothing for keys of the tenant {tenant} without a folder for tenants: serve --tenants DIR"
+        )
     if as_json:
-        print_json({"key": key, "name": name, "tenant": tenant})
+        print_json({"key": key, "name": name, "tenant": tenant, "is_operator": operator})
         return
     line(key)
     note(f"this is the only time that the key is shown; {path} knows its hash")
@@ -79,7 +86,7 @@ def add(  # noqa: PLR0913  one parameter per flag
 def list_(keys: KeysOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     from stillroom.server.keys import load_keys
 
-    rows = load_keys(_path(keys, config))
+    rows = load_keys(_path(keys, room.settings(config).server))
     if as_json:
         print_json([{name: value for name, value in asdict(row).items() if name != "sha256"} for row in rows])
         return
@@ -96,7 +103,7 @@ def remove(
 ) -> None:
     from stillroom.server.keys import changing
 
-    path = _path(keys, config)
+    path = _path(keys, room.settings(config).server)
     with changing(path) as rows:
         if rows.pop(name, None) is None:
             known = ", ".join(rows) or "none"
@@ -107,8 +114,7 @@ def remove(
         line(f"removed {name}")
 
 
-def _path(keys: Path | None, config: Path | None) -> Path:
-    configured = room.settings(config).server.keys_file
-    if keys is None and not configured:
+def _path(keys: Path | None, server: ServerConfig) -> Path:
+    if keys is None and not server.keys_file:
         raise ConfigError("which file of keys? name it: --keys FILE, or server.keys_file in stillroom.toml")
-    return keys or Path(configured)
+    return keys or Path(server.keys_file)

@@ -7,7 +7,7 @@ from stillroom.config.settings import ServerConfig
 from stillroom.errors import ConfigError
 from stillroom.server.guard import is_loopback
 from stillroom.server.keys import KeyRing
-from stillroom.server.tenants import DEFAULT_TENANT
+from stillroom.server.tenants import DEFAULT_TENANT, NO_PLACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ def open_doorway(config: ServerConfig) -> Doorway:
     """Fails closed, before a model loads.
 
     Raises:
-        ConfigError: other machines would reach it without keys, the keys cannot be read, or one is of a tenant that has
-            no place.
+        ConfigError: other machines would reach it without keys, the keys cannot be read, or all are of tenants that
+            have no place.
     """
     keys = KeyRing(Path(config.keys_file)) if config.keys_file else None
     folder = Path(config.tenants_folder) if config.tenants_folder else None
@@ -38,10 +38,10 @@ def open_doorway(config: ServerConfig) -> Doorway:
             )
         warnings = (f"everybody who reaches {config.host} may ask, add and delete: no keys are asked for (--insecure)",)
     if folder is None and keys is not None:
-        homeless = sorted({row.tenant for row in keys.rows} - {DEFAULT_TENANT})
+        tenants = {row.tenant for row in keys.rows}
+        homeless = ", ".join(sorted(tenants - {DEFAULT_TENANT}))
+        if homeless and DEFAULT_TENANT not in tenants:
+            raise ConfigError(f"all keys are of other tenants than {DEFAULT_TENANT!r} ({homeless}): {NO_PLACE}")
         if homeless:
-            raise ConfigError(
-                f"there are keys of the tenant {homeless[0]!r}, whose knowledge base has no place; name a folder for "
-                "the tenants' knowledge bases: --tenants DIR, or server.tenants_folder"
-            )
+            warnings += (f"keys of the tenants {homeless} are refused: {NO_PLACE}",)
     return Doorway(keys, folder, warnings)

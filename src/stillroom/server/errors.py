@@ -1,5 +1,6 @@
 """Errors as HTTP: a status and OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. No stack traces."""
 
+import logging
 import math
 from typing import Any
 
@@ -26,6 +27,8 @@ from stillroom.errors import (
     UnknownRequestError,
     UsageError,
 )
+
+logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """What nginx made the usual status for a client that did not wait; nobody receives it, but the metrics count it."""
@@ -81,9 +84,12 @@ def model_not_served(model: str, served: list[str]) -> Refused:
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body. What is not ours is an internal error, and its message stays in the server's log."""
+    """Status and body. What is not ours is an internal error, and its message stays in the server's log; whoever caught
+    it writes it there. Ours that fit no other status are written here."""
     for exception, status, kind, code in _KINDS:
         if isinstance(error, exception):
+            if status == 500:
+                logger.error("%s", error)
             return status, error_body(str(error), kind, code=code)
     return 500, error_body("internal error; the server's log has the details", "server_error", code="internal_error")
 

@@ -8,6 +8,7 @@ the address, and then other people's web pages must not do it with somebody's br
 
 import asyncio
 import ipaddress
+import logging
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -18,7 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stillroom.errors import StillroomError
 from stillroom.server.errors import error_body, error_response
 from stillroom.server.keys import KeyRing
-from stillroom.server.tenants import ANYBODY, STRANGER, Caller, Tenants
+from stillroom.server.tenants import ANYBODY, NO_PLACE, STRANGER, Caller, Tenants
+
+logger = logging.getLogger(__name__)
 
 OPEN_PATHS: tuple[str, ...] = ("/healthz", "/readyz", "/")
 OPEN_FOLDER = "/console/"
@@ -41,6 +44,7 @@ class Guard:
         self._app = app
         self._tenants = tenants
         self._keys = keys
+        self._homeless: set[str] = set()
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,10 +52,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         caller = self._caller(Headers(scope=scope), scope["path"])
-        if isinstance(caller, Caller) and scope["path"] in OPERATOR_PATHS and not caller.is_operator:
-            caller = _forbidden(
-                "this tells of all tenants; it needs a key that was made with --operator", "operator_only"
-            )
+        if isinstance(caller, Caller):
+            caller = self._forbidden_to(caller, scope["path"]) or caller
         if isinstance(caller, Response):
             await caller(scope, receive, send)
             return
@@ -80,6 +82,20 @@ class Guard:
         )
         body = error_body(message, "authentication_error", code="invalid_api_key")
         return JSONResponse(body, status_code=401, headers={"www-authenticate": "Bearer", "x-should-retry": "false"})
+
+    def _forbidden_to(self, caller: Caller, path: str) -> Response | None:
+        """The refusal of what a known caller may not do."""
+        if path in OPERATOR_PATHS and not caller.is_operator:
+            return _forbidden(
+                "this tells of all tenants; it needs a key that was made with --operator", "operator_only"
+            )
+        tenant = caller.tenant
+        if not tenant or self._tenants.has_place(tenant):
+            return None
+        if tenant not in self._homeless:  # once: whoever asks again fills no log
+            self._homeless.add(tenant)
+            logger.error("requests of the tenant %r are refused: %s", tenant, NO_PLACE)
+        return _forbidden(f"the tenant {tenant!r} has no knowledge base on this server", "tenant_not_served")
 
     def _foreign(self, headers: Headers) -> Response | None:
         """The refusal of a request that another site's page sent, or that was sent to another name than ours."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 DEFAULT_TENANT = "default"
 """Whose knowledge base is that of `--kb`."""
 
+NO_PLACE = "their knowledge bases have no place; name a folder for them: --tenants DIR, or server.tenants_folder"
+"""Of tenants other than the default one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -83,6 +86,10 @@ class Tenants:
                 self._rooms[tenant] = self.own.beside(self._folder_of(tenant), tenant)
             return self._rooms[tenant]
 
+    def has_place(self, tenant: str) -> bool:
+        """Whether there is, or may be made, a knowledge base for a tenant."""
+        return tenant == DEFAULT_TENANT or self.folder is not None
+
     def is_open(self, tenant: str) -> bool:
         """Whether `room` takes no time."""
         return tenant == DEFAULT_TENANT or tenant in self._rooms
@@ -98,6 +105,6 @@ class Tenants:
 
     def _folder_of(self, tenant: str) -> Path:
         check_name("tenant", tenant)
-        if self.folder is None:  # a key that was added while the server runs
+        if self.folder is None:
             raise ConfigError(f"the tenant {tenant!r} has no knowledge base: server.tenants_folder is not set")
         return self.folder / tenant
