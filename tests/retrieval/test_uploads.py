@@ -288,6 +288,7 @@ TRICKS = [
     "\udc80.md",
     "cod\u202egnp.md",
     "/".join(["x" * 200] * 6),
+    "a.md.metadata.json",
 ]
 
 
@@ -308,6 +309,20 @@ def test_a_name_that_is_taken_leads_below_the_folder(name: str) -> None:
     place = Path(os.path.normpath(f"/kb/uploads/{taken}"))
     assert place.is_relative_to("/kb/uploads") and str(place) == f"/kb/uploads/{taken}"
     assert checked_name(taken) == taken
+
+
+def test_a_file_that_describes_another_one_and_was_uploaded_once_goes_on_doing_so_until_it_is_removed(
+    kb: KnowledgeBase, uploads: Uploads
+) -> None:
+    beside = kb.path / UPLOADS / "a.txt.metadata.json"
+    beside.parent.mkdir()
+    beside.write_text('{"year": 2021}')
+    kb.add([beside])
+
+    [result] = add(uploads, a_txt="one")
+    assert result.documents[0].metadata == {"year": 2021}
+    assert uploads.remove("a.txt.metadata.json").num_documents == 1 and kept(kb) == {"a.txt": b"one"}
+    assert add(uploads, a_txt="one")[0].documents[0].metadata == {} and kb.verify().is_clean
 
 
 def test_links_are_not_followed(kb: KnowledgeBase, uploads: Uploads, tmp_path: Path) -> None:

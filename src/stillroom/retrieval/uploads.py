@@ -27,6 +27,7 @@ from stillroom.retrieval.index_file import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
 from stillroom.retrieval.kb_folder import INCOMING, UPLOADS
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.loaders.metadata import SIDECAR
 
 MAX_NAME_BYTES = 1024
 _MAX_PART_BYTES = 255
@@ -245,7 +246,8 @@ def checked_name(name: str) -> str:
     """The name of an uploaded file, in Unicode's composed form.
 
     Raises:
-        UsageError: it is no path below a folder, or one that would be hidden or ambiguous there.
+        UsageError: it is no path below a folder, or one that would be hidden or ambiguous there, or that of a file
+            that describes another one.
     """
     composed = unicodedata.normalize("NFC", name)
     parts = composed.split("/")
@@ -259,6 +261,8 @@ def checked_name(name: str) -> str:
         problem = "no part may begin with a dot, or begin or end with a blank"
     elif "\\" in name or "#" in name or any(unicodedata.category(char) in _UNWANTED for char in name):
         problem = "it may not hold a backslash, '#' or control characters"
+    elif composed.endswith(SIDECAR):
+        problem = f"what ends with {SIDECAR} describes another file; give `metadata` with the upload of that file"
     else:
         return composed
     raise UsageError(f"the name {name[:200]!r} is no path like notes/keys.md: {problem}")
