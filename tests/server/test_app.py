@@ -1,6 +1,7 @@
 """Health and metrics, over a real server and a fake room."""
 
 import httpx
+import pytest
 
 from stillroom.retrieval.list_figures import ListFigures
 from tests.server.fakes import NUM_BLOCKS, FakeRoom
@@ -30,3 +31,10 @@ def test_metrics_count_routes_by_template(client: httpx.Client) -> None:
     assert 'stillroom_http_requests_total{path="/v1/models/{model:path}",status="200"} 1.0' in response.text
     assert 'stillroom_http_requests_total{path="other",status="404"} 1.0' in response.text
     assert "wp-login" not in response.text
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_probes_may_ask_for_the_head_only(client: httpx.Client, path: str) -> None:
+    probe = client.head(path)
+    assert (probe.status_code, probe.content) == (200, b"")
+    assert client.put(path).headers["allow"] == "GET, HEAD"

@@ -84,3 +84,5 @@ def test_unknown_route_and_method_have_openai_shape(client: httpx.Client) -> Non
     assert wrong.status_code == 405
     assert wrong.json()["error"]["code"] == "method_not_allowed"
     assert wrong.headers["allow"] == "POST"
+    assert client.put("/v1/documents").headers["allow"] == "GET, POST"
+    assert client.put("/v1/documents/a").headers["allow"] == "DELETE, GET"

@@ -4,6 +4,7 @@ The requests go to the real application over a fake room, and in the slow run ov
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,10 +19,12 @@ from schemathesis.generation import GenerationMode
 
 from stillroom.rag.room import Stillroom
 from stillroom.server.app import create_app
+from stillroom.server.keys import KeyRing
 from stillroom.server.replies import ChatCompletionChunk, CompletionChunk
 from tests.server.fakes import FakeRoom, as_room
 from tests.server.harness import QUESTION, events
 from tests.server.knowledge import write_knowledge
+from tests.server.test_keys import add
 
 load_all_checks()
 UNFIT = {
@@ -128,6 +131,19 @@ def test_the_server_does_what_the_document_says_for_longer(app: FastAPI, method:
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_a_real_server_does_what_the_document_says(real_app: FastAPI, method: str, path: str) -> None:
     attack(real_app, method, path, 100)
+
+
+def test_it_says_where_keys_and_limits_are(app: FastAPI, tmp_path: Path) -> None:
+    add(tmp_path / "keys.json", "anna")
+    guarded = create_app(as_room(FakeRoom()), keys=KeyRing(tmp_path / "keys.json")).openapi()
+    assert guarded["components"]["securitySchemes"]["apiKey"]["scheme"] == "bearer"
+    assert guarded["security"] == [{"apiKey": []}] and app.openapi()["security"] == [{"apiKey": []}, {}]
+
+    paths = guarded["paths"]
+    for path in ("/healthz", "/readyz"):
+        assert paths[path]["get"]["security"] == [] and not {"401", "429"} & set(paths[path]["get"]["responses"])
+    assert {"401", "408", "429"} <= set(paths["/v1/search"]["post"]["responses"])
+    assert "401" in paths["/v1/models"]["get"]["responses"]
 
 
 def test_every_operation_is_described_and_attacked(app: FastAPI) -> None:

@@ -80,7 +80,7 @@ def create_app(
     app.include_router(console.router())
     app.include_router(DocumentRoutes(workers).router())
     errors.install(app)
-    openapi.install(app)
+    openapi.install(app, asks_for_keys=keys is not None)
     app.state.tenants = tenants = tenants or Tenants(room)
     config, clock = room.config, SystemClock()
     hosts = own_names(host, config.server.allowed_hosts)
@@ -118,6 +118,7 @@ class _Api:
         add("GET", "/v1/models", "operations", ModelList, self.models)
         add("GET", "/v1/models/{model:path}", "operations", Model, self.model)
         add("GET", "/healthz", "operations", Health, self.healthz)
+        router.add_api_route("/healthz", self.healthz, methods=["HEAD"], include_in_schema=False)
         router.add_api_route(
             "/metrics", self.metrics, methods=["GET"], response_class=PlainTextResponse, tags=["operations"]
         )

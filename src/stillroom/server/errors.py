@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.routing import Match
 
 from stillroom.errors import (
     DeadlineExceededError,
@@ -39,6 +40,8 @@ FAILED_WITH = "failed_with"
 LATER = {"retry-after": "5"}
 """Of what is not possible now, where nobody knows when it will be."""
 
+_METHODS = ("DELETE", "GET", "HEAD", "POST")
+"""Of all routes."""
 _INVALID = "invalid_request_error"
 _UNAVAILABLE = "service_unavailable_error"
 
@@ -146,4 +149,13 @@ def _http_exception(request: Request, error: HTTPException) -> JSONResponse:
         413: (str(error.detail), "body_too_large"),
     }.get(error.status_code, (str(error.detail), None))
     body = error_body(message, _INVALID, code=code)
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    headers = {"allow": _methods_of(request)} if error.status_code == 405 else error.headers
+    return JSONResponse(body, status_code=error.status_code, headers=headers)
+
+
+def _methods_of(request: Request) -> str:
+    """All that a path knows: each method has a route of its own, and Starlette tells of the first only."""
+    routes = request.app.router.routes
+    asked = {method: {**request.scope, "method": method} for method in _METHODS}
+    known = [one for one, scope in asked.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
+    return ", ".join(known)

@@ -25,4 +25,5 @@ def router(admission: Admission) -> APIRouter:
 
     found = APIRouter()
     found.add_api_route("/readyz", readyz, methods=["GET"], responses={503: {"description": "Not now."}})
+    found.add_api_route("/readyz", readyz, methods=["HEAD"], include_in_schema=False)
     return found

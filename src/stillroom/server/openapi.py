@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from stillroom.server.guard import OPEN_PATHS
 from stillroom.server.protocol import DocumentsRequest
 from stillroom.server.replies import ChatCompletionChunk, CompletionChunk, ErrorReply
 
@@ -25,12 +26,14 @@ TAGS = {
     "search": "Find and embed, without a model that writes.",
     "operations": "What runs, and how it is.",
 }
+_KEY = "apiKey"
 _REF = "#/components/schemas/"
 _STATUSES = {
     400: "The request can never work as written; `param` names the field.",
     401: "The key is missing or unknown, where keys are asked for.",
     403: "The key may not do this.",
     404: "There is no such model or document.",
+    408: "The request did not arrive in time.",
     409: "There is nothing to search yet.",
     413: "The body is larger than this server takes.",
     415: "The body has another content type than this route takes.",
@@ -42,8 +45,8 @@ _STATUSES = {
     504: "It took too long.",
     507: "The disk is full or failing.",
 }
-_ALWAYS = (400, 401, 403, 429, 500, 503, 507)
-_BODY = (413, 415)
+_ALWAYS = (400, 403, 500, 503, 507)
+_BODY = (408, 413, 415)
 _GENERATING = (404, 409, 502, 504)
 _MORE: dict[tuple[str, str], tuple[int, ...]] = {
     ("/v1/chat/completions", "post"): (*_BODY, *_GENERATING),
@@ -86,18 +89,18 @@ _EXAMPLES: dict[str, dict[str, Document]] = {
 }
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, *, asks_for_keys: bool) -> None:
     """Let the app describe itself so."""
 
     def document() -> Document:
         if app.openapi_schema is None:
-            app.openapi_schema = describe(app)
+            app.openapi_schema = describe(app, asks_for_keys=asks_for_keys)
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def describe(app: FastAPI) -> Document:
+def describe(app: FastAPI, *, asks_for_keys: bool) -> Document:
     """The whole document."""
     found = get_openapi(
         title=app.title,
@@ -106,7 +109,10 @@ def describe(app: FastAPI) -> Document:
         routes=app.routes,
         tags=[{"name": name, "description": text} for name, text in TAGS.items()],
     )
-    schemas = found.setdefault("components", {}).setdefault("schemas", {})
+    components = found.setdefault("components", {})
+    components["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer", "description": "sk-stillroom-..."}}
+    found["security"] = [{_KEY: []}] if asks_for_keys else [{_KEY: []}, {}]
+    schemas = components.setdefault("schemas", {})
     for name, schema in _schemas().items():
         schemas.setdefault(name, schema)
     for unused in ("HTTPValidationError", "ValidationError"):
@@ -123,6 +129,12 @@ def _complete(path: str, method: str, operation: Document) -> None:
     responses = operation["responses"]
     if "HTTPValidationError" in str(responses.get("422")):
         del responses["422"]
+    if path in OPEN_PATHS:
+        operation["security"] = []
+    else:
+        responses.setdefault("401", _error(401))
+    if method != "get":  # what only looks is not limited
+        responses.setdefault("429", _error(429))
     for status in (*_ALWAYS, *_MORE.get((path, method), ())):
         responses.setdefault(str(status), _error(status))
     if events := _EVENTS.get((path, method)):
