@@ -43,7 +43,7 @@ def test_verify_finds_and_removes_what_is_damaged(run: Run, records: list[Path])
     result = run("cache", "verify", "--kb", "kb")
 
     assert result.code == 1
-    assert result.out.splitlines() == [f"damaged: {'01' * 32}  checksum", "2 records checked, 1 damaged"]
+    assert result.out.splitlines() == [f"damaged: {'01' * 32}  checksum", "3 records checked, 1 damaged"]
     assert run("cache", "verify", "--kb", "kb", "--json").json["num_failures"] == 0
 
 

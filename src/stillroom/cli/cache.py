@@ -93,7 +93,7 @@ def _verify_one(folder: Path, fingerprint: bytes, *, is_quiet: bool) -> dict[str
         store.close()
     return {
         "model": fingerprint.hex(),
-        "num_records": report.num_records,
+        "num_records": report.num_records + len(report.failures),
         "num_bytes": report.num_bytes,
         "failures": [{"record": key.hex(), "reason": str(defect)} for key, defect in report.failures.items()],
     }
