@@ -260,9 +260,10 @@ def test_a_key_is_asked_for_sent_and_forgotten_with_the_tab(page: "Page", room: 
     with serving(as_room(room), keys=KeyRing(tmp_path / "keys.json")) as url:
         page.goto(url)
         page.wait_for_selector("#key-dialog[open]")
+        assert not page.is_visible("#key-error")
         page.fill("#key", "sk-stillroom-wrong")
         page.keyboard.press("Enter")
-        page.wait_for_selector("#key-dialog[open]")
+        page.wait_for_selector("#key-dialog[open] [role=alert] >> text=there is no such API key")
         page.fill("#key", key)
         page.keyboard.press("Enter")
         page.wait_for_selector("#serving >> text=fake-model")

@@ -104,12 +104,14 @@ def test_live_figures_of_a_server_that_is_gone_are_called_old(page: "Page", real
 def test_live_figures_are_of_the_last_two_minutes_only(page: "Page", real_url: str) -> None:
     page.clock.install()
     page.goto(f"{real_url}/#live")
-    page.wait_for_selector(".tile")
+    page.wait_for_selector("text=measured from now on")
+    page.clock.run_for(2000)
+    page.wait_for_selector("text=no answers in 2 seconds")
     httpx.post(f"{real_url}/v1/chat/completions", json={"messages": [{"role": "user", "content": QUESTION}]})
     page.clock.run_for(2000)
-    page.wait_for_selector("text=mean of 1 in two minutes")
+    page.wait_for_selector("text=mean of 1 in 4 seconds")
     page.clock.fast_forward(180_000)  # as a tab that nobody looks at
-    page.wait_for_selector("text=no answers in two minutes")
+    page.wait_for_selector("text=measured from now on")
 
 
 @pytest.mark.browser

@@ -39,8 +39,12 @@ export async function request(path, options = {}) {
     throw new ServerError("The server cannot be reached. Is it still running?", 0);
   }
   if (response.ok) return response;
-  if (response.status === 401) document.dispatchEvent(new CustomEvent("stillroom:unauthorised"));
-  throw new ServerError(await complaint(response), response.status);
+  const message = await complaint(response);
+  if (response.status === 401) {
+    const detail = key() ? message : ""; // who has given none yet has done nothing wrong
+    document.dispatchEvent(new CustomEvent("stillroom:unauthorised", { detail }));
+  }
+  throw new ServerError(message, response.status);
 }
 
 export const getJson = async (path) => (await request(path)).json();

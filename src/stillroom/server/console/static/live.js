@@ -73,6 +73,11 @@ const steps = (name) =>
     return { seconds: reading.at - before.at, grown: Math.max((reading[name] ?? 0) - (before[name] ?? 0), 0) };
   });
 
+/** How far the readings reach back: they begin with this view. */
+const seconds = () => Math.round(readings[readings.length - 1].at - readings[0].at);
+
+const span = () => (seconds() > KEPT_SECONDS - (2 * PERIOD_MS) / 1000 ? "two minutes" : count(seconds(), "second"));
+
 const grown = (name) => steps(name).reduce((sum, step) => sum + step.grown, 0);
 
 /** Per interval; null where nothing happened. */
@@ -104,7 +109,7 @@ function show() {
     tile(
       "First token",
       answers ? duration(grown(`${ttft}_sum`) / answers) : "\u2013",
-      answers ? `mean of ${answers} in two minutes` : "no answers in two minutes",
+      answers ? `mean of ${answers} in ${span()}` : seconds() ? `no answers in ${span()}` : "measured from now on",
       ratios(`${ttft}_sum`, `${ttft}_count`),
     ),
     tile(

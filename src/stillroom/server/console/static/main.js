@@ -81,10 +81,12 @@ function startTheme() {
 
 function startKey() {
   const dialog = byId("key-dialog");
-  const open = () => {
+  const open = (problem) => {
     byId("key-button").hidden = false;
     byId("key").value = key();
     if (!dialog.open) dialog.showModal();
+    byId("key-error").textContent = problem; // in the open dialog, or no screen reader says it
+    byId("key-error").hidden = !problem;
   };
   const use = (value) => {
     setKey(value);
@@ -93,13 +95,13 @@ function startKey() {
     route();
   };
   byId("key-button").hidden = !key();
-  byId("key-button").addEventListener("click", open);
+  byId("key-button").addEventListener("click", () => open(""));
   byId("key-forget").addEventListener("click", () => use(""));
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     use(byId("key").value.trim());
   });
-  document.addEventListener("stillroom:unauthorised", open);
+  document.addEventListener("stillroom:unauthorised", (event) => open(event.detail));
 }
 
 document.querySelector(".skip").addEventListener("click", (event) => {
