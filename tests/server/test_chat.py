@@ -272,3 +272,12 @@ def test_messages_without_a_question_are_400(any_client: httpx.Client, messages:
 
     assert response.status_code == 400
     assert "no question" in response.json()["error"]["message"]
+
+
+def test_an_image_is_refused_in_words(any_client: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    response = any_client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
+
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages.0.content")
+    assert "'image_url'" in error["message"] and "text only" in error["message"]

@@ -86,9 +86,24 @@ class TextPart(Body):
     text: str
 
 
+_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+def _text_only(content: Any) -> Any:
+    """Says what is wrong with an image, where the types would only say that it is no text."""
+    parts = content if isinstance(content, list) else []
+    kinds = (part.get("type") for part in parts if isinstance(part, dict))
+    odd = next((kind for kind in kinds if isinstance(kind, str) and kind != "text"), None)
+    if odd is not None:
+        raise ValueError(f"a part of the type {odd[:40]!r} cannot be read; this model reads text only")
+    return content
+
+
 class ChatMessage(Body):
     role: str
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    content: Annotated[str | _Parts | None, BeforeValidator(_text_only, json_schema_input_type=str | _Parts | None)] = (
+        None
+    )
 
     @property
     def text(self) -> str:
