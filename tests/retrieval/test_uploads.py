@@ -251,6 +251,34 @@ def test_removing_forgets_the_file_with_its_last_document(kb: KnowledgeBase, upl
         uploads.remove(second.document_id)
 
 
+def test_uploaded_files_go_with_their_last_documents_whoever_removes_them(
+    kb: KnowledgeBase, uploads: Uploads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = tmp_path / "outside.txt"
+    outside.write_text("outside")
+    kb.add([outside])
+    add(
+        uploads,
+        old__a_txt="one",
+        old__b_jsonl='{"_id": "1", "text": "two"}\n{"_id": "2", "text": "three"}\n',
+        c_txt="four",
+    )
+
+    report = uploads.remove_all([str(kb.path / UPLOADS / "old/b.jsonl#1"), str(outside), str(tmp_path / "nothing")])
+    assert report.num_documents == 2 and len(report.unknown) == 1
+    assert outside.exists() and sorted(kept(kb)) == ["c.txt", "old/a.txt", "old/b.jsonl"]
+    forget = kb.remove
+
+    def interrupted(targets: list[str]) -> None:
+        forget(targets)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kb, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        uploads.remove_all([str(kb.path / UPLOADS / "old")])
+    assert kept(kb) == {"c.txt": b"four"} and kb.verify().is_clean
+
+
 def test_files_from_elsewhere_stay_and_folders_are_no_names(
     kb: KnowledgeBase, uploads: Uploads, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from stillroom.cli.console import count, line, note, print_json, short_path, siz
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
 
 REMOVE_HELP = help_text(
-    "Forget documents. The files themselves are not touched.",
+    "Forget documents. Your files are not touched; one that was uploaded goes with its last document.",
     "A target is a file, a folder (everything under it), or a document as `stillroom list` shows it. One that stands "
     "for no document is reported and does not stop the others; if none stands for any, that is an error.",
     "Interrupting leaves some of them: the same command does the rest.",

@@ -151,13 +151,11 @@ class Stillroom:
 
     def remove(self, *targets: str) -> RemoveReport:
         """Forget documents: by document id, by file, or all under a folder. Targets that match nothing are in the
-        report and do not stop the others; if it is interrupted, the same again does the rest.
-
-        Raises:
-            UnknownDocumentError: no target matches anything.
+        report and do not stop the others; if it is interrupted, the same again does the rest. An uploaded file is
+        deleted with its last document; others stay. Raises UnknownDocumentError: no target matches anything.
         """
         try:
-            return self._kb.remove(list(targets))
+            return self.uploads.remove_all(targets)
         finally:
             self._corpus_changed()
 

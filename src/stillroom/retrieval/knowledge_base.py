@@ -191,6 +191,10 @@ class KnowledgeBase:
         """The document of that id, or those of the file of that path; none if there are none."""
         return self._corpus.documents_of(name)
 
+    def paths(self) -> list[str]:
+        """Of files that there are documents of."""
+        return list(self._corpus.paths())
+
     def content_hashes(self, path: str) -> dict[DocumentId, str]:
         """Of each document of a file: a hash of what it says."""
         return self._corpus.document_ids(path)

@@ -118,12 +118,23 @@ class Uploads:
             found = self.find(name)
             if not found:
                 raise UnknownDocumentError(f"there is no document {name!r}; GET /v1/documents lists what there is")
-            report = self._kb.remove([info.document_id for info in found])
-            names = {self.name_of(info.document_id) for info in found}
-            for path in {self._folder / name.partition("#")[0] for name in names if name is not None}:
-                if not self._kb.documents_of(str(path)):
-                    self._delete(path)
-            return report
+            return self._remove([info.document_id for info in found])
+
+    def remove_all(self, targets: Sequence[str]) -> RemoveReport:
+        """As `KnowledgeBase.remove`, and uploaded files go with their last documents."""
+        with self._kb.writing("remove"):
+            return self._remove(targets)
+
+    def _remove(self, targets: Sequence[str]) -> RemoveReport:
+        before = self._indexed_files()
+        try:
+            return self._kb.remove(targets)
+        finally:
+            for path in before - self._indexed_files():
+                self._delete(Path(path))
+
+    def _indexed_files(self) -> set[str]:
+        return {path for path in self._kb.paths() if self.name_of(DocumentId(path)) is not None}
 
     def name_of(self, document_id: DocumentId) -> str | None:
         """As it was uploaded, and `#record` for a record of a JSONL file; None for what came from elsewhere."""

@@ -25,16 +25,14 @@ def check_uploads(folder: Path, corpus: Corpus, config: DocumentsConfig) -> Iter
         source = sources.get(str(path))
         if source is None or (not source.content_hash and str(path) not in paths):
             unknown += [] if is_sidecar(path) else [path]
-        elif (
-            source.content_hash and _hash(path, config) != source.content_hash
-        ):  # else some of its records were removed
-            changed.append(path)
+        elif source.content_hash and _hash(path, config) != source.content_hash:
+            changed.append(path)  # without a hash, some of its records were removed
     if unknown:
         yield finding(
             "uploads",
             "uploaded files that nothing was indexed of",
-            "searches do not find them by these paths: an upload was killed, `stillroom remove` left the files, or the "
-            "folder was moved. Upload them again, index them as they are (stillroom add FILE), or delete them",
+            "searches do not find them by these paths: an upload or a removal was killed, or the folder "
+            "was moved. Upload them again, index them as they are (stillroom add FILE), or delete them",
             unknown,
         )
     if changed:
