@@ -68,3 +68,26 @@ def test_nested_lists_and_quotes_are_read_once() -> None:
 def test_the_alternative_text_of_an_image_is_text_and_scripts_are_not() -> None:
     document = parse_markdown(Path("/x/page.md"), "![a vault](v.png)\n\n<script>\nalert(1)\n</script>\n")
     assert [paragraph.text for paragraph in document.paragraphs] == ["a vault"]
+
+
+def test_words_on_both_sides_of_a_line_break_do_not_touch() -> None:
+    text = (
+        "| 7 | stopped<br>open<br />shut |\n|---|---|\n| 8 | H<sub>2</sub>O<BR>on |\n\none<br>two<br>\nthree<hr/>four\n"
+    )
+    document = parse_markdown(Path("/x/page.md"), text)
+    assert document.paragraphs == (
+        Paragraph("7 | stopped open shut\n8 | H2O on", (), 1, 3),
+        Paragraph("one two\nthree four", (), 5, 6),
+    )
+
+
+def test_words_of_two_html_elements_do_not_touch() -> None:
+    table = "<table><tr><td>a</td><td><b>b</b>c</td></tr></table><!-- no -->"
+    text = f"<p>one</p><p>two<br>three</p>\n{table}\n<pre>\n  d\n</pre>\n"
+    document = parse_markdown(Path("/x/page.md"), text)
+    assert document.paragraphs == (Paragraph("one two three\na bc\n\n  d", (), 1, 5),)
+
+
+def test_a_table_without_rows_has_lines() -> None:
+    document = parse_markdown(Path("/x/page.md"), "| a | b |\n|---|---|\n")
+    assert document.paragraphs == (Paragraph("a | b", (), 1, 2),)

@@ -18,11 +18,12 @@ from stillroom.retrieval.loaders.metadata import named_texts
 from stillroom.retrieval.loaders.source import Outline
 
 _DROPPED = frozenset({"script", "style", "nav", "template", "svg", "title"})
-_INLINE = frozenset(
+INLINE = frozenset(
     {"a", "abbr", "acronym", "b", "bdi", "bdo", "big", "cite", "code", "data", "del", "dfn", "em", "font", "i", "img"}
     | {"ins", "kbd", "label", "mark", "q", "rp", "rt", "ruby", "s", "samp", "small", "span", "strike", "strong", "sub"}
     | {"sup", "time", "tt", "u", "var", "wbr"}
 )
+"""Elements within a line, even within a word; before and after all others a word ends."""
 _TECHNICAL = frozenset(
     {"viewport", "robots", "generator", "theme-color", "color-scheme", "referrer", "format-detection", "csrf-token"}
 )
@@ -91,7 +92,7 @@ class _Blocks:
         """The heading or `pre` around us, which other elements do not divide."""
 
     def read(self, root: Tag) -> None:
-        for element, is_end in _walk(root):
+        for element, is_end in walk(root):
             if isinstance(element, NavigableString):
                 self._read_text(element)
             elif isinstance(element, Tag) and is_end:
@@ -118,7 +119,7 @@ class _Blocks:
             self._dropped = tag
         elif tag.name == "br":
             self._run.append("\n")
-        elif tag.name in _INLINE:
+        elif tag.name in INLINE:
             return
         elif self._whole is not None:
             self._divide(self._whole)
@@ -145,9 +146,9 @@ class _Blocks:
         elif self._whole is not None:
             if tag is self._whole:
                 self._end_whole(tag)
-            elif tag.name not in _INLINE and tag.name != "br":
+            elif tag.name not in INLINE and tag.name != "br":
                 self._divide(self._whole)
-        elif tag.name not in _INLINE and tag.name != "br":
+        elif tag.name not in INLINE and tag.name != "br":
             self._flush()
             self._end_block(tag)
 
@@ -191,7 +192,7 @@ class _Blocks:
         self._outline.paragraph(text, *(lines if self._keep_lines else (0, 0)))
 
 
-def _walk(root: Tag) -> Iterator[tuple[PageElement, bool]]:
+def walk(root: Tag) -> Iterator[tuple[PageElement, bool]]:
     """All under an element in the order of the file, a tag again at its end. Without recursion: of a page whose
     elements are not closed the tree is as deep as the page is long."""
     open_tags = [(root, iter(root.children))]

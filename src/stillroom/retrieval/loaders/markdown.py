@@ -1,19 +1,23 @@
 """Markdown (CommonMark with tables): headings become heading paths, blocks become paragraphs, code is kept verbatim."""
 
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bs4 import BeautifulSoup
+from bs4.element import CData, NavigableString, Tag
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import Metadata
+from stillroom.retrieval.loaders.html import INLINE, soup_of, walk
 from stillroom.retrieval.loaders.metadata import front_matter
 from stillroom.retrieval.loaders.source import Outline
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
+
+_TAG = re.compile(r"</?([A-Za-z][A-Za-z0-9-]*)")
 
 
 def parse_markdown(path: Path, text: str) -> Document:
@@ -48,6 +52,7 @@ class _Blocks:
         self._bullet = ""
         """Mark of a list item whose first paragraph has not come yet."""
         self._table: list[list[str]] | None = None
+        self._table_lines = (0, 0)
 
     def read(self, tokens: list[Token]) -> None:
         lines = (1, 1) if self._keep_lines else (0, 0)
@@ -71,14 +76,12 @@ class _Blocks:
             case "html_block":
                 self._outline.paragraph(_html_text(token.content), *lines)
             case "table_open":
-                self._table = []
+                self._table, self._table_lines = [], lines
             case "tr_open" if self._table is not None:
                 self._table.append([])
             case "table_close" if self._table is not None:
                 rows, self._table = self._table, None
-                self._outline.paragraph(
-                    "\n".join(" | ".join(row) for row in rows), max(0, lines[0] - len(rows)), lines[1]
-                )
+                self._outline.paragraph("\n".join(" | ".join(row) for row in rows), *self._table_lines)
             case _:
                 pass
 
@@ -93,17 +96,44 @@ class _Blocks:
 
 
 def _inline_text(token: Token) -> str:
-    parts: list[str] = []
+    return _joined(_inline_parts(token))
+
+
+def _inline_parts(token: Token) -> Iterator[str | None]:
     for child in token.children or []:
         if child.type in ("softbreak", "hardbreak"):
-            parts.append("\n")
+            yield "\n"
         elif child.type != "html_inline":  # an image's content is its alternative text
-            parts.append(child.content)
-    return "".join(parts)
+            yield child.content
+        elif (tag := _TAG.match(child.content)) and tag.group(1).lower() not in INLINE:
+            yield None
 
 
 def _html_text(markup: str) -> str:
-    soup = BeautifulSoup(markup, "html.parser")
+    soup = soup_of(markup)
     for element in soup(["script", "style"]):
         element.decompose()
-    return soup.get_text()
+    return _joined(_html_parts(soup))
+
+
+def _html_parts(soup: Tag) -> Iterator[str | None]:
+    for element, _ in walk(soup):
+        if isinstance(element, Tag) and element.name not in INLINE:
+            yield None
+        elif isinstance(element, CData) or type(element) is NavigableString:  # others are comments and the like
+            yield str(element)
+
+
+def _joined(parts: Iterable[str | None]) -> str:
+    """Texts, with a space where None stands between two words. No line is added: lines are those of the file."""
+    text: list[str] = []
+    is_apart = False
+    for part in parts:
+        if part is None:
+            is_apart = True
+        elif part:
+            if is_apart and text and not text[-1][-1].isspace() and not part[0].isspace():
+                text.append(" ")
+            text.append(part)
+            is_apart = False
+    return "".join(text)
