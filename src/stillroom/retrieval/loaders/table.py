@@ -30,14 +30,16 @@ def parse_table(path: Path, text: str) -> Document:
         rows = list(labelled(_rows(text, delimiter)))
     except csv.Error as error:
         raise DocumentError(f"{path}: not a table of comma-separated values: {error}") from error
-    paragraphs = tuple(Paragraph(row, (), number, number) for number, row in rows)
+    paragraphs = tuple(Paragraph(row, (), *lines) for lines, row in rows)
     return Document(DocumentId(str(path)), path.stem, paragraphs)
 
 
-def _rows(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Rows that say something, with the line on which each ends."""
+def _rows(text: str, delimiter: str) -> Iterator[tuple[tuple[int, int], list[str]]]:
+    """Rows that say something, with the first and last line of each."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    first = 1
     for row in reader:
         cells = [" ".join(cell.split()) for cell in row]
         if any(cells):
-            yield reader.line_num, cells
+            yield (first, reader.line_num), cells
+        first = reader.line_num + 1
