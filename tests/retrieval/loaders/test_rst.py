@@ -87,7 +87,7 @@ a    b
 1    2
 ===  ===
 
-term
+term : kind
     meaning
 
 | verse one
@@ -98,7 +98,86 @@ term
 """
     document = parse_rst(Path("/x/a.rst"), text)
     texts = [paragraph.text for paragraph in document.paragraphs]
-    assert texts == ["a | b\n1 | 2", "term", "meaning", "verse one\nverse two", "[1] A note.", "Mind the step."]
+    assert texts == [
+        *("a | b", "1 | 2", "term : kind", "meaning", "verse one\nverse two", "[1] A note.", "Mind the step.")
+    ]
+
+
+def placed(text: str) -> list[tuple[str, int, int]]:
+    """Text, first and last line of each paragraph."""
+    document = parse_rst(Path("/x/a.rst"), text)
+    return [(paragraph.text, paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
+
+
+def test_a_row_of_a_table_has_its_own_lines() -> None:
+    grid = """+---+----------+
+| a | bb       |
++===+==========+
+| 1 | two      |
+|   |          |
+|   | - more   |
++---+----------+
+| 3 | .. code::|
+|   |          |
+|   |    four  |
++---+----------+
+"""
+    assert placed(grid) == [("a | bb", 2, 2), ("1 | two more", 4, 6), ("3 | four", 8, 10)]
+    listed = """.. list-table:: Keys
+
+   * - a
+     - b
+
+       c
+   * -
+     - d
+"""
+    assert placed(listed) == [("Keys", 1, 1), ("a | b c", 3, 6), (" | d", 8, 8)]
+
+
+def test_a_row_of_a_csv_table_has_its_own_lines() -> None:
+    text = """one
+
+.. csv-table:: Keys
+   :header: "a", "b"
+
+   "1
+   2", 3
+   4, "5
+
+   6"
+
+end
+"""
+    assert placed(text) == [
+        *(("one", 1, 1), ("Keys", 3, 3), ("a | b", 3, 5), ("1 2 | 3", 6, 7), ("4 | 5 6", 8, 10), ("end", 12, 12))
+    ]
+
+
+def test_the_argument_of_an_unknown_directive_stands_where_it_stands() -> None:
+    text = "one\n\n.. c:thing:: two\n   three\n\n   .. inner::\n      four\n\n.. c:thing:: five::\n"
+    assert placed(text) == [("one", 1, 1), ("two\nthree", 3, 4), ("four", 7, 7), ("five:", 9, 9)]
+
+
+def test_a_header_from_further_down_moves_no_other_block() -> None:
+    text = "Head\n====\n\none\n\nDeep\n----\n\n.. header:: two\n\nthree\n"
+    assert placed(text) == [("two", 9, 9), ("one", 4, 4), ("three", 11, 11)]
+
+
+def test_what_docutils_refuses_is_text() -> None:
+    wide = "+---+---+\n| a | b |\n+---+---+\n| 1 | much too long |\n+---+---+"
+    over = "=== ===\na   b\n=== ===\nover the margin\n=== ==="
+    code = ".. code-block:: python\n   :caption: Keys\n\n   turn()"
+    found = placed(f"one\n\n{wide}\n\n{over}\n\n{code}\n\n.. note::\n\n   Inner\n   -----\n\n   end\n")
+    assert found == [
+        *(("one", 1, 1), (wide, 3, 7), (over, 9, 13), (code, 15, 18)),
+        *(("Inner\n-----", 22, 23), ("end", 25, 25)),
+    ]
+
+
+def test_what_docutils_says_is_no_text() -> None:
+    text = "+-----+------+\n| one | ++   |\n+-----+------+\n\nTwo\n---\n\n`three\n\nLonger title\n------\n\nfour\n"
+    assert [text for text, _, _ in placed(text)] == ["one | ++", "`three", "four"]
 
 
 def test_other_files_are_not_included(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ docutils never stops us: unknown directives and roles (Sphinx's) are read for th
 read as plain text.
 """
 
+import csv
 import re
 from email.parser import HeaderParser
 from pathlib import Path
@@ -13,8 +14,9 @@ from docutils import nodes
 from docutils.core import publish_doctree
 from docutils.languages import get_language
 from docutils.parsers.rst import Directive, directives, roles
+from docutils.parsers.rst.directives.tables import CSVTable
 from docutils.statemachine import StringList
-from docutils.utils import new_document
+from docutils.utils import Reporter, new_document
 
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
@@ -86,11 +88,45 @@ class _AnyDirective(Directive):  # type: ignore[misc]
 
     def run(self) -> list[nodes.Node]:
         block = nodes.container()
-        block.line = self.lineno
+        source, block.line = self.state_machine.get_source_and_line(self.lineno)
         if self.arguments:  # docutils counts all lines up to the first blank one as the argument
-            self.state.nested_parse(StringList(self.arguments[0].split("\n"), ""), self.lineno - 1, block)
+            lines = self.arguments[0].split("\n")
+            is_on_first_line = self.block_text.partition("::")[2].split("\n", 1)[0].strip()
+            offset = block.line - 1 if is_on_first_line else block.line
+            items = [(source, offset + index) for index in range(len(lines))]
+            self.state.nested_parse(StringList(lines, items=items), offset, block)
         self.state.nested_parse(self.content, self.content_offset, block)
         return [block]
+
+
+class _CsvTable(CSVTable):  # type: ignore[misc]
+    """Notes the first and last line of each row, for docutils counts lines from 1 in every cell."""
+
+    def run(self) -> list[nodes.Node]:
+        found: list[nodes.Node] = super().run()
+        if isinstance(found[0], nodes.table):
+            rows, spans = _rows(found[0]), self._spans()
+            _, line = self.state_machine.get_source_and_line(self.lineno)
+            options = (line, self.content.items[0][1])  # where there may be a row of names, too
+            for row, span in zip(rows, [options] * (len(rows) - len(spans)) + spans, strict=True):
+                row["lines"] = [span]
+        return found
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Of the rows in its content."""
+        numbers = [offset + 1 for _, offset in self.content.items]
+        reader = csv.reader((f"{line}\n" for line in self.content), dialect=self.DocutilsDialect(self.options))
+        ends = [reader.line_num for _ in reader]
+        return [(numbers[start], numbers[end - 1]) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+directives.register_directive("csv-table", _CsvTable)
+
+
+def _rows(table: nodes.table) -> list[nodes.row]:
+    """Without those of tables in its cells."""
+    parts = (part for group in table.children for part in group.children)
+    return [row for part in parts for row in part.children if isinstance(row, nodes.row)]
 
 
 def _any_role(name: str, rawtext: str, text: str, *_: Any, **__: Any) -> tuple[list[nodes.Node], list[nodes.Node]]:
@@ -112,13 +148,24 @@ def _parse(text: str) -> nodes.document:
     # of a file with a longer line docutils would read nothing
     limit = max(_LINE_CHARS, *map(len, text.expandtabs().split("\n")))
     document: nodes.document = publish_doctree(text, settings_overrides={**_SETTINGS, "line_length_limit": limit})
+    for message in list(document.findall(nodes.system_message)):
+        message.parent.replace(message, _refused(message))
     return document
+
+
+def _refused(message: nodes.system_message) -> list[nodes.literal_block]:
+    """The text that docutils could not read, as of a malformed table: it is in the message alone. Below an error the
+    text is in the document too, or must not be read, as what `include` names."""
+    is_error = message["level"] >= Reporter.ERROR_LEVEL
+    blocks = [child for child in message.children if is_error and isinstance(child, nodes.literal_block)]
+    for block in blocks:
+        block.line = message.get("line")
+    return blocks
 
 
 _SKIPPED = (
     nodes.comment,
     nodes.substitution_definition,
-    nodes.system_message,
     nodes.target,
     nodes.pending,
     nodes.meta,
@@ -127,6 +174,8 @@ _LEAVES = (
     *(nodes.paragraph, nodes.literal_block, nodes.doctest_block, nodes.math_block, nodes.term, nodes.field_name),
     *(nodes.rubric, nodes.caption, nodes.attribution, nodes.title, nodes.subtitle, nodes.option_group),
 )
+_GAP = 200
+"""Lines that may stand between a block of which docutils reports no line and the block before."""
 
 
 class _Blocks:
@@ -134,10 +183,10 @@ class _Blocks:
 
     def __init__(self, outline: Outline, source: str) -> None:
         self._outline = outline
-        self._source = source.split("\n")
+        self._source = source.expandtabs().split("\n")  # as docutils does
         self._level = 0
-        self._line = 1
-        """Where the last block began: the place of blocks that docutils gives no line."""
+        self._line = 0
+        """Where the last block ended."""
         self._bullet = ""
 
     def read(self, node: nodes.Node) -> None:
@@ -149,12 +198,17 @@ class _Blocks:
             self._read_table(node)
         elif isinstance(node, nodes.line_block):
             self._emit(node, "\n".join(line.astext() for line in node.findall(nodes.line)))
+        elif isinstance(node, nodes.term):
+            classifiers = [other.astext() for other in node.parent.children if isinstance(other, nodes.classifier)]
+            self._emit(node, " : ".join([node.astext(), *classifiers]))
         elif isinstance(node, _LEAVES):
             self._emit(node, node.astext())
         elif isinstance(node, nodes.image):
             self._emit(node, str(node.get("alt", "")))
         else:
             self._read_children(node)
+        if isinstance(node, nodes.decoration):  # header and footer come first, wherever they stand
+            self._line = 0
 
     def _read_children(self, node: nodes.Node) -> None:
         if isinstance(node, nodes.list_item):
@@ -167,35 +221,49 @@ class _Blocks:
 
     def _read_section(self, section: nodes.section) -> None:
         self._level += 1
-        self._outline.heading(self._level, section[0].astext(), self._locate(section[0], section[0].astext()))
+        self._outline.heading(self._level, section[0].astext(), self._lines(section[0], section[0].astext())[0])
         for child in section.children[1:]:
             self.read(child)
         self._level -= 1
 
     def _read_table(self, table: nodes.table) -> None:
-        rows = [
-            " | ".join(" ".join(entry.astext().split()) for entry in row.findall(nodes.entry))
-            for row in table.findall(nodes.row)
-        ]
-        captions = [child.astext() for child in table.children if isinstance(child, nodes.title)]
-        self._emit(table, "\n".join([*captions, *rows]))
+        for child in table.children:
+            if isinstance(child, nodes.title):
+                self.read(child)
+        for row in _rows(table):
+            cells = [" ".join(entry.astext().split()) for entry in row.children]
+            if any(cells):
+                self._outline.paragraph(self._bullet + " | ".join(cells), *self._row_lines(row))
+                self._bullet = ""
+
+    def _row_lines(self, row: nodes.row) -> tuple[int, int]:
+        above, spans = self._line, list(row.get("lines", ()))
+        for block in () if spans else row.findall(lambda node: isinstance(node, (*_LEAVES, nodes.line, nodes.image))):
+            self._line = above  # cells stand beside each other
+            spans.append(self._lines(block, block.astext()))
+        first, last = (min(start for start, _ in spans), max(end for _, end in spans)) if spans else (above, above)
+        self._line = last
+        return first, last
 
     def _emit(self, node: Any, text: str) -> None:
-        line = self._locate(node, text)
-        num_lines = max(str(node.rawsource).strip("\n").count("\n"), text.strip("\n").count("\n"))
-        self._outline.paragraph(self._bullet + text, line, min(line + num_lines, len(self._source)))
+        self._outline.paragraph(self._bullet + text, *self._lines(node, text))
         self._bullet = ""
 
-    def _locate(self, node: Any, text: str) -> int:
-        """The line of the first words, looked up from where we are: docutils reports the end of some blocks."""
-        raw = str(node.rawsource) or text
-        first = next((line.strip() for line in raw.split("\n") if line.strip()), "")
-        reported = int(node.line or 0)
-        for number in range(self._line, len(self._source) + 1):
-            if first and first in self._source[number - 1]:
-                self._line = number
-                return number
-            if reported and number > reported + 2:
-                break
-        self._line = max(self._line, min(reported or self._line, len(self._source)))
-        return self._line
+    def _lines(self, node: Any, text: str) -> tuple[int, int]:
+        """First and last line of a block. Docutils reports its first line, one behind it, or none."""
+        own = node.children[0] if isinstance(node, nodes.option_group) else node
+        block = [line.strip() for line in str(own.rawsource or text).strip("\n").split("\n")]
+        if node.line:
+            latest = min(int(node.line), len(self._source))
+            numbers = range(latest, min(self._line, latest - 1), -1)
+        else:
+            numbers = range(self._line + 1, self._line + _GAP)
+        default = min(int(node.line or self._line or 1), len(self._source))
+        first = next((number for number in numbers if self._stands_at(number, block)), default)
+        self._line = min(first + len(block) - 1, len(self._source))
+        return first, self._line
+
+    def _stands_at(self, number: int, block: list[str]) -> bool:
+        """Whether a block's lines are those from this number on, perhaps beside others."""
+        fits = number - 1 + len(block) <= len(self._source)
+        return fits and all(line in self._source[number - 1 + index] for index, line in enumerate(block))
