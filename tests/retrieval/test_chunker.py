@@ -101,6 +101,13 @@ def test_code_is_cut_at_lines_and_keeps_its_indentation_and_its_lines(embedder: 
         assert chunk.text.split("\n") == lines[chunk.start_line - 10 : chunk.end_line - 9]
 
 
+def test_parts_of_a_text_without_the_lines_of_its_file_have_all_of_them(embedder: Embedder) -> None:
+    text = " ".join(f"Key number {number} opens the vault on day {number}." for number in range(8))
+    for long in (text, f"{text}\n{text}", text * 700):
+        chunks = chunker(embedder, 50).chunks(document(Paragraph(long, (), 3, 9)))
+        assert len(chunks) > 1 and {(chunk.start_line, chunk.end_line) for chunk in chunks} == {(3, 9)}
+
+
 def test_a_word_longer_than_a_chunk_is_cut(embedder: Embedder) -> None:
     chunks = chunker(embedder, 8).chunks(document(Paragraph("x" * 5000)))
     assert "".join(chunk.text for chunk in chunks) == "x" * 5000

@@ -161,8 +161,10 @@ def _stretches(paragraph: Paragraph, max_chars: int) -> Iterator[Paragraph]:
     while start < len(text):
         end = _end_of_stretch(text, start, max_chars)
         part = text[start:end].rstrip()
-        last = min(line + part.count("\n"), paragraph.end_line)
-        yield dataclasses.replace(paragraph, text=part, start_line=min(line, paragraph.end_line), end_line=last)
+        if _keeps_lines(paragraph):
+            yield dataclasses.replace(paragraph, text=part, start_line=line, end_line=line + part.count("\n"))
+        else:
+            yield dataclasses.replace(paragraph, text=part)
         line += text.count("\n", start, end)
         start = end
 
@@ -182,20 +184,17 @@ def _end_of_stretch(text: str, start: int, max_chars: int) -> int:
 
 
 def _piece_of(paragraph: Paragraph, start: int, end: int, num_tokens: int) -> _Piece:
-    """A stretch of a paragraph, with the lines it stands on if the paragraph keeps the lines of its file, and with
-    the paragraph's pages."""
-    text = paragraph.text
-    is_whole = (start, end) == (0, len(text))
-    first = min(paragraph.start_line + text.count("\n", 0, start), paragraph.end_line)
-    last = min(paragraph.start_line + text.count("\n", 0, end), paragraph.end_line)
-    return _Piece(
-        text[start:end],
-        num_tokens,
-        paragraph.start_line if is_whole else first,
-        paragraph.end_line if is_whole else last,
-        paragraph.start_page,
-        paragraph.end_page,
-    )
+    """A stretch of a paragraph, with the lines it stands on if the paragraph keeps those of its file, else all of the
+    paragraph's, and with its pages."""
+    text, first, last = paragraph.text, paragraph.start_line, paragraph.end_line
+    if _keeps_lines(paragraph):
+        first, last = (paragraph.start_line + text.count("\n", 0, place) for place in (start, end))
+    return _Piece(text[start:end], num_tokens, first, last, paragraph.start_page, paragraph.end_page)
+
+
+def _keeps_lines(paragraph: Paragraph) -> bool:
+    """Whether its text has the line breaks of its file."""
+    return paragraph.text.count("\n") == paragraph.end_line - paragraph.start_line
 
 
 class _Measure:

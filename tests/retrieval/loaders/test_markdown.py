@@ -40,8 +40,8 @@ def test_blocks_become_paragraphs_with_heading_path_and_lines() -> None:
         Paragraph("Rotate keys often,\nand log it.", (), 7, 8),
         Paragraph("1. Open the vault.", ("How",), 12, 12),
         Paragraph("2. Turn.", ("How",), 13, 13),
-        Paragraph("def rotate():\n\n    return 1", ("How",), 15, 19),
-        Paragraph("key | age\na | 3", ("How",), 21, 23),
+        Paragraph("def rotate():\n\n    return 1", ("How",), 16, 18),
+        Paragraph("key | age\n\na | 3", ("How",), 21, 23),
         Paragraph("Raw markup", ("How",), 25, 25),
     )
 
@@ -76,7 +76,7 @@ def test_words_on_both_sides_of_a_line_break_do_not_touch() -> None:
     )
     document = parse_markdown(Path("/x/page.md"), text)
     assert document.paragraphs == (
-        Paragraph("7 | stopped open shut\n8 | H2O on", (), 1, 3),
+        Paragraph("7 | stopped open shut\n\n8 | H2O on", (), 1, 3),
         Paragraph("one two\nthree four", (), 5, 6),
     )
 

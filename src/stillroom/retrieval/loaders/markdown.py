@@ -71,6 +71,8 @@ class _Blocks:
                 self._bullet = f"{token.info}{token.markup} " if token.info else "- "
             case "inline":
                 self._read_inline(_inline_text(token), lines)
+            case "fence" if self._keep_lines:
+                self._outline.paragraph(token.content, lines[0] + 1, lines[0] + token.content.count("\n"))
             case "fence" | "code_block":
                 self._outline.paragraph(token.content, *lines)
             case "html_block":
@@ -80,8 +82,9 @@ class _Blocks:
             case "tr_open" if self._table is not None:
                 self._table.append([])
             case "table_close" if self._table is not None:
-                rows, self._table = self._table, None
-                self._outline.paragraph("\n".join(" | ".join(row) for row in rows), *self._table_lines)
+                rows, self._table = [" | ".join(row) for row in self._table], None
+                # an empty line for the one of dashes: each row has its own
+                self._outline.paragraph("\n".join([rows[0], "", *rows[1:]]), *self._table_lines)
             case _:
                 pass
 
