@@ -10,7 +10,7 @@ import pytest
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.config.settings import StillroomConfig
 from stillroom.retrieval.ingest import AddReport
-from tests.retrieval.conftest import MakeFile, OpenKb
+from tests.retrieval.conftest import MakeFile, OpenKb, as_anybody
 from tests.retrieval.loaders.make import image_pdf, pdf, word
 
 TWO = StillroomConfig(documents=DocumentsConfig(num_workers=2))
@@ -32,9 +32,10 @@ def test_a_folder_of_everything_is_read_and_what_cannot_be_read_says_why(open_kb
     os.mkfifo(docs / "pipe.md")
     (docs / "loop.md").symlink_to("loop.md")
     (docs / "big.txt").write_text("word " * 20_000)
+    (docs / f"{'long' * 62}.txt").write_text("What would describe it has too long a name.")
     kb = open_kb(StillroomConfig(documents=DocumentsConfig(num_workers=2, max_text_bytes=1 << 16)))
     report = kb.add([docs])
-    assert report.num_added == 26
+    assert report.num_added == 27
     assert reasons(report) == {
         "scan.pdf": "no text on its 1 pages, as when they were scanned; add a text layer first, for example with "
         "ocrmypdf",
@@ -91,6 +92,31 @@ def test_a_small_file_that_would_be_read_for_ever_is_stopped(open_kb: OpenKb, do
     (docs / "twice.rst").write_text(f"{twice}.. |{names[-1]}| replace:: x\n\n|{names[0]}|\n")
     report = open_kb(StillroomConfig(documents=DocumentsConfig(timeout_s=1.0))).add([docs])
     assert reasons(report)["twice.rst"].startswith("took longer than documents.timeout_s")
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_folder_that_may_not_be_entered_stops_nothing_and_is_kept(
+    open_kb: OpenKb, docs: Path, make_file: MakeFile, mode: int
+) -> None:
+    for name in ("a.md", "gone.md", "secret/b.md", "secret/deep/c.jsonl"):
+        make_file(name, '{"text": "About keys."}')
+    (docs / "link").symlink_to(docs / "secret" / "deep")
+    kb = open_kb()
+    assert kb.add([docs]).num_added == 4
+    (docs / "gone.md").unlink()
+    make_file("new.md", "About cats.")
+    (docs / "secret").chmod(mode)
+    try:
+        with as_anybody():
+            report = kb.add([docs])
+            excluded = kb.add([docs], exclude=["secret/"])
+    finally:
+        (docs / "secret").chmod(0o755)
+    assert reasons(report) == {"secret": "cannot be listed: Permission denied"}
+    assert (report.num_added, report.num_removed, report.num_unchanged) == (1, 1, 1)
+    assert excluded.failures == () and excluded.num_removed == 2
+    (docs / "secret" / "b.md").unlink()
+    assert kb.add([docs]).num_added == 1, "what was taken away is there again"
 
 
 def test_a_file_that_is_ignored_from_now_on_is_forgotten(open_kb: OpenKb, docs: Path, make_file: MakeFile) -> None:

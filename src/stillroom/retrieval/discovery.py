@@ -4,7 +4,7 @@ Symbolic links to folders are not followed, so no walk goes in circles. The rule
 """
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,14 +38,14 @@ class Discovery:
     folders: tuple[Path, ...]
     """The folders among the arguments, absolute."""
     failures: tuple[tuple[Path, str], ...] = ()
-    """Folders that cannot be listed."""
+    """Folders that cannot be entered or listed; what lies in them is unknown."""
     skipped: Skipped = field(default_factory=Skipped)
     rules: tuple[IgnoreRules, ...] = ()
     """One for each of `folders`."""
 
     def covers(self, path: str) -> bool:
-        """Whether a file lies in one of the folders."""
-        return any(path.startswith(os.path.join(folder, "")) for folder in self.folders)
+        """Whether a file lies in one of the folders, and in none of what could not be seen of them."""
+        return _is_under(path, self.folders) and not _is_under(path, [folder for folder, _ in self.failures])
 
     def ignores(self, path: str) -> bool:
         """Whether the rules of every folder around a file pass it over."""
@@ -106,15 +106,22 @@ class _Walk:
                     yield path
 
     def _note(self, error: OSError) -> None:
-        reason = f"{error.filename}: cannot be listed: {error.strerror or error}"
-        self.failures.append((Path(error.filename), reason))
+        self._fail(Path(error.filename), error)
+
+    def _fail(self, folder: Path, error: OSError) -> None:
+        self.failures.append((folder, f"{folder}: cannot be listed: {error.strerror or error}"))
 
     def _is_entered(self, folder: Path, rules: IgnoreRules) -> bool:
         if is_hidden(folder.name):
             self.skipped.num_hidden += 1
             return False
-        if folder.name in _NO_DOCUMENTS or _is_knowledge_base(folder) or rules.is_ignored(folder, is_folder=True):
-            self.skipped.num_ignored += 1
+        try:
+            if folder.name in _NO_DOCUMENTS or rules.is_ignored(folder, is_folder=True) or _is_knowledge_base(folder):
+                self.skipped.num_ignored += 1
+                return False
+        except OSError as error:
+            if not folder.is_symlink():  # no link to a folder is followed, wherever it leads
+                self._fail(folder, error)
             return False
         return True
 
@@ -131,7 +138,7 @@ class _Walk:
 
     def _is_document(self, path: Path) -> bool:
         if is_jsonl(path):
-            is_queries = path.stem == "queries" and path.with_stem("corpus").exists()
+            is_queries = path.stem == "queries" and os.path.exists(path.with_stem("corpus"))
             return not is_queries and (str(path) in self._known or looks_like_corpus(path))
         return format_of(path) is not None or path.suffix.lower() in UNREADABLE
 
@@ -142,6 +149,10 @@ def is_hidden(name: str) -> bool:
     return name.startswith((".", "~$"))
 
 
+def _is_under(path: str, folders: Iterable[Path]) -> bool:
+    return any(path.startswith(os.path.join(folder, "")) for folder in folders)
+
+
 def _is_knowledge_base(folder: Path) -> bool:
-    """One may lie in the folder that it indexes."""
+    """One may lie in the folder that it indexes. Raises OSError where the folder may not be entered."""
     return (folder / "manifest.json").exists() and (folder / "corpus.sqlite3").exists()

@@ -68,7 +68,7 @@ class IgnoreRules:
 def _repository_of(root: Path) -> Path:
     """The top of the git repository around a folder; the folder itself where there is none."""
     for folder in (root, *root.parents):
-        if (folder / ".git").exists():
+        if os.path.exists(folder / ".git"):  # false where the folder may not be entered
             return folder
     return root
 
@@ -79,7 +79,7 @@ def _relative(path: Path, folder: Path, is_folder: bool) -> str:
 
 def _lines(path: Path) -> list[str]:
     """Of an ignore file; none where there is no such file, or it cannot be read."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         return []
     try:
         with opened(path) as (stream, _):

@@ -131,8 +131,7 @@ class Ingest:
                     self._is_worth_repeating |= isinstance(error, ReaderUnavailableError)
                     self._fail(looked.path, str(error))
                     self._finish_file(self._sizes[looked.path])
-        if not found.failures:
-            self._remove_vanished(found, {*sources, *known}, known)
+        self._remove_vanished(found, {*sources, *known}, known)
         self._flush()
         return AddReport(
             **{f"num_{name}": count for name, count in self._counts.items()},

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,9 +131,9 @@ def look_at(path: Path, known: Source | None, config: DocumentsConfig) -> Source
         str(path).encode()
     except UnicodeEncodeError as error:
         raise DocumentError(f"{path!a}: the name is not UTF-8; rename the file") from error
+    beside = sidecar_of(path)
+    files = [path, beside] if os.path.isfile(beside) else [path]  # false where its name would be too long
     try:
-        beside = sidecar_of(path)
-        files = [path, beside] if beside.is_file() else [path]
         states = [file.stat() for file in files]
     except OSError:
         states = []  # what is wrong with it is said where it is opened

@@ -73,7 +73,7 @@ def sidecar_of(path: Path) -> Path:
 
 def is_sidecar(path: Path) -> bool:
     """Whether a file is there to describe another one."""
-    return path.name.endswith(SIDECAR) and path.with_name(path.name.removesuffix(SIDECAR)).exists()
+    return path.name.endswith(SIDECAR) and os.path.exists(path.with_name(path.name.removesuffix(SIDECAR)))
 
 
 def sidecar_metadata(path: Path) -> Metadata:
