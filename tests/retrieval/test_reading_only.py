@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 
 from stillroom.config.settings import IndexConfig, StillroomConfig
 from stillroom.errors import KnowledgeBaseBusyError, StorageError
+from stillroom.retrieval import index_file, repairing
 from stillroom.retrieval.corpus import Corpus
 from tests.retrieval.conftest import MODES, OpenKb, names
 from tests.retrieval.test_corpus import stored
@@ -67,6 +71,63 @@ def test_a_closed_knowledge_base_is_searched_and_nothing_is_written(
             kb.add([docs])
         kb.close()
         assert sorted(view.rglob("*")) == before
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_postings_that_are_not_there_are_made_among_the_temporary_files(
+    three: Path, open_kb: OpenKb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    kb = open_kb()
+    kb.add([three])
+    expected = {mode: kb.search("keys", mode=mode).results for mode in MODES}
+    kb.close()
+    restored, temporary = tmp_path / "restored", tmp_path / "temporary"
+    for folder in (restored, temporary):
+        folder.mkdir()
+    for name in ("corpus.sqlite3", "manifest.json"):
+        shutil.copy(tmp_path / "kb" / name, restored)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary if has_room else tmp_path / "none"))
+    warned = warnings_of(monkeypatch)
+    with read_only(restored) as view:
+        kb = open_kb(name=view.name, create=False)
+        if has_room:
+            assert {mode: kb.search("keys", mode=mode).results for mode in MODES} == expected
+            assert "until then each process brings the indexes up to date" in warned[0]
+        else:
+            assert kb.search("keys", mode="sparse").results == ()
+            assert "until then words find nothing" in warned[0]
+        kb.close()
+    assert len(warned) == 1 and not list(temporary.iterdir())
+
+
+def test_postings_for_which_the_disk_has_no_room_are_made_elsewhere_until_it_has(
+    three: Path, open_kb: OpenKb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, content: bytes) -> None:
+        if path.is_relative_to(tmp_path / "kb"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        index_file.write_atomically(path, content)
+
+    kb = open_kb()
+    with monkeypatch.context() as patch:
+        patch.setattr("stillroom.retrieval.bm25.write_atomically", write)
+        with pytest.raises(StorageError, match="No space left"):
+            kb.add([three])
+        assert names(kb.search("keys", mode="sparse")) == {"keys.md"}
+        with pytest.raises(StorageError, match="No space left"):
+            (three / "dogs.md").write_text("All about dogs.")
+            kb.add([three])
+    kb.add([three])
+    assert names(kb.search("dogs", mode="sparse")) == {"dogs.md"}
+    kb.close()
+    assert names(open_kb(create=False).search("keys", mode="sparse")) == {"keys.md"}
+
+
+def warnings_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said from now on of a folder that cannot be written."""
+    said: list[str] = []
+    monkeypatch.setattr(repairing.logger, "warning", lambda text, *values: said.append(text % values))
+    return said
 
 
 def test_who_may_not_write_sees_what_others_write(open_kb: OpenKb, docs: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ everyone may search, and `refresh` shows what the writer has done since. A gener
 is; it is written after the commit, so a crash in between repeats changes, which does no harm.
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -169,7 +170,24 @@ class Bm25Index:
         write_atomically(self._folder / _STATE, json.dumps(state).encode())
         self.refresh()
 
+    def make_apart(self, chunks: Iterable[Chunk], generation: int) -> None:
+        """Search in an index of all chunks that no other process sees, until there is one in the folder: for whoever
+        may not write there. It lies among the system's temporary files, and without a name as soon as it is made.
+
+        Raises:
+            OSError: there is no room.
+        """
+        with tempfile.TemporaryDirectory(prefix="stillroom-") as place:
+            made = Bm25Index(Path(place) / "sparse", self._corpus_id, self._commit_id)
+            made.apply((), chunks, generation)
+            self._view = dataclasses.replace(made._view, is_borrowed=True)
+
     # For checking it
+
+    @property
+    def saved_generation(self) -> int:
+        """Of the corpus, as far as the files say that they are; 0 where there are none of use."""
+        return self._generation_of(self._read_state())
 
     @property
     def folder(self) -> Path:

@@ -169,6 +169,21 @@ class Indexes:
             with self._reporting():
                 self._write_sparse()
 
+    def make_words_apart(self) -> bool:
+        """Make postings for this process alone if there are none in the folder; for whoever may not write there.
+
+        Returns:
+            Whether what words find is all there now.
+
+        Raises:
+            OSError: there is no room among the system's temporary files either.
+        """
+        sparse = self._current_sparse()
+        if self.are_words_behind() and not (sparse.generation and sparse.saved_generation):
+            changes = self._corpus.changes_since(0)
+            sparse.make_apart(self._chunks(changes.added), changes.generation)
+        return not self.are_words_behind()
+
     def write_collection(self) -> None:
         """Bring the collection up to date, if the dense index is one; before and while documents are added, so that it
         does not fall far behind. Only under the write lock. Raises as `write`."""

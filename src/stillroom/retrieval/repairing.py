@@ -1,7 +1,7 @@
 """Index files that an interrupted writer left behind, or somebody damaged, are brought up to date by whoever searches.
 
 Before the first search that is waited for; later it goes on beside the searches. Somebody else who writes will do it
-himself, and a folder that cannot be written is searched as it is.
+himself, and a folder that cannot be written is searched as it is, with postings elsewhere if it has none.
 """
 
 import contextlib
@@ -69,6 +69,14 @@ class Repairs:
         except KnowledgeBaseBusyError:
             pass
         except StorageError as error:
+            until_then = self._make_do()
             if not self._has_warned:  # else every few seconds
-                logger.warning("%s; what words find may lack the last changes until then", error)
+                logger.warning("%s; until then %s", error, until_then)
             self._has_warned = True
+
+    def _make_do(self) -> str:
+        """Search without writing to the folder. Returns what that means."""
+        with contextlib.suppress(OSError):
+            if self._indexes.make_words_apart():
+                return "each process brings the indexes up to date for itself"
+        return "words find nothing" if not self._indexes.sparse_generation else "words may lack the last changes"
