@@ -74,7 +74,7 @@ def test_add_makes_the_knowledge_base_and_sums_up(run: Run, editable: Opened, ro
 
     assert result.code == 0
     assert result.out == "added 3, updated 1, unchanged 10, removed 2: 57 chunks in 4.2 s\n"
-    assert room.added == [Path("docs")]
+    assert room.added == ["docs"]
     assert room.reports_progress
     [(kb, _, create)] = editable.calls
     assert (kb, create) == (Path("kb"), True)

@@ -7,6 +7,7 @@ import pytest
 
 from stillroom.errors import UsageError
 from stillroom.retrieval.discovery import discover
+from tests.retrieval.conftest import as_anybody
 
 
 def fill(folder: Path, files: dict[str, str]) -> None:
@@ -118,3 +119,19 @@ def test_what_the_rules_say_of_a_file_that_was_added_earlier(tmp_path: Path) -> 
 def test_a_path_that_does_not_exist_is_a_mistake_of_the_call(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nowhere does not exist"):
         discover([tmp_path / "nowhere"])
+    with pytest.raises(UsageError, match="an empty path"):
+        discover([""])
+
+
+def test_what_cannot_be_reached_may_exist(tmp_path: Path) -> None:
+    fill(tmp_path, {"closed/a.md": "t"})
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "closed").chmod(0o000)
+    named = [tmp_path / "closed" / "a.md", tmp_path / "loop", tmp_path / "closed"]
+    try:
+        with as_anybody():
+            seen = discover(named)
+    finally:
+        (tmp_path / "closed").chmod(0o755)
+    assert seen.files == tuple(named[:2])
+    assert seen.failures == ((named[2], f"{named[2]}: cannot be listed: Permission denied"),)

@@ -1,7 +1,9 @@
 """Adding many files of many formats: in order, in several processes, and each failure with its reason."""
 
+import contextlib
 import errno
 import os
+import socket
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,6 +32,9 @@ def test_a_folder_of_everything_is_read_and_what_cannot_be_read_says_why(open_kb
     (docs / "empty.docx").touch()
     (docs / "old.xls").write_bytes(b"\xd0\xcf\x11\xe0")
     os.mkfifo(docs / "pipe.md")
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(docs):
+        listening.bind("socket.md")  # a path from here on: an absolute one may be too long
+    (docs / "bad\udcff.md").touch()
     (docs / "loop.md").symlink_to("loop.md")
     (docs / "big.txt").write_text("word " * 20_000)
     (docs / f"{'long' * 62}.txt").write_text("What would describe it has too long a name.")
@@ -43,7 +48,9 @@ def test_a_folder_of_everything_is_read_and_what_cannot_be_read_says_why(open_kb
         "empty.docx": "empty: not a byte in it",
         "old.xls": "a format that Stillroom does not read; save it as .xlsx",
         "pipe.md": "not a regular file (a pipe, socket or device)",
-        "loop.md": "cannot be read: a symbolic link that leads to itself",
+        "socket.md": "not a regular file (a pipe, socket or device)",
+        "loop.md": "not a regular file (a symbolic link that leads to itself)",
+        "bad\udcff.md": "the name is not UTF-8; rename the file",
         "big.txt": "more text than documents.max_text_bytes (0.0625 MiB); split it, make it a JSONL file, "
         "or raise the limit",
     }

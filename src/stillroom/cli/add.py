@@ -37,7 +37,7 @@ HELP = help_text(
 
 
 def add(  # noqa: PLR0913  one parameter per flag
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", exists=True, help="Files and folders.")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Files and folders.")],
     exclude: Annotated[
         list[str] | None,
         typer.Option("--exclude", metavar="PATTERN", help="Pass over what fits, as in .gitignore; repeat it."),
@@ -59,7 +59,11 @@ def add(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
+    from stillroom.retrieval.discovery import check_is_there
+
     said = _metadata(meta or [])
+    for path in paths:
+        check_is_there(path)  # before a knowledge base is made for nothing
     with room.open_room(kb, room.settings(config), create=True) as opened:
         adding = _Adding(opened, paths, exclude or [], said, as_json=as_json, quiet=quiet)
         if watch:
@@ -77,7 +81,7 @@ class _Adding:
     def __init__(
         self,
         opened: "Stillroom",
-        paths: list[Path],
+        paths: list[str],
         exclude: list[str],
         said: dict[str, object],
         *,

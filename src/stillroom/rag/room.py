@@ -142,10 +142,10 @@ class Stillroom:
 
         Raises:
             KnowledgeBaseBusyError: another process is writing to this knowledge base.
-            UsageError: a path does not exist, or a pattern is none.
+            UsageError: a path is empty or does not exist, or a pattern is none.
         """
         try:
-            return self._kb.add([Path(path) for path in paths], progress=progress, metadata=metadata, exclude=exclude)
+            return self._kb.add(paths, progress=progress, metadata=metadata, exclude=exclude)
         finally:
             self._corpus_changed()
 

@@ -53,7 +53,7 @@ class Discovery:
         return bool(around) and all(rules.ignores_within(Path(path)) for rules in around)
 
 
-def discover(paths: Sequence[Path], exclude: Sequence[str] = (), known: Collection[str] = ()) -> Discovery:
+def discover(paths: Sequence[str | Path], exclude: Sequence[str] = (), known: Collection[str] = ()) -> Discovery:
     """The files to load. A file that is named is taken whatever its name, unless `exclude` says otherwise.
 
     Args:
@@ -61,7 +61,7 @@ def discover(paths: Sequence[Path], exclude: Sequence[str] = (), known: Collecti
         known: files that documents came from: a JSONL file among them is one whatever its first record is now.
 
     Raises:
-        UsageError: a path does not exist, or a pattern is none.
+        UsageError: a path is empty or does not exist, or a pattern is none.
     """
     walk = _Walk(exclude, known)
     for path in paths:
@@ -84,14 +84,13 @@ class _Walk:
         self._exclude = exclude
         self._known = known
 
-    def take(self, path: Path) -> None:
+    def take(self, path: str | Path) -> None:
+        check_is_there(path)
         absolute = Path(os.path.abspath(path))
-        if absolute.is_dir():
+        if os.path.isdir(absolute):
             rules = IgnoreRules(absolute, self._exclude)
             self.rules.append(rules)
             self.files.update(dict.fromkeys(self._under(absolute, rules)))
-        elif not os.path.lexists(absolute):
-            raise UsageError(f"{path} does not exist; give files or folders that do")
         elif IgnoreRules(absolute.parent, self._exclude).is_excluded(absolute, is_folder=False):
             self.skipped.num_ignored += 1
         else:
@@ -141,6 +140,22 @@ class _Walk:
             is_queries = path.stem == "queries" and os.path.exists(path.with_stem("corpus"))
             return not is_queries and (str(path) in self._known or looks_like_corpus(path))
         return format_of(path) is not None or path.suffix.lower() in UNREADABLE
+
+
+def check_is_there(path: str | Path) -> None:
+    """Refuse a name that nothing has. What merely cannot be reached may be there; why not is said where it is read.
+
+    Raises:
+        UsageError: nothing has it, or it is empty, which as a path would be the working folder.
+    """
+    if not os.fspath(path):
+        raise UsageError("an empty path stands for no file; give files or folders, . for the current one")
+    try:
+        os.lstat(os.path.abspath(path))
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a ValueError: no file can have this name
+        raise UsageError(f"{path} does not exist; give files or folders that do") from None
+    except OSError:
+        pass
 
 
 def is_hidden(name: str) -> bool:

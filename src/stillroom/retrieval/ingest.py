@@ -105,7 +105,7 @@ class Ingest:
         self._num_files_done = self._num_bytes_done = self._num_chunks_done = 0
         self._current = ""
 
-    def run(self, paths: Sequence[Path], said: Said, exclude: Sequence[str] = ()) -> AddReport:
+    def run(self, paths: Sequence[str | Path], said: Said, exclude: Sequence[str] = ()) -> AddReport:
         """Add files and folders.
 
         Args:
@@ -113,7 +113,7 @@ class Ingest:
             exclude: what to pass over, as in .gitignore.
 
         Raises:
-            UsageError: a path does not exist, or a pattern is none; nothing was done.
+            UsageError: a path is empty or does not exist, or a pattern is none; nothing was done.
         """
         began = self._clock.monotonic()
         sources, known = self._corpus.sources(), self._corpus.paths()

@@ -155,7 +155,7 @@ class KnowledgeBase:
 
         Raises:
             KnowledgeBaseBusyError: somebody else is writing.
-            UsageError: a path does not exist, or a pattern is none.
+            UsageError: a path is empty or does not exist, or a pattern is none.
             IndexUnavailableError: the dense index is on a server that cannot be reached. What was committed until then
                 is kept, and goes there next time.
         """

@@ -130,7 +130,7 @@ def look_at(path: Path, known: Source | None, config: DocumentsConfig) -> Source
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
-        raise DocumentError(f"{path!a}: the name is not UTF-8; rename the file") from error
+        raise DocumentError(f"{path}: the name is not UTF-8; rename the file") from error
     beside = sidecar_of(path)
     files = [path, beside] if os.path.isfile(beside) else [path]  # false where its name would be too long
     try:

@@ -5,6 +5,7 @@ not what: looking through all files costs little, and misses nothing that the sy
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -47,7 +48,7 @@ def keep_in_step(
         UsageError: one of `folders` is no folder.
     """
     for folder in folders:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise UsageError(f"{folder} is no folder; --watch keeps folders in step, give the one that holds the file")
     watching = _Watching(folders, follow, _Filter(folders, apart_from), debounce_ms)
     last: list[_Identity] | None = None

@@ -39,6 +39,11 @@ _SAMPLE = 1 << 16
 """Bytes from which an encoding is guessed."""
 
 
+_NOT_REGULAR = "not a regular file (a pipe, socket or device)"
+_REASONS = {errno.ENXIO: _NOT_REGULAR, errno.ELOOP: "not a regular file (a symbolic link that leads to itself)"}
+"""What opening says of a socket, and of a link in a circle."""
+
+
 @dataclass(frozen=True, slots=True)
 class File:
     """One file on its way through a loader."""
@@ -71,11 +76,11 @@ def opened(path: Path) -> Iterator[tuple[BufferedReader, os.stat_result]]:
         with open(path, "rb", opener=_open_without_waiting) as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise DocumentError(f"{path}: not a regular file (a pipe, socket or device)")
+                raise DocumentError(f"{path}: {_NOT_REGULAR}")
             yield stream, status
     except OSError as error:
-        reason = "a symbolic link that leads to itself" if error.errno == errno.ELOOP else error.strerror or str(error)
-        raise DocumentError(f"{path}: cannot be read: {reason}") from error
+        reason = _REASONS.get(error.errno or 0, f"cannot be read: {error.strerror or error}")
+        raise DocumentError(f"{path}: {reason}") from error
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
