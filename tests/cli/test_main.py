@@ -77,6 +77,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["ask", "x", "--temperature", "-1"], "at least 0"),
         (["add", "nowhere.md"], "does not exist"),
         (["add", ""], "an empty path"),
+        (["search", "x", "--where", ""], "an empty filter"),
+        (["ask", "x", "--where", "  "], "an empty filter"),
         (["serve", "--port", "70000"], "--port"),
         (["list", "--config", "nowhere.toml"], "no such file"),
     ],

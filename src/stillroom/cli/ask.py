@@ -29,6 +29,7 @@ from stillroom.cli.options import (
     WhereOption,
     engine_settings,
     expanded,
+    filter_text,
     help_text,
     index_goal,
 )
@@ -87,7 +88,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     engine_model: EngineModelOption = None,
     top_k: TopKOption = None,
     mode: ModeOption = None,
-    where: WhereOption = "",
+    where: WhereOption = None,
     reuse: ReuseOption = None,
     ann_recall: AnnRecallOption = None,
     search_budget: SearchBudgetOption = None,
@@ -143,7 +144,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     options = AskOptions(
         mode=mode,
         top_k=top_k,
-        where=as_text("--where", where),
+        where=filter_text(where),
         min_tokens=min_tokens,
         **sampling,
         stop=tuple(stop or ()),

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from stillroom.cli.console import as_text
 from stillroom.config.quantities import parse_seconds, parse_size
 from stillroom.config.settings import EngineKind, ReuseMode, SearchMode
 from stillroom.errors import UsageError
@@ -98,7 +99,7 @@ SearchBudgetOption = Annotated[
     ),
 ]
 WhereOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--where",
         metavar="FILTER",
@@ -121,6 +122,17 @@ def index_goal(ann_recall: float | None, search_budget: str | None) -> dict[str,
         return {"index.ann_recall": ann_recall}
     seconds = as_seconds("--search-budget", search_budget)
     return {"index.ann_recall": ann_recall, "index.search_budget_s": seconds}
+
+
+def filter_text(where: str | None) -> str:
+    """What `--where` says; empty where it was not given.
+
+    Raises:
+        UsageError: it is blank, as from a variable that was never set, or no text.
+    """
+    if where is not None and not where.strip():
+        raise UsageError("--where '': an empty filter would allow every document; leave it out if that is meant")
+    return as_text("--where", where or "")
 
 
 def as_seconds(flag: str, text: str) -> float:

@@ -18,6 +18,7 @@ from stillroom.cli.options import (
     SearchBudgetOption,
     TopKOption,
     WhereOption,
+    filter_text,
     help_text,
     index_goal,
 )
@@ -46,19 +47,19 @@ def search(  # noqa: PLR0913  one parameter per flag
     kb: KbOption = DEFAULT_KB,
     mode: ModeOption = None,
     top_k: TopKOption = None,
-    where: WhereOption = "",
+    where: WhereOption = None,
     ann_recall: AnnRecallOption = None,
     search_budget: SearchBudgetOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    query, where = as_text("the query", query), as_text("--where", where)
+    query, filtered = as_text("the query", query), filter_text(where)
     settings = room.settings(
         config, {"search.mode": mode, "search.top_k": top_k, **index_goal(ann_recall, search_budget)}
     )
     with room.open_room(kb, settings) as opened:
         started = time.perf_counter()
-        found = opened.search(query, mode=mode, top_k=top_k, where=where)
+        found = opened.search(query, mode=mode, top_k=top_k, where=filtered)
         total_seconds = time.perf_counter() - started
     if as_json:
         from stillroom.server.payloads import search_payload
