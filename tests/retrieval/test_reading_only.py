@@ -58,6 +58,7 @@ def test_a_closed_knowledge_base_is_searched_and_nothing_is_written(
     kb = open_kb(config)
     kb.add([docs])
     expected = {mode: kb.search("vault 7", mode=mode).results for mode in MODES}
+    digest = kb.digest()
     kb.close()
     assert not (tmp_path / "kb" / "corpus.sqlite3-wal").exists()
     with read_only(tmp_path / "kb") as view:
@@ -67,6 +68,9 @@ def test_a_closed_knowledge_base_is_searched_and_nothing_is_written(
             assert kb.search("vault 7", mode=mode).results == expected[mode]
             assert len(kb.search("vault 7", mode=mode, where="path = 'nowhere'").results) == 0
         assert kb.num_documents == 90
+        assert kb.verify().findings == () and kb.digest() == digest
+        with pytest.raises(StorageError, match="cannot be written"):
+            kb.verify(repair=True)
         with pytest.raises(StorageError, match="cannot be written"):
             kb.add([docs])
         kb.close()
@@ -80,6 +84,7 @@ def test_postings_that_are_not_there_are_made_among_the_temporary_files(
     kb = open_kb()
     kb.add([three])
     expected = {mode: kb.search("keys", mode=mode).results for mode in MODES}
+    digest = kb.digest()
     kb.close()
     restored, temporary = tmp_path / "restored", tmp_path / "temporary"
     for folder in (restored, temporary):
@@ -91,7 +96,9 @@ def test_postings_that_are_not_there_are_made_among_the_temporary_files(
     with read_only(restored) as view:
         kb = open_kb(name=view.name, create=False)
         if has_room:
+            assert kb.digest() == digest
             assert {mode: kb.search("keys", mode=mode).results for mode in MODES} == expected
+            assert {finding.problem[:20] for finding in kb.verify().findings} == {"the index is missing"}
             assert "until then each process brings the indexes up to date" in warned[0]
         else:
             assert kb.search("keys", mode="sparse").results == ()

@@ -44,12 +44,9 @@ class CorpusFile:
         with _unchanged(self.path, self._state):
             yield self._connection
 
-    @contextlib.contextmanager
-    def another(self) -> Iterator[sqlite3.Connection]:
-        """A connection of its own, for reading beside everybody. Raises as `reading`."""
-        connection, state = _opened(self.path)
-        with contextlib.closing(connection), _unchanged(self.path, state):
-            yield connection
+    def another(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
+        """See `read_beside`."""
+        return read_beside(self.path)
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -91,6 +88,14 @@ _STORAGE_CODES = (
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_NOMEM,
 )
+
+
+@contextlib.contextmanager
+def read_beside(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection of its own, for reading beside everybody. Raises as `CorpusFile.reading`."""
+    connection, state = _opened(path)
+    with contextlib.closing(connection), _unchanged(path, state):
+        yield connection
 
 
 def _opened(path: Path) -> tuple[sqlite3.Connection, _State | None]:

@@ -163,6 +163,17 @@ class WriteLock:
             finally:
                 self._reserved_by = None
 
+    @contextlib.contextmanager
+    def held_to_look(self, what: str) -> Iterator[bool]:
+        """As `held`, for what can do without writing: not held where the folder may not be written.
+
+        Yields:
+            Whether it is held.
+        """
+        may_write = os.access(self._folder, os.W_OK)
+        with self.held(what) if may_write else contextlib.nullcontext():
+            yield may_write
+
     def held_to_open(self, what: str) -> contextlib.AbstractContextManager[None]:
         """As `held`, for what is done once and quickly when a folder is opened; who comes second waits."""
         return self.held(what, timeout_s=_OPENING_TIMEOUT_S)

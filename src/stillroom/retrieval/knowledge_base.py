@@ -302,23 +302,22 @@ class KnowledgeBase:
 
     def digest(self) -> IndexDigest:
         """A hash of all that decides rankings: equal digests give equal rankings. Reads every chunk; while it does,
-        nobody can write.
+        nobody can write, if this process could.
 
         Raises:
             KnowledgeBaseBusyError: somebody is writing.
+            StorageError: the postings are behind, and the folder cannot be written.
         """
-        with self._lock.held("digest"):
-            self._indexes.write()
+        with self._lock.held_to_look("digest") as may_write:
             try:
-                return index_digest(self._manifest, self._corpus, *self._indexes.current())
+                return self._digest(may_write)
             except CorruptKnowledgeBaseError:  # in a part of a file that nobody had asked for yet
                 self._indexes.discard_dense()
-                self._indexes.write()
-                return index_digest(self._manifest, self._corpus, *self._indexes.current())
+                return self._digest(may_write)
 
     def verify(self, *, repair: bool = False, progress: Tell | None = None) -> VerifyReport:
         """Check SQLite, vectors and postings, each by itself and against the others (see `verify`); nobody can write
-        meanwhile.
+        meanwhile, if this process could.
 
         Args:
             repair: make whole what can be. A vector that was lost is embedded again, which needs the embedder.
@@ -329,7 +328,7 @@ class KnowledgeBase:
             StorageError: the disk is full or failing.
         """
         run = Verification(self._path, self._corpus, self._indexes, self._config, self._dimension, self._clock)
-        with self._lock.held("verify"):
+        with self._lock.held("verify") if repair else self._lock.held_to_look("verify"):
             return run.run(self._embed_again if repair else None, progress or (lambda done, total: None))
 
     @property
@@ -372,6 +371,15 @@ class KnowledgeBase:
                     )
                 self._is_embedder_checked = True
         return self._embedder
+
+    def _digest(self, may_write: bool) -> IndexDigest:
+        if may_write:
+            self._indexes.write()
+        elif not self._indexes.make_words_apart():
+            raise StorageError(
+                f"{self._path} cannot be written, and its postings are behind; search it where it can be"
+            )
+        return index_digest(self._manifest, self._corpus, *self._indexes.current())
 
     def _embed_again(self, texts: list[str]) -> NDArray[np.float32]:
         return self._checked_embedder().embed_documents(texts)

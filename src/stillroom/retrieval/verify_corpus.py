@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, chunk_id_of, format_chunk_id
 from stillroom.retrieval import rows
+from stillroom.retrieval.corpus_file import read_beside
 from stillroom.retrieval.verify_report import Finding, Steps, finding
 
 _BATCH = 1000
@@ -110,10 +111,11 @@ def check_corpus(path: Path, dimension: int, step: Steps) -> CorpusDamage:
     """Read all of it. Nobody writes meanwhile.
 
     Raises:
+        KnowledgeBaseBusyError: somebody did, into a folder in which this process may not.
         sqlite3.DatabaseError: the file cannot be read so far.
     """
     damage = CorpusDamage()
-    with closing(sqlite3.connect(path)) as database:
+    with read_beside(path) as database:
         said = [str(row[0]) for row in database.execute("PRAGMA integrity_check(20)")]
         if said != ["ok"]:
             damage.pages = said
