@@ -207,6 +207,18 @@ def test_list_is_a_table(run: Run, room: EditableRoom, tmp_path: Path) -> None:
     ]
 
 
+def test_a_name_is_shown_on_one_line_in_the_direction_in_which_it_is_written(run: Run, room: EditableRoom) -> None:
+    room.texts = {"/a\n\u202ecod.md": "x"}
+    room.failures = (("/b\n\x1b\u2067.md", "cannot\nbe read"),)
+
+    listed, found, added = run("list"), run("search", "x"), run("add", "docs")
+
+    assert [line.split()[-1] for line in listed.out.splitlines()] == ["document", "/a\ufffd\ufffdcod.md"]
+    assert "1. /a\ufffd\ufffdcod.md" in found.out
+    assert added.err.splitlines()[1:] == ["  /b\ufffd\ufffd\ufffd.md: cannot\ufffdbe read"]
+    assert list(run("list", "--json").json["documents"][0].values())[0] == "/a\n\u202ecod.md"
+
+
 def test_meta_goes_to_the_documents_with_its_type(run: Run, room: EditableRoom) -> None:
     flags = ["team=legal", "year=2024", "score=0.5", "code=007", "is_draft=true", "tag=a", "tag=b", "old=", "x=a=b"]
     assert run("add", "docs", *(part for flag in flags for part in ("--meta", flag))).code == 0

@@ -202,15 +202,51 @@ def test_reader_that_goes_away_is_not_an_error() -> None:
         assert process.stderr.read() == b""
 
 
+@pytest.mark.parametrize("args", [["list"], ["list", "--json"], ["ask", "why?"]])
+@pytest.mark.parametrize(
+    ("redirection", "reason"), [("> /dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
+)
+def test_a_result_that_cannot_be_written_is_an_error(args: list[str], redirection: str, reason: str) -> None:
+    command = [sys.executable, "-c", OVER_A_FAKE_ROOM, *args]
+    shell = ["sh", "-c", f'"$@" {redirection}', "sh", *command]
+    root = Path(__file__).resolve().parents[2]
+    found = subprocess.run(shell, capture_output=True, text=True, cwd=root, check=False)
+    assert found.returncode == 1 and len(found.stderr.splitlines()) == 1
+    assert f"stdout cannot be written: {reason}" in found.stderr
+
+
+def test_what_the_caller_closed_is_empty_or_goes_nowhere() -> None:
+    command = [sys.executable, "-c", OVER_A_FAKE_ROOM, "ask", "-", "why?"]
+    root = Path(__file__).resolve().parents[2]
+    shell = ["sh", "-c", '"$@" <&- 2>&-', "sh", *command]
+    found = subprocess.run(shell, capture_output=True, text=True, cwd=root, check=False)
+    assert found.returncode == 0 and found.stdout.startswith("Question: why?\n")
+
+
+def test_a_note_does_not_stand_behind_half_a_line() -> None:
+    code = (
+        "import logging\nfrom stillroom.cli import console, main\nmain.run(['--version'])\n"
+        "console.write('half a line')\nlogging.getLogger('x').warning('first')\nconsole.note('second')\n"
+    )
+    both, pipe = subprocess.STDOUT, subprocess.PIPE
+    shown = subprocess.run([sys.executable, "-c", code], stdout=pipe, stderr=both, text=True, check=True).stdout
+    _, half, first, second = shown.splitlines()
+    assert (half, first.endswith(" x: first"), second) == ("half a line", True, "second")
+    apart = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert apart.stdout.endswith("\nhalf a line") and not apart.stderr.startswith("\n")
+
+
+OVER_A_FAKE_ROOM = (
+    "import sys\nfrom stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
+    "room.open_room = lambda *_, **__: FakeRoom()\nmain.main()\n"
+)
+
+
 def over_a_fake_room(*args: str | bytes, encoding: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
     """A command in a process of its own, with standard streams of this encoding."""
-    code = (
-        "import sys\nfrom stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
-        "room.open_room = lambda *_, **__: FakeRoom()\nmain.main()\n"
-    )
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-c", code, *args]
+    command = [sys.executable, "-c", OVER_A_FAKE_ROOM, *args]
     return subprocess.run(command, input=stdin, capture_output=True, cwd=root, env=environment, check=False)
 
 

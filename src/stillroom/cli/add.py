@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stillroom.cli import room
-from stillroom.cli.console import count, duration, line, note, print_json, short_path
+from stillroom.cli.console import count, duration, line, note, print_json, printable_name, short_path
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
 from stillroom.cli.progress import showing_progress
 from stillroom.core.metadata import typed
@@ -112,7 +112,7 @@ class _Adding:
         if report.failures:
             note(f"{count(len(report.failures), 'file')} could not be read:")
             for path, reason in report.failures:
-                note(f"  {short_path(str(path))}: {reason}")
+                note(f"  {short_path(str(path))}: {printable_name(reason)}")
 
 
 def _watch(adding: _Adding, folders: list[Path], kb: Path) -> None:

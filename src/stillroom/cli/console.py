@@ -3,10 +3,13 @@
 Text of documents and models is shown with its control characters replaced; in JSON they are escaped.
 """
 
+import contextlib
+import errno
 import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,9 +17,21 @@ from stillroom.errors import UsageError
 
 _KEPT = "\n\t"
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT}
+_OF_NAMES = _CONTROLS | dict.fromkeys(
+    (*map(ord, "\n\t\u061c\u200e\u200f\u2028\u2029"), *range(0x202A, 0x202F), *range(0x2066, 0x206A)),
+    "\N{REPLACEMENT CHARACTER}",
+)
+"""In the name of a file also what ends a line, or turns the direction in which it is read."""
 _ESCAPES = {code: f"\\u{code:04x}" for code in range(127, 160)}
 """Those that a terminal may obey although JSON need not escape them."""
 _MAX_WIDTH = 100
+
+_is_line_open = False
+"""Whether the last line on stdout has not ended yet."""
+
+
+class OutputError(Exception):
+    """A result cannot be written to stdout."""
 
 
 def printable(text: str) -> str:
@@ -24,10 +39,40 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
+def printable_name(name: str) -> str:
+    """The name of a file or document on one line, read in the direction in which it is written."""
+    return name.translate(_OF_NAMES)
+
+
 def write(text: str) -> None:
-    """A piece of a result, at once, without a line end."""
-    sys.stdout.write(printable(text))
-    sys.stdout.flush()
+    """A piece of a result, at once, without a line end. Raises OutputError."""
+    _put(printable(text))
+
+
+def _put(text: str) -> None:
+    global _is_line_open
+    with writing():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    _is_line_open = not text.endswith("\n") if text else _is_line_open
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Write to stdout in here.
+
+    Raises:
+        BrokenPipeError: its reader went away.
+        OutputError: it cannot be written for another reason.
+    """
+    try:
+        if sys.stdout is None:  # closed by whoever called
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"stdout cannot be written: {error.strerror or error}") from error
 
 
 def line(text: str = "") -> None:
@@ -37,18 +82,29 @@ def line(text: str = "") -> None:
 
 def print_json(payload: Any, *, indent: int | None = 2) -> None:
     """A result as JSON; with `indent=None` on one line."""
-    sys.stdout.write(_as_json(payload, sys.stdout, indent) + "\n")
-    sys.stdout.flush()
+    _put(_as_json(payload, sys.stdout, indent) + "\n")
 
 
 def note(text: str) -> None:
     """A line for the person who watches, on stderr."""
+    begin_note()
     print(printable(text), file=sys.stderr, flush=True)
+
+
+def begin_note() -> None:
+    """What goes to stderr does not stand behind half a line of a result, where both are shown in one place."""
+    global _is_line_open
+    if _is_line_open:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a replaced stream may be no file
+            if os.path.samestat(os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())):
+                sys.stderr.write("\n")
+                _is_line_open = False
 
 
 def error(kind: str, message: str, *, as_json: bool) -> None:
     """What went wrong, on stderr: a line for people, or one JSON object for programs."""
     if as_json:
+        begin_note()
         print(_as_json({"error": {"type": kind, "message": message}}, sys.stderr), file=sys.stderr)
     else:
         note(message)
@@ -63,8 +119,11 @@ def as_text(what: str, given: str) -> str:
     return given
 
 
-def _as_json(payload: Any, stream: TextIO, indent: int | None = None) -> str:
-    is_utf8 = (stream.encoding or "").lower().replace("-", "") in ("", "utf8")  # none: it takes any character
+def _as_json(payload: Any, stream: TextIO | None, indent: int | None = None) -> str:
+    is_utf8 = (getattr(stream, "encoding", None) or "").lower().replace("-", "") in (
+        "",
+        "utf8",
+    )  # none: it takes any character
     return json.dumps(payload, ensure_ascii=not is_utf8, indent=indent).translate(_ESCAPES)
 
 
@@ -74,11 +133,9 @@ def text_width() -> int:
 
 
 def short_path(document: str) -> str:
-    """A document's path relative to the current folder where that is shorter."""
-    if not os.path.isabs(document):
-        return document
-    relative = os.path.relpath(document, Path.cwd())
-    return relative if len(relative) < len(document) else document
+    """A document's path, printable, relative to the current folder where that is shorter."""
+    relative = os.path.relpath(document, Path.cwd()) if os.path.isabs(document) else document
+    return printable_name(relative if len(relative) < len(document) else document)
 
 
 def place(document: str, lines: tuple[int, int], pages: tuple[int, int]) -> str:

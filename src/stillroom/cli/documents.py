@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from stillroom.cli import room
-from stillroom.cli.console import count, line, note, print_json, short_path, size
+from stillroom.cli.console import count, line, note, print_json, printable_name, short_path, size
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
 
 REMOVE_HELP = help_text(
@@ -46,7 +46,7 @@ def remove(
     if report.unknown:
         note(f"no document is or lies under {count(len(report.unknown), 'target')}:")
         for target in report.unknown:
-            note(f"  {target}")
+            note(f"  {printable_name(target)}")
 
 
 def list_(kb: KbOption = DEFAULT_KB, config: ConfigOption = None, as_json: JsonOption = False) -> None:

@@ -68,9 +68,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
+            return super().invoke(ctx)
         except KeyboardInterrupt:
             raise _InterruptedError(_RESUME.get(str(ctx.invoked_subcommand), _RESUME_DEFAULT)) from None
         except BrokenPipeError:
@@ -122,6 +120,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """The console entry: everything about the process, then `run`."""
+    _open_what_is_closed()
     # file names may hold any bytes, and one line of stdin that is no text does not stop the others
     errors = (sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")
     for stream, how in errors:
@@ -132,10 +131,30 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under `nohup` it stays ignored
         signal.signal(signal.SIGHUP, _terminate)
-    code = run(sys.argv[1:])
-    if code == NO_READER:  # or the interpreter would complain when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
+    sys.exit(_flushed(run(sys.argv[1:])))
+
+
+def _open_what_is_closed() -> None:
+    """Standard streams that the caller closed: no file that is opened may get such a number, and be written to by a
+    library that means the stream. Of what is missing stdin is empty, and stderr goes nowhere."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once stdout has taken everything or turned out to take no more."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain at exit
+        return code or (NO_READER if isinstance(error, BrokenPipeError) else FAILED)
+    return code
 
 
 def _terminate(*_: object) -> None:
@@ -146,7 +165,7 @@ def _terminate(*_: object) -> None:
 def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit code. Does not touch the process's own state, except for logging."""
     as_json = "--json" in _before_dashes(args)
-    configure_logging("DEBUG" if _is_debugging() else "WARNING", as_json=as_json)
+    configure_logging("DEBUG" if _is_debugging() else "WARNING", as_json=as_json, before=console.begin_note)
     try:
         command = typer.main.get_command(build_app())
         code: int | None = command.main(args=list(args), prog_name="stillroom", standalone_mode=False)
@@ -182,7 +201,7 @@ def _explain(error: Exception) -> tuple[str, str, int]:
     if callable(format_message):  # Typer's own errors: a wrong flag, a missing argument
         command = getattr(getattr(error, "ctx", None), "command_path", "stillroom")
         return "UsageError", f"{str(format_message()).rstrip('.')}. See: {command} --help", WRONG_CALL
-    if isinstance(error, OSError):
+    if isinstance(error, (OSError, console.OutputError)):
         return "OSError", str(error), FAILED
     hint = "" if _is_debugging() else "; set STILLROOM_DEBUG=1 to see where, and please report it"
     return "InternalError", f"internal error: {type(error).__name__}: {error}{hint}".replace("\n", " "), FAILED

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TextIO
@@ -34,17 +35,20 @@ _ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 """What could steer a terminal, in the name of a file, say."""
 
 
-def configure_logging(level: str | int = "WARNING", *, as_json: bool = False) -> None:
+def configure_logging(
+    level: str | int = "WARNING", *, as_json: bool = False, before: Callable[[], None] = lambda: None
+) -> None:
     """Send the records of this process to stderr. Calling it again replaces the earlier settings.
 
     Args:
         level: of Stillroom's own records; those of libraries start at WARNING, unless this is DEBUG.
         as_json: one JSON object a line, with the stack trace of an exception; text shows its last frame only.
+        before: called before each record is written.
     """
     number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
     if not isinstance(number, int):
         raise ValueError(f"{level!r} is not a logging level")
-    handler = _StderrHandler()
+    handler = _StderrHandler(before)
     handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter())
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _StderrHandler)]:
@@ -62,8 +66,13 @@ def configure_logging(level: str | int = "WARNING", *, as_json: bool = False) ->
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to what `sys.stderr` is at that moment, which a progress display or a test may have replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[], None]) -> None:
         logging.Handler.__init__(self)
+        self._before = before
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._before()
+        super().emit(record)
 
     @property
     def stream(self) -> TextIO:
