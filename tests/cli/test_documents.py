@@ -32,7 +32,7 @@ class EditableRoom(FakeRoom):
     def __init__(self, failures: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__()
         self.failures = failures
-        self.added: list[Path] = []
+        self.added: list[str | Path] = []
         self.metadata: Mapping[str, object] | None = None
         self.reports_progress = False
         self.exclude: Sequence[str] = ()
@@ -41,7 +41,7 @@ class EditableRoom(FakeRoom):
 
     def add(
         self,
-        *paths: Path,
+        *paths: str | Path,
         progress: Callable[[AddProgress], None] | None = None,
         metadata: Mapping[str, object] | None = None,
         exclude: Sequence[str] = (),

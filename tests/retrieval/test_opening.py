@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from stillroom.config.settings import EmbedderConfig, IndexConfig, StillroomConfig
+from stillroom.config.settings import ChunkerConfig, EmbedderConfig, IndexConfig, StillroomConfig
 from stillroom.core.clock import VirtualClock
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
@@ -56,6 +56,19 @@ def test_what_it_was_made_with_wins(open_kb: OpenKb, three: Path) -> None:
     open_kb(dataclasses.replace(made, chunker=dataclasses.replace(made.chunker, max_tokens=64))).add([three])
     kb = open_kb()
     assert (kb._config.index.kind, kb._config.chunker.max_tokens) == ("hnsw", 64)
+
+
+def test_settings_that_do_not_hold_for_it_are_named(
+    open_kb: OpenKb, three: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = StillroomConfig(index=IndexConfig(kind="hnsw", m=8))
+    open_kb(made).add([three])
+    open_kb(made)
+    open_kb(StillroomConfig(index=IndexConfig(ef_search=500, hot_bytes=1000, ann_recall=0.9)))
+    assert not caplog.messages, "nothing was set that was fixed"
+    open_kb(StillroomConfig(index=IndexConfig(kind="ivf_pq", m=8), chunker=ChunkerConfig(max_tokens=50)))
+    [said] = caplog.messages
+    assert "chunker.max_tokens is 200, not 50, index.kind is 'hnsw', not 'ivf_pq'; to change them" in said
 
 
 def test_another_embedder_is_refused_unless_it_is_the_same_elsewhere(open_kb: OpenKb, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ class KnowledgeBase:
         self._path = path
         self._manifest = manifest
         self._config = manifest.applied_to(config)
+        manifest.warn_of_other_settings(config, path)
         self._clock = clock
         self._embedder: Embedder = Embedder(self._config.embedder, None if like is None else like._embedder)
         self._corpus = Corpus(path / CORPUS)
@@ -137,7 +138,7 @@ class KnowledgeBase:
 
     def add(
         self,
-        paths: Sequence[Path],
+        paths: Sequence[str | Path],
         *,
         progress: Callable[[AddProgress], None] | None = None,
         metadata: Mapping[str, object] | None = None,

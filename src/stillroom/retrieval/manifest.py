@@ -5,6 +5,8 @@ Vectors of different models cannot be compared, so a configuration that names an
 
 import dataclasses
 import json
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from stillroom.errors import (
 )
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.index_file import write_atomically
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 """1 had no metadata and no pages. Opening a knowledge base of an earlier version makes it one of this version."""
@@ -73,6 +77,18 @@ class Manifest:
             index=self._index_searched_as(config.index),
         )
 
+    def warn_of_other_settings(self, config: StillroomConfig, path: Path) -> None:
+        """Say which settings of the configuration do not hold for the knowledge base at `path`, as they were fixed when
+        it was made. What is the default counts as not set."""
+        sections = (("chunker", self.chunker, config.chunker), ("index", self.index, config.index))
+        others = [one for name, made, asked in sections for one in _others(name, made, asked)]
+        if others:
+            logger.warning(
+                "%s was made with settings that hold: %s; to change them, add the files to a new knowledge base",
+                path,
+                ", ".join(others),
+            )
+
     def _index_searched_as(self, asked: IndexConfig) -> IndexConfig:
         """The index of this knowledge base with what the user says about searching it; one goal replaces the other."""
         default = IndexConfig()
@@ -94,6 +110,14 @@ class Manifest:
             f"this knowledge base was made with the embedder {self.model!r}, but embedder.model is {asked.model!r}; "
             "leave embedder.model out, or make a new knowledge base with the other model"
         )
+
+
+def _others(section: str, made: Any, asked: Any) -> Iterator[str]:
+    """The settings of a section that were set otherwise than it was made."""
+    default = dataclasses.asdict(type(asked)())
+    for name, value in dataclasses.asdict(asked).items():
+        if name not in (*SEARCHING, *HERE) and value not in (default[name], getattr(made, name)):
+            yield f"{section}.{name} is {getattr(made, name)!r}, not {value!r}"
 
 
 def new_manifest(config: StillroomConfig, embedder: Embedder) -> Manifest:
