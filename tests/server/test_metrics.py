@@ -5,6 +5,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from stillroom.errors import StillroomError
 from stillroom.telemetry.figures import AuditMetrics, CacheFigures, IndexFigures
 from stillroom.telemetry.metrics import SPECS, Metrics, reference
 
@@ -20,15 +21,12 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 
 def observe(metrics: Metrics, *, num_generated_tokens: int) -> None:
-    metrics.observe_request(
-        outcome="stop",
-        retrieval_seconds=0.01,
-        ttft_seconds=0.2,
-        tpot_seconds=0.03,
-        total_seconds=0.5,
+    metrics.observe_answer("stop", num_generated_tokens=num_generated_tokens, tpot_seconds=0.03, total_seconds=0.5)
+    metrics.observe_search(0.01)
+    metrics.observe_prompt(
         num_prompt_tokens=100,
         num_cached_tokens=64,
-        num_generated_tokens=num_generated_tokens,
+        ttft_seconds=0.2 if num_generated_tokens else None,
         phase_seconds={"queue": 0.02, "load": None, "prefill": 0.17},
     )
 
@@ -70,21 +68,50 @@ def test_gauges_show_the_last_value() -> None:
     metrics.set_kv_blocks(10, 2)
     metrics.set_kv_blocks(9, 3)
     metrics.set_requests(4, 5)
-    metrics.set_corpus(6, 70)
 
     seen = samples(metrics)
     assert (seen["stillroom_kv_blocks{state=free}"], seen["stillroom_kv_blocks{state=used}"]) == (9, 3)
     assert seen["stillroom_active_requests{state=waiting}"] == 4
     assert seen["stillroom_active_requests{state=running}"] == 5
+
+
+def test_documents_of_all_knowledge_bases_are_asked_for_when_somebody_looks() -> None:
+    metrics = Metrics()
+    held = {"a": (1, 10)}
+    metrics.watch_corpora("room", lambda: held)
+    metrics.watch_corpora("folder", lambda: {"a": (1, 10), "b": (5, 60)})
+
+    def broken() -> dict[str, tuple[int, int]]:
+        raise StillroomError("the disk is gone")
+
+    metrics.watch_corpora("broken", broken)
+
+    seen = samples(metrics)
     assert (seen["stillroom_documents"], seen["stillroom_chunks"]) == (6, 70)
+    held["a"] = (2, 20)
+    metrics.forget_corpora("folder")
+    assert samples(metrics)["stillroom_documents"] == 2
 
 
 def test_two_rooms_do_not_share_metrics() -> None:
     first, second = Metrics(), Metrics()
 
-    first.set_corpus(1, 1)
+    first.count_refused("rate")
 
-    assert samples(second)["stillroom_documents"] == 0
+    assert samples(second)["stillroom_refused_requests_total{reason=rate}"] == 0
+
+
+def test_what_alarms_look_at_is_there_before_the_first_failure() -> None:
+    metrics = Metrics()
+    metrics.expect_http_requests(["/v1/search"])
+
+    seen = samples(metrics)
+
+    for outcome in ("stop", "length", "aborted", "failed"):
+        assert seen[f"stillroom_requests_total{{outcome={outcome}}}"] == 0
+    for reason in ("rate", "concurrency", "queue", "closing"):
+        assert seen[f"stillroom_refused_requests_total{{reason={reason}}}"] == 0
+    assert seen["stillroom_http_requests_total{path=/v1/search}{status=500}"] == 0
 
 
 def test_names_end_in_their_unit() -> None:

@@ -27,6 +27,7 @@ from stillroom.kvcache.weighing import weighs_every
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore, make_room_beside
 from stillroom.kvstore.host import HostStore
+from stillroom.kvstore.record import Defect
 from stillroom.kvstore.tiered import TieredStore
 from stillroom.models.decoder import Decoder
 from stillroom.telemetry.figures import AuditMetrics, CacheFigures
@@ -73,7 +74,7 @@ class KVCache:
             moved_bytes={(a.label, b.label): flow.num_bytes for (a, b), flow in moves.flows.items()},
             moved_seconds={(a.label, b.label): flow.seconds for (a, b), flow in moves.flows.items()},
             moves={(a.label, b.label): flow.num_copies for (a, b), flow in moves.flows.items()},
-            verify_failures={str(defect): count for defect, count in moves.verify_failures.items()},
+            verify_failures={str(defect): moves.verify_failures.get(defect, 0) for defect in Defect},
             write_failures=moves.num_write_failures,
             read_ahead_bytes={"used": moves.read_ahead.used_bytes, "wasted": moves.read_ahead.wasted_bytes},
             audit=None if self.audit is None else self._audit_figures(self.audit.figures),

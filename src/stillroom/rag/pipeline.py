@@ -11,17 +11,15 @@ from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason, SamplingParams, seed_of_sample
+from stillroom.core.request import SamplingParams, seed_of_sample
 from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import (
-    DeadlineExceededError,
     EmptyKnowledgeBaseError,
-    EngineClosedError,
     PromptTooLongError,
-    QueueFullError,
     UsageError,
 )
+from stillroom.rag.accounting import Account, counting_aborted
 from stillroom.rag.answer import Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
 from stillroom.rag.backend import Backend, Draft
 from stillroom.rag.conversation import alternate, around, history_of
@@ -45,6 +43,7 @@ class _Prepared:
     attempt: Attempt
     collectors: tuple[AnswerCollector, ...]
     """One per answer."""
+    has_searched: bool
 
 
 class Pipeline:
@@ -97,7 +96,8 @@ class Pipeline:
         _check(options)
         preparing = asyncio.ensure_future(asyncio.to_thread(self._prepare, question, options, num_samples, arrival))
         try:
-            prepared = await asyncio.shield(preparing)
+            with counting_aborted(self._metrics, num_samples):
+                prepared = await asyncio.shield(preparing)
         except asyncio.CancelledError:
             preparing.add_done_callback(self._forget)  # the thread cannot be stopped, what it began can
             raise
@@ -112,7 +112,8 @@ class Pipeline:
             UsageError: the prompt or an option is not possible.
         """
         _check(options)
-        draft = await asyncio.to_thread(self._backend.draft_raw, prompt, options.json_schema)
+        with counting_aborted(self._metrics, num_samples):
+            draft = await asyncio.to_thread(self._backend.draft_raw, prompt, options.json_schema)
         self._check_length(draft)
         attempt = Attempt(draft, self._wanted(draft, options, arrival, num_samples))
         report = SpeculationReport(SpeculationOutcome.OFF)
@@ -245,7 +246,7 @@ class Pipeline:
                 started, self._backend.tokenizer, stops, lambda answer: self._record(question, answer)
             )
 
-        return _Prepared(attempt, tuple(collector(wanted) for wanted in attempt.wanted))
+        return _Prepared(attempt, tuple(collector(wanted) for wanted in attempt.wanted), has_searched=bool(question))
 
     def _sampling(self, options: AskOptions, num_prompt_tokens: int | None) -> SamplingParams:
         """The question's own settings over the configured ones. A default max_tokens is cut to what the model has
@@ -275,51 +276,32 @@ class Pipeline:
         )
 
     def _submit(self, prepared: _Prepared, listeners: Sequence[Listener]) -> None:
-        def watched(collector: AnswerCollector, listener: Listener) -> Listener:
+        def watched(index: int, collector: AnswerCollector, listener: Listener) -> Listener:
+            account = Account(self._metrics, collector, is_first=index == 0, has_searched=prepared.has_searched)
+
             def listen(event: TokenEvent) -> None:
                 self._publish_load()
-                # an answer that ended at a stop string was counted then
-                if event.finish_reason is FinishReason.ABORTED and collector.answer is None:
-                    self._metrics.count_unanswered(has_failed=_is_fault(event.error))
+                account.hear(event)
                 listener(event)
 
             return listen
 
         prepared.attempt.deliver(
-            [watched(collector, listener) for collector, listener in zip(prepared.collectors, listeners, strict=True)],
+            [
+                watched(index, collector, listener)
+                for index, (collector, listener) in enumerate(zip(prepared.collectors, listeners, strict=True))
+            ],
             self._clock.monotonic(),
         )
 
     def _record(self, question: str, answer: Answer) -> None:
         self._traces.add(answer.request_id, self._clock.unix(), trace_of(question, self._backend.name, answer))
         _trace(answer, self._clock.unix(), self._backend.name)
-        self._metrics.observe_request(
-            outcome=answer.finish_reason,
-            retrieval_seconds=answer.timing.retrieval_seconds,
-            ttft_seconds=answer.timing.ttft_seconds,
-            tpot_seconds=answer.timing.tpot_seconds,
-            total_seconds=answer.timing.total_seconds,
-            num_prompt_tokens=answer.reuse.num_prompt_tokens,
-            num_cached_tokens=answer.reuse.num_cached_tokens,
-            num_generated_tokens=answer.num_generated_tokens,
-            phase_seconds={
-                "queue": answer.timing.queue_seconds,
-                "load": answer.timing.load_seconds,
-                "prefill": answer.timing.prefill_seconds,
-            },
-        )
 
     def _publish_load(self) -> None:
         load = self._backend.load
         self._metrics.set_kv_blocks(load.num_free_blocks, load.num_blocks - load.num_free_blocks)
         self._metrics.set_requests(load.num_waiting, load.num_running)
-
-
-def _is_fault(error: Exception | None) -> bool:
-    """Whether a request was given up for a reason that is neither its own nor that the engine closes or is full."""
-    return error is not None and not isinstance(
-        error, DeadlineExceededError | EngineClosedError | QueueFullError | UsageError
-    )
 
 
 def _check(options: AskOptions) -> None:

@@ -77,7 +77,7 @@ class Stillroom:
         if guest is None:
             metrics.watch_cache(lambda: self._answering.backend.cache_figures if self._answering.backend else None)
             metrics.watch_index(lambda: None if (figures := kb.list_figures) is None else figures.by_tier())
-        self._publish_corpus()
+        metrics.watch_corpora(str(kb.path), lambda: {str(kb.path): (kb.num_documents, kb.num_chunks)})
 
     @classmethod
     def open(
@@ -371,6 +371,7 @@ class Stillroom:
         """Stop generating and close the files. Idempotent."""
         if not self._answering.close():
             return
+        self.metrics.forget_corpora(str(self._kb.path))
         self._search.close()
         self._traces.close()
         self._kb.close()
@@ -390,9 +391,5 @@ class Stillroom:
         return Pipeline(self._kb, self._search, backend, speculator, config, metrics, self._traces, clock)
 
     def _corpus_changed(self) -> None:
-        self._publish_corpus()
         self._answering.documents_changed()
         self._search.refresh_hot()
-
-    def _publish_corpus(self) -> None:
-        self.metrics.set_corpus(self._kb.num_documents, self._kb.num_chunks, str(self._kb.path))

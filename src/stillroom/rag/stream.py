@@ -45,6 +45,48 @@ class Started:
     speculation: SpeculationReport = SpeculationReport(SpeculationOutcome.OFF)
 
 
+class Progress:
+    """What an engine has told of an answer so far."""
+
+    def __init__(self, started: Started) -> None:
+        self._started = started
+        self.num_pieces = 0
+        """Tokens, or texts from an engine elsewhere."""
+        self.reuse: PromptReuse | None = None
+        """From our own engine, with the first token."""
+        self.first_at: float | None = None
+        """When the prompt was read, on the engine's clock."""
+        self._last_at = started.arrival
+        self._admission: Admission | None = None
+
+    def note(self, event: TokenEvent) -> None:
+        if event.finish_reason is FinishReason.ABORTED:
+            return
+        self.num_pieces += event.token_id is not None or bool(event.text)
+        self._last_at = event.at
+        if self.first_at is None:
+            self.first_at = event.at
+        self.reuse = event.reuse or self.reuse
+        self._admission = self._admission or event.admission
+
+    def usage(self) -> Usage:
+        """Our own count. A text from elsewhere is usually a token."""
+        num_cached = self.reuse.num_cached_tokens if self.reuse else 0
+        return Usage(self._started.num_prompt_tokens or 0, num_cached, self.num_pieces)
+
+    def timing(self, num_generated_tokens: int) -> Timing:
+        """Until the last event that brought something."""
+        started, at = self._started, self._last_at
+        first = at if self.first_at is None else self.first_at
+        return Timing(
+            retrieval_seconds=started.retrieval_seconds,
+            ttft_seconds=first - started.arrival,
+            tpot_seconds=(at - first) / (num_generated_tokens - 1) if num_generated_tokens > 1 else 0.0,
+            total_seconds=at - started.arrival,
+            **_phases(self._admission, started.arrival + started.retrieval_seconds, first),
+        )
+
+
 class AnswerCollector:
     """Token events in, pieces of text out, and the `Answer` at the end."""
 
@@ -58,14 +100,11 @@ class AnswerCollector:
         """Log probabilities of the tokens so far, if the request wants them."""
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
-        self._num_texts = 0
         self._matcher = StopMatcher(stops)
         self._on_finish = on_finish
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
-        self._first_at: float | None = None
-        self._reuse: PromptReuse | None = None
-        self._admission: Admission | None = None
+        self._progress = Progress(started)
 
     def feed(self, event: TokenEvent) -> str:
         """The text this event completes. At a stop string the answer is complete, before the engine says so.
@@ -75,21 +114,17 @@ class AnswerCollector:
         """
         if event.finish_reason is FinishReason.ABORTED:
             raise event.error or RequestAbortedError(f"{event.request_id} was cancelled")
-        if self._first_at is None:
-            self._first_at = event.at
-        self._reuse = event.reuse or self._reuse
-        self._admission = self._admission or event.admission
+        self._progress.note(event)
         piece = self._text(event)
         self._pieces.append(piece)
         reason = FinishReason.STOP if self._matcher.is_matched else event.finish_reason
         if reason is not None:
-            self.answer = self._finish(reason, event.at, event.usage or self._usage())
+            self.answer = self._finish(reason, event.usage or self._progress.usage())
             self._on_finish(self.answer)
         return piece
 
     def _text(self, event: TokenEvent) -> str:
         piece = event.text
-        self._num_texts += bool(piece)
         if event.token_id is not None and self._detokenizer is not None:
             self._token_ids.append(event.token_id)
             piece = self._detokenizer.push([event.token_id])
@@ -99,12 +134,6 @@ class AnswerCollector:
             return self._matcher.push(piece)
         rest = "" if self._detokenizer is None else self._detokenizer.flush()
         return self._matcher.push(piece + rest) + self._matcher.flush()
-
-    def _usage(self) -> Usage:
-        """Our own count. Of text from elsewhere, a piece is usually a token."""
-        num_generated = self._num_texts if self._detokenizer is None else len(self._token_ids)
-        num_cached = self._reuse.num_cached_tokens if self._reuse else 0
-        return Usage(self.started.num_prompt_tokens or 0, num_cached, num_generated)
 
     def _score(self, token_id: int, found: TokenLogprobs) -> TokenScore:
         assert self._tokenizer is not None, "an engine elsewhere sends no log probabilities"
@@ -116,26 +145,18 @@ class AnswerCollector:
 
         return score(token_id, found.logprob, tuple(score(one, logprob) for one, logprob in found.top))
 
-    def _finish(self, reason: FinishReason, at: float, usage: Usage) -> Answer:
-        started, count = self.started, usage.num_generated_tokens
-        first = at if self._first_at is None else self._first_at
+    def _finish(self, reason: FinishReason, usage: Usage) -> Answer:
         return Answer(
-            request_id=started.request_id,
+            request_id=self.started.request_id,
             text="".join(self._pieces),
             token_ids=tuple(self._token_ids),
             finish_reason=reason.value,
-            sources=started.sources,
-            timing=Timing(
-                retrieval_seconds=started.retrieval_seconds,
-                ttft_seconds=first - started.arrival,
-                tpot_seconds=(at - first) / (count - 1) if count > 1 else 0.0,
-                total_seconds=at - started.arrival,
-                **_phases(self._admission, started.arrival + started.retrieval_seconds, first),
-            ),
-            reuse=_reuse_report(usage, self._reuse),
-            num_generated_tokens=count,
+            sources=self.started.sources,
+            timing=self._progress.timing(usage.num_generated_tokens),
+            reuse=_reuse_report(usage, self._progress.reuse),
+            num_generated_tokens=usage.num_generated_tokens,
             logprobs=tuple(self.scores) if self.scores else None,
-            speculation=started.speculation,
+            speculation=self.started.speculation,
         )
 
 

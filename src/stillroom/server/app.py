@@ -44,8 +44,9 @@ from stillroom.server.replies import (
     SearchReply,
 )
 from stillroom.server.tenants import Tenants, caller_of, room_of
+from stillroom.server.unopened import Unopened
 from stillroom.server.workers import Workers
-from stillroom.telemetry.metrics import CONTENT_TYPE
+from stillroom.telemetry.exposition import CONTENT_TYPE
 from stillroom.telemetry.spans import Tracing
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def create_app(
     app.add_middleware(Limits, config=config.server, admission=admission, metrics=room.metrics, clock=clock)
     app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts)
     app.add_middleware(Observed, metrics=room.metrics, clock=clock, tracing=tracing)
+    room.metrics.watch_corpora("tenants", Unopened(tenants))
     return app
 
 

@@ -4,45 +4,29 @@ Callers hand over plain numbers, so that nothing here knows a request, an answer
 `_bytes`, `_ratio` or `_total`; a gauge that counts things has no unit. The table in docs/metrics.md is `reference()`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from stillroom.errors import StillroomError
+from stillroom.telemetry.exposition import MetricSpec, Series, Watched, WithoutCreated
 from stillroom.telemetry.figures import CacheFigures, IndexFigures
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of `Metrics.render`: the Prometheus text format."""
 
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-
-
-@dataclass(frozen=True, slots=True)
-class MetricSpec:
-    """One row of the reference."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    """Upper bounds in seconds, of histograms."""
 
 
 SPECS = (
     MetricSpec(
         "stillroom_requests_total",
         "counter",
-        "Questions that ended, by outcome: stop, length, aborted or failed.",
+        "Answers that ended, by outcome: stop, length, aborted or failed. A question with n = 4 has four.",
         ("outcome",),
     ),
-    MetricSpec("stillroom_prompt_tokens_total", "counter", "Prompt tokens of all questions."),
+    MetricSpec("stillroom_prompt_tokens_total", "counter", "Tokens of the prompts that were read."),
     MetricSpec("stillroom_cached_tokens_total", "counter", "Prompt tokens whose KV came from a cache."),
-    MetricSpec("stillroom_generated_tokens_total", "counter", "Tokens generated."),
+    MetricSpec("stillroom_generated_tokens_total", "counter", "Tokens generated, also those of answers that were cut."),
     MetricSpec(
         "stillroom_retrieval_seconds",
         "histogram",
@@ -64,7 +48,7 @@ SPECS = (
     MetricSpec(
         "stillroom_request_seconds",
         "histogram",
-        "From a question's arrival to its last token.",
+        "From a question's arrival to the last token of an answer, of complete answers.",
         buckets=_REQUEST_BUCKETS,
     ),
     MetricSpec(
@@ -158,8 +142,8 @@ SPECS = (
         "stillroom_index_hit_ratio", "gauge", "Share of them that were in RAM, over the last window of searches."
     ),
     MetricSpec("stillroom_index_exchanged_total", "counter", "Lists that came into RAM in place of colder ones."),
-    MetricSpec("stillroom_documents", "gauge", "Documents in the knowledge bases."),
-    MetricSpec("stillroom_chunks", "gauge", "Chunks in the knowledge bases."),
+    MetricSpec("stillroom_documents", "gauge", "Documents in the knowledge bases of all tenants."),
+    MetricSpec("stillroom_chunks", "gauge", "Chunks in the knowledge bases of all tenants."),
     MetricSpec(
         "stillroom_refused_requests_total",
         "counter",
@@ -171,6 +155,18 @@ SPECS = (
     ),
 )
 _BY_NAME = {spec.name: spec for spec in SPECS}
+
+_FROM_ZERO = {
+    "stillroom_requests_total": ("stop", "length", "aborted", "failed"),
+    "stillroom_refused_requests_total": ("rate", "concurrency", "queue", "closing"),
+}
+"""Labels that are there from the start. `rate` and `increase` see nothing of a series' first value, so one that began
+with a burst would hide it."""
+_INTERNAL_ERROR = "500"
+
+
+Corpora = Callable[[], Mapping[str, tuple[int, int]]]
+"""Tells how many documents and chunks there are, by folder of a knowledge base."""
 
 
 class Metrics:
@@ -191,43 +187,52 @@ class Metrics:
         self._ahead = self._counter("stillroom_speculation_ahead_seconds_total")
         self._kv_blocks = self._gauge("stillroom_kv_blocks")
         self._active = self._gauge("stillroom_active_requests")
-        self._corpora: dict[str, tuple[int, int]] = {}
-        self._documents = self._gauge("stillroom_documents")
-        self._chunks = self._gauge("stillroom_chunks")
+        self._corpora: dict[str, Corpora] = {}
+        self._watch(self._corpus_series)
         self._refused = self._counter("stillroom_refused_requests_total")
         self._http_requests = self._counter("stillroom_http_requests_total")
 
-    def count_unanswered(self, *, has_failed: bool) -> None:
-        """Count a question that ended without an answer: it failed, or was cancelled or too late."""
-        self._requests.labels("failed" if has_failed else "aborted").inc()
+    def observe_answer(
+        self,
+        outcome: str,
+        *,
+        num_generated_tokens: int = 0,
+        tpot_seconds: float = 0.0,
+        total_seconds: float | None = None,
+    ) -> None:
+        """Count an answer that ended, however it did.
 
-    def observe_request(  # noqa: PLR0913  one call per answer beats eight that may be forgotten
+        Args:
+            outcome: `stop`, `length`, `aborted` or `failed`.
+            total_seconds: from the question's arrival; None if the answer is not complete.
+        """
+        self._requests.labels(outcome).inc()
+        self._generated_tokens.inc(num_generated_tokens)
+        if num_generated_tokens > 1:  # a single token has no time between tokens
+            self._tpot.observe(tpot_seconds)
+        if total_seconds is not None:
+            self._total.observe(total_seconds)
+
+    def observe_search(self, seconds: float) -> None:
+        """A question's documents were found, so long after its arrival."""
+        self._retrieval.observe(seconds)
+
+    def observe_prompt(
         self,
         *,
-        outcome: str,
-        retrieval_seconds: float,
-        ttft_seconds: float,
-        tpot_seconds: float,
-        total_seconds: float,
         num_prompt_tokens: int,
         num_cached_tokens: int,
-        num_generated_tokens: int,
+        ttft_seconds: float | None,
         phase_seconds: Mapping[str, float | None],
     ) -> None:
-        """Count a question that ended; `outcome` is its finish reason. Phases of which nothing is known are None."""
-        self._requests.labels(outcome).inc()
+        """Count a prompt that was read, once for all its answers. Times of which nothing is known are None."""
         self._prompt_tokens.inc(num_prompt_tokens)
         self._cached_tokens.inc(num_cached_tokens)
-        self._generated_tokens.inc(num_generated_tokens)
-        self._retrieval.observe(retrieval_seconds)
-        self._total.observe(total_seconds)
+        if ttft_seconds is not None:
+            self._ttft.observe(ttft_seconds)
         for phase, seconds in phase_seconds.items():
             if seconds is not None:
                 self._phases.labels(phase).observe(seconds)
-        if num_generated_tokens > 0:
-            self._ttft.observe(ttft_seconds)
-        if num_generated_tokens > 1:  # a single token has no time between tokens
-            self._tpot.observe(tpot_seconds)
 
     def count_speculation(self, outcome: str, ahead_seconds: float) -> None:
         self._speculations.labels(outcome).inc()
@@ -241,14 +246,6 @@ class Metrics:
         self._active.labels("waiting").set(num_waiting)
         self._active.labels("running").set(num_running)
 
-    def set_corpus(self, num_documents: int, num_chunks: int, room: str = "") -> None:
-        """What one knowledge base holds; the gauges show the sum of all."""
-        self._corpora[room] = (num_documents, num_chunks)
-        for gauge, counts in zip(
-            (self._documents, self._chunks), zip(*self._corpora.values(), strict=True), strict=True
-        ):
-            gauge.set(sum(counts))
-
     def count_refused(self, reason: str) -> None:
         """Count a request that was not taken on: `rate`, `concurrency`, `queue` or `closing`."""
         self._refused.labels(reason).inc()
@@ -257,21 +254,50 @@ class Metrics:
         """Count a served HTTP request; `path` is the route's template, so that there are few of them."""
         self._http_requests.labels(path, str(status)).inc()
 
+    def expect_http_requests(self, paths: Iterable[str]) -> None:
+        """Internal errors of these routes are counted from zero, so that a first burst shows as an increase."""
+        for path in paths:
+            self._http_requests.labels(path, _INTERNAL_ERROR)
+
+    def watch_corpora(self, source: str, corpora: Corpora) -> None:
+        """Ask this source for knowledge bases whenever somebody looks. One that several sources tell of counts once."""
+        self._corpora[source] = corpora
+
+    def forget_corpora(self, source: str) -> None:
+        """Do not ask this source any more."""
+        self._corpora.pop(source, None)
+
     def watch_cache(self, figures: Callable[[], CacheFigures | None]) -> None:
         """Ask for these whenever somebody looks."""
-        self.registry.register(_Collector(lambda: _cache_series(figures())))
+        self._watch(lambda: _cache_series(figures()))
 
     def watch_index(self, figures: Callable[[], IndexFigures | None]) -> None:
         """Ask for these whenever somebody looks."""
-        self.registry.register(_Collector(lambda: _index_series(figures())))
+        self._watch(lambda: _index_series(figures()))
 
     def render(self) -> bytes:
         """Everything, in the Prometheus text format."""
-        return generate_latest(_WithoutCreated(self.registry))
+        return generate_latest(WithoutCreated(self.registry))
+
+    def _watch(self, series: Callable[[], Mapping[str, Series]]) -> None:
+        self.registry.register(Watched(lambda: ((_BY_NAME[name], values) for name, values in series().items())))
+
+    def _corpus_series(self) -> Mapping[str, Series]:
+        found: dict[str, tuple[int, int]] = {}
+        for corpora in list(self._corpora.values()):
+            with suppress(StillroomError):  # one that cannot be read must not hide the rest
+                found |= corpora()
+        return {
+            "stillroom_documents": {(): sum(num_documents for num_documents, _ in found.values())},
+            "stillroom_chunks": {(): sum(num_chunks for _, num_chunks in found.values())},
+        }
 
     def _counter(self, name: str) -> Counter:
         spec = _BY_NAME[name]
-        return Counter(name, spec.help, spec.labels, registry=self.registry)
+        counter = Counter(name, spec.help, spec.labels, registry=self.registry)
+        for label in _FROM_ZERO.get(name, ()):
+            counter.labels(label)
+        return counter
 
     def _gauge(self, name: str) -> Gauge:
         spec = _BY_NAME[name]
@@ -280,22 +306,6 @@ class Metrics:
     def _histogram(self, name: str) -> Histogram:
         spec = _BY_NAME[name]
         return Histogram(name, spec.help, spec.labels, registry=self.registry, buckets=spec.buckets)
-
-
-Series = Mapping[Any, float]
-"""Values by their labels."""
-
-
-class _Collector(Collector):
-    """What somebody counts by himself, asked for whenever somebody looks."""
-
-    def __init__(self, series: Callable[[], Mapping[str, Series]]) -> None:
-        """`series`: by name of the metric."""
-        self._series = series
-
-    def collect(self) -> Iterator[Metric]:
-        for name, values in self._series().items():
-            yield _family(_BY_NAME[name], values)
 
 
 def _cache_series(figures: CacheFigures | None) -> Mapping[str, Series]:
@@ -343,29 +353,6 @@ def _index_series(figures: IndexFigures | None) -> Mapping[str, Series]:
         "stillroom_index_hit_ratio": {(): figures.hit_ratio},
         "stillroom_index_exchanged_total": {(): figures.exchanged},
     }
-
-
-def _family(spec: MetricSpec, values: Mapping[Any, float]) -> Metric:
-    kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-    family = kind(spec.name.removesuffix("_total"), spec.help, labels=spec.labels)
-    for labels, value in values.items():
-        family.add_metric((labels,) if isinstance(labels, str) else labels, value)
-    return family
-
-
-class _WithoutCreated:
-    """A registry less the `_created` samples, which the library adds to every counter and histogram.
-
-    They would be metrics of ours whose names have no unit; the library's own switch for them is global to the process.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield family
 
 
 def reference() -> str:

@@ -1,0 +1,179 @@
+"""What the metrics learn of answers: read to their end or not, one or several, with a search or without."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stillroom.config.settings import SpeculationConfig, StillroomConfig
+from stillroom.core.ids import RequestId
+from stillroom.core.request import FinishReason
+from stillroom.engine.deadlines import too_late
+from stillroom.engine.events import TokenEvent, Usage
+from stillroom.errors import DeadlineExceededError, EngineError
+from stillroom.rag.accounting import Account
+from stillroom.rag.answer import AskOptions
+from stillroom.rag.room import Stillroom
+from stillroom.rag.stream import AnswerCollector, Started
+from stillroom.telemetry.metrics import Metrics
+from tests.server.fakes import until
+from tests.server.knowledge import QUESTION, write_knowledge
+from tests.server.test_metrics import samples
+
+LONG = AskOptions(max_tokens=1500, min_tokens=1500, temperature=50.0, seed=3)
+HEARD = (
+    "stillroom_prompt_tokens_total",
+    "stillroom_generated_tokens_total",
+    "stillroom_retrieval_seconds_count",
+    "stillroom_time_to_first_token_seconds_count",
+    "stillroom_request_seconds_count",
+)
+
+
+def event(at: float, reason: FinishReason | None = None, *, token: int | None = None, **more: object) -> TokenEvent:
+    return TokenEvent(RequestId("req-1"), token, reason, at, **more)  # type: ignore[arg-type]
+
+
+def accounted(*events: TokenEvent, is_first: bool = True, has_searched: bool = True) -> dict[str, float]:
+    metrics = Metrics()
+    started = Started(RequestId("req-1"), 10.0, 0.5, (), 100)
+    collector = AnswerCollector(started, None, (), lambda answer: None)
+    account = Account(metrics, collector, is_first=is_first, has_searched=has_searched)
+    for one in events:
+        account.hear(one)
+    return samples(metrics)
+
+
+def test_an_answer_that_is_cut_counts_with_what_was_generated_of_it() -> None:
+    ended = event(19.0, FinishReason.ABORTED, error=too_late())
+    seen = accounted(event(12.0, token=1), event(12.5, token=2), event(14.0, token=3), ended)
+
+    assert seen["stillroom_requests_total{outcome=aborted}"] == 1
+    assert [seen[name] for name in HEARD] == [100, 3, 1, 1, 0], "only a complete answer has a whole time"
+    assert seen["stillroom_time_to_first_token_seconds_sum"] == 2.0
+    assert seen["stillroom_time_per_output_token_seconds_sum"] == 1.0, "up to its last token"
+
+
+def test_a_prompt_that_was_never_read_is_not_counted_as_one() -> None:
+    seen = accounted(event(19.0, FinishReason.ABORTED, error=EngineError("it broke")))
+
+    assert seen["stillroom_requests_total{outcome=failed}"] == 1
+    assert [seen[name] for name in HEARD] == [0, 0, 1, 0, 0]
+
+
+def test_an_answer_without_a_token_has_no_first_one() -> None:
+    seen = accounted(event(12.0, FinishReason.STOP))
+
+    assert [seen[name] for name in HEARD] == [100, 0, 1, 0, 1]
+
+
+def test_an_engine_elsewhere_counts_for_itself() -> None:
+    seen = accounted(event(12.0, text="a b"), event(13.0, FinishReason.LENGTH, usage=Usage(90, 60, 7)))
+
+    assert [seen[name] for name in HEARD] == [90, 7, 1, 1, 1]
+    assert seen["stillroom_cached_tokens_total"] == 60
+
+
+def test_only_the_first_of_several_answers_counts_what_they_have_in_common() -> None:
+    seen = accounted(event(12.0, token=1), event(13.0, FinishReason.STOP, token=2), is_first=False)
+
+    assert seen["stillroom_requests_total{outcome=stop}"] == 1
+    assert [seen[name] for name in HEARD] == [0, 2, 0, 0, 1]
+    assert "stillroom_phase_seconds_count{phase=queue}" not in seen
+
+
+def test_a_raw_prompt_has_no_search() -> None:
+    seen = accounted(event(12.0, FinishReason.LENGTH, token=1), has_searched=False)
+
+    assert [seen[name] for name in HEARD] == [100, 1, 0, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+    folder = tmp_path_factory.mktemp("accounting")
+    with Stillroom.open(folder / "kb", config=StillroomConfig(speculation=SpeculationConfig(mode="off"))) as room:
+        room.add(write_knowledge(folder / "docs"))
+        room.warm_up()
+        yield room
+
+
+class Growth:
+    """By how much metrics have grown."""
+
+    def __init__(self, room: Stillroom) -> None:
+        self._room = room
+        self._before = samples(room.metrics)
+
+    def __getitem__(self, name: str) -> float:
+        return samples(self._room.metrics)[name] - self._before.get(name, 0.0)
+
+
+def test_several_answers_to_a_question_are_one_question(room: Stillroom) -> None:
+    grown = Growth(room)
+    answers = room.ask_several(QUESTION, 4, AskOptions(max_tokens=3, min_tokens=3))
+
+    assert sum(grown[f"stillroom_requests_total{{outcome={how}}}"] for how in ("stop", "length")) == 4
+    expected = [answers[0].reuse.num_prompt_tokens, 12, 1, 1, 4]
+    assert [grown[name] for name in HEARD] == expected
+    assert grown["stillroom_cached_tokens_total"] == answers[0].reuse.num_cached_tokens
+
+
+def test_a_stream_that_is_left_counts_with_what_was_generated(room: Stillroom) -> None:
+    grown = Growth(room)
+    stream = room.stream(QUESTION, LONG)
+    next(iter(stream))
+    stream.cancel()
+
+    until(lambda: grown["stillroom_requests_total{outcome=aborted}"] == 1)
+    assert grown["stillroom_generated_tokens_total"] >= 1
+    assert grown["stillroom_time_to_first_token_seconds_count"] == 1
+
+
+def test_an_answer_that_nobody_reads_counts(room: Stillroom) -> None:
+    grown = Growth(room)
+    room.stream(QUESTION, AskOptions(max_tokens=3, min_tokens=3))
+
+    until(lambda: grown["stillroom_request_seconds_count"] == 1)
+    assert grown["stillroom_generated_tokens_total"] == 3
+
+
+def test_a_continuation_is_in_no_time_of_search(room: Stillroom) -> None:
+    grown = Growth(room)
+
+    async def read() -> None:
+        [stream] = await room.acontinue(QUESTION, AskOptions(max_tokens=2))
+        async for _ in stream:
+            pass
+
+    asyncio.run(read())
+    assert grown["stillroom_request_seconds_count"] == 1 and grown["stillroom_retrieval_seconds_count"] == 0
+
+
+def test_a_deadline_during_the_search_counts(room: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = room._search.search_staged
+
+    def slow(*arguments: object) -> object:
+        time.sleep(0.5)
+        return search(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(room._search, "search_staged", slow)
+    grown = Growth(room)
+
+    async def ask() -> None:
+        await room.astreams(QUESTION, AskOptions(deadline_seconds=0.1), n=2)
+
+    with pytest.raises(DeadlineExceededError):
+        asyncio.run(ask())
+    assert grown["stillroom_requests_total{outcome=aborted}"] == 2
+    assert [grown[name] for name in HEARD] == [0, 0, 0, 0, 0]
+
+
+def test_documents_that_another_process_adds_show_at_once(room: Stillroom, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("Dola Kenric bought the ship Perint .", encoding="utf-8")
+    grown = Growth(room)
+    with Stillroom.open(room._kb.path) as other:
+        other.add(tmp_path / "more.txt")
+
+    assert grown["stillroom_documents"] == 1

@@ -1,0 +1,77 @@
+"""Documents of tenants who have not asked since the server started."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from stillroom.rag.room import Stillroom
+from stillroom.retrieval.corpus import counts_of
+from stillroom.retrieval.kb_folder import CORPUS
+from stillroom.server.tenants import Tenants
+from stillroom.server.unopened import Unopened
+from tests.server.fakes import FakeRoom, as_room
+from tests.server.harness import serving
+from tests.server.knowledge import write_knowledge
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Tenants:
+    """A house whose tenant `legal` has two documents."""
+    with Stillroom.open(tmp_path / "tenants" / "legal") as room:
+        room.add(write_knowledge(tmp_path / "docs"))
+    return Tenants(as_room(FakeRoom()), tmp_path / "tenants")
+
+
+def add_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.txt").write_text("Dola Kenric bought the ship Perint .", encoding="utf-8")
+    with Stillroom.open(tmp_path / "tenants" / name) as room:
+        room.add(tmp_path / f"{name}.txt")
+
+
+def test_metrics_tell_of_them(tenants: Tenants) -> None:
+    with serving(tenants.own, tenants=tenants) as url:
+        assert "stillroom_documents 2.0" in httpx.get(f"{url}/metrics").text
+
+
+def test_what_is_added_meanwhile_is_counted_and_nothing_else_read_again(
+    tenants: Tenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[Path] = []
+
+    def counting(path: Path) -> tuple[int, int]:
+        counted.append(path)
+        return counts_of(path)
+
+    monkeypatch.setattr("stillroom.server.unopened.counts_of", counting)
+    ask = Unopened(tenants)
+    legal, sales = str(tmp_path / "tenants" / "legal"), str(tmp_path / "tenants" / "sales")
+    assert {name: documents for name, (documents, _) in ask().items()} == {legal: 2}
+    add_one(tmp_path, "sales")
+    ask()
+    assert len(counted) == 2
+    add_one(tmp_path, "legal")
+    assert {name: documents for name, (documents, _) in ask().items()} == {legal: 3, sales: 1}
+    assert len(counted) == 3
+
+
+def test_what_is_no_knowledge_base_or_damaged_is_left_out(tenants: Tenants, tmp_path: Path) -> None:
+    for name, content in (("damaged", b"no database" * 100), ("empty", b"")):
+        (tmp_path / "tenants" / name).mkdir()
+        (tmp_path / "tenants" / name / CORPUS).write_bytes(content)
+    (tmp_path / "tenants" / "folder").mkdir()
+    (tmp_path / "tenants" / "file").touch()
+    assert len(Unopened(tenants)()) == 1
+    assert Unopened(Tenants(tenants.own, tmp_path / "nowhere"))() == {}
+    assert Unopened(Tenants(tenants.own))() == {}
+
+
+def test_who_has_asked_tells_himself(tenants: Tenants, tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb") as room:
+        house = Tenants(room, tmp_path / "tenants")
+        room.metrics.watch_corpora("tenants", Unopened(house))
+        assert b"stillroom_documents 2.0" in room.metrics.render()
+        house.room("legal")
+        assert Unopened(house)() == {}
+        assert b"stillroom_documents 2.0" in room.metrics.render()
+        house.close()
