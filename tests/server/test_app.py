@@ -31,6 +31,7 @@ def test_metrics_count_routes_by_template(client: httpx.Client) -> None:
     assert 'stillroom_http_requests_total{path="/v1/models/{model:path}",status="200"} 1.0' in response.text
     assert 'stillroom_http_requests_total{path="other",status="404"} 1.0' in response.text
     assert "wp-login" not in response.text
+    assert 'stillroom_http_requests_total{path="/v1/chat/completions",status="500"} 0.0' in response.text
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])

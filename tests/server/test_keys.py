@@ -157,6 +157,10 @@ def test_only_who_has_a_key_is_let_in(tmp_path: Path) -> None:
                 assert response.headers["www-authenticate"] == "Bearer"
         assert client.get("/healthz").json() == {"status": "ok"}
     assert len(room.asked) == 1
+    counted = room.metrics.render().decode()
+    for where in ("/v1/search", "/metrics", "/openapi.json", "other"):
+        assert f'stillroom_http_requests_total{{path="{where}",status="401"}}' in counted, "refused before its route"
+    assert "nowhere" not in counted
 
 
 def test_a_tenant_sees_nothing_of_the_house(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_more_requests_in_a_minute_than_allowed_are_429_with_openais_headers() -
     assert refused.headers["x-ratelimit-limit-requests"] == "2"
     assert len(room.asked) == 2
     assert 'stillroom_refused_requests_total{reason="rate"} 1.0' in metrics
+    assert 'stillroom_http_requests_total{path="/v1/chat/completions",status="429"} 1.0' in metrics
 
 
 def test_each_key_has_its_own_limits(tmp_path: Path) -> None:

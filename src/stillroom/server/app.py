@@ -77,9 +77,6 @@ def create_app(
     """
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
     app.state.workers = workers = Workers()
-    app.include_router(_Api(workers).router())
-    app.include_router(console.router())
-    app.include_router(DocumentRoutes(workers).router())
     errors.install(app)
     openapi.install(app, asks_for_keys=keys is not None)
     app.state.tenants = tenants = tenants or Tenants(room)
@@ -89,10 +86,18 @@ def create_app(
     admission = Admission(runtime.max_num_seqs, runtime.max_waiting, config.server.max_wait_s, clock)
     app.state.admission = admission
     app.state.draining = Draining(admission, workers, room.stop_generating, config.server.grace_s, clock)
-    app.include_router(health.router(admission))
+    routes = list(app.routes)
+    for router in (
+        _Api(workers).router(),
+        console.router(),
+        DocumentRoutes(workers).router(),
+        health.router(admission),
+    ):
+        app.include_router(router)
+        routes += router.routes
     app.add_middleware(Limits, config=config.server, admission=admission, metrics=room.metrics, clock=clock)
     app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts)
-    app.add_middleware(Observed, metrics=room.metrics, clock=clock, tracing=tracing)
+    app.add_middleware(Observed, metrics=room.metrics, clock=clock, routes=routes, tracing=tracing)
     room.metrics.watch_corpora("tenants", Unopened(tenants))
     return app
 

@@ -9,9 +9,11 @@ import contextlib
 import logging
 import re
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stillroom.core.clock import Clock
@@ -34,11 +36,24 @@ _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Observed:
     """ASGI middleware, outside of all others."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, clock: Clock, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        clock: Clock,
+        routes: Sequence[BaseRoute],
+        tracing: Tracing | None = None,
+    ) -> None:
+        """
+        Args:
+            routes: those whose templates stand for paths.
+        """
         self._app = app
         self._metrics = metrics
         self._clock = clock
+        self._routes = routes
         self._tracing = tracing
+        metrics.expect_http_requests([*map(_path, routes), UNKNOWN_PATH])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,18 +89,18 @@ class Observed:
         except ClientDisconnect:  # it did not wait until its own request was sent
             pass
         except Exception as error:
-            logger.exception("%s %s failed, x-request-id %s", scope["method"], _template(scope), http_id)
+            logger.exception("%s %s failed, x-request-id %s", scope["method"], self._template(scope), http_id)
             if status is not None:  # half a response is out; only closing the connection tells the client
-                self._metrics.count_http_request(_template(scope), status)
+                self._metrics.count_http_request(self._template(scope), status)
                 raise
             await error_response(error)(scope, receive, send_with_id)
         except BaseException:  # the server is closing and waits no longer
-            self._metrics.count_http_request(_template(scope), status or CLIENT_CLOSED_REQUEST)
+            self._metrics.count_http_request(self._template(scope), status or CLIENT_CLOSED_REQUEST)
             raise
         return scope.get("state", {}).get(FAILED_WITH) or status or CLIENT_CLOSED_REQUEST
 
     def _account(self, scope: Scope, method: str, status: int, seconds: float, span: RequestSpan | None) -> None:
-        path = _template(scope)
+        path = self._template(scope)
         self._metrics.count_http_request(path, status)
         caller = scope.get("state", {}).get("caller")
         fields = {
@@ -104,6 +119,17 @@ class Observed:
         level = logging.DEBUG if path in _PROBES and status < 400 else logging.INFO
         access.log(level, "%(method)s %(path)s %(status)s %(seconds)ss %(caller)s", fields, extra={"fields": fields})
 
+    def _template(self, scope: Scope) -> str:
+        """Also of a request that was answered before it came to its route."""
+        if "route" in scope:
+            return _path(scope["route"])
+        match, route = max(((route.matches(scope)[0], route) for route in self._routes), key=_closeness)
+        return UNKNOWN_PATH if match is Match.NONE else _path(route)
 
-def _template(scope: Scope) -> str:
-    return str(getattr(scope.get("route"), "path", UNKNOWN_PATH))
+
+def _closeness(found: tuple[Match, BaseRoute]) -> int:
+    return found[0].value
+
+
+def _path(route: BaseRoute | None) -> str:
+    return str(getattr(route, "path", UNKNOWN_PATH))
