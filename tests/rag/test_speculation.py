@@ -216,9 +216,11 @@ def test_who_leaves_while_the_search_runs_leaves_nothing_behind(house: House) ->
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        go_on.set()
 
-    asyncio.run(leave())
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(leave())
+    loop.close()  # with whoever left
+    go_on.set()
     until(house.is_idle)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,36 @@ class _Prepared:
     collectors: tuple[AnswerCollector, ...]
     """One per answer."""
     has_searched: bool
+
+
+class _Preparing:
+    """What a thread prepares for somebody who may leave meanwhile: the thread cannot be stopped, what it began can. It
+    needs no event loop for that, which may end with whoever leaves."""
+
+    def __init__(self, prepare: Callable[[], _Prepared], discard: Callable[[_Prepared], None]) -> None:
+        self._prepare = prepare
+        self._discard = discard
+        self._lock = threading.Lock()
+        self._prepared: _Prepared | None = None
+        self._has_left = False
+
+    def run(self) -> _Prepared:
+        """In the thread."""
+        prepared = self._prepare()
+        with self._lock:
+            self._prepared = prepared
+            is_wanted = not self._has_left
+        if not is_wanted:
+            self._discard(prepared)
+        return prepared
+
+    def leave(self) -> None:
+        """Nobody takes what comes, or has come."""
+        with self._lock:
+            self._has_left = True
+            prepared = self._prepared
+        if prepared is not None:
+            self._discard(prepared)
 
 
 class Pipeline:
@@ -94,12 +125,15 @@ class Pipeline:
             arrival: when the question came, on the engine's clock. The caller keeps the deadline by cancelling.
         """
         _check(options)
-        preparing = asyncio.ensure_future(asyncio.to_thread(self._prepare, question, options, num_samples, arrival))
+        preparing = _Preparing(
+            lambda: self._prepare(question, options, num_samples, arrival),
+            lambda prepared: prepared.attempt.cancel(self._backend),
+        )
         try:
             with counting_aborted(self._metrics, num_samples):
-                prepared = await asyncio.shield(preparing)
+                prepared = await asyncio.to_thread(preparing.run)
         except asyncio.CancelledError:
-            preparing.add_done_callback(self._forget)  # the thread cannot be stopped, what it began can
+            preparing.leave()
             raise
         return self._astreams(prepared)
 
@@ -148,10 +182,6 @@ class Pipeline:
 
     def _cancel_of(self, collector: AnswerCollector) -> Callable[[], None]:
         return lambda: self._backend.cancel(collector.started.request_id)
-
-    def _forget(self, preparing: "asyncio.Future[_Prepared]") -> None:
-        if not preparing.cancelled() and preparing.exception() is None:
-            preparing.result().attempt.cancel(self._backend)
 
     def _prepare(self, question: str, options: AskOptions, num_samples: int, arrival: float | None = None) -> _Prepared:
         if num_samples < 1:

@@ -71,10 +71,8 @@ class _Blocks:
                 self._bullet = f"{token.info}{token.markup} " if token.info else "- "
             case "inline":
                 self._read_inline(_inline_text(token), lines)
-            case "fence" if self._keep_lines:
-                self._outline.paragraph(token.content, lines[0] + 1, lines[0] + token.content.count("\n"))
             case "fence" | "code_block":
-                self._outline.paragraph(token.content, *lines)
+                self._outline.paragraph(token.content, *_code_lines(token, lines))
             case "html_block":
                 self._outline.paragraph(_html_text(token.content), *lines)
             case "table_open":
@@ -96,6 +94,12 @@ class _Blocks:
         else:
             self._outline.paragraph(self._bullet + text, *lines)
             self._bullet = ""
+
+
+def _code_lines(token: Token, lines: tuple[int, int]) -> tuple[int, int]:
+    """Without the marks of a fence; (0, 0) where there are none."""
+    is_between_marks = token.type == "fence" and lines[0] > 0
+    return (lines[0] + 1, lines[0] + token.content.count("\n")) if is_between_marks else lines
 
 
 def _inline_text(token: Token) -> str:
