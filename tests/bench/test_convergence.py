@@ -7,7 +7,7 @@ import pytest
 
 from stillroom.bench import convergence
 from stillroom.bench.convergence import first_final, run_convergence
-from stillroom.bench.workloads import RealData
+from stillroom.bench.loads.workloads import RealData
 
 
 @pytest.mark.parametrize(

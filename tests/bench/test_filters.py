@@ -7,9 +7,9 @@ import pytest
 
 from stillroom.bench import filters
 from stillroom.bench.filters import KINDS, SHARES, WAYS, run_filters
-from stillroom.bench.workloads import RealData
+from stillroom.bench.loads.workloads import RealData
 from stillroom.errors import UsageError
-from stillroom.retrieval import hnsw
+from stillroom.retrieval.index import hnsw
 
 
 def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from stillroom.bench import index, index_whole
 from stillroom.bench.index import run_index
+from stillroom.bench.instrument.report import BenchResult, to_markdown
+from stillroom.bench.loads.workloads import RealData
 from stillroom.bench.peers_ann import PEERS, bm25_peer, graph_peers
-from stillroom.bench.report import BenchResult, to_markdown
 from stillroom.bench.search_arms import ann_recall, latency_metrics
-from stillroom.bench.workloads import RealData
 from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
 

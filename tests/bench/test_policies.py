@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.policies import ARMS, BELADY, DEFAULT, Scope, losses, run_policies
-from stillroom.bench.policy_replay import Capacity, Outcome, Setup, replay
-from stillroom.bench.retrieved_traces import QUESTION_TOKENS
-from stillroom.bench.reuse_workloads import (
+from stillroom.bench.loads.retrieved_traces import QUESTION_TOKENS
+from stillroom.bench.loads.reuse_workloads import (
     MMLU_LIKE,
     SYSTEM_TOKENS,
     Ask,
@@ -22,6 +20,8 @@ from stillroom.bench.reuse_workloads import (
     trace_workload,
     zipf_exponent,
 )
+from stillroom.bench.policies import ARMS, BELADY, DEFAULT, Scope, losses, run_policies
+from stillroom.bench.policy_replay import Capacity, Outcome, Setup, replay
 from stillroom.errors import UsageError
 from stillroom.kvcache.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom.bench.chunk_questions import load_questions
+from stillroom.bench.loads.chunk_questions import load_questions
 from stillroom.bench.quality import Scope, run_quality
 from stillroom.bench.quality_arms import FULL, NONE, PREFIX, SET, alpha_name, arm_name
 from stillroom.errors import UsageError

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.harness import Samples
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import to_markdown
+from stillroom.bench.loads.reuse_traffic import CURVES, Traffic, budget_for, made_pool
 from stillroom.bench.reordering import (
     ANSWERED,
     BASELINE,
@@ -17,8 +19,6 @@ from stillroom.bench.reordering import (
     run_reordering,
     systems,
 )
-from stillroom.bench.report import to_markdown
-from stillroom.bench.reuse_traffic import CURVES, Traffic, budget_for, made_pool
 from stillroom.bench.runtime import Shape
 from stillroom.config.settings import ReuseConfig
 from stillroom.errors import UsageError

@@ -12,16 +12,16 @@ import faiss as _faiss
 import numpy as np
 import pytest
 
-from stillroom.bench.report import to_markdown
+from stillroom.bench.instrument.report import to_markdown
+from stillroom.bench.instrument.statistics import ratio_of_means
+from stillroom.bench.loads.reuse_traffic import Traffic, budget_for, made_pool
 from stillroom.bench.reuse import ReuseOptions, run_reuse
 from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS, RATIOS, OurRuntime
 from stillroom.bench.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Cell, Figures, sustained_rate
 from stillroom.bench.reuse_index import LEAST_VECTORS
 from stillroom.bench.reuse_search import FaissSearch, Searched
-from stillroom.bench.reuse_traffic import Traffic, budget_for, made_pool
 from stillroom.bench.reuse_worker import common_prefix
 from stillroom.bench.runtime import Shape, write_checkpoint
-from stillroom.bench.statistics import ratio_of_means
 from stillroom.errors import UsageError
 from stillroom.rag.simulation.driving import Stepped, drive
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.bench.retrieved_traces import QUESTION_TOKENS, Retrieved, count_tokens, read_retrieved
-from stillroom.bench.reuse_workloads import SYSTEM_TOKENS
+from stillroom.bench.loads.retrieved_traces import QUESTION_TOKENS, Retrieved, count_tokens, read_retrieved
+from stillroom.bench.loads.reuse_workloads import SYSTEM_TOKENS
 from stillroom.bench.savings import FULL, PREFIX, SET, Outcome, Strategy, Trace, full_recompute, replay, run_savings
 from stillroom.errors import UsageError
 

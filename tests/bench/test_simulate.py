@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stillroom.bench import simulate
-from stillroom.bench.report import to_markdown
-from stillroom.bench.reuse_traffic import Traffic
+from stillroom.bench.instrument.report import to_markdown
+from stillroom.bench.loads.reuse_traffic import Traffic
 from stillroom.bench.runtime import Shape
 from stillroom.bench.simulate import EXPERIMENTS, run_simulate
 from stillroom.bench.simulate_validation import run_validation

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stillroom.bench import speculation
+from stillroom.bench.loads.workloads import RealData
 from stillroom.bench.speculation import MODES, Scope, run_speculation
-from stillroom.bench.workloads import RealData
 from tests.bench.test_anywhere import TINY
 
 

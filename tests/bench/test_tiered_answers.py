@@ -11,8 +11,8 @@ from stillroom.bench.reuse_search import Asked
 from stillroom.bench.runtime import Shape
 from stillroom.bench.tiered import Questions, Scope, made_lists
 from stillroom.bench.tiered_answers import Alone, AnswerScope, BatchedSearch, plan_for, run_answers
-from stillroom.retrieval.search_profile import Effort, SearchProfile, measure_profile
-from stillroom.retrieval.tiered_ivf import TieredLists, written
+from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists, written
 
 SCOPE = Scope(size=8000, nlist=64, nprobe=4, repeat=2)
 SHAPE = Shape(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2)

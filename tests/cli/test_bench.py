@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from stillroom.bench import retrieval_quality
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult
 from stillroom.config.settings import StillroomConfig
 from stillroom.errors import UsageError
 from tests.cli.harness import Run

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from stillroom.bench import reordering
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult
 from stillroom.bench.reordering import ReorderingOptions
-from stillroom.bench.report import BenchResult
 from tests.cli.harness import Run
 
 Calls = list[tuple[Path, ReorderingOptions, Path | None, Path | None]]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench import report
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument import report
+from stillroom.bench.instrument.report import BenchResult
 from stillroom.cli import bench_report, main
 from tests.cli.harness import Run
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from stillroom.bench import reuse
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult
 from stillroom.bench.reuse import ReuseOptions
 from tests.cli.harness import Run
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from stillroom.bench import simulate, simulate_validation
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult
 from stillroom.bench.simulated_cases import SimulateOptions
 from tests.cli.harness import Run
 

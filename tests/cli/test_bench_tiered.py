@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from stillroom.bench import tiered, tiered_answers, tiered_drift, tiered_model
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult
 from stillroom.bench.tiered import Scope
 from stillroom.bench.tiered_drift import DriftScope
 from tests.cli.harness import Run

@@ -18,9 +18,9 @@ from stillroom.errors import (
     UnknownDocumentError,
     UsageError,
 )
-from stillroom.retrieval import watching
-from stillroom.retrieval.discovery import Skipped
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
+from stillroom.retrieval.intake import watching
+from stillroom.retrieval.intake.discovery import Skipped
 from tests.cli.harness import Opened, Run, use_fake
 from tests.fakes import ManualClock
 from tests.server.fakes import FakeRoom

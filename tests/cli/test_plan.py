@@ -16,9 +16,9 @@ from stillroom.rag import generator
 from stillroom.rag.planning.scene import measure_scene
 from stillroom.rag.planning.workload import Questions, Workload
 from stillroom.rag.room import Stillroom
-from stillroom.retrieval import ivf_pq
+from stillroom.retrieval.index import ivf_pq
+from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.tiered_index import TieredIvfPqIndex
 from stillroom.telemetry.trace import TRACE_FILE
 from tests.cli.harness import Run
 from tests.server.knowledge import QUESTION, write_knowledge

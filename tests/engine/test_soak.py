@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom.bench.harness import peak_rss_bytes, reset_peak_rss
+from stillroom.bench.instrument.harness import peak_rss_bytes, reset_peak_rss
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock

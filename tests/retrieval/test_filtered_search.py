@@ -13,21 +13,21 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig, QdrantConfig, SearchMode, StillroomConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import FilterError
-from stillroom.retrieval import bm25, hnsw, qdrant_index
-from stillroom.retrieval.bm25 import Bm25Index
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.filters import lists_among
 from stillroom.retrieval.filters.allowed import Allowed
-from stillroom.retrieval.flat import FlatIndex
-from stillroom.retrieval.hnsw import HnswIndex
-from stillroom.retrieval.ivf_pq import IvfPqIndex
-from stillroom.retrieval.qdrant_collection import QdrantCollection
-from stillroom.retrieval.qdrant_index import QdrantIndex
+from stillroom.retrieval.index import bm25, hnsw, qdrant_index
+from stillroom.retrieval.index.bm25 import Bm25Index
+from stillroom.retrieval.index.flat import FlatIndex
+from stillroom.retrieval.index.hnsw import HnswIndex
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
+from stillroom.retrieval.index.qdrant_collection import QdrantCollection
+from stillroom.retrieval.index.qdrant_index import QdrantIndex
+from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
-from stillroom.retrieval.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.vector_index import VectorIndex
 from tests.retrieval.conftest import MakeFile, OpenKb
-from tests.retrieval.test_bm25 import chunk
+from tests.retrieval.index.test_bm25 import chunk
 from tests.retrieval.test_corpus import stored
 
 Vectors = NDArray[np.float32]

@@ -14,9 +14,10 @@ from stillroom.errors import (
     UnknownDocumentError,
     UsageError,
 )
-from stillroom.retrieval import corpus, ingest, reading
+from stillroom.retrieval import corpus, ingest
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.ingest import AddProgress
+from stillroom.retrieval.intake import reading
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from tests.retrieval.conftest import BREAD, CATS, MODES, UNSHARED, MakeFile, OpenKb, Spy, first_name, names
 

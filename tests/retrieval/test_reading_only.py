@@ -117,7 +117,7 @@ def test_postings_for_which_the_disk_has_no_room_are_made_elsewhere_until_it_has
 
     kb = open_kb()
     with monkeypatch.context() as patch:
-        patch.setattr("stillroom.retrieval.bm25.write_atomically", write)
+        patch.setattr("stillroom.retrieval.index.bm25.write_atomically", write)
         with pytest.raises(StorageError, match="No space left"):
             kb.add([three])
         assert names(kb.search("keys", mode="sparse")) == {"keys.md"}

@@ -6,8 +6,8 @@ import pytest
 
 from stillroom.core.ids import DocumentId
 from stillroom.retrieval.chunker import Chunker
-from stillroom.retrieval.discovery import discover
 from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.intake.discovery import discover
 from stillroom.retrieval.loaders.load import load
 from tests.retrieval.conftest import SHARED, OpenKb
 

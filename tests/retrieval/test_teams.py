@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from stillroom.config.settings import IndexConfig
-from stillroom.retrieval.flat import FlatIndex
-from stillroom.retrieval.hnsw import HnswIndex
-from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.index.flat import FlatIndex
+from stillroom.retrieval.index.hnsw import HnswIndex
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.vector_index import VectorIndex
 from tests.ops.test_teams import needs_teams, num_system_threads
 from tests.server.fakes import until

@@ -145,7 +145,7 @@ def test_what_is_refused_never_stands_where_another_upload_is_being_read(
             add(other, a_txt="refused")
         return iter(documents)
 
-    monkeypatch.setattr("stillroom.retrieval.reading.load", after_another)
+    monkeypatch.setattr("stillroom.retrieval.intake.reading.load", after_another)
     [result] = add(uploads, a_txt="accepted")
 
     assert [chunk.text for chunk in kb.chunks_of(result.documents[0].document_id)] == ["accepted"]

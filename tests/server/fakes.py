@@ -32,7 +32,7 @@ from stillroom.rag.records import Records
 from stillroom.rag.sources import sources_of
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
-from stillroom.retrieval.list_figures import ListFigures
+from stillroom.retrieval.tiers.list_figures import ListFigures
 from stillroom.retrieval.uploads import UploadResult, checked_name
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog

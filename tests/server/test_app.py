@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from stillroom.retrieval.list_figures import ListFigures
+from stillroom.retrieval.tiers.list_figures import ListFigures
 from tests.server.fakes import NUM_BLOCKS, FakeRoom
 
 

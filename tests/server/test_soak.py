@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from stillroom.bench.harness import peak_rss_bytes, reset_peak_rss
+from stillroom.bench.instrument.harness import peak_rss_bytes, reset_peak_rss
 from stillroom.config.settings import QueryCacheConfig, RuntimeConfig, StillroomConfig, TraceConfig
 from stillroom.engine.engine import Engine
 from stillroom.rag.generator import Generator

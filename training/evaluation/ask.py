@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stillroom.bench.answer_metrics import exact_match, word_f1
-from stillroom.bench.chunk_questions import ChunkQuestion, load_questions
+from stillroom.bench.loads.chunk_questions import ChunkQuestion, load_questions
 from stillroom.bench.quality import Outcome, Scope, ask_all
 from stillroom.bench.quality_arms import FULL, NONE, OURS, PREFIX, QualityArm, arm_name
 from stillroom.config.settings import RuntimeConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stillroom.bench.environment import record_environment
+from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.quality import Outcome
 from training.evaluation.score import Figure
 

@@ -26,9 +26,9 @@ from stillroom.bench.anywhere_house import (
 )
 from stillroom.bench.anywhere_peer import Peer
 from stillroom.bench.anywhere_replies import Answers, Ask, Reply, agreement
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.report import BenchResult, share_name
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.report import BenchResult, share_name
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier

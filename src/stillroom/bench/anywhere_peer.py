@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stillroom.bench.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, Reply
 from stillroom.bench.anywhere_worker import PEERS
-from stillroom.bench.worker import WorkerProcess
+from stillroom.bench.instrument.worker import WorkerProcess
 from stillroom.core.prompt import Segment
 from stillroom.errors import UsageError
 

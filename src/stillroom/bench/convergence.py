@@ -13,22 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, run_arms
 from stillroom.bench.index_whole import PreparedEmbedder, corpus_of
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.loads.workloads import RealData, choose_queries, clustered_vectors, load_real_data
 from stillroom.bench.search_arms import Vectors, latency_metrics, timed
-from stillroom.bench.workloads import RealData, choose_queries, clustered_vectors, load_real_data
 from stillroom.config.settings import IndexConfig, SearchConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId, chunk_id_of
-from stillroom.retrieval.flat import FlatIndex
-from stillroom.retrieval.graph_walk import GraphWalk
-from stillroom.retrieval.hnsw import HnswIndex
 from stillroom.retrieval.hybrid import HybridSearch
-from stillroom.retrieval.indexes import Indexes
-from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.index.flat import FlatIndex
+from stillroom.retrieval.index.graph_walk import GraphWalk
+from stillroom.retrieval.index.hnsw import HnswIndex
+from stillroom.retrieval.index.indexes import Indexes
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.ranking import ranked_arrays
 from stillroom.retrieval.vector_index import VectorIndex
 

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.loads.workloads import choose_queries, clustered_vectors, load_real_data
 from stillroom.bench.search_arms import K, Vectors, dense_arm
-from stillroom.bench.workloads import choose_queries, clustered_vectors, load_real_data
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import UsageError
-from stillroom.retrieval import hnsw
 from stillroom.retrieval.filters import lists_among
 from stillroom.retrieval.filters.allowed import Allowed
-from stillroom.retrieval.flat import FlatIndex
-from stillroom.retrieval.hnsw import HnswIndex
-from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.index import hnsw
+from stillroom.retrieval.index.flat import FlatIndex
+from stillroom.retrieval.index.hnsw import HnswIndex
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 
 SHARES = (0.5, 0.1, 0.01, 0.001)
 KINDS = ("random", "subject")

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from stillroom.bench.beir import open_knowledge_base, read_judged_queries
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.loads.beir import open_knowledge_base, read_judged_queries
 from stillroom.config.settings import QueryCacheConfig, StillroomConfig
 from stillroom.rag.query_cache import CacheStats, QueryCache
 from stillroom.retrieval.knowledge_base import KnowledgeBase

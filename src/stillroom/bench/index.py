@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, Samples, peak_rss_bytes, reset_peak_rss, run_arms
 from stillroom.bench.index_whole import measure_bm25, measure_whole_search
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, Samples, peak_rss_bytes, reset_peak_rss, run_arms
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.loads.workloads import RealData, choose_queries, clustered_vectors, load_real_data
 from stillroom.bench.peers_ann import PEERS, bm25_peer, graph_peers, peer_versions
-from stillroom.bench.report import BenchResult
 from stillroom.bench.search_arms import K, Vectors, dense_arm
-from stillroom.bench.workloads import RealData, choose_queries, clustered_vectors, load_real_data
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError, UsageError
-from stillroom.retrieval.flat import FlatIndex
-from stillroom.retrieval.hnsw import HnswIndex
-from stillroom.retrieval.ivf_pq import IvfPqIndex
-from stillroom.retrieval.tuning import Tuner
+from stillroom.retrieval.index.flat import FlatIndex
+from stillroom.retrieval.index.hnsw import HnswIndex
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
+from stillroom.retrieval.index.tuning import Tuner
 from stillroom.retrieval.vector_index import VectorIndex
 
 SIZES = (10_000, 25_000, 50_000)

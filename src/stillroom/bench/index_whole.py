@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.harness import Arm, Metrics
+from stillroom.bench.instrument.harness import Arm, Metrics
+from stillroom.bench.loads.workloads import RealData, choose_queries, clustered_vectors, random_texts
 from stillroom.bench.peers_ann import Bm25sPeer
 from stillroom.bench.search_arms import Vectors, latency_metrics, timed
-from stillroom.bench.workloads import RealData, choose_queries, clustered_vectors, random_texts
 from stillroom.config.settings import EmbedderConfig, IndexConfig, SearchConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId, chunk_id_of
-from stillroom.retrieval.bm25 import Bm25Index
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.hybrid import HybridSearch
-from stillroom.retrieval.indexes import Indexes
+from stillroom.retrieval.index.bm25 import Bm25Index
+from stillroom.retrieval.index.indexes import Indexes
+from stillroom.retrieval.index.words import WordAnalyzer
 from stillroom.retrieval.rows import StoredDocument
-from stillroom.retrieval.words import WordAnalyzer
 
 _NUM_QUERIES = 200
 _NUM_EMBEDDED = 30

@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples
-from stillroom.bench.policy_replay import Capacity, Outcome, Setup, replay
-from stillroom.bench.report import BenchResult, share_name
-from stillroom.bench.reuse_workloads import (
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult, share_name
+from stillroom.bench.loads.reuse_workloads import (
     MMLU_LIKE,
     NQ_LIKE,
     Workload,
@@ -21,6 +20,7 @@ from stillroom.bench.reuse_workloads import (
     retrieved_workload,
     trace_workload,
 )
+from stillroom.bench.policy_replay import Capacity, Outcome, Setup, replay
 from stillroom.errors import UsageError
 from stillroom.kvcache.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stillroom.bench.reuse_workloads import Ask, Workload
+from stillroom.bench.loads.reuse_workloads import Ask, Workload
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvcache.block_pool import BlockPool

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from stillroom.bench.harness import Arm, Metrics
+from stillroom.bench.instrument.harness import Arm, Metrics
 from stillroom.bench.policy_replay import PROFILE, NoMover
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.kvcache.block_pool import BlockPool

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from stillroom.bench.anywhere_house import House, Scope, build_house, keep_elsewhere, question, shuffled_prompt
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, Samples, run_arms
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, Samples, run_arms
+from stillroom.bench.instrument.report import BenchResult
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier

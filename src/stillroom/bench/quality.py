@@ -14,9 +14,11 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from stillroom.bench.answer_metrics import exact_match, rouge_l, word_f1
-from stillroom.bench.chunk_questions import ChunkQuestion, load_questions
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult, share_name
+from stillroom.bench.instrument.statistics import paired_tests
+from stillroom.bench.loads.chunk_questions import ChunkQuestion, load_questions
 from stillroom.bench.quality_arms import (
     FULL,
     OURS,
@@ -29,8 +31,6 @@ from stillroom.bench.quality_arms import (
     arm_name,
     quality_arms,
 )
-from stillroom.bench.report import BenchResult, share_name
-from stillroom.bench.statistics import paired_tests
 from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig, TokenSelector
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.clock import SystemClock

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from stillroom.bench.report import share_name
+from stillroom.bench.instrument.report import share_name
 from stillroom.config.settings import TokenSelector
 from stillroom.kvcache.placement import AnywhereOptions
 

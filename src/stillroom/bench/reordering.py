@@ -13,11 +13,11 @@ from typing import Any, get_args
 
 import numpy as np
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, Samples, run_arms
-from stillroom.bench.report import BenchResult
-from stillroom.bench.reuse_engine import OurRuntime, reuse_config
-from stillroom.bench.reuse_traffic import (
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, Samples, run_arms
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.instrument.statistics import ratio_of_means
+from stillroom.bench.loads.reuse_traffic import (
     CURVES,
     MAX_SEQS,
     Budget,
@@ -26,9 +26,9 @@ from stillroom.bench.reuse_traffic import (
     budget_for,
     pool_for,
 )
+from stillroom.bench.reuse_engine import OurRuntime, reuse_config
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.runtime_worker import MAX_TOKENS
-from stillroom.bench.statistics import ratio_of_means
 from stillroom.config.settings import ReuseConfig
 from stillroom.errors import UsageError
 from stillroom.rag.simulation.arrivals import arrivals

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from stillroom.bench.beir import open_knowledge_base, read_judged_queries
-from stillroom.bench.environment import record_environment
 from stillroom.bench.fusion_arms import ALPHAS, OURS, RULES, SMOOTHINGS, Rule, learned, smoothing
-from stillroom.bench.harness import Samples
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.instrument.statistics import holm, paired_tests
 from stillroom.bench.ir_metrics import METRICS, Qrels, evaluate
-from stillroom.bench.report import BenchResult
-from stillroom.bench.statistics import holm, paired_tests
+from stillroom.bench.loads.beir import open_knowledge_base, read_judged_queries
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError

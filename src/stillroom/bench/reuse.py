@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stillroom.bench.environment import Environment, record_environment
-from stillroom.bench.report import BenchResult
-from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS
-from stillroom.bench.reuse_figures import OFF, UNLOADED, Cell, Figures
-from stillroom.bench.reuse_index import LEAST_VECTORS, Searchable, searchable
-from stillroom.bench.reuse_traffic import (
+from stillroom.bench.instrument.environment import Environment, record_environment
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.instrument.worker import WorkerProcess
+from stillroom.bench.loads.reuse_traffic import (
     CURVES,
     MAX_SEQS,
     Budget,
@@ -30,10 +28,12 @@ from stillroom.bench.reuse_traffic import (
     budget_for,
     pool_for,
 )
+from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS
+from stillroom.bench.reuse_figures import OFF, UNLOADED, Cell, Figures
+from stillroom.bench.reuse_index import LEAST_VECTORS, Searchable, searchable
 from stillroom.bench.reuse_worker import PEERS
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.runtime_worker import MAX_TOKENS
-from stillroom.bench.worker import WorkerProcess
 from stillroom.errors import UsageError
 from stillroom.rag.simulation.arrivals import Draw, arrivals_of
 from stillroom.rag.simulation.stepped_engine import Prompt

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.harness import Samples
-from stillroom.bench.report import format_value
-from stillroom.bench.statistics import ratio_of_means, summarise
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import format_value
+from stillroom.bench.instrument.statistics import ratio_of_means, summarise
 from stillroom.rag.simulation.stepped_engine import Prompt
 
 UNLOADED = 0.0

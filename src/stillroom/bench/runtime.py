@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, Samples, run_arms
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, Samples, run_arms
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.instrument.worker import WorkerProcess
 from stillroom.bench.runtime_worker import MAX_TOKENS
-from stillroom.bench.worker import WorkerProcess
 from stillroom.errors import UsageError
 
 OURS = "stillroom"

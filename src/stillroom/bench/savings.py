@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult, share_name
+from stillroom.bench.loads.retrieved_traces import Retrieved, count_tokens, read_retrieved
+from stillroom.bench.loads.reuse_workloads import SYSTEM_TOKENS, Ask, document_ask
 from stillroom.bench.policy_replay import PROFILE, NoMover
-from stillroom.bench.report import BenchResult, share_name
-from stillroom.bench.retrieved_traces import Retrieved, count_tokens, read_retrieved
-from stillroom.bench.reuse_workloads import SYSTEM_TOKENS, Ask, document_ask
 from stillroom.core.prompt import SegmentKind
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import UsageError

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stillroom.bench.harness import Arm, Metrics
+from stillroom.bench.instrument.harness import Arm, Metrics
 from stillroom.bench.policy_replay import PROFILE, NoMover
 from stillroom.core.batch import StepResult
 from stillroom.core.ids import ChunkId, RequestId

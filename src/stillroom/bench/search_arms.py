@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.bench.harness import Arm, Metrics
+from stillroom.bench.instrument.harness import Arm, Metrics
 
 K = 10
 """Results asked for."""

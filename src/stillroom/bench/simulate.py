@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.loads.reuse_traffic import Pool, Traffic
 from stillroom.bench.machines import load_machine
-from stillroom.bench.report import BenchResult
 from stillroom.bench.reuse_figures import sustained_rate
-from stillroom.bench.reuse_traffic import Pool, Traffic
 from stillroom.bench.simulate_speculation import speculation
 from stillroom.bench.simulated_cases import (
     QUESTION_TOKENS,

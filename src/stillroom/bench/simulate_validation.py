@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.loads.reuse_traffic import MAX_SEQS, Traffic, budget_for, made_pool
 from stillroom.bench.reuse_engine import OurRuntime, reuse_config
 from stillroom.bench.reuse_figures import METRIC
-from stillroom.bench.reuse_traffic import MAX_SEQS, Traffic, budget_for, made_pool
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.core.clock import SystemClock
 from stillroom.kvcache.cost_model import CostProfile

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from stillroom.bench.loads.reuse_traffic import Companions, Pool, Traffic
 from stillroom.bench.machines import Machine, load_machine
-from stillroom.bench.reuse_traffic import Companions, Pool, Traffic
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.rag.simulation.arrivals import arrivals
 from stillroom.rag.simulation.simulated_runtime import Outcome, Plant, SimulatedRuntime

@@ -20,12 +20,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.report import BenchResult, share_name
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.report import BenchResult, share_name
+from stillroom.bench.loads.workloads import choose_queries, clustered_vectors, load_real_data
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.search_arms import Vectors
-from stillroom.bench.workloads import choose_queries, clustered_vectors, load_real_data
 from stillroom.config.settings import IndexConfig, ReuseConfig, RuntimeConfig, SpeculationConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import Chunk, ScoredChunk, SearchResult
@@ -40,7 +40,7 @@ from stillroom.ops.teams import in_a_thread_that_ends
 from stillroom.rag.backend import Draft, Load, Sample
 from stillroom.rag.generator import build_engine
 from stillroom.rag.speculation import Attempt, Found, Speculator, Wanted
-from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.telemetry.metrics import Metrics as Counters
 
 SHARES = (0.125, 0.25, 0.5, 1.0)

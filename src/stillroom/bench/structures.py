@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.report import BenchResult
 from stillroom.bench.prefix_sharing import TREE_NODES, prefix_sharing_arms
-from stillroom.bench.report import BenchResult
 from stillroom.bench.scheduling import NUM_STEPS, NUM_WAITING, scheduling_arms
 from stillroom.core.count_min import CountMinSketch, SketchShape
 from stillroom.core.indexed_heap import IndexedHeap

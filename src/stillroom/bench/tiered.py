@@ -20,12 +20,12 @@ import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.report import BenchResult, share_name
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.report import BenchResult, share_name
 from stillroom.errors import UsageError
-from stillroom.retrieval.partition import by_heat
-from stillroom.retrieval.tiered_ivf import Scored, TieredLists, accesses, written
+from stillroom.retrieval.tiers.partition import by_heat
+from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, accesses, written
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 

@@ -18,21 +18,21 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.report import BenchResult
+from stillroom.bench.loads.reuse_traffic import MAX_SEQS, Traffic, budget_for, pool_for
 from stillroom.bench.reuse_engine import OurRuntime
 from stillroom.bench.reuse_search import Asked, Searched
-from stillroom.bench.reuse_traffic import MAX_SEQS, Traffic, budget_for, pool_for
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.tiered import SKEWS, Questions, Scope, check_scope, made_lists
 from stillroom.ops.teams import quick_handovers
 from stillroom.rag.planning.constraints import Shortfall, smallest_hit_rate
 from stillroom.rag.simulation.arrivals import arrivals
 from stillroom.rag.simulation.driving import drive
-from stillroom.retrieval.partition import Lists, hottest
-from stillroom.retrieval.search_profile import Effort, SearchProfile, measure_profile, rate_at
-from stillroom.retrieval.tiered_ivf import Scored, TieredLists, written
+from stillroom.retrieval.tiers.partition import Lists, hottest
+from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile, rate_at
+from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, written
 
 _STEP_TOKENS = 512
 _NUM_FOUND = 50

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Arm, Metrics, run_arms
-from stillroom.bench.report import BenchResult
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.report import BenchResult
 from stillroom.bench.tiered import SKEWS, Questions, Scope, check_scope, made_lists
-from stillroom.retrieval.hot_lists import DriftRules, HotLists
-from stillroom.retrieval.tiered_ivf import TieredLists, written
+from stillroom.retrieval.tiers.hot_lists import DriftRules, HotLists
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists, written
 
 _NUM_FOUND = 50
 _RECOVERED = 0.9

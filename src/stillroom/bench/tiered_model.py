@@ -16,22 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.environment import record_environment
-from stillroom.bench.harness import Samples, run_arms
-from stillroom.bench.report import BenchResult, share_name
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples, run_arms
+from stillroom.bench.instrument.report import BenchResult, share_name
 from stillroom.bench.tiered import SKEWS, DividedBench, Questions, Scope, made_lists
 from stillroom.errors import UsageError
-from stillroom.retrieval.division import Division
-from stillroom.retrieval.partition import Lists, Partition, by_heat
-from stillroom.retrieval.search_model import (
+from stillroom.retrieval.tiers.division import Division
+from stillroom.retrieval.tiers.partition import Lists, Partition, by_heat
+from stillroom.retrieval.tiers.search_model import (
     Prediction,
     hits_of,
     rate_by_hits,
     straight_line,
     worst_error_of_line,
 )
-from stillroom.retrieval.search_profile import Effort, SearchProfile, measure_profile
-from stillroom.retrieval.tiered_ivf import DISK, RAM
+from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
+from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
 
 PREDICTORS = ("counted lists", "Eq. 5, exact minimum", "paper, Eq. 1 to 5")
 GOAL_ERROR, GOAL_HELD = 0.10, 0.90

@@ -59,7 +59,7 @@ def add(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.retrieval.discovery import check_is_there
+    from stillroom.retrieval.intake.discovery import check_is_there
 
     said = _metadata(meta or [])
     for path in paths:
@@ -117,7 +117,7 @@ class _Adding:
 
 def _watch(adding: _Adding, folders: list[Path], kb: Path) -> None:
     """Follow the folders until Ctrl-C. What is shown: the first report, and later ones that say something new."""
-    from stillroom.retrieval.watching import keep_in_step
+    from stillroom.retrieval.intake.watching import keep_in_step
 
     follower = _Follower(adding)
     if not adding.is_quiet:

@@ -22,7 +22,7 @@ from stillroom.cli.options import JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
 
 if TYPE_CHECKING:
-    from stillroom.bench.reuse_traffic import Companions
+    from stillroom.bench.loads.reuse_traffic import Companions
 
 REORDERING_HELP = help_text(
     "Measure what the order of admission is worth when requests come faster than they are answered, as in RAGCache's "

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.bench.noise import CpuTimes, noise_note
+from stillroom.bench.instrument.noise import CpuTimes, noise_note
 from stillroom.cli.console import line, note, print_json
 from stillroom.cli.options import expanded
 from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
-    from stillroom.bench.comparison import Change, Comparison
-    from stillroom.bench.report import BenchResult
+    from stillroom.bench.instrument.comparison import Change, Comparison
+    from stillroom.bench.instrument.report import BenchResult
 
 _began: ContextVar[CpuTimes | None] = ContextVar("began", default=None)
 """What the machine's CPUs had done when the command began."""
@@ -95,7 +95,7 @@ HtmlOption = Annotated[
 def _comparable(context: typer.Context, old: Path | None) -> Path | None:
     """Before hours are spent on measuring. Some commands have several benchmarks, told apart by a flag."""
     if old is not None:
-        from stillroom.bench.comparison import check_benchmark, load_earlier
+        from stillroom.bench.instrument.comparison import check_benchmark, load_earlier
 
         found = load_earlier(old)
         if not context.command_path.endswith(found.benchmark.partition(" --")[0]):
@@ -106,7 +106,7 @@ def _comparable(context: typer.Context, old: Path | None) -> Path | None:
 def must_compare(old: Path | None, benchmark: str) -> None:
     """Raises UsageError where the earlier result is another one's of the benchmarks that a command has."""
     if old is not None:
-        from stillroom.bench.comparison import check_benchmark, load_earlier
+        from stillroom.bench.instrument.comparison import check_benchmark, load_earlier
 
         check_benchmark(load_earlier(old), benchmark)
 
@@ -209,7 +209,7 @@ def deliver(result: "BenchResult", to: Delivery) -> None:
         UsageError: the earlier result is another benchmark's.
         OSError: a file could not be written; the samples are then in the system's folder for temporary files.
     """
-    from stillroom.bench.comparison import compare, load_earlier
+    from stillroom.bench.instrument.comparison import compare, load_earlier
 
     result.notes.extend(noise_note(_began.get(), CpuTimes.now()))
     comparison = None
@@ -221,7 +221,7 @@ def deliver(result: "BenchResult", to: Delivery) -> None:
 
 
 def _print(result: "BenchResult", to: Delivery, comparison: "Comparison | None") -> None:
-    from stillroom.bench.report import to_markdown
+    from stillroom.bench.instrument.report import to_markdown
 
     if to.as_json:
         print_json(result.to_json() | _as_json(comparison), indent=None)
@@ -232,8 +232,8 @@ def _print(result: "BenchResult", to: Delivery, comparison: "Comparison | None")
 
 
 def _write(result: "BenchResult", to: Delivery, comparison: "Comparison | None") -> None:
-    from stillroom.bench.html import to_html
-    from stillroom.bench.report import save
+    from stillroom.bench.instrument.html import to_html
+    from stillroom.bench.instrument.report import save
 
     if to.output is not None:
         try:
@@ -273,7 +273,7 @@ def _change_json(change: "Change") -> dict[str, object]:
 
 
 def _show_changes(comparison: "Comparison", old: Path | None) -> None:
-    from stillroom.bench.report import format_value
+    from stillroom.bench.instrument.report import format_value
 
     changes = comparison.changes
     significant = [change for change in changes if change.is_significant]

@@ -25,7 +25,7 @@ from stillroom.cli.options import JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
 
 if TYPE_CHECKING:
-    from stillroom.bench.reuse_traffic import Companions
+    from stillroom.bench.loads.reuse_traffic import Companions
 
 REUSE_HELP = help_text(
     "Measure what kept KV saves: time to first token against request rate, as in RAGCache's Figures 13 to 15.",

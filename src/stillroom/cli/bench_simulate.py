@@ -19,7 +19,7 @@ from stillroom.cli.options import JsonOption, QuietOption, help_text
 from stillroom.config.places import cache_root
 
 if TYPE_CHECKING:
-    from stillroom.bench.reuse_traffic import Companions
+    from stillroom.bench.loads.reuse_traffic import Companions
 
 SIMULATE_HELP = help_text(
     "Simulate the papers' experiments at their scale: our engine and policies on modelled machines, in minutes.",

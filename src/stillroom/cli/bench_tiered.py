@@ -99,7 +99,7 @@ def tiered(  # noqa: PLR0913  one parameter per flag
 ) -> None:
     from stillroom.bench.tiered import Scope, run_tiered
     from stillroom.bench.tiered_model import run_prediction
-    from stillroom.retrieval.search_profile import BATCH_SIZES
+    from stillroom.retrieval.tiers.search_profile import BATCH_SIZES
 
     kinds = [f" --{name}" for name in ("drift", "answers", "predict") if context.params[_KINDS[name]]]
     kind = "".join(kinds)

@@ -22,10 +22,10 @@ from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.staged import NUM_STAGES
+from stillroom.retrieval.tiers.list_figures import ListFigures
 from stillroom.retrieval.uploads import UploadResult, Uploads
-from stillroom.retrieval.verify_report import Tell, VerifyReport
+from stillroom.retrieval.verify.report import Tell, VerifyReport
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 

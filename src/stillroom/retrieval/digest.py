@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
-from stillroom.retrieval.bm25 import Bm25Index
 from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.index.bm25 import Bm25Index
+from stillroom.retrieval.index.words import WordAnalyzer, searched_text
 from stillroom.retrieval.manifest import HERE, SEARCHING, Manifest
-from stillroom.retrieval.tiered_ivf import all_entries, emptied
+from stillroom.retrieval.tiers.tiered_ivf import all_entries, emptied
 from stillroom.retrieval.vector_index import VectorIndex
-from stillroom.retrieval.words import WordAnalyzer, searched_text
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 

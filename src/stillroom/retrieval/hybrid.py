@@ -17,7 +17,7 @@ from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filtered_chunks import FilteredChunks
 from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.fusion import NUM_SMOOTHED, convex, minmax, rrf, smoothed
-from stillroom.retrieval.indexes import Indexes
+from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.staged import NUM_STAGES
 

@@ -18,12 +18,12 @@ from stillroom.core.ids import DocumentId
 from stillroom.errors import DocumentError, ReaderUnavailableError, UnknownDocumentError, UsageError
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.discovery import Discovery, Skipped, discover
 from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.intake.discovery import Discovery, Skipped, discover
+from stillroom.retrieval.intake.reading import FileReader, Looked, with_said
 from stillroom.retrieval.loaders.formats import is_jsonl
 from stillroom.retrieval.loaders.metadata import Said, sidecar_metadata
 from stillroom.retrieval.pending import Batch, Pending, content_hash_of, outcome_of
-from stillroom.retrieval.reading import FileReader, Looked, with_said
 from stillroom.retrieval.rows import Source, SourceUpdate
 
 _WINDOW = 512

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from stillroom.errors import KnowledgeBaseError
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.indexes import Indexes
+from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress
 
 logger = logging.getLogger(__name__)

@@ -35,8 +35,9 @@ from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.digest import IndexDigest, index_digest
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
-from stillroom.retrieval.indexes import Indexes
+from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport, documents_at
+from stillroom.retrieval.intake.reading import Failures, FileReader
 from stillroom.retrieval.kb_folder import (
     CORPUS,
     MANIFEST,
@@ -46,15 +47,14 @@ from stillroom.retrieval.kb_folder import (
     check_may_be_made,
 )
 from stillroom.retrieval.kb_writing import Following, keeping_up
-from stillroom.retrieval.list_figures import ListFigures
 from stillroom.retrieval.loaders.metadata import said_metadata
 from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
-from stillroom.retrieval.reading import Failures, FileReader
 from stillroom.retrieval.repairing import Repairs
 from stillroom.retrieval.staged import NUM_STAGES
+from stillroom.retrieval.tiers.list_figures import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
-from stillroom.retrieval.verify import Verification
-from stillroom.retrieval.verify_report import Tell, VerifyReport
+from stillroom.retrieval.verify.check import Verification
+from stillroom.retrieval.verify.report import Tell, VerifyReport
 
 
 class KnowledgeBase:

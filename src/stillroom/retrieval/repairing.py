@@ -10,9 +10,9 @@ import logging
 from stillroom.core.clock import Clock
 from stillroom.errors import IndexUnavailableError, KnowledgeBaseBusyError, StorageError
 from stillroom.retrieval.background import Background
-from stillroom.retrieval.hot_lists import Spawn
-from stillroom.retrieval.indexes import Indexes
+from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.kb_folder import WriteLock
+from stillroom.retrieval.tiers.hot_lists import Spawn
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from stillroom.rag.planning.scene import Found, IndexLists, Scene
 from stillroom.rag.planning.workload import Workload
 from stillroom.rag.simulation.simulated_runtime import Plant
 from stillroom.rag.simulation.stepped_engine import System
-from stillroom.retrieval.hit_rates import SearchTimes
-from stillroom.retrieval.search_model import DeviceCosts, ScanModel
-from stillroom.retrieval.search_profile import SearchProfile
+from stillroom.retrieval.tiers.hit_rates import SearchTimes
+from stillroom.retrieval.tiers.search_model import DeviceCosts, ScanModel
+from stillroom.retrieval.tiers.search_profile import SearchProfile
 
 NUM_LISTS, LIST_BYTES = 10, 64
 LINKS = {Tier.HOST: Link(0.0, 1e5), Tier.DISK: Link(0.01, 1e4)}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stillroom.errors import DocumentError, UsageError
-from stillroom.retrieval.discovery import discover
+from stillroom.retrieval.intake.discovery import discover
 from stillroom.retrieval.loaders.html import parse_html
 from stillroom.retrieval.loaders.load import load
 from stillroom.retrieval.loaders.markdown import parse_markdown

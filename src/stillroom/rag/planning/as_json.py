@@ -9,7 +9,7 @@ from stillroom.rag.planning.constraints import Shortfall, Sufficient
 from stillroom.rag.planning.planner import Plan
 from stillroom.rag.planning.scene import Scene
 from stillroom.rag.planning.what_if import Effect
-from stillroom.retrieval.search_model import ScanModel, worst_error_of_line
+from stillroom.retrieval.tiers.search_model import ScanModel, worst_error_of_line
 
 
 def plan_as_json(plan: Plan, scene: Scene) -> dict[str, Any]:

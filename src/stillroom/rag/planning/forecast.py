@@ -19,8 +19,8 @@ from stillroom.rag.planning.search_queue import released
 from stillroom.rag.planning.splits import Split
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.simulation.simulated_runtime import SimulatedRuntime
-from stillroom.retrieval.division import Division, hottest_in_ram, hottest_on_devices
-from stillroom.retrieval.tiered_ivf import DISK, RAM
+from stillroom.retrieval.tiers.division import Division, hottest_in_ram, hottest_on_devices
+from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
 
 _MODE: SearchMode = "hybrid"
 """For the query cache, to which all questions of a workload are of one kind."""

@@ -15,9 +15,9 @@ from stillroom.rag.planning.constraints import Shortfall, Sufficient, smallest_h
 from stillroom.rag.planning.forecast import Forecast, Forecaster, Variation
 from stillroom.rag.planning.splits import Budgets, Split, candidates
 from stillroom.rag.planning.what_if import Effect, purchases, sensitivity
-from stillroom.retrieval.hit_rates import HitRates
-from stillroom.retrieval.search_model import hits_of
-from stillroom.retrieval.search_profile import rate_at
+from stillroom.retrieval.tiers.hit_rates import HitRates
+from stillroom.retrieval.tiers.search_model import hits_of
+from stillroom.retrieval.tiers.search_profile import rate_at
 
 _MOST_RATE = 64.0
 """Times as many requests are tried at most."""

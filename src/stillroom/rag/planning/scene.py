@@ -21,13 +21,19 @@ from stillroom.rag.planning.workload import Questions, Workload
 from stillroom.rag.prompt import PromptBuilder, format_for
 from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
 from stillroom.rag.simulation.stepped_engine import Prompt, System
-from stillroom.retrieval.device_lists import devices_named
-from stillroom.retrieval.ivf_pq import IvfPqIndex
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
+from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.partition import Lists
-from stillroom.retrieval.search_profile import Effort, SearchProfile, measure_device, measure_profile, probed_lists
-from stillroom.retrieval.tiered_index import TieredIvfPqIndex
-from stillroom.retrieval.tiered_ivf import scan
+from stillroom.retrieval.tiers.device_lists import devices_named
+from stillroom.retrieval.tiers.partition import Lists
+from stillroom.retrieval.tiers.search_profile import (
+    Effort,
+    SearchProfile,
+    measure_device,
+    measure_profile,
+    probed_lists,
+)
+from stillroom.retrieval.tiers.tiered_ivf import scan
 from stillroom.retrieval.vector_index import one_thread
 
 faiss: Any = _faiss  # its type information lacks what is made at import

@@ -1,0 +1,1 @@
+"""On what: questions, documents and requests, made or from data sets."""

@@ -1,0 +1,1 @@
+"""What is searched: dense and sparse indexes, in memory, in files and on a server."""

@@ -1,0 +1,271 @@
+"""The dense index of one knowledge base: loaded, kept in step with the corpus, and written.
+
+    dense.npz        the whole index, read into RAM
+    dense.lists      a trained IVF-PQ index whose lists are mapped (`list_file`), where `index.hot_bytes` or
+                     `index.device_bytes` says so
+    list_heat.npz    how often its lists were asked for; best effort, anybody may write it
+
+Either of the first two will do for either setting, so it can be changed at any time: one is made of the other, with the
+same quantizers. A missing, damaged or foreign file is rebuilt from the corpus; nothing is embedded again.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from stillroom.config.settings import IndexConfig
+from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.retrieval.background import Background
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.index.flat import FlatIndex
+from stillroom.retrieval.index.hnsw import HnswIndex
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
+from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
+from stillroom.retrieval.index_file import load_arrays, save_arrays
+from stillroom.retrieval.tiers.hot_lists import Counts, Spawn
+from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.tiers.list_file import ListFile
+from stillroom.retrieval.vector_index import VectorIndex
+
+DENSE_FILES = ("dense.npz", "dense.lists")
+
+_BATCH = 4096
+"""Chunks read from the corpus at a time."""
+
+_WINDOWS_PER_SAVE = 16
+"""Windows of queries after which the heat of lists is written."""
+
+
+class DenseStore:
+    """Not thread-safe."""
+
+    def __init__(
+        self, folder: Path, corpus: Corpus, config: IndexConfig, dimension: int, spawn: Spawn | None = None
+    ) -> None:
+        """`spawn`: runs exchanges of lists; None takes a thread."""
+        self._folder, self._corpus, self._config, self._dimension = folder, corpus, config, dimension
+        self._arrays_path, self._lists_path = (folder / name for name in DENSE_FILES)
+        self._heat_path = folder / "list_heat.npz"
+        self._is_tiered = config.has_tiers
+        self._background = Background("stillroom-lists")
+        self._spawn = spawn or self._background.run
+        self._index: VectorIndex | None = None
+        self.generation = 0
+        """Of the index in memory."""
+        self._saved_generation = 0
+        """Of the file when it was last read or written here; -1 if it has to be written anew."""
+        self._seen: tuple[int, int] | None = None
+        """Which file of lists was looked at last."""
+        self._damaged: set[tuple[int, int]] = set()
+        self._num_windows = 0
+
+    def current(self) -> VectorIndex:
+        """The index, brought up to date in memory."""
+        try:
+            return self._brought_up_to_date()
+        except CorruptKnowledgeBaseError:
+            self.discard()
+            return self._brought_up_to_date()
+
+    def discard(self) -> None:
+        """A file has turned out to be damaged: the next `current` makes the index anew."""
+        if self._seen is not None:
+            self._damaged.add(self._seen)
+        self._index = None
+
+    def needs_write(self) -> bool:
+        """Whether the file is missing, damaged or behind the corpus."""
+        self.current()
+        return self._saved_generation != self._corpus.generation
+
+    @property
+    def saved_generation(self) -> int:
+        """Which state of the corpus the file shows; 0 where there is none that can be used. After `current`."""
+        return max(0, self._saved_generation)
+
+    @property
+    def is_saved_otherwise(self) -> bool:
+        """Whether the file is good, but will be written in another form. After `current`."""
+        return self._saved_generation == -1 and self.generation > 0 and not self._damaged
+
+    def rebuild(self) -> None:
+        """Remove the files; the next `current` makes the index from the corpus. Only under the write lock."""
+        for path in (self._arrays_path, self._lists_path):
+            path.unlink(missing_ok=True)
+        self._index = None
+
+    def writing(self) -> Callable[[], None] | None:
+        """What brings the file up to date, to be called under the write lock while others may use this; None if it is.
+
+        Raises:
+            CorruptKnowledgeBaseError: (the call, too) a file that is needed for it is damaged.
+        """
+        index, generation = self.current(), self.generation
+        if generation == self._saved_generation:
+            return None
+        commit_id = self._corpus.commit_id(generation) or ""
+        if isinstance(index, TieredIvfPqIndex) and index.is_trained:
+            snapshot = index.snapshot()
+
+            def write_lists() -> None:
+                snapshot.write(self._lists_path, self._corpus.corpus_id, generation, commit_id)
+                self._arrays_path.unlink(missing_ok=True)
+                self._saved_generation = generation
+
+            return write_lists
+        arrays = index.to_arrays()
+        arrays["generation"] = np.array(generation)
+        arrays["corpus_id"] = np.array(self._corpus.corpus_id)
+        arrays["commit_id"] = np.array(commit_id)
+
+        def write_arrays() -> None:
+            save_arrays(self._arrays_path, arrays)
+            self._lists_path.unlink(missing_ok=True)
+            self._saved_generation = generation
+
+        return write_arrays
+
+    @property
+    def figures(self) -> ListFigures | None:
+        """Of the tiers of the index; None where there are none, or it is not loaded."""
+        return self._index.figures if isinstance(self._index, TieredIvfPqIndex) else None
+
+    def close(self) -> None:
+        """Stop exchanging lists, and keep their heat. Idempotent."""
+        if isinstance(self._index, TieredIvfPqIndex):
+            self._index.close()
+        self._background.close()
+        figures = self.figures
+        if figures is not None and figures.num_probes:
+            self._save_heat()
+
+    # Inside
+
+    def _brought_up_to_date(self) -> VectorIndex:
+        if self._index is None:
+            self._index = self._load()
+        elif isinstance(self._index, TieredIvfPqIndex):
+            self._follow(self._index)
+        if self._corpus.generation != self.generation:
+            changes = self._corpus.changes_since(self.generation)
+            self._index.remove([*changes.removed, *changes.added])
+            for start in range(0, len(changes.added), _BATCH):
+                ids, vectors = self._corpus.embeddings(changes.added[start : start + _BATCH])
+                if len(ids):
+                    self._index.add(ids, vectors)
+            self.generation = changes.generation
+        return self._index
+
+    def _load(self) -> VectorIndex:
+        self.generation, self._saved_generation = 0, 0 if not self._damaged else -1
+        index = self._empty()
+        loads = (
+            (self._load_lists, self._load_arrays)
+            if self._is_tiered
+            else (self._load_arrays, self._load_lists)
+            if self._config.kind == "ivf_pq"
+            else (self._load_arrays,)
+        )
+        for load in loads:
+            try:
+                self.generation = load(index)
+                is_kept_so = load == self._load_lists or not (isinstance(index, TieredIvfPqIndex) and index.is_trained)
+                self._saved_generation = self.generation if is_kept_so else -1
+                return index
+            except (FileNotFoundError, CorruptKnowledgeBaseError, ValueError, KeyError, RuntimeError):
+                index = self._empty()  # what was loaded of it is gone; rebuilt from the corpus
+        return index
+
+    def _empty(self) -> VectorIndex:
+        if self._is_tiered:
+            return self._empty_tiered()
+        if self._config.kind == "hnsw":
+            return HnswIndex(self._dimension, self._config)
+        if self._config.kind == "ivf_pq":
+            return IvfPqIndex(self._dimension, self._config)
+        return FlatIndex(self._dimension)
+
+    def _empty_tiered(self) -> TieredIvfPqIndex:
+        return TieredIvfPqIndex(
+            self._dimension, self._config, self._folder, self._spawn, on_window=self._window_has_ended
+        )
+
+    def _load_arrays(self, index: VectorIndex) -> int:
+        arrays = load_arrays(self._arrays_path)
+        generation = int(arrays["generation"])
+        self._check_origin(str(arrays["corpus_id"]), generation, str(arrays.get("commit_id", "")))
+        index.restore(arrays)
+        return generation
+
+    def _load_lists(self, index: VectorIndex) -> int:
+        file = self._open_lists()
+        if isinstance(index, TieredIvfPqIndex):
+            index.show(file, self._load_heat(file))
+        else:
+            plain = dataclasses.replace(self._config, hot_bytes=0, device_bytes=0)
+            tiered = TieredIvfPqIndex(self._dimension, plain, self._folder, lambda _: None)
+            tiered.show(file)
+            index.restore(tiered.to_arrays())
+        return file.origin.generation
+
+    def _open_lists(self) -> ListFile:
+        while True:
+            self._seen = _identity(self._lists_path)
+            if self._seen in self._damaged:
+                raise CorruptKnowledgeBaseError(f"{self._lists_path} is damaged; it will be rebuilt")
+            try:
+                file = ListFile(self._lists_path)
+                break
+            except CorruptKnowledgeBaseError:
+                if _identity(self._lists_path) == self._seen:
+                    raise  # else a writer has just replaced it
+        self._check_origin(file.origin.corpus_id, file.origin.generation, file.origin.commit_id)
+        return file
+
+    def _check_origin(self, corpus_id: str, generation: int, commit_id: str) -> None:
+        if (corpus_id, commit_id) != (self._corpus.corpus_id, self._corpus.commit_id(generation)):
+            raise ValueError("it shows another corpus, or another state of it")
+
+    def _follow(self, index: TieredIvfPqIndex) -> None:
+        """Take over what somebody has written since, so that what came since the old file leaves RAM."""
+        identity = _identity(self._lists_path)
+        if identity is None or identity == self._seen:
+            return
+        with contextlib.suppress(FileNotFoundError, CorruptKnowledgeBaseError, ValueError):
+            file = self._open_lists()
+            index.show(file, self._load_heat(file) if index.heat is None else None)
+            self.generation = self._saved_generation = file.origin.generation
+
+    # Heat
+
+    def _load_heat(self, file: ListFile) -> Counts | None:
+        try:
+            arrays = load_arrays(self._heat_path)
+            counts = np.asarray(arrays["counts"], dtype=np.float64)
+            is_ours = int(arrays["quantizers"]) == file.quantizers_crc() and counts.shape == file.sizes.shape
+            return counts if is_ours and np.isfinite(counts).all() and (counts >= 0).all() else None
+        except (OSError, CorruptKnowledgeBaseError, ValueError, KeyError, TypeError):
+            return None
+
+    def _window_has_ended(self) -> None:
+        self._num_windows += 1
+        if self._num_windows % _WINDOWS_PER_SAVE == 0:
+            self._spawn(self._save_heat)
+
+    def _save_heat(self) -> None:
+        heat = self._index.heat if isinstance(self._index, TieredIvfPqIndex) else None
+        if heat is not None:
+            with contextlib.suppress(OSError):
+                save_arrays(self._heat_path, {"quantizers": np.array(heat[0]), "counts": heat[1]})
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of the file that has this name now; None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns

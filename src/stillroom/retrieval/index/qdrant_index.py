@@ -1,0 +1,202 @@
+"""Dense search in a Qdrant collection, for more vectors than one machine should hold (docs/outgrowing.md).
+
+The collection is a projection of the corpus like the index files: it has a generation, and who holds the write lock
+brings it up to the corpus'. That goes commit by commit, and the mark moves after each: an interrupted `catch_up` is
+continued where it was, and doing a commit twice changes nothing. Readers write nothing. What the collection does not
+show yet, because somebody is adding or was interrupted, they take from the corpus into memory and search it beside the
+collection; where that is too much they say so.
+
+Qdrant says which chunks are near. Scores are computed here, from the vectors in SQLite and as a `flat` index does, so
+they and the order of ties do not depend on the server.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.errors import KnowledgeBaseBusyError
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.index.flat import FlatIndex
+from stillroom.retrieval.index.qdrant_collection import QdrantCollection
+from stillroom.retrieval.ranking import Ranking, ranked, top_k
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 256
+"""Points sent at a time: about a megabyte at 384 dimensions."""
+
+_STEP = 2048
+"""Chunks after which the mark moves, give or take a commit: what an interruption costs."""
+
+MOST_COMPARED = 2000
+"""Chunks that a filter may leave for their vectors to be read from the corpus and all compared; of more, the server is
+told the ids, and walks its graph among them."""
+
+MOST_BEHIND = 10_000
+"""Changes that a reader holds in memory. A writer is never farther ahead than one commit."""
+
+
+class QdrantIndex:
+    """A `VectorIndex`. Where others are told of changes, this one reads them from the corpus (`follow`, `catch_up`)."""
+
+    def __init__(self, collection: QdrantCollection, corpus: Corpus, dimension: int, ef_search: int) -> None:
+        self._collection = collection
+        self._corpus = corpus
+        self._dimension = dimension
+        self._ef_search = ef_search
+        self._is_counted = False
+        """Whether the collection was seen to hold as many chunks as the corpus, at the same generation."""
+        self._shown: tuple[int | None, int] | None = None
+        """Generations of collection (None: there is none) and corpus that searches show."""
+        self._beside = FlatIndex(dimension)
+        """What the collection has not got yet."""
+        self._hidden: Sequence[int] = ()
+        """What it must not be asked for."""
+
+    def __len__(self) -> int:
+        return self._corpus.num_chunks
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._collection.close()
+
+    # Searching
+
+    def follow(self) -> int:
+        """Make searches show what the corpus holds now, and return its generation.
+
+        Raises:
+            KnowledgeBaseBusyError: the collection is too far behind.
+            IndexUnavailableError: it cannot be reached.
+        """
+        at = self._generation()  # before the corpus', which is never behind it
+        generation = self._corpus.generation
+        if self._shown != (at, generation):
+            changes = self._corpus.changes_since(at or 0, MOST_BEHIND)
+            changed = [*changes.removed, *changes.added]
+            if changes.generation < generation or len(changed) > MOST_BEHIND:
+                raise KnowledgeBaseBusyError(
+                    f"{self._collection.where} is more than {MOST_BEHIND:,} chunks behind the knowledge base; if "
+                    "nobody is adding documents, `stillroom add` of any of them brings it up to date. "
+                    "--mode sparse searches by words alone"
+                )
+            beside = FlatIndex(self._dimension)
+            ids, vectors = self._corpus.embeddings(changes.added)
+            if len(ids):
+                beside.add(ids, vectors)
+            self._beside, self._hidden, self._shown = beside, changed, (at, changes.generation)
+        return self._shown[1]
+
+    def search(
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+    ) -> Ranking:
+        """See `VectorIndex`; after `follow`. `effort` is the server's `hnsw_ef`; None takes the configured one."""
+        assert self._shown is not None
+        if allowed is not None and len(allowed) <= MOST_COMPARED:
+            return self._scored(allowed.ids.tolist(), query)[:k]
+        wanted = None if allowed is None else allowed.ids.tolist()
+
+        def fetch(num: int) -> Ranking:
+            near = self._collection.nearest(query, num, max(effort or self._ef_search, num), self._hidden, wanted)
+            return self._scored(near, query)
+
+        total = len(self) if allowed is None else min(len(self), len(allowed))
+        found = top_k(fetch, k, total) if self._shown[0] is not None else []
+        return ranked([*found, *self._beside.search(query, k, None, allowed)])[:k]
+
+    def search_staged(
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        num_stages: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
+    ) -> Iterator[Ranking]:
+        """See `VectorIndex`. There is one stage: a server answers once."""
+        yield self.search(query, k, effort, allowed)
+
+    def _scored(self, chunk_ids: Sequence[int], query: NDArray[np.float32]) -> Ranking:
+        ids, vectors = self._corpus.embeddings(chunk_ids)
+        if not len(ids):
+            return []
+        exact = FlatIndex(self._dimension)
+        exact.add(ids, vectors)
+        return exact.search(query, len(ids))
+
+    # Changing it; only under the write lock
+
+    def is_behind(self) -> bool:
+        """Whether `catch_up` has something to do."""
+        return (self._generation() or 0) != self._corpus.generation
+
+    def catch_up(self) -> None:
+        """Bring the collection to the generation of the corpus; a missing one, or one that is not of this corpus, is
+        made anew."""
+        at = self._generation()
+        generation = self._corpus.generation
+        total = self._corpus.num_added_since(at or 0) if at != generation else 0
+        if at is None:
+            if total:
+                logger.warning("%s is missing or no longer right; %d chunks go there", self._collection.where, total)
+            self._collection.clear()
+            self._is_counted, at = False, 0
+        done = 0
+        while at < generation:
+            changes = self._corpus.changes_since(at, _STEP)
+            self.remove(changes.removed)
+            for start in range(0, len(changes.added), _BATCH):
+                ids, vectors = self._corpus.embeddings(changes.added[start : start + _BATCH])
+                if len(ids):
+                    self.add(ids, vectors)
+            self._collection.mark(changes.generation, self._corpus.commit_id(changes.generation) or "")
+            at, done = changes.generation, done + len(changes.added)
+            log = logger.warning if total > MOST_BEHIND else logger.info  # somebody waits
+            log("%s: %d of %d chunks", self._collection.where, done, total)
+
+    def clear(self) -> None:
+        """Nothing is in the collection any more."""
+        self._collection.clear()
+        self._is_counted = False
+        self._shown = None
+
+    def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        self._collection.put(ids.tolist(), vectors)
+
+    def remove(self, ids: Sequence[int]) -> None:
+        for start in range(0, len(ids), _BATCH):
+            self._collection.drop([int(chunk_id) for chunk_id in ids[start : start + _BATCH]])
+
+    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
+        """See `VectorIndex`; after `follow`. What the collection has not got yet comes from beside it."""
+        hidden = np.array(self._hidden, dtype=np.int64)
+        assert self._shown is not None
+        for ids, vectors in self._collection.points() if self._shown[0] is not None else ():
+            is_shown = ~np.isin(ids, hidden)
+            yield ids[is_shown], vectors[is_shown]
+        yield from self._beside.in_order()
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Nothing: a server's graph is its own, so two equal digests say nothing of it."""
+        return {}
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Nothing to do: everything is in the collection."""
+
+    def _generation(self) -> int | None:
+        """Of the collection; None where it cannot be used: missing, of another corpus, of commits that were undone (a
+        backup of the corpus was restored), or without some of its chunks."""
+        shown = self._collection.shown()
+        if shown is None or self._corpus.commit_id(shown[0]) != shown[1]:
+            return None
+        at, generation = shown[0], self._corpus.generation
+        if at == generation and not self._is_counted:
+            num_there, num_wanted = self._collection.count(), self._corpus.num_chunks
+            if self._corpus.generation == generation:  # else somebody is adding
+                if num_there != num_wanted:
+                    return None
+                self._is_counted = True
+        return at

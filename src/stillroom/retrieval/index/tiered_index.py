@@ -1,0 +1,392 @@
+"""The IVF-PQ index of a knowledge base with no more than so many bytes of lists in RAM (VectorLiteRAG 4.1, 4.2).
+
+It finds what `ivf_pq` finds, ids and scores, after the same additions and removals. Until there are enough vectors to
+train on it is one. From then on lists and full vectors are in a file (`list_file`), the hottest lists in RAM as well
+(`hot_lists`). What came since the file was written is beside it: codes in RAM, full vectors in a file without a name;
+what was removed since is masked. Writing makes a new file of all that, list by list.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import faiss as _faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.config.settings import IndexConfig
+from stillroom.errors import ConfigError
+from stillroom.ops.teams import in_a_thread_that_ends
+from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.index.flat import FlatIndex
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex, num_to_train, trained_lists
+from stillroom.retrieval.ranking import Ranking, ranked_arrays
+from stillroom.retrieval.staged import stages
+from stillroom.retrieval.tiers.hot_lists import Counts, DriftRules, HotLists, Spawn
+from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.tiers.list_file import ListFile, Origin, blocks, write_list_file
+from stillroom.retrieval.tiers.scratch_files import scratch_list_file
+from stillroom.retrieval.tiers.tiered_ivf import all_entries, emptied
+from stillroom.retrieval.tiers.tiered_rows import Rows, Snapshot
+from stillroom.retrieval.vector_index import one_thread
+
+if TYPE_CHECKING:  # it imports torch, which an index without devices can do without
+    from stillroom.retrieval.tiers.device_lists import DeviceLists
+
+faiss: Any = _faiss  # its type information lacks what is made at import
+
+_BATCH = 4096
+"""Vectors added at a time, so that no more are in RAM before the first training."""
+
+
+class TieredIvfPqIndex:
+    """A `VectorIndex`. Not thread-safe, but for `spawn`'s jobs, which may run beside everything."""
+
+    def __init__(
+        self,
+        dimension: int,
+        config: IndexConfig,
+        folder: Path,
+        spawn: Spawn,
+        rules: DriftRules | None = None,
+        on_window: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Empty.
+
+        Args:
+            folder: for files without names, on the disk that is the slow tier.
+            spawn: runs exchanges of lists.
+            on_window: told when a window of queries has ended.
+
+        Raises:
+            ConfigError: the dimension is no multiple of the number of subquantizers, or a device does not exist.
+        """
+        self._dimension, self._config, self._folder = dimension, config, folder
+        self._spawn, self._rules, self._on_window = spawn, rules or DriftRules(), on_window
+        self._young: IvfPqIndex | None = IvfPqIndex(dimension, config)
+        """Everything, until the first training."""
+        self._devices = _devices(config)
+        self._on_devices: DeviceLists | None = None
+        self._rows: Rows
+        self._hot: HotLists
+        self._num_trained = 0
+        self._is_counting = True
+
+    def __len__(self) -> int:
+        return len(self._rows if self._young is None else self._young)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether searches are approximate, and lists in a file."""
+        return self._young is None
+
+    @property
+    def nlist(self) -> int:
+        """Inverted lists; 0 while untrained."""
+        return 0 if self._young is not None else len(self._rows.file.sizes)
+
+    def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        start = 0
+        while start < len(ids):
+            stop = min(len(ids), start + _BATCH)
+            if self._young is None and self._config.refine:
+                stop = min(stop, start + num_to_train(self._config, self._num_trained) - len(self))
+            batch = np.ascontiguousarray(vectors[start:stop], dtype=np.float32)
+            if self._young is not None:
+                self._young.add(ids[start:stop], batch)
+                if self._young.is_trained:
+                    self._move(self._young)
+            else:
+                self._rows.add(ids[start:stop], batch)
+                if self._config.refine and len(self) >= num_to_train(self._config, self._num_trained):
+                    self._train()
+            start = stop
+
+    def remove(self, ids: Sequence[int]) -> None:
+        if self._young is not None:
+            self._young.remove(ids)
+        elif len(ids):
+            self._rows.remove(np.asarray(ids, dtype=np.int64))
+
+    def search(
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+    ) -> Ranking:
+        """See `VectorIndex`. `effort` is `nprobe`; None takes the configured one.
+
+        Raises:
+            CorruptKnowledgeBaseError: what is asked for is damaged in the file.
+        """
+        return next(self.search_staged(query, k, 1, effort, allowed))
+
+    def search_staged(
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        num_stages: int,
+        effort: int | None = None,
+        allowed: Allowed | None = None,
+    ) -> Iterator[Ranking]:
+        """See `VectorIndex` and `IvfPqIndex.search_staged`. Raises as `search`, at any stage."""
+        if self._young is not None:
+            yield from self._young.search_staged(query, k, num_stages, effort, allowed)
+            return
+        rows = self._rows
+        num_fetched = max(k, k * self._config.refine)
+        nprobe = min(effort or self._config.nprobe, self.nlist)
+        among = None if allowed is None else rows.among(allowed)
+        if among is not None and self._config.refine and among.lists.are_few(nprobe):
+            yield rows.compared(query, k, among)
+            return
+        near, lists = rows.tiers.probe(query.reshape(1, -1), nprobe if among is None else self.nlist)
+        probed, nearness = lists[0], near[0]
+        if among is not None:
+            probed, nearness = among.lists.probes(probed, nearness, nprobe, num_fetched)
+            if self._config.refine and among.lists.is_better_compared(probed):
+                yield rows.compared(query, k, among)
+                return
+        if self._is_counting and self._hot.note(probed):
+            self._on_window()
+        found = ids = np.empty(0, dtype=np.int64)
+        scores = np.empty(0, dtype=np.float32)
+        for stage in stages(len(probed), num_stages):
+            part = slice(stage.start, stage.stop)
+            more, more_scores = rows.best(query, num_fetched, probed[part], nearness[part], among)
+            found, ids = np.append(found, more), np.append(ids, rows.ids_of(more))
+            scores = np.append(scores, more_scores)
+            order = np.lexsort((ids, -scores))[:num_fetched]
+            found, ids, scores = found[order], ids[order], scores[order]
+            yield self._ranking(rows, query, k, found, ids, scores)
+
+    def search_batch(
+        self,
+        queries: NDArray[np.float32],
+        k: int,
+        on_found: Callable[[int, Ranking], None],
+        effort: int | None = None,
+    ) -> None:
+        """`search` for each of queries [q, d]: the shards scan for all of them at the same time.
+
+        Args:
+            on_found: told the number of a query and its ranking, once each, as soon as its own last list is scanned.
+
+        Raises:
+            CorruptKnowledgeBaseError: what one of them asks for is damaged in the file.
+        """
+        if self._young is not None:
+            for number, query in enumerate(queries):
+                on_found(number, self._young.search(query, k, effort))
+            return
+        rows, num_fetched = self._rows, max(k, k * self._config.refine)
+        nearness, probed = rows.tiers.probe(queries, effort or self._config.nprobe)
+        windows = [self._hot.note(lists) for lists in probed] if self._is_counting else []
+        if any(windows):
+            self._on_window()
+        for number, (found, scores) in rows.best_of_batch(queries, num_fetched, probed, nearness):
+            ids = rows.ids_of(found)
+            order = np.lexsort((ids, -scores))[:num_fetched]
+            on_found(number, self._ranking(rows, queries[number], k, found[order], ids[order], scores[order]))
+
+    def _ranking(
+        self,
+        rows: Rows,
+        query: NDArray[np.float32],
+        k: int,
+        found: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        scores: NDArray[np.float32],
+    ) -> Ranking:
+        """Of rows found, under their ids, with approximate scores: the best k, by their full vectors where those are
+        kept. `rows`: in which they were found; between two stages they may be numbered anew."""
+        exact = rows.vectors(found) @ query if self._config.refine else scores
+        return ranked_arrays(ids, exact)[:k]
+
+    # Tuning (see `tuning.TunableIndex`)
+
+    @property
+    def structure(self) -> int:
+        """Changes with training."""
+        return self._num_trained
+
+    def effort_range(self) -> tuple[int, int]:
+        """The least and the greatest `nprobe` that make sense."""
+        return 1, max(1, self.nlist)
+
+    def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+        """The true ids [q, k] for queries [q, d]; -1 fills up. Reads every full vector.
+
+        Raises:
+            ConfigError: `refine` is 0, so they were not kept.
+        """
+        if self._young is not None:
+            return self._young.exact(queries, k)
+        self._check_refine()
+        best = np.full((len(queries), k), -1, dtype=np.int64)
+        scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
+        for ids, vectors in self._rows.in_order():
+            more = in_a_thread_that_ends(partial(faiss.knn, queries, vectors, min(k, len(vectors)), _IP))
+            scores = np.concatenate([scores, more[0]], axis=1)
+            best = np.concatenate([best, ids[more[1]]], axis=1)
+            order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+            best, scores = np.take_along_axis(best, order, axis=1), np.take_along_axis(scores, order, axis=1)
+        return best
+
+    def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
+        """Up to `num` different vectors [num, d].
+
+        Raises:
+            ConfigError: `refine` is 0, so they were not kept.
+        """
+        if self._young is not None:
+            return self._young.sample(num, rng)
+        self._check_refine()
+        rows = self._rows.alive()
+        ids = self._rows.ids_of(rows)
+        chosen = np.sort(rng.choice(ids, min(num, len(ids)), replace=False))
+        order = np.argsort(ids, kind="stable")
+        return self._rows.vectors(rows[order[np.searchsorted(ids[order], chosen)]])
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Searches in here are not what people ask for."""
+        was_counting, self._is_counting = self._is_counting, False
+        try:
+            yield
+        finally:
+            self._is_counting = was_counting
+
+    # Storage
+
+    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
+        """See `VectorIndex`. Reads every list and every vector of the file."""
+        if self._young is not None:
+            yield from self._young.in_order()
+            return
+        self._rows.check()
+        if self._rows.file.has_vectors:
+            yield from self._rows.in_order()
+        else:
+            yield self._rows.ids_of(self._rows.alive()), None
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """As `IvfPqIndex`: everything, in RAM."""
+        if self._young is not None:
+            return self._young.to_arrays()
+        lists, exact = self._rows.snapshot().whole(), FlatIndex(self._dimension)
+        if self._config.refine:
+            for ids, vectors in self._rows.in_order():
+                exact.add(ids, vectors)
+        serialized = faiss.serialize_index(lists)
+        return {"ivf_pq": serialized, "num_trained": np.array(self._num_trained), **exact.to_arrays()}
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Become what `IvfPqIndex.to_arrays` described. Raises as it says."""
+        young = IvfPqIndex(self._dimension, self._config)
+        young.restore(arrays)
+        self._young = young
+        if young.is_trained:
+            self._move(young)
+
+    def show(self, file: ListFile, counts: Counts | None = None) -> None:
+        """Become what a file shows. Lists enter RAM in `spawn`'s jobs.
+
+        Args:
+            counts: accesses of its lists, where they are known.
+
+        Raises:
+            ValueError: it is of another index.
+        """
+        if file.shell.d != self._dimension or (self._config.refine and not file.has_vectors):
+            raise ValueError("the file does not fit the knowledge base")
+        if counts is None and self._young is None and file.quantizers_crc() == self._rows.file.quantizers_crc():
+            counts = self._hot.counts()
+        self.close()
+        self._rows = Rows(file, self._folder)
+        tiers, config = self._rows.tiers, self._config
+        if self._devices:
+            from stillroom.retrieval.tiers.device_lists import DeviceLists
+
+            self._on_devices = DeviceLists(tiers, self._devices, config.device_bytes)
+        hot_bytes = config.hot_bytes or int(tiers.list_bytes().sum())
+        self._hot = HotLists(tiers, hot_bytes, self._rules, self._spawn, counts, self._on_devices)
+        self._num_trained = file.origin.num_trained
+        self._young = None
+        self._hot.start()
+
+    def close(self) -> None:
+        """Exchange no more lists. Idempotent."""
+        if self._young is None:
+            self._hot.stop()
+
+    def snapshot(self) -> Snapshot:
+        """What a file of now would hold, which later changes do not touch. Of a trained index."""
+        return self._rows.snapshot()
+
+    @property
+    def heat(self) -> tuple[int, Counts] | None:
+        """What names the quantizers, and accesses of their lists; None while untrained."""
+        return (self._rows.file.quantizers_crc(), self._hot.counts()) if self._young is None else None
+
+    @property
+    def figures(self) -> ListFigures | None:
+        """None while untrained."""
+        if self._young is not None:
+            return None
+        return ListFigures.of(
+            self._rows.tiers, self._hot, 0 if self._on_devices is None else self._on_devices.num_bytes
+        )
+
+    # Inside
+
+    def _move(self, young: IvfPqIndex) -> None:
+        """From RAM into a file without a name."""
+        lists, exact = young.parts
+        ids = exact.ids() if self._config.refine else np.concatenate([entry[0] for entry in all_entries(lists)])
+        self._show_lists(
+            lists, ids, lambda: map(exact.vectors, blocks(ids)) if self._config.refine else (), young.structure
+        )
+
+    def _train(self) -> None:
+        """Fresh quantizers. While that goes on, all codes are in RAM once more."""
+        rows = self._rows
+        ids, vectors = rows.whole_vectors()
+        lists = trained_lists(ids, vectors, rows.file.shell.pq.M, self._config)
+        with one_thread():  # what was asked for is near the new centres that are near the old ones
+            near = rows.tiers.quantizer.search(lists.quantizer.reconstruct_n(0, lists.nlist), 1)[1][:, 0]
+        counts = self._hot.counts()[near] / np.bincount(near)[near]
+        in_order = np.arange(len(ids))
+        self._show_lists(lists, ids, lambda: (vectors[rows] for rows in blocks(in_order)), len(ids), counts)
+
+    def _show_lists(
+        self,
+        lists: Any,
+        ids: NDArray[np.int64],
+        vectors: Callable[[], Iterable[NDArray[np.float32]]],
+        num_trained: int,
+        counts: Counts | None = None,
+    ) -> None:
+        """Args: ids [n], in the order of their addition, and what gives vectors in blocks."""
+        order = np.argsort(ids, kind="stable")
+        origin, shell = Origin("", 0, num_trained), emptied(lists)
+
+        def write(path: Path) -> None:
+            numbered = ((order[np.searchsorted(ids[order], own)], codes) for own, codes in all_entries(lists))
+            write_list_file(path, origin, shell, numbered, ids, vectors())
+
+        self.show(scratch_list_file(self._folder, write), counts)
+
+    def _check_refine(self) -> None:
+        if not self._config.refine:
+            raise ConfigError("an ivf_pq index with index.refine = 0 cannot be tuned; set index.refine to 1 or more")
+
+
+def _devices(config: IndexConfig) -> tuple[str, ...]:
+    if not config.device_bytes:
+        return ()
+    from stillroom.retrieval.tiers.device_lists import devices_named
+
+    return devices_named(config.devices)
+
+
+_IP = faiss.METRIC_INNER_PRODUCT

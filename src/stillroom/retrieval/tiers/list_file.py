@@ -1,0 +1,324 @@
+"""Inverted lists and the full vectors behind them in one file that is mapped into memory.
+
+    quantizers      an IndexIVFPQ of faiss without entries
+    lists           of each: codes, then the rows that they stand for; padded to 8 bytes
+    ids, vectors    chunk id and full vector of each row, in the order in which they came; vectors may be left out
+    checksums       CRC-32 of each list and of each vector
+    contents        JSON: what lies where, and of which corpus
+
+Opening reads quantizers, ids and checksums. A list or a vector is compared with its checksum when it is first asked
+for, so opening does not depend on how large the file is and still nothing damaged is served. A file is written beside
+the old one and renamed: whoever has mapped the old one goes on reading it.
+"""
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import faiss as _faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.retrieval.index_file import replace_durably
+from stillroom.retrieval.tiers.partition import Lists
+
+faiss: Any = _faiss  # its type information lacks what is made at import
+
+Vectors = NDArray[np.float32]
+Entries = tuple[NDArray[np.int64], NDArray[np.uint8]]
+"""Of one list: rows [s] and codes [s, bytes of a code]."""
+
+_END = struct.Struct("<QI4s")
+"""Bytes of the contents, their CRC-32, magic."""
+_MAGIC = b"SRL1"
+_PAGE = mmap.PAGESIZE
+_BLOCK = 4096
+"""Vectors read at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which state of which corpus a file shows."""
+
+    corpus_id: str
+    generation: int
+    num_trained: int
+    """Vectors there were when the quantizers were trained."""
+    commit_id: str = ""
+    """See `Corpus.commit_id`."""
+
+
+class ListFile:
+    """Read-only; what it shows never changes. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        """Map a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CorruptKnowledgeBaseError: it is no such file, or not whole, or was replaced at this very moment.
+        """
+        self.path = path
+        self.mapped: Any = None
+        """The lists, as faiss reads them."""
+        try:
+            with path.open("rb") as stream:
+                self._open(stream)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
+            raise CorruptKnowledgeBaseError(f"{path} is damaged ({error}); it will be rebuilt") from error
+
+    def _open(self, stream: BinaryIO) -> None:
+        status = os.fstat(stream.fileno())
+        self.inode = status.st_ino
+        self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        contents = _contents(self._map)
+        self.origin = Origin(**contents["origin"])
+        self._at: dict[str, list[int]] = contents["parts"]
+        quantizers = self._checked("quantizers", contents["crcs"])
+        self.shell: Any = faiss.deserialize_index(np.frombuffer(quantizers, dtype=np.uint8).copy())
+        """An IndexIVFPQ without entries."""
+        self.sizes = np.frombuffer(self._checked("sizes", contents["crcs"]), dtype=np.int64)
+        """[nlist]: entries of each list."""
+        self.ids = np.frombuffer(self._checked("ids", contents["crcs"]), dtype=np.int64)
+        """[n]: chunk id of each row."""
+        self._list_crcs = np.frombuffer(self._checked("list_crcs", contents["crcs"]), dtype=np.uint32)
+        self._vector_crcs = np.frombuffer(self._checked("vector_crcs", contents["crcs"]), dtype=np.uint32)
+        vectors = np.frombuffer(self._part("vectors"), dtype=np.float32)
+        self._vectors = vectors.reshape(-1, int(self.shell.d))
+        if len(self.sizes) != self.shell.nlist or len(self._vectors) not in (0, len(self.ids)):
+            raise ValueError("its parts do not fit together")
+        padded = capacity(self.sizes) * self.entry_bytes
+        self._offsets = self._at["lists"][0] + np.concatenate([[0], np.cumsum(padded)])
+        if self._offsets[-1] != sum(self._at["lists"]):
+            raise ValueError("its lists are not whole")
+        self._is_list_good = np.zeros(len(self.sizes), dtype=bool)
+        self._is_vector_good = np.zeros(len(self._vectors), dtype=bool)
+        self._map_lists(status.st_size)
+        if os.stat(self.path).st_ino != self.inode:  # faiss opens by name
+            raise OSError("it was replaced while it was opened")
+
+    @property
+    def code_size(self) -> int:
+        """Bytes of a code."""
+        return int(self.shell.code_size)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of a code and its row."""
+        return self.code_size + 8
+
+    @property
+    def has_vectors(self) -> bool:
+        return len(self._vectors) == len(self.ids)
+
+    def quantizers_crc(self) -> int:
+        """Equal for equal quantizers: then a list's number means the same."""
+        return zlib.crc32(self._part("quantizers"))
+
+    def entries(self, number: int) -> Entries:
+        """Of one list, as views into the file.
+
+        Raises:
+            CorruptKnowledgeBaseError: they are damaged.
+        """
+        self.check_lists(np.array([number]))
+        return self._entries(number)
+
+    def check_lists(self, numbers: Lists) -> None:
+        """Compare those of these lists [p] that nobody has asked for yet with their checksums.
+
+        Raises:
+            CorruptKnowledgeBaseError: one is damaged.
+        """
+        for number in numbers[~self._is_list_good[numbers]].tolist():
+            rows, codes = self._entries(number)
+            if zlib.crc32(rows.data, zlib.crc32(codes.data)) != self._list_crcs[number]:
+                raise CorruptKnowledgeBaseError(f"{self.path}: list {number} is damaged; the index will be rebuilt")
+            self._is_list_good[number] = True
+
+    def vectors(self, rows: NDArray[np.int64]) -> Vectors:
+        """Full vectors [r, d], copied.
+
+        Raises:
+            CorruptKnowledgeBaseError: one is damaged.
+        """
+        new = rows[~self._is_vector_good[rows]]
+        width = self._vectors.shape[1] * 4
+        self._will_need((self._at["vectors"][0] + row * width, width) for row in new.tolist())
+        for row in new.tolist():
+            if zlib.crc32(self._vectors[row].data) != self._vector_crcs[row]:
+                raise CorruptKnowledgeBaseError(f"{self.path}: a vector is damaged; the index will be rebuilt")
+            self._is_vector_good[row] = True
+        return self._vectors[rows]
+
+    def will_need(self, numbers: Lists) -> None:
+        """Let the system read these lists at once, while something else is done."""
+        self._will_need(
+            (int(self._offsets[number]), int(self._offsets[number + 1] - self._offsets[number])) for number in numbers
+        )
+
+    def drop_pages(self) -> None:
+        """Forget what is in memory of the file, the system's copies of its pages too: for measuring. Whoever scans
+        `mapped` takes it anew."""
+        self.mapped = None
+        self._map.madvise(mmap.MADV_DONTNEED)
+        with self.path.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._map_lists(len(self._map))
+
+    # Inside
+
+    def _part(self, name: str) -> memoryview:
+        start, num_bytes = self._at[name]
+        if start < 0 or num_bytes < 0 or start + num_bytes > len(self._map):
+            raise ValueError(f"{name} is not whole")
+        return memoryview(self._map)[start : start + num_bytes]
+
+    def _checked(self, name: str, crcs: dict[str, int]) -> memoryview:
+        part = self._part(name)
+        if zlib.crc32(part) != crcs[name]:
+            raise ValueError(f"{name} is damaged")
+        return part
+
+    def _entries(self, number: int) -> Entries:
+        size, start = int(self.sizes[number]), int(self._offsets[number])
+        codes = np.frombuffer(self._map, np.uint8, size * self.code_size, start).reshape(size, self.code_size)
+        rows_at = start + int(capacity(self.sizes[number])) * self.code_size
+        return np.frombuffer(self._map, np.int64, size, rows_at), codes
+
+    def _will_need(self, extents: Iterable[tuple[int, int]]) -> None:
+        for start, num_bytes in extents:
+            if num_bytes:
+                first = start // _PAGE * _PAGE
+                self._map.madvise(mmap.MADV_WILLNEED, first, start + num_bytes - first)
+
+    def _map_lists(self, file_bytes: int) -> None:
+        """Each list from where it lies in the file."""
+        mapped: Any = faiss.OnDiskInvertedLists()
+        mapped.nlist, mapped.code_size = len(self.sizes), self.code_size
+        mapped.filename, mapped.read_only, mapped.totsize = str(self.path), True, file_bytes
+        mapped.prefetch_nthread = 0  # `will_need` does it without threads
+        one = faiss.OnDiskOneList()
+        capacities = capacity(self.sizes).tolist()
+        for number, (size, offset) in enumerate(zip(self.sizes.tolist(), self._offsets.tolist(), strict=False)):
+            one.size, one.capacity, one.offset = size, capacities[number], offset
+            mapped.lists.push_back(one)  # copied
+        mapped.do_mmap()
+        self.mapped = mapped
+
+
+def write_list_file(
+    path: Path,
+    origin: Origin,
+    shell: Any,
+    lists: Iterable[Entries],
+    ids: NDArray[np.int64],
+    vectors: Iterable[Vectors] = (),
+) -> None:
+    """Write a file anew, whole or not at all, with no more than one list and one block of vectors in memory.
+
+    Args:
+        shell: an IndexIVFPQ without entries.
+        lists: of each list in turn; rows count from 0.
+        ids: of the rows [n].
+        vectors: of the rows, in blocks [b, d]; none at all, or all.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            _Writer(stream).write(origin, shell, lists, ids, vectors)
+            stream.flush()
+            os.fsync(stream.fileno())
+        replace_durably(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def blocks(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Rows [n] a few thousand at a time."""
+    for start in range(0, len(rows), _BLOCK):
+        yield rows[start : start + _BLOCK]
+
+
+class _Writer:
+    """Parts of a file, one after the other."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._parts: dict[str, list[int]] = {}
+        self._crcs: dict[str, int] = {}
+
+    def write(
+        self,
+        origin: Origin,
+        shell: Any,
+        lists: Iterable[Entries],
+        ids: NDArray[np.int64],
+        vectors: Iterable[Vectors],
+    ) -> None:
+        self._put("quantizers", faiss.serialize_index(shell))
+        sizes, list_crcs = self._put_lists(lists)
+        self._put("ids", ids.astype(np.int64, copy=False))
+        self._put("vector_crcs", self._put_vectors(vectors))
+        self._put("sizes", np.array(sizes, dtype=np.int64))
+        self._put("list_crcs", np.array(list_crcs, dtype=np.uint32))
+        contents = json.dumps({"origin": asdict(origin), "parts": self._parts, "crcs": self._crcs}).encode()
+        self._stream.write(contents + _END.pack(len(contents), zlib.crc32(contents), _MAGIC))
+
+    def _put(self, name: str, array: NDArray[Any]) -> None:
+        start = self._start()
+        content = np.ascontiguousarray(array).tobytes()
+        self._stream.write(content)
+        self._parts[name], self._crcs[name] = [start, len(content)], zlib.crc32(content)
+
+    def _put_lists(self, lists: Iterable[Entries]) -> tuple[list[int], list[int]]:
+        """Sizes and checksums."""
+        start = self._start()
+        sizes, crcs = [], []
+        for rows, codes in lists:
+            num_empty = int(capacity(np.int64(len(rows)))) - len(rows)
+            code_bytes, row_bytes = codes.tobytes(), rows.astype(np.int64, copy=False).tobytes()
+            for content, entry in ((code_bytes, codes.shape[1]), (row_bytes, 8)):
+                self._stream.write(content + bytes(num_empty * entry))
+            sizes.append(len(rows))
+            crcs.append(zlib.crc32(row_bytes, zlib.crc32(code_bytes)))
+        self._parts["lists"] = [start, self._stream.tell() - start]
+        return sizes, crcs
+
+    def _put_vectors(self, vectors: Iterable[Vectors]) -> NDArray[np.uint32]:
+        start = self._start()
+        crcs: list[int] = []
+        for block in vectors:
+            content = np.ascontiguousarray(block, dtype=np.float32)
+            self._stream.write(content.data)
+            crcs += [zlib.crc32(row.data) for row in content]
+        self._parts["vectors"] = [start, self._stream.tell() - start]
+        return np.array(crcs, dtype=np.uint32)
+
+    def _start(self) -> int:
+        """Where the next part may begin."""
+        self._stream.write(bytes(-self._stream.tell() % 64))
+        return self._stream.tell()
+
+
+def _contents(mapped: mmap.mmap) -> dict[str, Any]:
+    num_bytes, crc, magic = _END.unpack(mapped[-_END.size :])
+    content = mapped[len(mapped) - _END.size - num_bytes : -_END.size] if num_bytes < len(mapped) else b""
+    if magic != _MAGIC or zlib.crc32(content) != crc:
+        raise ValueError("it does not end as it should")
+    found: dict[str, Any] = json.loads(content)
+    return found
+
+
+def capacity(size: Any) -> Any:
+    """Entries that a list of this size has room for, so that its rows lie at a multiple of 8 bytes."""
+    return -(-size // 8) * 8

@@ -1,0 +1,304 @@
+"""How long searches take when lists of an IVF-PQ index are divided among devices, RAM and disk: a model fitted to a few
+measured divisions that tells the time of any other (VectorLiteRAG 4.1).
+
+The paper scales the time of scanning everything by the least hit rate of a batch (Eq. 5). That fits where all queries
+of a batch are scanned at the same time. `TieredLists` scans them one after the other in each shard, and a list that two
+queries of a batch probe is read from disk once. So here a batch's own lists are counted: each shard takes
+
+    per query + per probed list + per code + (on disk) per window of the file that is touched first + per byte of it
+
+for its queries, those with least to scan first, and a query is released when the last of its shards is done with it. A
+single query wakes no shards: one thread scans its lists in RAM, then those on disk.
+A device scans for all queries of a batch at once, and so releases them together:
+
+    per launch + per query + per place of a code, of which every query has as many as the one with most
+
+Both forms are kept, and `bench tiered --predict` has both beside what was measured.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy import optimize, stats
+
+from stillroom.retrieval.tiers.division import Division, Floats
+from stillroom.retrieval.tiers.hit_rates import HitRates, SearchTimes, expected_minimum, expected_minimum_by_paper
+from stillroom.retrieval.tiers.partition import Lists
+from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
+
+WINDOWS = tuple(2**power for power in range(14, 25))
+"""Bytes that the system might read at a time around a page that is missing; the one that fits best is taken."""
+_NUM_FITTED = 7
+_CONFIDENCE = 0.90
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """A batch that was measured."""
+
+    division: Division
+    probed: Lists
+    """[q, p]."""
+    coarse_seconds: float
+    """Of finding these lists."""
+    seconds: float
+    """To the last result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A throughput in queries per second, and where a measurement should lie nine times of ten."""
+
+    value: float
+    low: float
+    high: float
+
+    def holds(self, measured: float) -> bool:
+        return self.low <= measured <= self.high
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCosts:
+    """Seconds of the parts of a scan on a device."""
+
+    per_launch: float
+    """Starting it, and taking the results from the device."""
+    per_query: float
+    """Its look-up tables, and its best results."""
+    per_code: float
+    """Or a place that another query's codes leave empty."""
+
+    def seconds(self, work: Floats) -> float:
+        """Of a `Division.device_work`."""
+        return float(work @ np.array([self.per_launch, self.per_query, self.per_code]))
+
+
+@dataclass(frozen=True, slots=True)
+class ScanModel:
+    """Seconds of the parts of a search."""
+
+    times: SearchTimes
+    """With every list on disk (Eq. 1)."""
+    per_batch: float
+    """Beside coarse search: waking the shards."""
+    per_query: float
+    """Handing on and merging included: the dispatcher, which the paper leaves out."""
+    per_list: float
+    per_code: float
+    per_window: float
+    per_byte: float
+    window_bytes: int
+    overlap: float
+    """How much one shard holds the other up while both scan: 0 not at all, 1 they take turns."""
+    block_sd: float
+    """Standard deviation of log(measured / modelled) over groups of like batches."""
+    batch_sd: float
+    """The same of single batches within such a group."""
+    num_blocks: int
+    device: DeviceCosts | None = None
+    """Of each device alike; None where none was measured."""
+
+    def release_seconds(self, division: Division, probed: Lists) -> Floats:
+        """When each query of a batch [q, p] has its result, from the start of the batch: [q]."""
+        costs = np.array([self.per_query, self.per_list, self.per_code, self.per_window, self.per_byte])
+        works = [division.work(shard, probed, self.window_bytes) for shard in (RAM, DISK)]
+        ends = [np.cumsum(rows @ costs) for _, rows in works]
+        totals = [float(end[-1]) if len(end) else 0.0 for end in ends]
+        found = np.zeros(len(probed))
+        overlap = self.overlap if _wakes(probed) else 1.0
+        for (order, _), end, other in zip(works, ends, reversed(totals), strict=True):
+            found[order] = np.maximum(found[order], end + overlap * np.minimum(end, other))
+        for device in division.devices:
+            asked, work = division.device_work(device, probed)
+            if len(asked):
+                assert self.device is not None, "no device was measured"
+                found[asked] = np.maximum(found[asked], self.device.seconds(work))
+        return found + self.times.coarse(len(probed)) + self.per_batch * _wakes(probed)
+
+    def throughput(self, division: Division, batches: Sequence[Lists], num_measured: int) -> Prediction:
+        """Queries per second to the last result of each batch (Eq. 6), from batches [q, p] like those to come.
+
+        Args:
+            num_measured: batches that the measurement has, which says how near its mean is to the expected one.
+        """
+        seconds = np.array([self.release_seconds(division, probed).max() for probed in batches])
+        value = len(batches[0]) / float(seconds.mean())
+        drawn = float(np.var(seconds / seconds.mean()))
+        spread = self.block_sd**2 * (1 + _NUM_FITTED / max(self.num_blocks, 1))
+        spread += (self.batch_sd**2 + drawn) / num_measured
+        width = _students_t(self.num_blocks) * math.sqrt(spread)
+        return Prediction(value, value * math.exp(-width), value * math.exp(width))
+
+
+def _students_t(num_blocks: int) -> float:
+    return float(stats.t.ppf(0.5 + _CONFIDENCE / 2, max(1, num_blocks - _NUM_FITTED)))
+
+
+def fit(observed: Sequence[Sequence[Observed]]) -> ScanModel:
+    """From groups of like batches: same size, probes and division. Among the divisions there must be all lists on disk
+    and all in RAM; one in between tells how much shards hold each other up."""
+    observed = _with_usual_coarse_seconds(observed)
+    everything = [one for group in observed for one in group]
+    whole = max(one.probed.shape[1] for one in everything)
+    in_ram = [one for one in everything if one.division.disk_bytes == 0]
+    on_disk = [one for one in everything if one.division.ram_bytes == 0]
+    divided = [one for one in everything if one.division.ram_bytes and one.division.disk_bytes and _wakes(one.probed)]
+    assert in_ram and on_disk
+    works = [np.concatenate([[_wakes(one.probed)], _total(one, RAM, WINDOWS[0])[:3]]) for one in in_ram]
+    per_batch, *scan_costs = _least_squares(
+        works, [_scan(one) for one in in_ram], [one.seconds for one in in_ram]
+    ).tolist()
+    window_bytes, file_costs = _file_costs(on_disk, per_batch, np.array(scan_costs))
+    costs = np.array([*scan_costs, *file_costs])
+    overlap = _overlap(divided, per_batch, costs, window_bytes)
+    times = _times([one for one in on_disk if one.probed.shape[1] == whole])
+    per_query, per_list, per_code, per_window, per_byte = costs.tolist()
+    model = ScanModel(
+        times=times,
+        per_batch=per_batch,
+        per_query=per_query,
+        per_list=per_list,
+        per_code=per_code,
+        per_window=per_window,
+        per_byte=per_byte,
+        window_bytes=window_bytes,
+        overlap=overlap,
+        block_sd=0.0,
+        batch_sd=0.0,
+        num_blocks=len(observed),
+    )
+    errors = [np.array([_log_error(model, one) for one in group]) for group in observed]
+    num_free = max(1, len(errors) - _NUM_FITTED)
+    block_sd = math.sqrt(sum(float(np.mean(group)) ** 2 for group in errors) / num_free)
+    within = np.concatenate([group - group.mean() for group in errors])
+    batch_sd = math.sqrt(float((within**2).sum()) / max(1, len(within) - len(errors)))
+    return replace(model, block_sd=block_sd, batch_sd=batch_sd)
+
+
+def fit_device(works: Sequence[Floats], seconds: Sequence[float]) -> DeviceCosts:
+    """From scans of batches of different sizes and widths: what `Division.device_work` counts [3], and the time."""
+    return DeviceCosts(*_least_squares(works, seconds, seconds).tolist())
+
+
+def _with_usual_coarse_seconds(observed: Sequence[Sequence[Observed]]) -> list[list[Observed]]:
+    """Coarse search takes the same wherever lists are, so its median over all batches of a size is subtracted: one that
+    was interrupted would leave next to nothing for the scan, and relative errors of that would rule the fit."""
+    by_size: dict[int, list[float]] = {}
+    for one in (one for group in observed for one in group):
+        by_size.setdefault(len(one.probed), []).append(one.coarse_seconds)
+    usual = {size: float(np.median(seconds)) for size, seconds in by_size.items()}
+    return [
+        [replace(one, coarse_seconds=min(usual[len(one.probed)], one.seconds)) for one in group] for group in observed
+    ]
+
+
+def _wakes(probed: Lists) -> float:
+    """1 if a batch [q, p] is scanned by the shards' threads, 0 for a single query."""
+    return float(len(probed) > 1)
+
+
+def _scan(one: Observed) -> float:
+    return max(one.seconds - one.coarse_seconds, 1e-9)
+
+
+def _total(one: Observed, shard: int, window_bytes: int) -> Floats:
+    found: Floats = one.division.work(shard, one.probed, window_bytes)[1].sum(axis=0)
+    return found
+
+
+def _least_squares(rows: Sequence[Floats], seconds: Sequence[float], scale: Sequence[float]) -> Floats:
+    """Costs of at least 0 with the least sum of squared errors, each relative to `scale`."""
+    weights = 1 / np.maximum(np.array(scale), 1e-9)
+    matrix = np.array(rows) * weights[:, None]
+    units = np.maximum(np.abs(matrix).max(axis=0), 1e-300)  # columns of like size, for its stopping rule
+    solved, _ = optimize.nnls(matrix / units, np.array(seconds) * weights)
+    found: Floats = solved / units
+    return found
+
+
+def _file_costs(on_disk: Sequence[Observed], per_batch: float, scan_costs: Floats) -> tuple[int, Floats]:
+    """The window that fits best, and what a window and a byte of the file cost."""
+    totals = [_scan(one) for one in on_disk]
+    scale = [one.seconds for one in on_disk]
+    best: tuple[float, int, Floats] | None = None
+    for window_bytes in WINDOWS:
+        works = [_total(one, DISK, window_bytes) for one in on_disk]
+        woken = [per_batch * _wakes(one.probed) for one in on_disk]
+        scanned = [start + float(work[:3] @ scan_costs) for start, work in zip(woken, works, strict=True)]
+        rest = [max(total - one, 0.0) for total, one in zip(totals, scanned, strict=True)]
+        costs = _least_squares([work[3:] for work in works], rest, scale)
+        told = np.array([one + float(work[3:] @ costs) for one, work in zip(scanned, works, strict=True)])
+        error = float(np.mean(((told - np.array(totals)) / np.array(scale)) ** 2))
+        if best is None or error < best[0]:
+            best = error, window_bytes, costs
+    assert best is not None
+    return best[1], best[2]
+
+
+def _overlap(divided: Sequence[Observed], per_batch: float, costs: Floats, window_bytes: int) -> float:
+    """The share of the shorter scan that the longer one takes longer, by least squares of relative errors."""
+    numerator = denominator = 0.0
+    for one in divided:
+        shards = [float(_total(one, shard, window_bytes) @ costs) for shard in (RAM, DISK)]
+        weight = 1 / one.seconds**2
+        numerator += weight * (_scan(one) - per_batch - max(shards)) * min(shards)
+        denominator += weight * min(shards) ** 2
+    return float(np.clip(numerator / denominator, 0.0, 1.0)) if denominator else 0.0
+
+
+def _times(on_disk: Sequence[Observed]) -> SearchTimes:
+    """Means by batch size (Eq. 1 in pieces)."""
+    sizes = sorted({len(one.probed) for one in on_disk})
+    groups = [[one for one in on_disk if len(one.probed) == size] for size in sizes]
+    coarse = tuple(float(np.mean([one.coarse_seconds for one in group])) for group in groups)
+    scan = tuple(float(np.mean([_scan(one) for one in group])) for group in groups)
+    return SearchTimes(tuple(sizes), coarse, scan)
+
+
+def _log_error(model: ScanModel, one: Observed) -> float:
+    told = float(model.release_seconds(one.division, one.probed).max())
+    told += one.coarse_seconds - model.times.coarse(len(one.probed))
+    return math.log(one.seconds / max(told, 1e-12))
+
+
+# By hit rates
+
+
+def straight(times: SearchTimes) -> SearchTimes:
+    """Eq. 1 as it is written: one straight line over all batch sizes, for coarse search and for scanning."""
+    ends = (times.batch_sizes[0], times.batch_sizes[-1])
+    coarse, scan = (straight_line(times.batch_sizes, one) for one in (times.coarse_seconds, times.scan_seconds))
+    at = [tuple(max(slope * size + start, 0.0) for size in ends) for slope, start in (coarse, scan)]
+    return SearchTimes(ends, at[0], at[1], times.dispatch_seconds)
+
+
+def worst_error_of_line(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """How far, relatively, the best straight line is from a measured point at most."""
+    slope, start = straight_line(sizes, seconds)
+    return max(abs(slope * size + start - one) / one for size, one in zip(sizes, seconds, strict=True))
+
+
+def straight_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Slope and start, by least squares."""
+    if len(sizes) == 1:
+        return 0.0, seconds[0]
+    slope, start = np.polyfit(sizes, seconds, 1)
+    return float(slope), float(start)
+
+
+def rate_by_hits(times: SearchTimes, hits: HitRates, batch_size: int, *, as_paper: bool = False) -> float:
+    """Queries per second (Eq. 5, 6) by the least hit rate of a batch: the exact order statistic with the measured
+    times, or Eq. 1, 3 and 4 as they are written."""
+    if as_paper:
+        least = min(1.0, expected_minimum_by_paper(hits.pmf(), batch_size) / hits.num_probes)
+        return batch_size / straight(times).batch_seconds(batch_size, least)
+    least = expected_minimum(hits.pmf(), batch_size) / hits.num_probes
+    return batch_size / times.batch_seconds(batch_size, least)
+
+
+def hits_of(division: Division, probed: Lists) -> HitRates:
+    """Fitted to how many of the lists that each query [n, p] probes are in RAM or on devices."""
+    num_in = division.partition.num_in(probed)
+    return HitRates.fit(num_in.sum(axis=1) - num_in[:, DISK], probed.shape[1])

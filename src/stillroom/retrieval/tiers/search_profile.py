@@ -1,0 +1,251 @@
+"""Measures what `search_model` fits: batches of real or given queries at several sizes, with all lists on disk, a
+random half of them in RAM, and all in RAM (VectorLiteRAG 4.1: "profiling is only required to be performed for a very
+small number of requests").
+
+Before each batch the pages of the lists on disk are dropped, so what is told is what a search costs that finds nothing
+in the system's page cache: the worst case, and the only one that a budget can promise.
+
+Where there are devices, scans on the first of them are timed by themselves: what they share with the host is not known.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.retrieval.tiers.device_shard import DeviceShard
+from stillroom.retrieval.tiers.division import ID_BYTES, Counts, Division, Floats
+from stillroom.retrieval.tiers.hit_rates import HitRates
+from stillroom.retrieval.tiers.partition import Lists, Partition, hottest
+from stillroom.retrieval.tiers.search_model import (
+    DeviceCosts,
+    Observed,
+    ScanModel,
+    fit,
+    fit_device,
+    hits_of,
+    rate_by_hits,
+)
+from stillroom.retrieval.tiers.tiered_ivf import DISK, FIRST_DEVICE, RAM, TieredLists, written
+from stillroom.retrieval.vector_index import one_thread
+
+Vectors = NDArray[np.float32]
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+_SHARES = (0.0, 0.5, 1.0)
+_LEAST_SECONDS = 1e-7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured."""
+
+    batch_sizes: Sequence[int] = BATCH_SIZES
+    num_queries: int = 128
+    """Of each group of like batches, at least two batches."""
+    num_rounds: int = 2
+    """The groups take turns, so that a slow moment of the machine is not all that is known of one."""
+    num_found: int = 50
+    """Results of a search."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchProfile:
+    """What is known of an index and its queries."""
+
+    sizes: Counts
+    """Vectors in each list."""
+    bytes_per_vector: int
+    probed: Lists
+    """Lists that the queries probe, [n, p]."""
+    model: ScanModel
+
+    @property
+    def list_bytes(self) -> int:
+        return int(self.sizes.sum()) * self.bytes_per_vector
+
+    def accesses(self, rows: slice = slice(None)) -> Floats:
+        """How often each list is probed, by all queries or some: [nlist]."""
+        probed = self.probed[rows]
+        found: Floats = np.bincount(probed[probed >= 0].ravel(), minlength=len(self.sizes)).astype(float)
+        return found
+
+
+def rate_at(profile: SearchProfile, nprobe: int) -> Callable[[float, int], float]:
+    """Queries per second at a mean hit rate and a batch size (Eq. 6): half of the queries say which lists are hot, the
+    others how often those are hit."""
+    half = len(profile.probed) // 2
+    probed = profile.probed[:, :nprobe]
+    accesses = profile.accesses(slice(0, max(1, half)))
+    known: dict[int, HitRates] = {}
+
+    def rate(hit_rate: float, batch_size: int) -> float:
+        held = hottest(accesses, hit_rate) if hit_rate < 1 else np.arange(len(profile.sizes))
+        if len(held) not in known:
+            shard_of = np.full(len(profile.sizes), DISK)
+            shard_of[held] = RAM
+            division = Division(profile.sizes, profile.bytes_per_vector, Partition(shard_of, 2))
+            known[len(held)] = hits_of(division, probed[half:])
+        return rate_by_hits(profile.model.times, known[len(held)], batch_size)
+
+    return rate
+
+
+def probed_lists(lists: Any, queries: Vectors, nprobe: int) -> Lists:
+    """Lists [n, p] that queries [n, d] probe, nearest first."""
+    with one_thread():
+        found: Lists = lists.quantizer.search(np.ascontiguousarray(queries), min(nprobe, int(lists.nlist)))[1]
+    return found
+
+
+def measure_profile(
+    lists: Any,
+    queries: Vectors,
+    nprobe: int,
+    folder: Path,
+    effort: Effort | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> SearchProfile:
+    """Measure and fit.
+
+    Args:
+        lists: a trained IndexIVFPQ with vectors in it.
+        queries: [n, d], n at least 1; few are drawn several times.
+        folder: on the disk that lists would lie on; what is written there is removed again.
+    """
+    effort = effort or Effort()
+    rng = np.random.default_rng([effort.seed, 1])
+    place = rng.permutation(lists.nlist)
+    groups: list[list[Observed]] = []
+    for at, share in enumerate(_SHARES):
+        partition = Partition(np.where(place < round(share * lists.nlist), RAM, DISK), 2)
+
+        def tell(done: int, total: int, at: int = at) -> None:
+            on_progress(at * total + done, len(_SHARES) * total)
+
+        groups += observe(lists, partition, queries, nprobe, folder, effort, tell)
+    model = fit(groups)
+    return SearchProfile(*_shape(lists), probed_lists(lists, queries, nprobe), model)
+
+
+def measure_device(
+    lists: Any, queries: Vectors, nprobe: int, device: str, num_bytes: int, effort: Effort | None = None
+) -> DeviceCosts | None:
+    """Time scans on a device, coarse search apart: of a random part of the lists, as many as fit.
+
+    Args:
+        num_bytes: of codes, that may be on the device meanwhile.
+
+    Returns:
+        None where not one list fits.
+    """
+    effort = effort or Effort()
+    rng = np.random.default_rng([effort.seed, 3])
+    sizes, bytes_per_vector = _shape(lists)
+    order = rng.permutation(lists.nlist)
+    held = np.sort(order[np.cumsum(sizes[order] * (bytes_per_vector - ID_BYTES)) <= num_bytes])
+    if not sizes[held].sum():
+        return None
+    shard_of = np.full(lists.nlist, DISK)
+    shard_of[held] = FIRST_DEVICE
+    division = Division(sizes, bytes_per_vector, Partition(shard_of, FIRST_DEVICE + 1))
+    shard = DeviceShard(lists, held, device)
+    works: list[Floats] = []
+    seconds: list[float] = []
+    for size, probes in _groups(min(nprobe, int(lists.nlist)), effort.batch_sizes):
+        for number in range(1 + max(2, effort.num_queries // size)):
+            chosen = np.ascontiguousarray(queries[rng.choice(len(queries), size=size, replace=size > len(queries))])
+            with one_thread():
+                nearness, probed = lists.quantizer.search(chosen, probes)
+            asked, work = division.device_work(FIRST_DEVICE, probed)
+            if not len(asked):
+                continue
+            mine, near = division.partition.probes(FIRST_DEVICE, probed, nearness)
+            began = time.perf_counter()
+            shard.scan_batch(chosen[asked], effort.num_found, mine[asked], near[asked])
+            took = time.perf_counter() - began
+            if number:  # the first of a shape allocates, and on a GPU it loads kernels
+                works.append(work)
+                seconds.append(max(took, _LEAST_SECONDS))
+    return fit_device(works, seconds) if works else None
+
+
+def observe(  # noqa: PLR0913  what is measured, and how
+    lists: Any,
+    partition: Partition,
+    queries: Vectors,
+    nprobe: int,
+    folder: Path,
+    effort: Effort,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[list[Observed]]:
+    """Groups of like batches with one division of the lists; arguments as of `measure_profile`."""
+    division = Division(*_shape(lists), partition)
+    rng = np.random.default_rng([effort.seed, 2, division.ram_bytes])
+    file = folder / f"profile-{time.monotonic_ns()}.ivf"
+    tiered = TieredLists(written(lists, file), partition.of(RAM))
+    plan = list(_groups(min(nprobe, int(lists.nlist)), effort.batch_sizes))
+    groups: list[list[Observed]] = [[] for _ in plan]
+    try:
+        bench = _Bench(lists, tiered, division, queries, effort, rng)
+        bench.batch(*plan[0])  # threads start, pages are allocated
+        for number in range(effort.num_rounds):
+            for at, (size, probes) in enumerate(plan):
+                num_batches = max(2, effort.num_queries // size)
+                share = range(
+                    num_batches * number // effort.num_rounds, num_batches * (number + 1) // effort.num_rounds
+                )
+                groups[at] += [bench.batch(size, probes) for _ in share]
+                on_progress(number * len(plan) + at + 1, effort.num_rounds * len(plan))
+    finally:
+        tiered.close()
+        file.unlink(missing_ok=True)
+    return groups
+
+
+def _shape(lists: Any) -> tuple[Counts, int]:
+    """Vectors in each list [nlist], and bytes of each: its code and its id."""
+    sizes = np.array([lists.invlists.list_size(number) for number in range(lists.nlist)], dtype=np.int64)
+    return sizes, int(lists.code_size) + ID_BYTES
+
+
+def _groups(nprobe: int, batch_sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Batch sizes and probes: fewer probes too, or the cost of a query could not be told from that of its lists."""
+    for size in batch_sizes:
+        yield size, nprobe
+    for probes in sorted({max(1, nprobe // 2), max(1, nprobe // 4)} - {nprobe}):
+        yield batch_sizes[0], probes
+        yield batch_sizes[len(batch_sizes) // 2], probes
+
+
+class _Bench:
+    """One division."""
+
+    def __init__(
+        self,
+        lists: Any,
+        tiered: TieredLists,
+        division: Division,
+        queries: Vectors,
+        effort: Effort,
+        rng: np.random.Generator,
+    ) -> None:
+        self._lists, self._tiered, self._division = lists, tiered, division
+        self._queries, self._num_found, self._rng = queries, effort.num_found, rng
+
+    def batch(self, size: int, nprobe: int) -> Observed:
+        """Measure one of drawn queries."""
+        chosen = self._rng.choice(len(self._queries), size=size, replace=size > len(self._queries))
+        queries = np.ascontiguousarray(self._queries[chosen])
+        self._tiered.drop_pages()
+        began = time.perf_counter()
+        self._tiered.search_batch(queries, self._num_found, nprobe, lambda number, scored: None)
+        seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        probed = probed_lists(self._lists, queries, nprobe)
+        coarse = time.perf_counter() - began
+        return Observed(self._division, probed, min(coarse, seconds - _LEAST_SECONDS), seconds)

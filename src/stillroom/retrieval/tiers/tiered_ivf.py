@@ -1,0 +1,396 @@
+"""An IVF-PQ index whose lists are divided among tiers of memory (VectorLiteRAG 4.1, 4.2): hot ones in RAM, the others
+in a file that is mapped into memory, so that an index may be larger than its RAM; where there are devices, the hottest
+on them (`device_shard`).
+
+The file holds every list and RAM copies of some, so a list leaves RAM by being forgotten. Which lists those are is one
+value that is replaced as a whole (`exchange`): a search goes on with the value that it began with, so exchanging stops
+nobody and changes no result.
+
+A batch is searched as the paper does: one coarse search says which lists a query probes, a mapping table where they are
+(`partition`). Shards scan at the same time, each in a thread of its own, and each those queries first that have least
+to scan there. A query is released the moment the last of its lists is scanned, whatever the rest of its batch does. A
+single query lets the system read its lists on disk while those in RAM are scanned, without a thread. What is found is
+what the undivided index gives: distances are those of the same codes in the same lists, and lists of results are merged
+as `ivf_pq` merges the stages of a search.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+import faiss as _faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.retrieval.ranking import first_arrays, with_ties
+from stillroom.retrieval.tiers.list_file import Entries, ListFile, Origin, write_list_file
+from stillroom.retrieval.tiers.partition import Lists, Nearness, Partition
+from stillroom.retrieval.vector_index import one_thread
+
+faiss: Any = _faiss  # its type information lacks what is made at import
+
+Vectors = NDArray[np.float32]
+Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Ids [n] and scores [n], best first, ties by id."""
+
+RAM, DISK, FIRST_DEVICE = 0, 1, 2
+"""Shards; a second device is the next number, and so on."""
+
+_AHEAD = 2
+"""Queries of a batch whose lists on disk the system is told to read before the one that is scanned."""
+
+_NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+
+
+def scan(lists: Any, query: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None) -> Scored:
+    """The best `num` of an IVF index for a query [d], and those that equal the last of them, in lists [p] whose centres
+    are as near as `nearness` [p]; -1 is no list.
+
+    Args:
+        allowed: a selector of faiss; None allows every id.
+    """
+    probed, nearness = np.ascontiguousarray(probed), np.ascontiguousarray(nearness)
+    query = np.ascontiguousarray(query)
+    parameters = faiss.SearchParametersIVF(nprobe=max(1, len(probed)), sel=allowed)
+    pointer = faiss.swig_ptr
+
+    def fetch(n: int) -> Scored:
+        ids, scores = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.float32)
+        chosen, result = (pointer(probed), pointer(nearness)), (pointer(scores), pointer(ids))
+        with one_thread():
+            lists.search_preassigned_c(1, pointer(query), n, *chosen, *result, False, parameters)
+        return ids[ids >= 0], scores[ids >= 0]
+
+    return with_ties(fetch, num) if (probed >= 0).any() else _NOTHING
+
+
+class BatchShard(Protocol):
+    """Lists that are scanned for a whole batch at once: `device_shard`."""
+
+    def scan_batch(
+        self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None
+    ) -> list[Scored]:
+        """As the function `scan`, for each of queries [q, d] in lists [q, p]."""
+        ...
+
+
+Placed = Sequence[tuple[BatchShard, Lists]]
+"""Shards on devices, and the lists in each, no list in two."""
+
+
+class _OnDevices:
+    """Which lists are on devices. Immutable."""
+
+    def __init__(self, num_lists: int, placed: Placed) -> None:
+        self.shards = [shard for shard, _ in placed]
+        self.device_of = np.full(num_lists, -1)
+        """[nlist]; -1 is none."""
+        for number, (_, held) in enumerate(placed):
+            self.device_of[held] = number
+
+
+@dataclass(frozen=True)
+class _InRam:
+    """The lists in RAM, and an index of them."""
+
+    held: Mapping[int, Any]
+    """An ArrayInvertedLists of one list each."""
+    is_held: NDArray[np.bool_]
+    """[nlist]"""
+    index: Any
+    num_bytes: int
+
+
+@dataclass
+class _Pending:
+    """A query of a batch, while shards scan for it."""
+
+    num_shards: int
+    parts: list[Scored] = field(default_factory=list)
+
+
+class TieredLists:
+    """The lists of a file, some of them in RAM too. Thread-safe."""
+
+    def __init__(self, file: ListFile, hot: Lists | None = None, devices: Placed = ()) -> None:
+        """
+        Args:
+            hot: lists to copy into RAM at once.
+            devices: as of `place`.
+        """
+        self.file = file
+        self._on_devices = _OnDevices(len(file.sizes), devices)
+        self._empty = faiss.ArrayInvertedLists(1, file.code_size)
+        self._exchanging = Lock()
+        self._disk = view(file.shell, file.mapped)
+        self._ram = self._in_ram({})
+        self._pool: ThreadPoolExecutor | None = None
+        if hot is not None:
+            self.exchange((), hot)
+
+    def close(self) -> None:
+        """Wait for what is scanned. Idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+    @property
+    def quantizer(self) -> Any:
+        """An index of the centres."""
+        return self.file.shell.quantizer
+
+    @property
+    def is_in_ram(self) -> NDArray[np.bool_]:
+        """[nlist]. Not to be written to."""
+        return self._ram.is_held
+
+    @property
+    def ram_bytes(self) -> int:
+        """Of codes and ids in RAM."""
+        return self._ram.num_bytes
+
+    def list_bytes(self) -> NDArray[np.int64]:
+        """[nlist]: codes and ids of each list."""
+        found: NDArray[np.int64] = self.file.sizes * self.file.entry_bytes
+        return found
+
+    def exchange(self, out: Any, into: Any) -> None:
+        """Forget lists in RAM and copy others there. Searches see all of it or nothing, and wait for none of it.
+
+        Raises:
+            CorruptKnowledgeBaseError: a list is damaged in the file; then nothing was changed.
+        """
+        with self._exchanging:
+            held = dict(self._ram.held)
+            for number in out:
+                held.pop(int(number), None)
+            for number in into:
+                held[int(number)] = self._copied(int(number))
+            self._ram = self._in_ram(held)
+
+    def place(self, devices: Placed) -> None:
+        """Have these lists on devices, and no others. Scores of a device are faiss' up to rounding. Searches that have
+        begun go on with what was there."""
+        self._on_devices = _OnDevices(len(self.file.sizes), devices)
+
+    @property
+    def device_of(self) -> NDArray[np.int64]:
+        """[nlist]: the device of each list, -1 for none. Not to be written to."""
+        return self._on_devices.device_of
+
+    def drop_pages(self) -> None:
+        """Forget what is in memory of the file: for measuring. Between searches only."""
+        self._disk = None  # mapped pages are not dropped
+        self.file.drop_pages()
+        self._disk = view(self.file.shell, self.file.mapped)
+
+    # Searching
+
+    def scan(self, query: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None) -> Scored:
+        """As the function `scan` over all lists, each from where it is.
+
+        Raises:
+            CorruptKnowledgeBaseError: a list is damaged in the file.
+        """
+        ram, devices = self._ram, self._on_devices
+        device = devices.device_of[probed]
+        asked: list[Future[list[Scored]]] = []
+        for number, shard in enumerate(devices.shards):
+            mine = device == number
+            if mine.any():
+                own = probed[None, mine], nearness[None, mine]
+                asked.append(self._threads().submit(shard.scan_batch, query[None], num, *own, allowed))
+        is_held, is_cold = ram.is_held[probed] & (device < 0), ~ram.is_held[probed] & (device < 0)
+        cold = probed[is_cold]
+        self.file.will_need(cold)
+        parts = [scan(ram.index, query, num, probed[is_held], nearness[is_held], allowed)]
+        self.file.check_lists(cold)
+        parts.append(scan(self._disk, query, num, cold, nearness[is_cold], allowed))
+        parts += [one.result()[0] for one in asked]
+        ids, scores = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return ids, scores
+
+    def search(self, query: Vectors, num: int, nprobe: int) -> Scored:
+        """The best `num` for a query [d], and no more."""
+        nearness, probed = self.probe(query.reshape(1, -1), nprobe)
+        return first_arrays(*self.scan(query, num, probed[0], nearness[0]), num)
+
+    def probe(self, queries: Vectors, nprobe: int) -> tuple[Nearness, Lists]:
+        """Nearness [q, p] and numbers [q, p] of the lists nearest to queries [q, d]."""
+        with one_thread():
+            nearness, probed = self.quantizer.search(np.ascontiguousarray(queries), min(nprobe, len(self.file.sizes)))
+        return nearness, probed
+
+    def search_batch(self, queries: Vectors, num: int, nprobe: int, on_found: Callable[[int, Scored], None]) -> None:
+        """The best `num` for each of queries [q, d], and no more.
+
+        Args:
+            on_found: told the number of a query and what was found, once each, as soon as its last list is scanned; in
+                a thread of a shard, so it must return quickly.
+        """
+        nearness, probed = self.probe(queries, nprobe)
+
+        def release(number: int, scored: Scored) -> None:
+            on_found(number, first_arrays(*scored, num))
+
+        running = self.start_batch(queries, num, probed, nearness, release)
+        wait(running)
+        for one in running:
+            one.result()
+
+    def start_batch(
+        self,
+        queries: Vectors,
+        num: int,
+        probed: Lists,
+        nearness: Nearness,
+        on_found: Callable[[int, Scored], None],
+        allowed: Any = None,
+    ) -> list[Future[None]]:
+        """Have the shards scan for queries [q, d] in lists [q, p] as near as `nearness` [q, p].
+
+        Args:
+            on_found: as of `search_batch`, and told those that equal the last of the best `num` too.
+            allowed: as of the function `scan`.
+
+        Returns:
+            The shards' work, an error of which is that of a damaged list; nothing for a single query, whose work is
+            done, or its error raised, here.
+        """
+        if len(queries) == 1:  # waking shards takes longer than what they gain
+            on_found(0, self.scan(queries[0], num, probed[0], nearness[0], allowed))
+            return []
+        return self._wake_shards(queries, num, probed, nearness, on_found, allowed)
+
+    def _wake_shards(
+        self,
+        queries: Vectors,
+        num: int,
+        probed: Lists,
+        nearness: Nearness,
+        on_found: Callable[[int, Scored], None],
+        allowed: Any,
+    ) -> list[Future[None]]:
+        ram, devices = self._ram, self._on_devices
+        on_host = np.where(ram.is_held, RAM, DISK)
+        shard_of = np.where(devices.device_of >= 0, FIRST_DEVICE + devices.device_of, on_host)
+        partition = Partition(shard_of, FIRST_DEVICE + len(devices.shards))
+        num_in = partition.num_in(probed)
+        pending = [_Pending(int((row > 0).sum())) for row in num_in]
+        lock = Lock()
+
+        def finish(number: int, part: Scored) -> None:
+            with lock:
+                one = pending[number]
+                one.parts.append(part)
+                if len(one.parts) < one.num_shards:
+                    return
+            ids, scores = (np.concatenate(arrays) for arrays in zip(*one.parts, strict=True))
+            on_found(number, (ids, scores))
+
+        def run_device(shard: int) -> None:
+            """All of the batch at once."""
+            mine, near = partition.probes(shard, probed, nearness)
+            asked = np.flatnonzero(num_in[:, shard])
+            if not len(asked):
+                return
+            device = devices.shards[shard - FIRST_DEVICE]
+            parts = device.scan_batch(queries[asked], num, mine[asked], near[asked], allowed)
+            for number, part in zip(asked.tolist(), parts, strict=True):
+                finish(number, part)
+
+        def run(shard: int) -> None:
+            index = ram.index if shard == RAM else self._disk
+            mine, near = partition.probes(shard, probed, nearness)
+            asked = np.flatnonzero(num_in[:, shard])
+            order = asked[np.argsort(num_in[asked, shard], kind="stable")].tolist()
+            for at, number in enumerate(order):
+                lists = mine[number, : num_in[number, shard]]
+                if shard == DISK:
+                    for soon in order[at + _AHEAD : at + _AHEAD + 1] if at else order[: _AHEAD + 1]:
+                        self.file.will_need(mine[soon, : num_in[soon, DISK]])
+                    self.file.check_lists(lists)
+                finish(number, scan(index, queries[number], num, lists, near[number, : len(lists)], allowed))
+
+        threads = self._threads()
+        running = [threads.submit(run, shard) for shard in (RAM, DISK)]
+        return running + [threads.submit(run_device, FIRST_DEVICE + number) for number in range(len(devices.shards))]
+
+    # Inside
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """One for each shard."""
+        if self._pool is None:
+            num_shards = FIRST_DEVICE + len(self._on_devices.shards)
+            self._pool = ThreadPoolExecutor(num_shards, thread_name_prefix="stillroom-shard")
+        return self._pool
+
+    def _copied(self, number: int) -> Any:
+        rows, codes = self.file.entries(number)
+        one = faiss.ArrayInvertedLists(1, self.file.code_size)
+        if len(rows):
+            one.add_entries(0, len(rows), faiss.swig_ptr(rows), faiss.swig_ptr(codes))
+        return one
+
+    def _in_ram(self, held: dict[int, Any]) -> _InRam:
+        is_held = np.zeros(len(self.file.sizes), dtype=bool)
+        is_held[list(held)] = True
+        each = faiss.InvertedListsPtrVector()
+        for number in range(len(is_held)):
+            each.push_back(held.get(number, self._empty))
+        stacked = faiss.VStackInvertedLists(len(is_held), each.data())
+        index = view(self.file.shell, stacked, held)
+        return _InRam(held, is_held, index, int(self.list_bytes()[is_held].sum()))
+
+
+def view(shell: Any, inverted_lists: Any, kept: Any = None) -> Any:
+    """An index with the quantizers of `shell`, of which it keeps no copy of the coarse one, over some lists.
+
+    Args:
+        kept: what lives as long.
+    """
+    index = emptied(shell)
+    index.replace_invlists(inverted_lists, False)
+    index.referenced_objects = [shell, inverted_lists, kept]  # faiss keeps a pointer only
+    return index
+
+
+def emptied(lists: Any) -> Any:
+    """An index with the quantizers of an IndexIVFPQ, which has to outlive it, and no entries."""
+    index = faiss.IndexIVFPQ(lists.quantizer, lists.d, lists.nlist, lists.pq.M, lists.pq.nbits, lists.metric_type)
+    index.pq = lists.pq
+    index.by_residual = lists.by_residual
+    index.is_trained = True
+    return index
+
+
+def written(lists: Any, path: Path) -> ListFile:
+    """The lists of an index in RAM in a file, without full vectors: for measuring."""
+    ids = np.arange(lists.ntotal, dtype=np.int64)
+    write_list_file(path, Origin("", 0, int(lists.ntotal)), emptied(lists), all_entries(lists), ids)
+    return ListFile(path)
+
+
+def entries_of(inverted_lists: Any, number: int) -> Entries:
+    """Ids and codes of one list of an index in RAM, copied."""
+    size = inverted_lists.list_size(number)
+    if not size:
+        return np.empty(0, dtype=np.int64), np.empty((0, inverted_lists.code_size), dtype=np.uint8)
+    codes = faiss.rev_swig_ptr(inverted_lists.get_codes(number), size * inverted_lists.code_size)
+    ids = faiss.rev_swig_ptr(inverted_lists.get_ids(number), size)
+    return ids.copy(), codes.reshape(size, -1).copy()
+
+
+def all_entries(lists: Any) -> Iterator[Entries]:
+    """Of every list of an index in RAM in turn."""
+    for number in range(lists.nlist):
+        yield entries_of(lists.invlists, number)
+
+
+def accesses(lists: Any, queries: Vectors, nprobe: int) -> NDArray[np.float64]:
+    """[nlist]: how many of queries [q, d] probe each list."""
+    probed = lists.quantizer.search(np.ascontiguousarray(queries), min(nprobe, int(lists.nlist)))[1]
+    found: NDArray[np.float64] = np.bincount(probed[probed >= 0].ravel(), minlength=int(lists.nlist)).astype(float)
+    return found

@@ -1,0 +1,58 @@
+"""Do uploaded files and what was indexed of them agree? Compared by their paths and bytes; nothing is changed.
+
+No repair: whether the file or the index is right is for whoever uploaded it to say, and what was said of a file that
+was never indexed (`metadata`) is not known here.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from stillroom.config.documents_settings import DocumentsConfig
+from stillroom.errors import DocumentError
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.intake.reading import look_at
+from stillroom.retrieval.kb_folder import INCOMING, UPLOADS
+from stillroom.retrieval.loaders.metadata import is_sidecar
+from stillroom.retrieval.verify.report import Finding, finding
+
+
+def check_uploads(folder: Path, corpus: Corpus, config: DocumentsConfig) -> Iterator[Finding]:
+    """Of the knowledge base in `folder`. A file that is gone is no finding: its text is in SQLite."""
+    sources, paths = corpus.sources(), corpus.paths()
+    unknown, changed = [], []
+    for path in _files(folder):
+        source = sources.get(str(path))
+        if source is None or (not source.content_hash and str(path) not in paths):
+            unknown += [] if is_sidecar(path) else [path]
+        elif source.content_hash and _hash(path, config) != source.content_hash:
+            changed.append(path)  # without a hash, some of its records were removed
+    if unknown:
+        yield finding(
+            "uploads",
+            "uploaded files that nothing was indexed of",
+            "searches do not find them by these paths: an upload or a removal was killed, or the folder "
+            "was moved. Upload them again, index them as they are (stillroom add FILE), or delete them",
+            unknown,
+        )
+    if changed:
+        yield finding(
+            "uploads",
+            "uploaded files that are not as they were indexed",
+            "searches find what they said before. Upload them again, or index them as they are: stillroom add FILE",
+            changed,
+        )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Those that have their place, sorted."""
+    for parent, folders, names in os.walk(os.path.join(os.path.abspath(folder), UPLOADS)):
+        folders[:] = sorted(name for name in folders if name != INCOMING)
+        yield from (Path(parent, name) for name in sorted(names))
+
+
+def _hash(path: Path, config: DocumentsConfig) -> str:
+    try:
+        return look_at(path, None, config).content_hash
+    except DocumentError:
+        return ""

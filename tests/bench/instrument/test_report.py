@@ -1,0 +1,99 @@
+"""Results on disk and on the screen: nothing lost, nothing invented, flaky figures marked."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stillroom.bench.instrument.comparison import Earlier, compare, load_earlier
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Samples
+from stillroom.bench.instrument.html import to_html
+from stillroom.bench.instrument.report import BenchResult, format_value, markdown_table, save, to_markdown
+
+
+def samples(scale: float = 1.0, seed: int = 0) -> Samples:
+    rng = np.random.default_rng(seed)
+    kept = Samples()
+    for _ in range(20):
+        kept.add("ours", {"search_seconds": scale * rng.normal(0.002, 0.0001), "recall": 0.9})
+        kept.add("theirs", {"search_seconds": rng.normal(0.004, 0.002), "recall": 0.8})
+    return kept
+
+
+@pytest.fixture
+def result() -> BenchResult:
+    environment = record_environment(["stillroom", "bench", "x"])
+    return BenchResult("bench x", environment, {"k": 10}, samples(), "theirs", notes=["no <peer>"])
+
+
+def test_a_saved_result_holds_every_sample(result: BenchResult, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "result.json"
+    save(result, path)
+    assert load_earlier(path).samples.values == result.samples.values
+    content = json.loads(path.read_text())
+    ours = content["arms"]["ours"]["search_seconds"]
+    assert ours["summary"]["num_samples"] == 20 and not ours["is_flaky"]
+    assert ours["ratio_to_baseline"]["value"] == pytest.approx(0.5, abs=0.15)
+    assert content["arms"]["theirs"]["search_seconds"]["is_flaky"]
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_json_without_infinities(result: BenchResult, tmp_path: Path) -> None:
+    single = Samples()
+    single.add("a", {"x": 0.0})
+    save(dataclasses.replace(result, samples=single, baseline=None), tmp_path / "r.json")
+    for arm in ("b", "c"):
+        for value in (math.nan, 0.0, 2.0, math.inf):
+            single.add(arm, {"x": value})
+    tables = {"t": [{"ratio": math.nan, "list": (1.0, math.inf)}]}
+    odd = dataclasses.replace(result, samples=single, baseline="c", tables=tables, parameters={"limit": math.inf})
+    save(odd, tmp_path / "r.json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    content = json.loads((tmp_path / "r.json").read_text(), parse_constant=refuse)
+    assert content["arms"]["b"]["x"]["samples"] == [None, 0.0, 2.0, None]
+    assert content["tables"] == {"t": [{"ratio": None, "list": [1.0, None]}]}
+    assert content["parameters"] == {"limit": None}
+    assert "nan" not in to_html(odd).partition("<svg")[2]
+    earlier = load_earlier(tmp_path / "r.json")
+    assert [change.now for change in compare(odd, earlier).changes] == [0.0, 1.0, 1.0]
+
+
+def test_markdown_marks_what_is_flaky(result: BenchResult) -> None:
+    text = to_markdown(result)
+    line = next(line for line in text.splitlines() if line.startswith("| theirs | search_seconds"))
+    assert "(!)" in line
+    assert "(!)" not in next(line for line in text.splitlines() if line.startswith("| ours | search_seconds"))
+    assert "bench x" in text and result.environment.processor in text
+
+
+def test_html_is_self_contained_and_escaped(result: BenchResult) -> None:
+    page = to_html(result, compare(result, Earlier("bench x", {"k": 5}, samples(0.5, seed=1))))
+    assert "k (5 then, 10 now)" in page
+    assert "no &lt;peer&gt;" in page and "<script" not in page and "http" not in page
+    assert page.count("<circle") == 80 and "regression" in page
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "shown"),
+    [
+        ("a_seconds", 2e-6, "2 us"),
+        ("a_seconds", 0.0125, "12.5 ms"),
+        ("a_seconds", 3.0, "3 s"),
+        ("a_bytes", 3 << 20, "3 MiB"),
+        ("recall", 0.98765, "0.9877"),
+        ("x", float("nan"), "-"),
+    ],
+)
+def test_figures_have_units(metric: str, value: float, shown: str) -> None:
+    assert format_value(metric, value) == shown
+
+
+def test_cells_of_a_table_stay_in_their_columns() -> None:
+    assert markdown_table([{"a|b": "c|d", "e": "f\ng"}]) == ["| a\\|b | e |", "|---|---|", "| c\\|d | f g |"]

@@ -1,0 +1,119 @@
+"""Every statistic against SciPy or an example worked by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from stillroom.bench.instrument.statistics import Reproducibility, holm, paired_tests, ratio_of_medians, summarise
+
+SAMPLES = st.lists(st.floats(0.001, 1000), min_size=1, max_size=60)
+
+
+def test_an_example_worked_by_hand() -> None:
+    summary = summarise([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])  # mean 5, squares of deviations sum to 32
+    assert summary.mean == 5.0
+    assert summary.std == pytest.approx(math.sqrt(32 / 7))
+    assert summary.cv == pytest.approx(math.sqrt(32 / 7) / 5)
+    assert summary.ci_high - 5 == pytest.approx(2.364624 * math.sqrt(32 / 7) / math.sqrt(8), rel=1e-6)
+    assert (summary.p50, summary.minimum, summary.maximum) == (4.5, 2.0, 9.0)
+    assert summary.p95 == pytest.approx(8.3)  # between the 7th and 8th: 0.95 * 7 = 6.65
+
+
+def test_the_papers_own_numbers() -> None:
+    """llmds 5.2.1: mean 27.05, std 1.45, 5 repetitions: CV 5.37 %. Its interval [25.77, 28.32] is 1.96 s / sqrt(n), not
+    Student's t as its section 3.4.2 asks below 30 samples; ours is the wider, right one."""
+    samples = np.array([-1.0, -0.5, 0.0, 0.5, 1.0])
+    samples = 27.05 + samples / samples.std(ddof=1) * 1.45
+    summary = summarise(samples.tolist())
+    assert summary.cv == pytest.approx(0.0536, abs=1e-4)
+    assert 27.05 - 1.96 * summary.std / math.sqrt(5) == pytest.approx(25.77, abs=0.01)
+    assert summary.ci_low == pytest.approx(25.25, abs=0.01)
+
+
+@given(SAMPLES)
+def test_intervals_equal_scipys(samples: list[float]) -> None:
+    summary, count = summarise(samples), len(samples)
+    if count < 2:
+        assert math.isnan(summary.ci_low)
+        return
+    error = stats.sem(samples)
+    if error == 0:
+        assert summary.ci_low == summary.ci_high == summary.mean
+        return
+    distribution = stats.t(count - 1) if count < 30 else stats.norm()
+    low, high = summary.mean - distribution.ppf(0.975) * error, summary.mean + distribution.ppf(0.975) * error
+    assert (summary.ci_low, summary.ci_high) == pytest.approx((low, high), rel=1e-3, abs=1e-6)
+
+
+@given(SAMPLES)
+def test_percentiles_are_in_order_without_help(samples: list[float]) -> None:
+    summary = summarise(samples)
+    assert summary.minimum <= summary.p50 <= summary.p95 <= summary.p99 <= summary.maximum
+
+
+@pytest.mark.parametrize(
+    ("spread", "expected", "flaky"),
+    [(0.05, "excellent", False), (0.15, "good", False), (0.3, "flaky", True), (0.8, "very flaky", True)],
+)
+def test_classes_of_the_appendix(spread: float, expected: str, flaky: bool) -> None:
+    samples = np.array([-1.0, 0.0, 1.0]) * spread + 1  # the standard deviation is the spread
+    summary = summarise(samples.tolist())
+    assert summary.reproducibility is Reproducibility(expected)
+    assert summary.is_flaky() is flaky
+
+
+def test_no_spread_around_zero_is_excellent_and_any_spread_is_not() -> None:
+    assert summarise([0.0, 0.0]).cv == 0.0
+    assert summarise([-1.0, 1.0]).cv == math.inf
+
+
+def test_a_ratio_of_equal_arms_is_one_and_of_double_is_two() -> None:
+    rng = np.random.default_rng(0)
+    a = rng.normal(10, 1, size=40)
+    same = ratio_of_medians(a.tolist(), a.tolist())
+    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
+    double = ratio_of_medians((2 * a).tolist(), (a + rng.normal(0, 0.1, 40)).tolist())
+    assert double.low < 2.0 < double.high and double.excludes(1.0) and not double.excludes(2.0)
+
+
+def test_the_interval_covers_the_truth_about_95_times_in_100() -> None:
+    rng = np.random.default_rng(1)
+    covered = 0
+    for trial in range(200):
+        a, b = rng.lognormal(0.3, 0.2, 30), rng.lognormal(0.0, 0.2, 25)
+        interval = ratio_of_medians(a.tolist(), b.tolist(), seed=trial, num_resamples=400)
+        covered += not interval.excludes(math.exp(0.3))
+    assert 180 <= covered <= 199
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holm_is_monotone_and_never_smaller_than_the_raw_value(p_values: list[float]) -> None:
+    adjusted = holm(p_values)
+    assert all(a >= p for a, p in zip(adjusted, p_values, strict=True))
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    assert all(adjusted[i] <= adjusted[j] for i, j in zip(order, order[1:], strict=False))
+
+
+def test_paired_tests_equal_scipys_and_are_corrected_together() -> None:
+    rng = np.random.default_rng(2)
+    base = rng.normal(0.5, 0.2, 50)
+    better, similar = base + rng.normal(0.1, 0.1, 50), base + rng.normal(0.0, 0.1, 50)
+    tests = paired_tests({"better": (better.tolist(), base.tolist()), "similar": (similar.tolist(), base.tolist())})
+    assert tests["better"].p_value == pytest.approx(stats.ttest_rel(better, base).pvalue)
+    assert tests["better"].adjusted_p == pytest.approx(2 * tests["better"].p_value)
+    assert tests["better"].is_significant and not tests["similar"].is_significant
+
+
+def test_identical_arms_are_never_significant() -> None:
+    test = paired_tests({"same": ([1.0, 2.0], [1.0, 2.0])})["same"]
+    assert (test.mean_difference, test.adjusted_p) == (0.0, 1.0)

@@ -1,0 +1,74 @@
+"""Processes that a benchmark compares: stopped between questions, gone when it is."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stillroom.bench.instrument.worker import WorkerProcess
+from stillroom.errors import UsageError
+
+ECHO = (
+    'import json, sys\nprint(json.dumps({"load_seconds": 0.5}), flush=True)\n'
+    'for line in sys.stdin: print(json.dumps({"peak_rss_bytes": 7, "heard": json.loads(line)}), flush=True)\n'
+)
+
+
+def state_of(process: int) -> str:
+    """`T` stopped, `Z` ended but not waited for, and so on; empty where there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def becomes(process: int, *states: str) -> bool:
+    ends = time.monotonic() + 20
+    while state_of(process) not in states and time.monotonic() < ends:
+        time.sleep(0.02)
+    return state_of(process) in states
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[WorkerProcess]:
+    worker = WorkerProcess("echo", [sys.executable, "-c", ECHO], tmp_path / "log")
+    yield worker
+    worker.close()
+
+
+def test_a_worker_answers_and_says_what_it_needs(worker: WorkerProcess) -> None:
+    assert worker.wait() == 0.5
+    assert worker.ask({"a": 1})["heard"] == {"a": 1} and worker.peak_rss_bytes == 7
+    os.kill(worker._process.pid, signal.SIGKILL)
+    with pytest.raises(UsageError, match="echo stopped"):
+        worker.ask({})
+
+
+def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="vllm cannot be started: there is no /nowhere/python"):
+        WorkerProcess("vllm", ["/nowhere/python"], tmp_path / "log")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot ask to die with its parent")
+def test_a_stopped_worker_dies_with_whoever_started_it(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom stillroom.bench.instrument.worker import WorkerProcess\n"
+        "worker = WorkerProcess('echo', [sys.executable, '-c', sys.argv[1]], Path(sys.argv[2]))\n"
+        "worker.wait()\nprint(worker._process.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, ECHO, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        started = int(bench.stdout.readline())
+        try:
+            assert becomes(started, "T"), "it is stopped while others take their turn"
+            os.kill(bench.pid, signal.SIGKILL)
+            assert becomes(started, "Z", "")
+        finally:
+            if state_of(started) not in ("", "Z"):
+                os.kill(started, signal.SIGKILL)

@@ -1,0 +1,389 @@
+"""The dense index of a knowledge base with lists on disk: settings, files, other processes, damage, restarts."""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from stillroom.config.settings import IndexConfig
+from stillroom.core.document import Chunk
+from stillroom.core.ids import DocumentId, chunk_id_of
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.index.indexes import Indexes
+from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
+from stillroom.retrieval.ranking import Ranking
+from stillroom.retrieval.rows import StoredDocument
+from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.vector_index import VectorIndex
+
+D = 16
+RAM = IndexConfig(kind="ivf_pq", nbits=1, num_subquantizers=4, nprobe=2, refine=3, seed=3, nlist=8)
+"""Trains on 78 vectors and again at 312."""
+TIERED = dataclasses.replace(RAM, hot_bytes=1000)
+
+Open = Callable[..., Indexes]
+
+
+def here_and_now(job: Callable[[], None]) -> None:
+    job()
+
+
+def vectors(count: int, seed: int) -> NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    found = np.random.default_rng(99).standard_normal((6, D))[rng.integers(6, size=count)]
+    found = found + 0.5 * rng.standard_normal((count, D))
+    unit: NDArray[np.float32] = (found / np.linalg.norm(found, axis=1, keepdims=True)).astype(np.float32)
+    return unit
+
+
+def document(name: str, count: int, seed: int) -> StoredDocument:
+    document_id = DocumentId(name)
+    chunks = tuple(
+        Chunk(
+            chunk_id=chunk_id_of(document_id, ordinal, f"{name} {ordinal}"),
+            document_id=document_id,
+            ordinal=ordinal,
+            text=f"{name} {ordinal}",
+            title=name,
+            heading_path=(),
+            num_tokens=2,
+            start_line=ordinal,
+            end_line=ordinal,
+        )
+        for ordinal in range(count)
+    )
+    return StoredDocument(document_id, name, None, name, "hash", 10, 5.0, chunks, vectors(count, seed))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    found = Corpus(tmp_path / "corpus.sqlite3")
+    found.commit([document("first", 400, 1)])
+    return found
+
+
+@pytest.fixture
+def opened(tmp_path: Path, corpus: Corpus) -> Open:
+    def open_(config: IndexConfig = TIERED, corpus_: Corpus = corpus, folder: Path = tmp_path) -> Indexes:
+        return Indexes(folder, corpus_, config, D, here_and_now)
+
+    return open_
+
+
+@pytest.fixture
+def oracle(tmp_path: Path, corpus: Corpus) -> Callable[[], list[Ranking]]:
+    """What an index in RAM finds that has followed the corpus all the time. Called after every change of it."""
+    folder = tmp_path / "oracle"
+    folder.mkdir()
+    indexes = Indexes(folder, corpus, RAM, D)
+    return lambda: found(indexes)
+
+
+def has_figures(indexes: Indexes) -> bool:
+    return indexes.list_figures is not None
+
+
+def figures_of(indexes: Indexes) -> ListFigures:
+    assert indexes.list_figures is not None
+    return indexes.list_figures
+
+
+def found(indexes: Indexes) -> list[Ranking]:
+    return [indexes.search_dense(query, 20) for query in vectors(10, 5)]
+
+
+def found_together(indexes: Indexes) -> list[Ranking]:
+    """The same by threads that have all come while the index was busy."""
+    with ThreadPoolExecutor(10) as pool, indexes._lock:
+        asking = [pool.submit(indexes.search_dense, query, 20) for query in vectors(10, 5)]
+        while indexes._together.num_waiting < 10:
+            threading.Event().wait(0.001)
+    return [one.result() for one in asking]
+
+
+def test_lists_are_in_a_file_and_what_is_found_is_the_same(
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path
+) -> None:
+    indexes = opened()
+    expected = oracle()
+    assert found(indexes) == expected and indexes.needs_write()
+    indexes.write()
+    assert not indexes.needs_write() and (tmp_path / "dense.lists").exists() and not (tmp_path / "dense.npz").exists()
+    assert found(indexes) == expected == found(opened())
+    corpus.commit([document("second", 30, 2)])
+    expected = oracle()
+    assert found(indexes) == expected == found(opened()), "beside the file"
+    corpus.commit(removed=[DocumentId("first")])
+    corpus.commit([document("third", 60, 3)])
+    expected = oracle()
+    assert found(indexes) == expected
+    indexes.write()
+    assert found(indexes) == expected == found(opened())
+    figures = figures_of(indexes)
+    assert figures.list_bytes == 90 * 9 and figures.ram_bytes == figures.list_bytes
+
+
+def test_staged_searches_end_with_the_plain_one(opened: Open) -> None:
+    indexes = opened()
+    indexes.write()
+    for query in vectors(10, 6):
+        lists = list(indexes.search_dense_staged(query, 10, 2))
+        assert len(lists) == 2 and lists[-1] == indexes.search_dense(query, 10)
+
+
+def test_who_waits_is_searched_for_together_and_finds_the_same(
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = []
+    search_batch = TieredIvfPqIndex.search_batch
+
+    def counted(index: TieredIvfPqIndex, queries: NDArray[np.float32], *rest: Any) -> None:
+        batches.append(len(queries))
+        search_batch(index, queries, *rest)
+
+    monkeypatch.setattr(TieredIvfPqIndex, "search_batch", counted)
+    indexes = opened()
+    indexes.write()
+    assert found_together(indexes) == oracle()
+    corpus.commit([document("second", 30, 2)], removed=[DocumentId("nothing")])
+    assert found_together(indexes) == oracle(), "with chunks that came since the file was written"
+    assert batches == [10, 10]
+
+
+def test_the_setting_can_be_changed_at_any_time(
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path
+) -> None:
+    opened(RAM).write()
+    assert (tmp_path / "dense.npz").exists()
+    indexes = opened(TIERED)
+    assert found(indexes) == oracle() and indexes.needs_write(), "from dense.npz, until somebody may write"
+    indexes.write()
+    assert not (tmp_path / "dense.npz").exists()
+    corpus.commit([document("second", 30, 2)])
+    expected = oracle()
+    back = opened(RAM)
+    assert found(back) == expected and not has_figures(back)
+    back.write()
+    assert (tmp_path / "dense.npz").exists() and not (tmp_path / "dense.lists").exists()
+    assert found(back) == found(opened(TIERED)) == found(indexes) == expected
+    opened(TIERED).write()
+    unchanged = opened(RAM)
+    assert not unchanged.needs_write(), "a file of lists will do for RAM, too"
+
+
+def test_an_index_too_small_to_train_is_kept_as_ever(tmp_path: Path) -> None:
+    corpus = Corpus(tmp_path / "small.sqlite3")
+    corpus.commit([document("small", 20, 1)])
+    indexes = Indexes(tmp_path, corpus, TIERED, D, here_and_now)
+    indexes.write()
+    assert (tmp_path / "dense.npz").exists() and not indexes.needs_write() and not has_figures(indexes)
+    corpus.commit([document("more", 100, 2)])
+    assert len(found(indexes)[0]) == 20 and has_figures(indexes)
+    indexes.write()
+    assert (tmp_path / "dense.lists").exists() and not (tmp_path / "dense.npz").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "garbage", "foreign", "of the future"])
+def test_a_useless_file_is_rebuilt_from_the_corpus(
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path, damage: str
+) -> None:
+    opened().write()
+    path = tmp_path / "dense.lists"
+    if damage == "missing":
+        path.unlink()
+    elif damage in ("truncated", "garbage"):
+        path.write_bytes(path.read_bytes()[:5000] if damage == "truncated" else b"garbage" * 999)
+    else:
+        folder = tmp_path / "other"
+        folder.mkdir()
+        other = corpus if damage == "of the future" else Corpus(folder / "corpus.sqlite3")
+        if damage == "foreign":
+            other.commit([document("other", 400, 8)])
+        indexes = Indexes(folder, other, TIERED, D, here_and_now)
+        if damage == "of the future":
+            dense = indexes.current()[0]
+            dense.snapshot().write(path, corpus.corpus_id, corpus.generation + 1)  # type: ignore[attr-defined]
+        else:
+            indexes.write()
+            (folder / "dense.lists").rename(path)
+    again = opened()
+    assert found(again) == oracle() and again.needs_write()
+    again.write()
+    assert not opened().needs_write()
+
+
+def test_damage_that_shows_while_searching_is_repaired(
+    opened: Open, oracle: Callable[[], list[Ranking]], tmp_path: Path
+) -> None:
+    opened().write()
+    path = tmp_path / "dense.lists"
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2  # among the vectors
+    content[middle - 5000 : middle + 4000] = bytes(9000)
+    path.write_bytes(content)
+
+    def found_in_stages(indexes: Indexes) -> list[Ranking]:
+        return [list(indexes.search_dense_staged(query, 20, 2))[-1] for query in vectors(10, 5)]
+
+    for search in (found, found_in_stages, found_together):
+        indexes = opened()
+        assert not indexes.needs_write(), "nobody has looked there yet"
+        assert search(indexes) == oracle()
+        assert indexes.needs_write()
+    indexes.write()
+    assert found(opened()) == oracle()
+
+
+def test_damage_that_shows_while_writing_is_repaired(
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path
+) -> None:
+    opened().write()
+    path = tmp_path / "dense.lists"
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(64)
+    path.write_bytes(content)
+    corpus.commit([document("second", 30, 2)])
+    opened().write()
+    assert not opened().needs_write()
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    assert found(opened()) == found(Indexes(fresh, corpus, RAM, D)), "as made anew from the corpus"
+
+
+def test_a_reader_takes_over_what_a_writer_has_written(
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus
+) -> None:
+    writer, reader = opened(), opened()
+    writer.write()
+    assert found(reader) == oracle()
+    corpus.commit([document("second", 30, 2)])
+    assert found(reader) == oracle()
+    dense = reader.current()[0]
+    assert dense._rows.recent_entries() and dense._rows._recent.ntotal == 30  # type: ignore[attr-defined]
+    writer.write()
+    assert found(reader) == oracle()
+    assert dense._rows._recent.ntotal == 0, "it is in the file now"  # type: ignore[attr-defined]
+
+
+def test_between_stages_a_writer_may_replace_the_file(opened: Open, corpus: Corpus) -> None:
+    indexes, other = opened(), opened()
+    indexes.write()
+    query = vectors(1, 5)[0]
+    lists = indexes.search_dense_staged(query, 10, 2)
+    next(lists)
+    corpus.commit([document("second", 30, 2)])
+    other.write()
+    assert list(lists)[-1] == other.search_dense(query, 10)
+
+
+def test_between_stages_a_writer_may_number_the_rows_anew(opened: Open, corpus: Corpus) -> None:
+    corpus.commit([document("second", 30, 2)])
+    corpus.commit([document("third", 60, 3)])
+    writer, reader = opened(), opened()
+    writer.write()
+    corpus.commit(removed=[DocumentId("second")])
+    query = vectors(1, 5)[0]
+    expected = reader.search_dense(query, 10)
+    lists = reader.search_dense_staged(query, 10, 2)
+    next(lists)
+    writer.write()
+    assert reader.search_dense(query, 10) == expected, "now with the new file, at the same generation"
+    assert list(lists)[-1] == expected
+
+
+def test_heat_is_kept_across_restarts(opened: Open, tmp_path: Path) -> None:
+    indexes = opened()
+    indexes.write()
+    found(indexes)
+    dense = indexes.current()[0]
+    heat = dense.heat[1]  # type: ignore[attr-defined]
+    assert heat.sum() > 0
+    indexes.close()
+    indexes.close()
+    again = opened().current()[0]
+    np.testing.assert_allclose(again.heat[1], heat)  # type: ignore[attr-defined]
+    (tmp_path / "list_heat.npz").write_bytes(b"garbage")
+    assert opened().current()[0].heat[1].sum() == 0  # type: ignore[attr-defined]
+
+
+def test_a_goal_is_reached_with_lists_on_disk(opened: Open) -> None:
+    goal = [opened(dataclasses.replace(config, refine=20, ann_recall=0.9)) for config in (TIERED, RAM)]
+    assert found(goal[0]) == found(goal[1])
+    figures = figures_of(goal[0])
+    assert 0 < figures.num_probes <= 10 * figures.num_lists, "only what was asked for counts"
+
+
+def test_lists_enter_ram_beside_the_searches(tmp_path: Path, corpus: Corpus) -> None:
+    jobs: list[Callable[[], None]] = []
+    indexes = Indexes(tmp_path, corpus, TIERED, D, jobs.append)
+    indexes.write()
+    before = found(indexes)
+    figures = figures_of(indexes)
+    assert figures.ram_bytes == 0
+    for job in jobs:
+        job()
+    figures = figures_of(indexes)
+    assert 0 < figures.ram_bytes <= 1000
+    assert found(indexes) == before
+
+
+def test_nothing_enters_ram_after_closing(tmp_path: Path, corpus: Corpus) -> None:
+    jobs: list[Callable[[], None]] = []
+    indexes = Indexes(tmp_path, corpus, TIERED, D, jobs.append)
+    found(indexes)
+    indexes.close()
+    for job in jobs:
+        job()
+    figures = figures_of(indexes)
+    assert figures.ram_bytes == 0
+
+
+def test_threads_search_while_lists_move_and_documents_come_and_go(tmp_path: Path, corpus: Corpus) -> None:
+    indexes = Indexes(tmp_path, corpus, dataclasses.replace(TIERED, hot_bytes=2000), D)
+    indexes.write()
+    queries = vectors(300, 7)
+
+    def ask(number: int) -> int:
+        total = 0
+        for at, query in enumerate(queries[number::3]):
+            total += len(indexes.search_dense(query, 5))
+            if at % 10 == 0:
+                total += len(list(indexes.search_dense_staged(query, 5, 2))[-1])
+        return total
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask, number) for number in range(3)]
+        for step in range(6):
+            corpus.commit([document(f"more {step}", 20, step)])
+            indexes.write()
+            corpus.commit(removed=[DocumentId(f"more {step - 1}")])
+        assert all(one.result() == 5 * 110 for one in asking)
+    indexes.close()
+    assert found(indexes) == found(Indexes(tmp_path, corpus, RAM, D))
+
+
+def test_nobody_who_searches_by_words_waits_for_a_dense_search(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexes = opened()
+    indexes.write()
+    store = indexes._dense
+    began, go_on, current = threading.Event(), threading.Event(), store.current
+
+    def slow() -> VectorIndex:
+        began.set()
+        assert go_on.wait(30)
+        return current()
+
+    monkeypatch.setattr(store, "current", slow)
+    with ThreadPoolExecutor(1) as pool:
+        dense = pool.submit(indexes.search_dense, vectors(1, 5)[0], 5)
+        assert began.wait(30)
+        assert len(indexes.search_sparse("first 7", 3)) == 3 and not dense.done()
+        go_on.set()
+        assert len(dense.result(30)) == 5

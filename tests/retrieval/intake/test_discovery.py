@@ -1,0 +1,137 @@
+"""Which files of a folder are documents."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stillroom.errors import UsageError
+from stillroom.retrieval.intake.discovery import discover
+from tests.retrieval.conftest import as_anybody
+
+
+def fill(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def found(*paths: Path, exclude: tuple[str, ...] = ()) -> list[str]:
+    """Names relative to the first path."""
+    return [path.relative_to(paths[0]).as_posix() for path in discover(paths, exclude).files]
+
+
+def write_jsonl(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_a_folder_is_walked_in_order_without_what_is_hidden_or_of_no_known_format(tmp_path: Path) -> None:
+    names = (
+        "b.md",
+        "a.txt",
+        "sub/c.rst",
+        "x.bin",
+        ".hidden.md",
+        "~$report.docx",
+        ".git/d.md",
+        "README",
+        "sub/page.HTML",
+        "old.doc",
+    )
+    fill(tmp_path, dict.fromkeys((*names, "sub/app.min.js", "node_modules/x/readme.md"), "text"))
+    seen = discover([tmp_path])
+    assert found(tmp_path) == ["README", "a.txt", "b.md", "old.doc", "sub/c.rst", "sub/page.HTML"]
+    assert seen.folders == (tmp_path,)
+    assert (seen.skipped.num_hidden, seen.skipped.num_ignored, seen.skipped.num_other) == (3, 1, 2)
+
+
+def test_only_jsonl_files_with_texts_are_documents_in_a_folder(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", {"_id": "a", "text": "x"})
+    write_jsonl(tmp_path / "queries.jsonl", {"_id": "q", "text": "a question"})
+    write_jsonl(tmp_path / "events.jsonl", {"level": "info"})
+    assert found(tmp_path) == ["corpus.jsonl"]
+    (tmp_path / "corpus.jsonl").unlink()
+    assert found(tmp_path) == ["queries.jsonl"], "questions alone are documents"
+    events = tmp_path / "events.jsonl"
+    assert discover([tmp_path], known={str(events)}).files[0] == events, "documents came from it before"
+
+
+def test_ignore_files_count_as_in_git(tmp_path: Path) -> None:
+    fill(
+        tmp_path,
+        {
+            ".gitignore": "build/\n*.log.txt\n/top.md\n!keep.log.txt\n[unclosed\n",
+            "sub/.gitignore": "!again.log.txt\nlocal.md\n",
+            "sub/.stillroomignore": "private/\n!local.md\n",
+            **dict.fromkeys(("build/a.md", "sub/build/b.md", "x.log.txt", "keep.log.txt", "top.md", "sub/top.md"), "t"),
+            **dict.fromkeys(("sub/again.log.txt", "sub/local.md", "sub/private/c.md", "private/d.md"), "t"),
+        },
+    )
+    assert found(tmp_path) == ["keep.log.txt", "private/d.md", "sub/again.log.txt", "sub/local.md", "sub/top.md"]
+
+
+def test_in_a_repository_the_ignore_files_above_count_too(tmp_path: Path) -> None:
+    fill(tmp_path, {".gitignore": "drafts/\n", "docs/a.md": "t", "docs/drafts/b.md": "t"})
+    assert found(tmp_path / "docs") == ["a.md", "drafts/b.md"], "no repository: what lies above is not asked"
+    (tmp_path / ".git").mkdir()
+    assert found(tmp_path / "docs") == ["a.md"]
+
+
+def test_exclude_holds_for_folders_and_for_what_is_named(tmp_path: Path) -> None:
+    fill(tmp_path, {".gitignore": "!kept.md\n", **dict.fromkeys(("a.md", "kept.md", "old/b.md", "sub/old/c.md"), "t")})
+    assert found(tmp_path, exclude=("/old/", "kept.md")) == ["a.md", "sub/old/c.md"]
+    assert found(tmp_path, exclude=("*",)) == []
+    named = discover([tmp_path / "a.md", tmp_path / "kept.md"], ("k*",))
+    assert named.files == (tmp_path / "a.md",) and named.skipped.num_ignored == 1
+    with pytest.raises(UsageError, match="not a pattern"):
+        discover([tmp_path], ("!",))
+
+
+def test_a_named_file_is_taken_whatever_its_name(tmp_path: Path) -> None:
+    fill(tmp_path, {".gitignore": "*\n", ".hidden.md": "t", "x.bin": "t"})
+    assert found(tmp_path, tmp_path / ".hidden.md", tmp_path / "x.bin") == [".hidden.md", "x.bin"]
+    assert found(tmp_path, tmp_path / "x.bin", tmp_path / "." / "x.bin") == ["x.bin"]
+
+
+def test_links_to_folders_are_not_followed_and_links_to_files_are(tmp_path: Path) -> None:
+    fill(tmp_path, {"a.md": "t", "sub/b.md": "t"})
+    (tmp_path / "sub" / "loop").symlink_to(tmp_path)
+    (tmp_path / "linked.md").symlink_to(tmp_path / "a.md")
+    assert found(tmp_path) == ["a.md", "linked.md", "sub/b.md"]
+
+
+def test_a_knowledge_base_in_the_folder_is_no_document(tmp_path: Path) -> None:
+    fill(tmp_path, {"a.md": "t", "kb/manifest.json": "{}", "kb/corpus.sqlite3": "", "kb/notes.md": "t"})
+    assert found(tmp_path) == ["a.md"]
+
+
+def test_what_the_rules_say_of_a_file_that_was_added_earlier(tmp_path: Path) -> None:
+    fill(tmp_path, {".gitignore": "drafts/\n", "drafts/deep/a.md": "t", "b.md": "t", "sub/c.md": "t"})
+    seen = discover([tmp_path, tmp_path / "drafts" / "deep"])
+    assert not seen.ignores(str(tmp_path / "drafts/deep/a.md")), "its folder was named too"
+    seen = discover([tmp_path])
+    assert seen.ignores(str(tmp_path / "drafts/deep/a.md")) and not seen.ignores(str(tmp_path / "b.md"))
+    assert not seen.ignores("/elsewhere/drafts/x.md")
+
+
+def test_a_path_that_does_not_exist_is_a_mistake_of_the_call(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere does not exist"):
+        discover([tmp_path / "nowhere"])
+    with pytest.raises(UsageError, match="an empty path"):
+        discover([""])
+
+
+def test_what_cannot_be_reached_may_exist(tmp_path: Path) -> None:
+    fill(tmp_path, {"closed/a.md": "t"})
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "closed").chmod(0o000)
+    named = [tmp_path / "closed" / "a.md", tmp_path / "loop", tmp_path / "closed"]
+    try:
+        with as_anybody():
+            seen = discover(named)
+    finally:
+        (tmp_path / "closed").chmod(0o755)
+    assert seen.files == tuple(named[:2])
+    assert seen.failures == ((named[2], f"{named[2]}: cannot be listed: Permission denied"),)

@@ -1,0 +1,131 @@
+"""Files parsed in processes of their own: the same documents, and what ends one process is one file's failure."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stillroom.config.documents_settings import DocumentsConfig
+from stillroom.errors import DocumentError, ReaderUnavailableError
+from stillroom.retrieval.intake.parsing import ParserPool
+from stillroom.retrieval.loaders.load import load
+from tests.retrieval.loaders.make import epub, pdf, word, workbook
+
+SLOW = "*a **b " * 60_000
+"""Markdown over which the parser takes many seconds."""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    contents = {
+        "a.pdf": pdf([[(11, "The vault.")], [(16, "Keys"), (11, "Rotate them.")]], info={"Author": "Ann"}),
+        "b.docx": word(lambda document: document.add_heading("Keys", 1)),
+        "c.xlsx": workbook({"Keys": [["Name", "Days"], ["cellar", 30]]}),
+        "d.epub": epub({"a.xhtml": "<h1>Keys</h1><p>Iron.</p>"}),
+        "e.md": b"# Keys\n\n## Old\n\nRust \xe2\x82\xac.\n",
+    }
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    return [tmp_path / name for name in contents]
+
+
+def test_the_documents_are_those_that_a_loader_gives_here(files: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "bad.pdf").write_bytes(b"no PDF")
+    pool = ParserPool(DocumentsConfig(num_workers=2))
+    try:
+        futures = [pool.submit(path) for path in (files[0], tmp_path / "bad.pdf", *files[1:])]
+        with pytest.raises(DocumentError, match=r"bad\.pdf: damaged, cut off, or no PDF"):
+            futures.pop(1).result()
+        assert [[future.result()] for future in futures] == [list(load(path)) for path in files]
+    finally:
+        pool.close()
+
+
+def test_what_takes_too_long_or_too_much_memory_is_stopped_and_the_next_file_is_read(
+    files: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "slow.md").write_text(SLOW)
+    (tmp_path / "large.html").write_text("<p>a" * 500_000)
+    for name, limits, reason in (
+        ("slow.md", DocumentsConfig(num_workers=1, timeout_s=1.0), r"took longer than documents\.timeout_s \(1 s\)"),
+        ("large.html", DocumentsConfig(num_workers=1, max_reader_bytes=60 << 20), "needs more memory"),
+    ):
+        pool = ParserPool(limits)
+        try:
+            with pytest.raises(DocumentError, match=f"{name}: {reason}"):
+                pool.submit(tmp_path / name).result()
+            assert pool.submit(files[-1]).result().paragraphs
+        finally:
+            pool.close()
+
+
+def test_a_reader_that_crashes_takes_one_file_with_it(files: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "slow.md").write_text(SLOW)
+    pool = ParserPool(DocumentsConfig(num_workers=1))
+    try:
+        assert pool.submit(files[0]).result().paragraphs
+        (process,) = pool._all
+        future = pool.submit(tmp_path / "slow.md")
+        os.kill(process.pid, signal.SIGSEGV)
+        with pytest.raises(DocumentError, match=r"slow\.md: its reader crashed \(SIGSEGV\)"):
+            future.result()
+        assert pool.submit(files[-1]).result().paragraphs
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("is_over_at_once", [True, False])
+def test_what_ends_a_process_before_it_is_ready_says_nothing_about_the_file(
+    files: list[Path], is_over_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # it ends before it is sent anything, or only when it has read what it was sent
+    if is_over_at_once:
+        monkeypatch.setattr("stillroom.retrieval.intake.parsing._start", _started_and_over)
+    else:
+        monkeypatch.setattr("stillroom.retrieval.intake.parsing._start", _started_and_over_at_its_first_message)
+    pool = ParserPool(DocumentsConfig(num_workers=1))
+    try:
+        with pytest.raises(ReaderUnavailableError, match=r"a\.pdf: the process that read it ended"):
+            pool.submit(files[0]).result()
+        monkeypatch.undo()
+        assert pool.submit(files[0]).result().paragraphs
+    finally:
+        pool.close()
+
+
+def _started_and_over(descriptor: int) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(["/bin/false"], pass_fds=(descriptor,))
+    process.wait()
+    return process
+
+
+def _started_and_over_at_its_first_message(descriptor: int) -> "subprocess.Popen[bytes]":
+    reads_and_ends = f"import os, sys; os.read({descriptor}, 1 << 16); sys.exit(1)"
+    return subprocess.Popen([sys.executable, "-c", reads_and_ends], pass_fds=(descriptor,))
+
+
+def test_no_process_to_be_had_leaves_no_connection_behind(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stillroom.retrieval.intake.parsing.sys.executable", "/nowhere/python")
+    pool = ParserPool(DocumentsConfig(num_workers=1))
+    try:
+        num_open = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None
+        for _ in range(3):
+            with pytest.raises(ReaderUnavailableError, match="no process could be started"):
+                pool.submit(files[0]).result()
+        if num_open is not None:
+            assert len(os.listdir("/proc/self/fd")) <= num_open
+    finally:
+        pool.close()
+
+
+def test_closing_waits_for_nobody(tmp_path: Path) -> None:
+    (tmp_path / "slow.md").write_text(SLOW)
+    pool = ParserPool(DocumentsConfig(num_workers=1))
+    futures = [pool.submit(tmp_path / "slow.md") for _ in range(3)]
+    pool.close()
+    pool.close()
+    assert all(future.cancelled() or isinstance(future.exception(), DocumentError) for future in futures)
+    assert not pool._all

@@ -1,0 +1,46 @@
+"""A real profile of a tiny index: what is counted is what is there, and the model tells times of its order."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stillroom.bench.tiered import Scope, made_lists
+from stillroom.retrieval.tiers.division import hottest_in_ram
+from stillroom.retrieval.tiers.search_profile import Effort, measure_device, measure_profile
+
+SCOPE = Scope(size=8000, nlist=64, nprobe=8)
+
+
+def test_a_profile_counts_the_lists_and_predicts_from_them(tmp_path: Path) -> None:
+    lists = made_lists(SCOPE)
+    queries = np.ascontiguousarray(lists.quantizer.reconstruct_n(0, 20))
+    told: list[tuple[int, int]] = []
+
+    profile = measure_profile(
+        lists, queries, 8, tmp_path, Effort(batch_sizes=(1, 4), num_queries=8), lambda *at: told.append(at)
+    )
+
+    assert profile.sizes.sum() == 8000 and profile.list_bytes == 8000 * (48 + 8)
+    assert profile.probed.shape == (20, 8) and profile.accesses().sum() == 160
+    assert profile.accesses(slice(0, 5)).sum() == 40
+    assert (profile.probed[:, 0] == np.arange(20)).all(), "a list's centre probes it first"
+    assert profile.model.times.batch_sizes == (1, 4)
+    division = hottest_in_ram(profile.accesses(), profile.sizes, profile.bytes_per_vector, profile.list_bytes // 2)
+    prediction = profile.model.throughput(division, [profile.probed[:4], profile.probed[4:8]], 10)
+    assert 0 < prediction.low < prediction.value < prediction.high
+    assert told[-1][0] == told[-1][1] == pytest.approx(len(told))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_device_is_timed_with_as_many_lists_as_fit() -> None:
+    """On the CPU, whose code is the same."""
+    lists = made_lists(SCOPE)
+    queries = np.ascontiguousarray(lists.quantizer.reconstruct_n(0, 20))
+    effort = Effort(batch_sizes=(1, 4), num_queries=8)
+
+    costs = measure_device(lists, queries, 8, "cpu", 4000 * 48, effort)
+
+    assert costs is not None and min(costs.per_launch, costs.per_query, costs.per_code) >= 0
+    assert 0 < costs.seconds(np.array([1.0, 4.0, 4 * 1000.0])) < 10
+    assert measure_device(lists, queries, 8, "cpu", 47, effort) is None, "not one list fits"
