@@ -153,14 +153,28 @@ def test_reading_makes_nothing(run: Run) -> None:
 
 def test_only_so_many_are_kept(run: Run) -> None:
     Path("kb").mkdir()
-    remember(*(answer(f"req-{i}", str(i)) for i in range(70)), keep=3)
-    assert run("explain", "req-69", "--kb", "kb").code == 0
-    assert run("explain", "req-10", "--kb", "kb").code == 2
+    remember(*(answer(f"req-{i}", str(i)) for i in range(7)), keep=3)
+    assert run("explain", "req-4", "--kb", "kb").code == 0
+    assert run("explain", "req-3", "--kb", "kb").code == 2
+    assert b"about 3?" not in (Path("kb") / TRACE_FILE).read_bytes()
+
+
+@pytest.mark.parametrize(("keep", "known"), [(0, set()), (1, {"req-3"})])
+def test_who_keeps_fewer_than_before_forgets_the_others_also_in_the_file(run: Run, keep: int, known: set[str]) -> None:
+    Path("kb").mkdir()
+    remember(*(answer(f"req-{i}", str(i) * 5000) for i in range(4)))
+    with contextlib.closing(TraceLog(Path("kb") / TRACE_FILE, keep)) as log:
+        log.trim()
+        assert {request_id for request_id, _, _ in log.recent(9)} == known
+        written = b"".join(path.read_bytes() for path in Path("kb").iterdir())
+        assert b"1111" not in written and b"2222" not in written and (b"3333" in written) == bool(known)
+    assert ("no question is remembered" in run("explain", "--kb", "kb").err) == (not known)
 
 
 def test_keeping_none_writes_nothing(run: Run) -> None:
     Path("kb").mkdir()
     remember(answer("req-1", "first"), keep=0)
+    TraceLog(Path("kb") / TRACE_FILE, keep=0).trim()
     assert not (Path("kb") / TRACE_FILE).exists()
 
 

@@ -19,7 +19,7 @@ from stillroom.rag.room import Stillroom
 from stillroom.retrieval.index import ivf_pq
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.telemetry.trace import TRACE_FILE
+from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.cli.harness import Run
 from tests.server.knowledge import QUESTION, write_knowledge
 
@@ -162,13 +162,16 @@ def test_apply_writes_what_was_planned(run: Run, kb: Path) -> None:
 def test_validate_runs_the_same_questions_for_real(run: Run, kb: Path, tmp_path: Path) -> None:
     asked = tmp_path / "asked.txt"
     asked.write_text(f"{QUESTION}\n{QUESTION}\nWho is it?\n")
+    diary = TraceLog(kb / TRACE_FILE, keep=1)
+    diary.add("req-1", 0.0, {"question": "mine"})
+    diary.close()
     flags = ("--questions", asked, "--rate", 50, "--validate", "--json")
 
     found = run("plan", "--slo-ttft", "100s", "--kb", kb, *flags, *SMALL).json["validation"]
 
     assert found["measured"].keys() <= found["predicted"].keys()
     assert 0 < found["measured"]["p50_seconds"] <= found["measured"]["p99_seconds"]
-    assert not (kb / TRACE_FILE).exists(), "the diary is of what people ask"
+    assert [request_id for request_id, _, _ in diary.recent(9)] == ["req-1"], "the diary is of what people ask"
 
 
 @pytest.mark.parametrize(

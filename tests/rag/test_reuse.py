@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.config.settings import ReuseConfig, SpeculationConfig, StillroomConfig
+from stillroom.config.settings import ReuseConfig, SpeculationConfig, StillroomConfig, TraceConfig
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER
 from stillroom.rag.answer import Answer
@@ -54,6 +54,17 @@ def test_the_second_question_and_the_next_process(docs: Path, tmp_path: Path) ->
     assert {segment.reason for segment in fourth.reuse.segments} == {"reuse is off"}
     assert 'stillroom_kv_cache_verify_failures_total{reason="checksum"} 0.0' in metrics
     assert f'stillroom_kv_cache_hit_tokens_total{{tier="device"}} {float(second.reuse.num_device_tokens)}' in metrics
+
+
+def test_a_room_that_keeps_no_questions_forgets_those_of_before(docs: Path, tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb") as room:
+        room.add(docs)
+        ask(room)
+    with Stillroom.open(tmp_path / "kb", config=StillroomConfig(trace=TraceConfig(keep=0))) as room:
+        assert len(room.records.recent()) == 1, "who does not answer forgets nothing"
+        ask(room)
+        assert room.records.recent() == []
+    assert b"Ardun" not in (tmp_path / "kb" / TRACE_FILE).read_bytes()
 
 
 def test_every_answer_can_be_explained_later(docs: Path, tmp_path: Path) -> None:

@@ -237,9 +237,9 @@ def _validate(  # noqa: PLR0913  the parts
     scene = forecaster.scene
     predicted = forecaster.forecast(found.chosen.split)
     values = settings_of(found.chosen.split)
-    # a workload is nobody's questions: the diary is not told of them
-    loaded = room.settings(config, {"runtime.model": model, "trace.keep": 0, **values})
+    loaded = room.settings(config, {"runtime.model": model, **values})
     with room.open_room(kb, loaded) as opened:
+        opened.records.stop()  # a workload is nobody's questions
         measured = measure(opened, scene.texts, scene.workload, answer_tokens, SystemClock())
     if not as_json:
         show_validation(predicted, measured)

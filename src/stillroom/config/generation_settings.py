@@ -88,4 +88,5 @@ class TraceConfig:
     """What is remembered of past questions, for `stillroom explain`."""
 
     keep: int = 1000
-    """Questions remembered in the knowledge base's folder, with their text; older ones are forgotten. 0: none."""
+    """Questions remembered in the knowledge base's folder, with their text; older ones are forgotten. 0: none,
+    and those of before are removed when the next process begins to answer."""

@@ -72,7 +72,7 @@ _RANGES = {
     "reuse.recompute_ratio": Range(0, 1),
     "reuse.audit_share": Range(0, 1),
     "reuse.max_disagreement": Range(0, 1),
-    "trace.keep": Range(0),
+    "trace.keep": Range(0, 2**63 - 1),
     "documents.num_workers": Range(0),
     "documents.timeout_s": Range(0, is_low_open=True),
     "engine.connect_timeout_s": Range(0, is_low_open=True),

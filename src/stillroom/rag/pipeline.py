@@ -99,6 +99,7 @@ class Pipeline:
         self._metrics = metrics
         self._traces = traces
         self._clock = clock
+        traces.trim()  # `trace.keep` may be less than it was
 
     def streams(self, question: str, options: AskOptions, num_samples: int = 1) -> list[AnswerStream]:
         """Search once and start generating answers; the pieces are read in the caller's threads.

@@ -44,6 +44,10 @@ class Records:
         self._log = log
         self._chunks = chunks
 
+    def stop(self) -> None:
+        """No later question is remembered; what is stays."""
+        self._log.close()
+
     def recent(self, limit: int = 50) -> list[RecordSummary]:
         """The last questions, latest first.
 

@@ -11,7 +11,8 @@ import logging
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ logger = logging.getLogger(__name__)
 TRACE_FILE = "traces.sqlite"
 _COLUMNS = "(request_id TEXT PRIMARY KEY, at REAL NOT NULL, trace TEXT NOT NULL)"
 _BUSY_TIMEOUT_S = 2.0
-_EXTRA = 64
-"""So many more than `keep` may be there before the oldest are removed."""
 _MAX_PENDING = 1024
 """Traces that wait to be written; the next ones are lost."""
 _PATIENCE_S = 5.0
@@ -36,15 +35,14 @@ class TraceLog:
     def __init__(self, path: Path, keep: int) -> None:
         """
         Args:
-            keep: 0 writes nothing.
+            keep: 0 writes nothing, and `trim` removes all that there is.
         """
         self._path = path
         self._keep = keep
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
-        self._num_added = 0
         self._is_failing = self._is_closed = False
-        self._pending: queue.Queue[tuple[str, float, Mapping[str, Any]] | threading.Event | None]
+        self._pending: queue.Queue[Callable[[], None] | threading.Event | None]
         self._pending = queue.Queue(_MAX_PENDING)
         self._writer: threading.Thread | None = None
         self._adding = threading.Lock()
@@ -57,26 +55,36 @@ class TraceLog:
             at: seconds since 1970.
             trace: plain JSON values; not to be changed afterwards.
         """
-        if not self._keep:
-            return
+        if self._keep:
+            self._soon(partial(self._write, request_id, at, trace))
+
+    def trim(self) -> None:
+        """Remove what is older than the last `keep`, soon, and its text from the file. Never raises, never waits.
+
+        For a process that answers: who only reads may have been told another `keep` than the one that writes.
+        """
+        if self._path.is_file():
+            self._soon(self._trim)
+
+    def _soon(self, task: Callable[[], None]) -> None:
         with self._adding, contextlib.suppress(queue.Full):
             if self._is_closed:
                 return
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write_all, name="stillroom-trace", daemon=True)
                 self._writer.start()
-            self._pending.put_nowait((request_id, at, trace))
+            self._pending.put_nowait(task)
 
     def _write_all(self) -> None:
         has_given_up = False
-        while (one := self._pending.get()) is not None:
-            if isinstance(one, threading.Event):
-                one.set()
+        while (task := self._pending.get()) is not None:
+            if isinstance(task, threading.Event):
+                task.set()
                 continue
             if has_given_up:
                 continue
             try:
-                self._write(*one)
+                task()
                 self._is_failing = False
             except (sqlite3.Error, OSError, TypeError, ValueError) as error:
                 if not self._is_failing:
@@ -87,12 +95,18 @@ class TraceLog:
     def _write(self, request_id: str, at: float, trace: Mapping[str, Any]) -> None:
         with self._lock, self._open() as connection:
             connection.execute("INSERT OR REPLACE INTO traces VALUES (?, ?, ?)", (request_id, at, json.dumps(trace)))
-            self._num_added += 1
-            if self._num_added % _EXTRA == 1:
-                connection.execute(
-                    "DELETE FROM traces WHERE rowid NOT IN (SELECT rowid FROM traces ORDER BY at DESC LIMIT ?)",
-                    (self._keep,),
-                )
+            self._remove_old(connection)
+
+    def _trim(self) -> None:
+        with self._lock, self._open() as connection:
+            self._remove_old(connection)
+            if not self._keep:
+                connection.execute("VACUUM")  # pages that were freed without being overwritten
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _remove_old(self, connection: sqlite3.Connection) -> None:
+        latest_first = "SELECT rowid FROM traces ORDER BY at DESC, rowid DESC"
+        connection.execute(f"DELETE FROM traces WHERE rowid IN ({latest_first} LIMIT -1 OFFSET ?)", (self._keep,))
 
     def _wait_until_written(self) -> None:
         if self._writer is None:
@@ -177,6 +191,7 @@ class TraceLog:
             )
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = OFF")
+            connection.execute("PRAGMA secure_delete = ON")  # what is forgotten does not stay in the file
             connection.execute(f"CREATE TABLE IF NOT EXISTS traces {_COLUMNS}")
             connection.execute("CREATE INDEX IF NOT EXISTS by_time ON traces (at)")
             self._connection = connection
