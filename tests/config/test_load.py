@@ -112,6 +112,7 @@ def test_whole_number_may_stand_for_a_float() -> None:
         ("generation.seed", 2**63),
         ("runtime.kv_bytes", -1),
         ("runtime.model", ""),
+        ("runtime.num_threads", 1025),
         ("server.port", 65536),
         ("server.port", -1),
         ("server.host", 1),

@@ -251,9 +251,10 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
         resolve("nobody/no-such-model")
 
 
-def test_a_device_that_is_not_there(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="device 'abacus'"):
-        load_decoder(folder, device="abacus")
+@pytest.mark.parametrize("device", ["abacus", "meta"])
+def test_a_device_that_is_not_there_or_computes_nothing(folder: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device '{device}'"):
+        load_decoder(folder, device=device)
     assert issubclass(ConfigError, StillroomError)
 
 

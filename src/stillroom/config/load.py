@@ -61,7 +61,7 @@ _RANGES = {
     "server.write_timeout_s": Range(0, is_low_open=True),
     "generation.max_prompt_tokens": Range(0),
     "runtime.max_model_len": Range(0),
-    "runtime.num_threads": Range(0),
+    "runtime.num_threads": Range(0, 1024),
     "reuse.host_bytes": Range(0),
     "reuse.disk_bytes": Range(0),
     "reuse.prefetch_bytes": Range(0),

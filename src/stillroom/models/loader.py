@@ -101,7 +101,9 @@ def torch_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        number = torch.zeros(1, device=name)
+        number.item()  # `meta` computes nothing
+        return number.device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
 

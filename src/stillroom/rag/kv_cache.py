@@ -99,7 +99,7 @@ def build_device(decoder: Decoder, config: RuntimeConfig) -> tuple[BlockPool, De
     """The blocks that `runtime.kv_bytes` pays for.
 
     Raises:
-        ConfigError: it pays for none.
+        ConfigError: it pays for none, or the device has less memory.
     """
     shape = kv_shape(decoder)
     num_blocks = config.kv_bytes // (shape.bytes_per_token * config.block_size)
@@ -108,7 +108,12 @@ def build_device(decoder: Decoder, config: RuntimeConfig) -> tuple[BlockPool, De
             f"runtime.kv_bytes={config.kv_bytes} holds no KV block of this model "
             f"({shape.bytes_per_token * config.block_size} bytes); raise it"
         )
-    device = DeviceStore(shape, num_blocks, config.block_size, decoder.device)
+    try:
+        device = DeviceStore(shape, num_blocks, config.block_size, decoder.device)
+    except (MemoryError, RuntimeError, TypeError) as error:  # PyTorch's are the last two
+        raise ConfigError(
+            f"runtime.kv_bytes={config.kv_bytes} is more memory than {decoder.device} has free; lower it"
+        ) from error
     return BlockPool(num_blocks, config.block_size), device
 
 
