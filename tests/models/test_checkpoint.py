@@ -20,7 +20,7 @@ from stillroom.models.checkpoint import WeightFiles, resolve
 from stillroom.models.loader import fingerprint_of, load_decoder, load_model
 from stillroom.models.spec import spec_from_config
 from stillroom.ops.rope import inverse_frequencies
-from tests.fakes import random_checkpoint
+from tests.fakes import byte_tokenizer, random_checkpoint
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -96,7 +96,7 @@ def test_what_hub_configurations_leave_out() -> None:
 
 
 def test_both_layouts_of_gemma3s_rope_settings_mean_the_same() -> None:
-    base = {**CONFIG, "model_type": "gemma3_text", "head_dim": 8}
+    base = {**CONFIG, "model_type": "gemma3_text", "head_dim": 8, "num_key_value_heads": 2}
     old = spec_from_config({**base, "rope_theta": 5e5, "rope_local_base_freq": 2e4})
     per_type = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
     new = spec_from_config({**base, "rope_parameters": per_type})
@@ -172,6 +172,33 @@ def test_a_longrope_model_runs_at_its_original_length_unless_asked_for_more() ->
 def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         spec_from_config({**CONFIG, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "64"}, "hidden_size = '64'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"vocab_size": None}, "vocab_size = None"),
+        ({"max_position_embeddings": 512.5}, "max_position_embeddings = 512.5"),
+        ({"num_attention_heads": 5}, "5 heads, .* do not divide hidden_size = 48"),
+        ({"num_key_value_heads": 4}, "6 heads, 4 of them for keys"),
+        ({"rms_norm_eps": "small"}, "a value that no model has .*small"),
+        ({"rope_parameters": 3}, "a value that no model has"),
+    ],
+)
+def test_values_that_no_model_has_are_told_of_config_json(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json.*{message}.*download the checkpoint again"):
+        spec_from_config({**CONFIG, **changes})
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llama", "hidden_size": "64"}'])
+def test_the_tokenizer_is_not_blamed_for_config_json(folder: Path, content: str) -> None:
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
+        load_model(str(folder), device="cpu")
+    assert "the tokenizer" not in str(caught.value)
 
 
 def test_dtype_auto_is_the_checkpoints_own(folder: Path) -> None:

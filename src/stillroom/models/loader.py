@@ -49,6 +49,7 @@ def load_model(
         ConfigError: there is no such device.
     """
     folder = resolve(model)
+    spec_from_config(read_json(folder, "config.json"), max_model_len)  # the tokenizer's library reads it, too
     tokenizer = Tokenizer.load(folder)
     decoder = load_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
     name = model if not Path(model).is_dir() else Path(model).resolve().name

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stillroom.errors import UnsupportedModelError
+from stillroom.errors import ModelError, UnsupportedModelError
 from stillroom.ops.rope import REQUIRED_NUMBERS, SUPPORTED_KINDS, RopeSpec
 
+_AGAIN = "download the checkpoint again"
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -135,6 +136,7 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int = 0) -> Model
 
     Raises:
         UnsupportedModelError: an architecture, activation or RoPE scheme that is not implemented, or a missing field.
+        ModelError: a value that no model has.
     """
     config = _text_part(config)
     model_type = str(config.get("model_type"))
@@ -149,6 +151,8 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int = 0) -> Model
         return _spec({**family.defaults, **config}, family, max_model_len)
     except KeyError as error:
         raise UnsupportedModelError(f"config.json lacks {error.args[0]!r}; the checkpoint is incomplete") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"config.json holds a value that no model has ({error}); {_AGAIN}") from error
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -165,20 +169,19 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _spec(config: Mapping[str, Any], family: _Family, max_model_len: int) -> ModelSpec:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention makes an encoder; Stillroom runs decoders")
-    hidden_size, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    num_layers = int(config["num_hidden_layers"])
-    head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+    hidden_size, num_layers = _count(config, "hidden_size"), _count(config, "num_hidden_layers")
+    num_heads, num_kv_heads, head_dim = _heads(config, hidden_size)
     has_bias = bool(config.get("attention_bias", False))
     windows = _windows(config, family, num_layers)
     rope = _rope(config, family, head_dim, max_model_len)
     return ModelSpec(
         model_type=str(config["model_type"]),
-        vocab_size=int(config["vocab_size"]),
+        vocab_size=_count(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=int(config["intermediate_size"]),
+        intermediate_size=_count(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         max_positions=rope.max_model_len,
@@ -199,6 +202,29 @@ def _spec(config: Mapping[str, Any], family: _Family, max_model_len: int) -> Mod
         windows=windows,
         mixture=_mixture(config, num_layers),
     )
+
+
+def _count(config: Mapping[str, Any], name: str) -> int:
+    value = config[name]
+    if type(value) is not int or value < 1:
+        raise ModelError(f"config.json: {name} = {value!r}, but it must be a whole number above 0; {_AGAIN}")
+    return value
+
+
+def _heads(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int, int]:
+    """Heads of queries, of keys and values, and the dimension of each."""
+    num_heads = _count(config, "num_attention_heads")
+    num_kv_heads = _count(config, "num_key_value_heads") if config.get("num_key_value_heads") else num_heads
+    if config.get("head_dim"):
+        head_dim, rest = _count(config, "head_dim"), 0
+    else:
+        head_dim, rest = divmod(hidden_size, num_heads)
+    if rest or num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: {num_heads} heads, {num_kv_heads} of them for keys, do not divide hidden_size = "
+            f"{hidden_size}; {_AGAIN}"
+        )
+    return num_heads, num_kv_heads, head_dim
 
 
 def _optional(config: Mapping[str, Any], name: str) -> float | None:
@@ -233,7 +259,7 @@ def _rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_model_l
     if part != 1.0 and not family.is_partly_rotated:
         raise UnsupportedModelError(f"a partial_rotary_factor other than 1 is not supported for {config['model_type']}")
     theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
-    max_positions = int(config.get("max_position_embeddings") or 2048)
+    max_positions = _count(config, "max_position_embeddings") if config.get("max_position_embeddings") else 2048
     _complete(parameters, kind, config.get("original_max_position_embeddings"), max_positions)
     usual_len = parameters["original_max_position_embeddings"] if kind == "longrope" else max_positions
     return RopeSpec(

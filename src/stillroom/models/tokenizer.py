@@ -58,7 +58,9 @@ class Tokenizer:
         try:
             return cls(AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True))
         except Exception as error:  # the library raises whatever its parsers raise
-            raise ModelError(f"the tokenizer in {folder} could not be loaded: {error}") from error
+            raise ModelError(
+                f"the tokenizer in {folder} could not be loaded ({type(error).__name__}: {error}); download it again"
+            ) from error
 
     @property
     def hf_tokenizer(self) -> Any:
