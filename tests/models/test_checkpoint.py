@@ -215,6 +215,10 @@ def test_weights_that_do_not_fit_the_configuration(folder: Path) -> None:
     edit(folder, intermediate_size=96, num_hidden_layers=2)
     with pytest.raises(ModelError, match=r"no tensor model\.layers\.1\."):
         load_decoder(folder, device="cpu")
+    random_checkpoint(folder, "Llama", num_hidden_layers=2)
+    edit(folder, num_hidden_layers=1)
+    with pytest.raises(ModelError, match=r"more layers than config\.json says \(1\)"):
+        load_decoder(folder, device="cpu")
 
 
 @pytest.mark.parametrize(

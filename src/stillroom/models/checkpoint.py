@@ -1,6 +1,7 @@
 """Finding a checkpoint's folder and reading its files. Knows names and formats, nothing about arithmetic."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,9 @@ class WeightFiles:
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
 
     def digests(self) -> list[str]:
         """Name and hash of each file, in order. The hash is xxh3: it tells files apart that nobody forged.

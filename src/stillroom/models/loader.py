@@ -12,7 +12,7 @@ from stillroom.errors import ConfigError, ModelError, UnsupportedModelError
 from stillroom.models.checkpoint import WeightFiles, read_json, resolve
 from stillroom.models.decoder import Decoder
 from stillroom.models.mixture_of_experts import GatedMlp
-from stillroom.models.spec import ModelSpec, spec_from_config
+from stillroom.models.spec import AGAIN, ModelSpec, spec_from_config
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops.linear import Linear
@@ -183,6 +183,8 @@ class _Reader:
 
 def _load_weights(spec: ModelSpec, read: _Reader) -> DecoderWeights:
     base = next((b for b in _BASES if b + "embed_tokens.weight" in read.files), _BASES[0])
+    if any(name.startswith(f"{base}layers.{spec.num_layers}.") for name in read.files):
+        raise ModelError(f"the weights have more layers than config.json says ({spec.num_layers}); {AGAIN}")
     embedding = read(base + "embed_tokens.weight", spec.vocab_size, spec.hidden_size)
     head = base + "embed_tokens." if spec.is_tied else "lm_head."
     is_shared = spec.is_tied and not read.is_int8

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from stillroom.errors import ModelError, UnsupportedModelError
 from stillroom.ops.rope import REQUIRED_NUMBERS, SUPPORTED_KINDS, RopeSpec
 
-_AGAIN = "download the checkpoint again"
+AGAIN = "download the checkpoint again"
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -152,7 +152,7 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int = 0) -> Model
     except KeyError as error:
         raise UnsupportedModelError(f"config.json lacks {error.args[0]!r}; the checkpoint is incomplete") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ModelError(f"config.json holds a value that no model has ({error}); {_AGAIN}") from error
+        raise ModelError(f"config.json holds a value that no model has ({error}); {AGAIN}") from error
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -207,7 +207,7 @@ def _spec(config: Mapping[str, Any], family: _Family, max_model_len: int) -> Mod
 def _count(config: Mapping[str, Any], name: str) -> int:
     value = config[name]
     if type(value) is not int or value < 1:
-        raise ModelError(f"config.json: {name} = {value!r}, but it must be a whole number above 0; {_AGAIN}")
+        raise ModelError(f"config.json: {name} = {value!r}, but it must be a whole number above 0; {AGAIN}")
     return value
 
 
@@ -222,7 +222,7 @@ def _heads(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int, int]:
     if rest or num_heads % num_kv_heads:
         raise ModelError(
             f"config.json: {num_heads} heads, {num_kv_heads} of them for keys, do not divide hidden_size = "
-            f"{hidden_size}; {_AGAIN}"
+            f"{hidden_size}; {AGAIN}"
         )
     return num_heads, num_kv_heads, head_dim
 
