@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from stillroom.config.settings import RuntimeConfig
-from stillroom.errors import ConfigError
+from stillroom.core.clock import SystemClock
+from stillroom.errors import ConfigError, ModelError
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom.rag.kv_cache import build_device
+from stillroom.rag.generator import build_engine
+from stillroom.rag.kv_cache import build_device, kv_shape
 from tests.fakes import random_checkpoint
 
 
@@ -22,3 +25,17 @@ def decoder(tmp_path: Path) -> Decoder:
 def test_memory_for_kv_that_holds_nothing_or_is_not_there(decoder: Decoder, kv_bytes: int, message: str) -> None:
     with pytest.raises(ConfigError, match=f"runtime.kv_bytes={kv_bytes} .*{message}"):
         build_device(decoder, RuntimeConfig(kv_bytes=kv_bytes))
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("number", [1.0, float("nan"), float("inf")])
+def test_a_model_that_computes_nan_is_refused_when_it_is_loaded(
+    decoder: Decoder, block_size: int, number: float
+) -> None:
+    decoder.weights.final_norm[3] = number
+    config = RuntimeConfig(kv_bytes=block_size * kv_shape(decoder).bytes_per_token, block_size=block_size)
+    if torch.tensor(number).isfinite():
+        build_engine(decoder, config, SystemClock())
+    else:
+        with pytest.raises(ModelError, match="computes NaN"):
+            build_engine(decoder, config, SystemClock())

@@ -7,6 +7,7 @@ import pytest
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.prompt import SegmentKind
+from stillroom.errors import ModelError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.prompt import PromptBuilder, format_for, plain_format
@@ -78,17 +79,27 @@ def test_a_base_model_gets_plain_text() -> None:
     assert form.system.startswith("<s>Answer") and form.question_end == "\nAnswer:"
 
 
+def with_template(template: str, folder: Path, target: Path) -> Tokenizer:  # noqa: F811
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(folder)
+    hf.chat_template = template
+    hf.save_pretrained(target)
+    return Tokenizer.load(target)
+
+
+@pytest.mark.parametrize("template", ["hello", "{{ messages[0].content if messages[0].role == 'system' else '' }}"])
+def test_a_template_that_leaves_the_question_out_is_refused(template: str, tmp_path: Path, folder: Path) -> None:  # noqa: F811
+    with pytest.raises(ModelError, match="leaves out what the user says"):
+        format_for(with_template(template, folder, tmp_path))
+
+
 @pytest.mark.parametrize("refusal", ["", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"])
 def test_a_template_without_system_role_keeps_the_instructions(
     refusal: str,
     tmp_path: Path,
     folder: Path,  # noqa: F811
 ) -> None:
-    from transformers import AutoTokenizer
-
-    hf = AutoTokenizer.from_pretrained(folder)
     users = "{% for m in messages if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% endfor %}"
-    hf.chat_template = refusal + users
-    hf.save_pretrained(tmp_path)
-    form = format_for(Tokenizer.load(tmp_path))
+    form = format_for(with_template(refusal + users, folder, tmp_path))
     assert form.system.startswith("[INST] Answer the question using only") and form.question_end == " [/INST]"

@@ -7,6 +7,7 @@ kept profile a quick pass of about a second stands in.
 
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -25,7 +26,7 @@ from stillroom.core.clock import Clock
 from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.kv import NodeKey, NodeRecord, Tier
 from stillroom.core.request import SamplingParams
-from stillroom.errors import UsageError
+from stillroom.errors import ModelError, UsageError
 from stillroom.kvcache.cost_model import CostProfile, Link
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
@@ -160,6 +161,23 @@ def _decoding_seconds(bench: Bench, num_sequences: int) -> float:
     started = bench.clock.monotonic()
     bench.runner.execute(Batch(tuple(entries)))
     return bench.clock.monotonic() - started
+
+
+def check_numbers(bench: Bench) -> None:
+    """Let the model read a few tokens.
+
+    Raises:
+        ModelError: what it computes is no number, and so would be all that it says.
+    """
+    tokens = np.arange(min(bench.num_slots, bench.max_model_len, bench.step_tokens, 8), dtype=np.int64)
+    sample = _sample(tokens)._replace(params=SamplingParams(max_tokens=1, logprobs=0))
+    sequence = ScheduledSequence(sample.request_id, tokens, 0, tokens, (sample,))
+    found = bench.runner.execute(Batch((sequence,))).logprobs[sample.request_id]
+    if not math.isfinite(found.logprob):
+        raise ModelError(
+            "the model computes NaN: its weights are damaged, or runtime.dtype is too narrow for them; download the "
+            "checkpoint again, or choose float32"
+        )
 
 
 # Keeping it

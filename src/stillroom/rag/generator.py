@@ -32,6 +32,7 @@ from stillroom.rag.backend import Draft, Load, Sample
 from stillroom.rag.calibration import (
     Bench,
     calibrate,
+    check_numbers,
     load_profile,
     profile_path,
     quick_profile,
@@ -171,7 +172,7 @@ def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | Non
 
     Raises:
         ModelError: the checkpoint cannot be used.
-        ConfigError: the device does not exist, or the KV budget is too small for the model.
+        ConfigError: the device does not exist, or the KV budget is too small for the model or too large for it.
     """
     model, engine, cache, num_threads = in_a_thread_that_ends(lambda: _built(config, clock, kb_folder))
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
@@ -258,7 +259,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
     kv_folder: Path | None = None,
     tunes_threads: bool = False,
 ) -> tuple[Engine, KVCache]:
-    """Scheduler, KV and runner for a decoder; not running yet. Raises ConfigError as `build_generator`.
+    """Scheduler, KV and runner for a decoder; not running yet. Raises as `build_generator`.
 
     Args:
         reuse: None reuses nothing.
@@ -270,6 +271,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
     runner = TorchRunner(decoder, device)
     limits = _limits(decoder, config)
     bench = _bench(runner, pool, limits, clock)
+    check_numbers(bench)
     if tunes_threads:
         _use_threads(config, bench)
     reuse = reuse or ReuseConfig(mode="off")

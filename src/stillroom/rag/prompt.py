@@ -80,18 +80,24 @@ def marker_format(bos_token: str) -> PromptFormat:
 
 
 def chat_format(tokenizer: Tokenizer) -> PromptFormat:
-    """The checkpoint's chat template, rendered once around slots and cut there."""
+    """The checkpoint's chat template, rendered once around slots and cut there.
+
+    Raises:
+        ModelError: it fails, or leaves out what the user says.
+    """
     slot = [{"role": "user", "content": _SLOT}]
     try:
         rendered = tokenizer.render_chat([{"role": "system", "content": INSTRUCTIONS}, *slot])
     except ModelError:
         rendered = ""
     if INSTRUCTIONS in rendered:
-        before, _, after = rendered.partition(_SLOT)
+        before, found, after = rendered.partition(_SLOT)
         start, _, rest = before.partition(INSTRUCTIONS)
     else:  # some templates drop the system role, some refuse it (Gemma 2)
-        start, _, after = tokenizer.render_chat(slot).partition(_SLOT)
+        start, found, after = tokenizer.render_chat(slot).partition(_SLOT)
         rest = "\n\n"
+    if not found:
+        raise ModelError("the checkpoint's chat template leaves out what the user says; correct it, or take another")
     return replace(
         PLAIN_CHAT,
         system=f"{start}{INSTRUCTIONS}",
