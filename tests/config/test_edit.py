@@ -28,7 +28,7 @@ model = "bundled"
 
 def test_a_file_keeps_everything_else(tmp_path: Path) -> None:
     file = tmp_path / "stillroom.toml"
-    file.write_text(WRITTEN)
+    file.write_text(WRITTEN, encoding="utf-8-sig")
 
     changes = edit_file(file, {"reuse.host_bytes": 5, "reuse.disk_bytes": 6, "runtime.kv_bytes": 7, "server.port": 80})
 

@@ -45,6 +45,19 @@ def test_named_file_replaces_the_one_of_the_folder() -> None:
     assert (config.search.top_k, config.server.port) == (StillroomConfig().search.top_k, 0)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark() -> None:
+    write("\ufeff[search]\ntop_k = 2\n")
+
+    assert load_config(env={}).search.top_k == 2
+
+
+def test_a_folder_of_that_name_is_not_passed_over() -> None:
+    Path("stillroom.toml").mkdir()
+
+    with pytest.raises(ConfigError, match=r"stillroom\.toml cannot be read"):
+        load_config(env={})
+
+
 def test_process_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STILLROOM_RUNTIME__MAX_NUM_SEQS", "8")
 

@@ -34,7 +34,7 @@ def edit_file(file: Path, values: Mapping[str, Value]) -> list[Change]:
     """
     file = Path(os.path.realpath(file))  # a link stays a link
     try:
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        text = file.read_text(encoding="utf-8-sig") if file.exists() else ""
         before = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error

@@ -207,10 +207,10 @@ def load_config(
 def _from_file(file: Path | None) -> Iterator[tuple[str, object]]:
     if file is None:
         file = Path(CONFIG_FILE)
-        if not file.is_file():
+        if not file.exists():
             return
     try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # editors of Windows write a mark
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; --config names a TOML file") from None
     except (OSError, UnicodeDecodeError) as error:
