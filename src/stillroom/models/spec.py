@@ -221,8 +221,8 @@ def _heads(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int, int]:
         head_dim, rest = divmod(hidden_size, num_heads)
     if rest or num_heads % num_kv_heads:
         raise ModelError(
-            f"config.json: {num_heads} heads, {num_kv_heads} of them for keys, do not divide hidden_size = "
-            f"{hidden_size}; {AGAIN}"
+            f"config.json: hidden_size = {hidden_size} must be a multiple of num_attention_heads = {num_heads}, and "
+            f"that of num_key_value_heads = {num_kv_heads}; {AGAIN}"
         )
     return num_heads, num_kv_heads, head_dim
 
