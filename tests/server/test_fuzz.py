@@ -166,6 +166,7 @@ def test_any_body(url: str, path: str, content: bytes) -> None:
     st.binary(max_size=30).filter(lambda said: b"--x" not in said),
 )
 @example("undefined", b"{}")
+@example("unicode_escape", b"\\\x00")
 @example("unicode_escape", b'{"a": "\\ud800"}')
 def test_any_charset_of_a_form(url: str, charset: str, metadata: bytes) -> None:
     part = b'--x\r\ncontent-disposition: form-data; name="'

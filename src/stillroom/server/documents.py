@@ -8,32 +8,24 @@ stops, and holds its caller's place until then.
 import asyncio
 import contextlib
 import contextvars
-import io
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict
 from threading import Lock
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import DocumentId, format_chunk_id
-from stillroom.errors import QueueFullError, StillroomError, StorageError, UnknownDocumentError
+from stillroom.errors import QueueFullError, StillroomError, UnknownDocumentError
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.uploads import UploadResult, checked_name
 from stillroom.server.answering import DONE, as_event
 from stillroom.server.errors import FAILED_WITH, Refused, describe, error_body
-from stillroom.server.json_body import parse
 from stillroom.server.limits import OUTLASTING
 from stillroom.server.payloads import Payload
-from stillroom.server.protocol import MAX_DOCUMENTS, DocumentsRequest
 from stillroom.server.replies import (
     DocumentChunk,
     DocumentDeleted,
@@ -45,6 +37,7 @@ from stillroom.server.replies import (
     UploadReply,
 )
 from stillroom.server.tenants import caller_of, room_of
+from stillroom.server.upload_body import FORMS, read_upload, size_of
 from stillroom.server.workers import Workers, shutting_down
 
 if TYPE_CHECKING:
@@ -52,18 +45,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """What one request brings."""
-
-    files: Sequence[tuple[str, BinaryIO]]
-    metadata: Mapping[str, Any] | None
-
-    def close(self) -> None:
-        for _, stream in self.files:
-            stream.close()
 
 
 MAX_PAGE = 1000
@@ -75,23 +56,6 @@ _RETRY_SECONDS = 5.0
 UNREADABLE = "document_unreadable"
 
 _DocumentPath = Annotated[str, Path(description="The id, or the name of an uploaded file.", min_length=1)]
-_FILES = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1, "maxItems": MAX_DOCUMENTS}
-_METADATA = {"type": "string", "contentMediaType": "application/json", "description": "Of all files: a JSON object."}
-_UPLOAD_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {"file": _FILES, "metadata": _METADATA},
-                    "required": ["file"],
-                },
-            },
-            "application/json": {"schema": {"$ref": "#/components/schemas/DocumentsRequest"}},
-        },
-    }
-}
 
 
 class DocumentRoutes:
@@ -110,7 +74,7 @@ class DocumentRoutes:
     def router(self) -> APIRouter:
         router = APIRouter(tags=["documents"])
         router.add_api_route(
-            "/v1/documents", self.upload, methods=["POST"], response_model=UploadReply, openapi_extra=_UPLOAD_BODY
+            "/v1/documents", self.upload, methods=["POST"], response_model=UploadReply, openapi_extra=FORMS
         )
         router.add_api_route("/v1/documents", self.page, methods=["GET"], response_model=DocumentList)
         router.add_api_route(
@@ -128,8 +92,8 @@ class DocumentRoutes:
         """
         desk, arrived = self._desk(request), _Progress()
         with contextlib.ExitStack() as held:
-            held.enter_context(desk.holding(_size(request, desk.max_bytes)))
-            upload = await _read_upload(request)
+            held.enter_context(desk.holding(size_of(request, desk.max_bytes)))
+            upload = await read_upload(request)
             with contextlib.ExitStack() as read:
                 read.callback(upload.close)
                 for name, _ in upload.files:
@@ -327,61 +291,6 @@ class _Desk:
             added_at=info.added_at,
             metadata=dict(info.metadata),
         )
-
-
-def _size(request: Request, max_bytes: int) -> int:
-    """Most bytes that the body may have."""
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isdecimal() and "transfer-encoding" not in request.headers else max_bytes
-
-
-async def _read_upload(request: Request) -> Upload:
-    """A form, or JSON.
-
-    Raises:
-        Refused, RequestValidationError: the body is neither, or holds no files.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "application/json":
-        content = b"".join([piece async for piece in request.stream()])  # not kept by the request, as its body would be
-        return await asyncio.to_thread(_parse_upload, content)
-    if kind == "multipart/form-data":
-        return await _read_form(request)
-    message = "documents come as multipart/form-data with files, or as application/json with documents"
-    raise Refused(415, "unsupported_media_type", message)
-
-
-def _parse_upload(content: bytes) -> Upload:
-    try:
-        body = DocumentsRequest.model_validate(parse(content))
-    except ValidationError as error:
-        raise RequestValidationError(error.errors(include_url=False, include_context=False)) from error
-    files = [(document.name, io.BytesIO(document.text.encode())) for document in body.documents]
-    return Upload(files, body.metadata)
-
-
-async def _read_form(request: Request) -> Upload:
-    try:
-        form = await request.form(max_files=MAX_DOCUMENTS, max_fields=1)
-    except OSError as error:
-        raise StorageError(f"the upload cannot be kept on its way in: {error.strerror or error}") from error
-    except (HTTPException, MultiPartException, UnicodeError) as error:  # the last for a charset that is none
-        if getattr(error, "status_code", 400) == 413:
-            raise
-        raise Refused(400, "invalid_form", f"the form cannot be read: {getattr(error, 'detail', error)}") from error
-    try:
-        files = [(one.filename or "", one.file) for one in form.getlist("file") if isinstance(one, UploadFile)]
-        said = form.get("metadata")
-        if len(files) + (said is not None) < len(form.multi_items()) or not files:
-            message = "send each file as a part called 'file', and besides at most 'metadata', a JSON object"
-            raise Refused(400, "invalid_value", message, "file")
-        metadata = parse(said.encode(errors="surrogatepass")) if isinstance(said, str) else None
-        if not isinstance(metadata, dict | None):
-            raise Refused(400, "invalid_value", "metadata: it must be a JSON object", "metadata")
-        return Upload(files, metadata)
-    except BaseException:
-        await form.close()
-        raise
 
 
 def _chunk(chunk: Chunk) -> DocumentChunk:
