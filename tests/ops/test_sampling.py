@@ -248,11 +248,35 @@ def test_logprobs_are_those_of_the_untouched_logits() -> None:
         {"logit_bias": {1: float("nan")}},
         {"logprobs": 21},
         {"seed": -1},
+        {"max_tokens": 1.5},
+        {"min_tokens": True},
+        {"top_k": "3"},
+        {"logprobs": True},
+        {"seed": None},
+        {"temperature": "hot"},
+        {"top_p": False},
+        {"min_p": 10**400},
+        {"logit_bias": {1: "x"}},
+        {"logit_bias": {1: 0.0, 1.5: 0.0}},
+        {"logit_bias": [1]},
     ],
 )
 def test_impossible_values_are_refused_by_name(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"{list(bad)[-1]}="):
         SamplingParams(**bad)
+
+
+def test_numbers_of_numpy_are_taken_as_numbers() -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(3),  # type: ignore[arg-type]
+        logprobs=np.int32(2),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_p=1,
+        logit_bias={np.int64(7): np.float64(1.0)},  # type: ignore[dict-item]
+    )
+    assert params == SamplingParams(max_tokens=3, logprobs=2, temperature=0.5, logit_bias={7: 1.0})
+    kept = (params.max_tokens, params.logprobs, params.temperature, params.top_p, *params.logit_bias)
+    assert [type(one) for one in kept] == [int, int, float, float, int]
 
 
 def test_random_numbers_depend_on_seed_and_index_only() -> None:

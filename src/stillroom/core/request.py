@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.core.arguments import integer, number
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.errors import UsageError
@@ -18,6 +19,9 @@ LEAST_TEMPERATURE = 1e-5
 """Below it sampling is greedy, as in vLLM: no second token has a chance, and float32 cannot hold the quotients."""
 MAX_LOGPROBS = 20
 """Most alternatives reported for a token; OpenAI's own limit."""
+
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class FinishReason(StrEnum):
@@ -34,8 +38,10 @@ class SamplingParams:
     """How tokens are picked. In the order of application: `logit_bias`, penalties, `min_tokens`, temperature, `top_k`,
     `top_p`, `min_p`.
 
+    Numbers of numpy are taken as Python's: nothing else may reach a step, which many requests share.
+
     Raises:
-        UsageError: a value is out of range.
+        UsageError: a value is of the wrong type or out of range.
     """
 
     max_tokens: int = 256
@@ -65,6 +71,7 @@ class SamplingParams:
     """Non-negative. The n-th token's random number is a function of (seed, n) alone."""
 
     def __post_init__(self) -> None:
+        self._take_numbers()
         for name, is_valid, rule in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]"),
@@ -81,6 +88,20 @@ class SamplingParams:
         ):
             if not is_valid:
                 raise UsageError(f"{name}={getattr(self, name)}; it must be {rule}")
+
+    def _take_numbers(self) -> None:
+        for name in _INTEGERS:
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
+        for name in _NUMBERS:
+            object.__setattr__(self, name, number(name, getattr(self, name)))
+        if self.logprobs is not None:
+            object.__setattr__(self, "logprobs", integer("logprobs", self.logprobs))
+        if not isinstance(self.logit_bias, Mapping):
+            raise UsageError(f"logit_bias={self.logit_bias!r}; it must map tokens to numbers")
+        biases = {
+            integer("a token of logit_bias", one): number("logit_bias", bias) for one, bias in self.logit_bias.items()
+        }
+        object.__setattr__(self, "logit_bias", biases)
 
     @property
     def is_greedy(self) -> bool:
