@@ -1,4 +1,4 @@
-"""What a caller gives is checked where it comes in: a wrong type is refused by name, not where a step stumbles on it."""
+"""What a caller gives is checked where it comes in: a wrong type is refused by name, before a step stumbles on it."""
 
 from collections.abc import Collection
 from numbers import Real
@@ -20,7 +20,7 @@ def integer(name: str, value: object) -> int:
 def number(name: str, value: object) -> float:
     """A number as Python's float, also one of numpy's; NaN and infinity are some. Raises UsageError: it is none."""
     try:
-        if isinstance(value, Real) and not isinstance(value, bool):
+        if not isinstance(value, bool) and isinstance(value, Real):
             return float(value)
     except OverflowError:
         pass

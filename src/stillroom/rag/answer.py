@@ -3,16 +3,23 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_args
 
-from stillroom.config.settings import SearchMode
+from stillroom.config.settings import SearchConfig, SearchMode
+from stillroom.core.arguments import integer, number, one_of, text
 from stillroom.core.ids import RequestId
+from stillroom.errors import UsageError
 from stillroom.rag.conversation import Exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskOptions:
-    """What one question may set; None takes the configuration's default."""
+    """What one question may set; None takes the configuration's default.
+
+    Raises:
+        UsageError: a value is of the wrong type. What is wrong with settings of sampling, and what is out of range,
+            is said when the question is asked.
+    """
 
     mode: SearchMode | None = None
     top_k: int | None = None
@@ -47,6 +54,50 @@ class AskOptions:
     """Stands behind our own instructions."""
     logprobs: int | None = None
     """Report each token's log probability, and those of this many most likely tokens (up to 20)."""
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            one_of("search mode", self.mode, get_args(SearchMode))
+        for name in ("top_k", "max_tokens"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name))
+        integer("priority", self.priority)
+        if self.deadline_seconds is not None:
+            number("deadline_seconds", self.deadline_seconds)
+        for name in ("where", "system"):
+            text(name, getattr(self, name))
+        if not isinstance(self.json_schema, Mapping | None):
+            raise UsageError(f"json_schema={self.json_schema!r}; it must be a mapping")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        if not isinstance(self.stop, Sequence):
+            raise UsageError(f"stop={self.stop!r}; it must be text, or several in a list")
+        for one in self.stop:
+            text("stop", one)
+        if not isinstance(self.history, Sequence) or not all(isinstance(one, Exchange) for one in self.history):
+            raise UsageError(f"history={self.history!r}; it must be a list of Exchange(question, answer)")
+        for exchange in self.history:
+            text("history", exchange.question)
+            text("history", exchange.answer)
+
+
+def checked_options(question: object, options: AskOptions | None, num_samples: object) -> AskOptions:
+    """What a question sets, or the defaults. Raises UsageError: one of the three is of the wrong type."""
+    text("the question", question)
+    integer("n", num_samples)
+    if options is None:
+        return AskOptions()
+    if not isinstance(options, AskOptions):
+        raise UsageError(f"options={options!r}; it must be AskOptions(...)")
+    return options
+
+
+def checked_query(
+    query: object, mode: SearchMode | None, top_k: int | None, defaults: SearchConfig
+) -> tuple[str, SearchMode, int]:
+    """What to search for, with the defaults. Raises UsageError: something is of the wrong type."""
+    return text("the query", query), mode or defaults.mode, integer("top_k", defaults.top_k if top_k is None else top_k)
 
 
 @dataclass(frozen=True, slots=True)

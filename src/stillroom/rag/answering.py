@@ -1,6 +1,7 @@
 """What answers the questions of a room: its backend and the pipeline in front of it, loaded with the first question."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -16,7 +17,10 @@ from stillroom.engine.deadlines import too_late
 from stillroom.errors import ConfigError, EngineClosedError
 from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.rag.answer import Answer
+from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.telemetry.metrics import Metrics
+from stillroom.telemetry.trace import TraceLog
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
     from stillroom.rag.backend import Backend
@@ -51,6 +55,23 @@ async def within(seconds: float | None) -> AsyncIterator[None]:
         if limit.expired():
             raise too_late() from None
         raise
+
+
+def pipeline_over(  # noqa: PLR0913  its parts
+    kb: KnowledgeBase,
+    search: QueryCache,
+    config: StillroomConfig,
+    metrics: Metrics,
+    traces: TraceLog,
+    clock: Clock,
+    backend: "Backend",
+) -> "Pipeline":
+    """The pipeline of a room; the modules it needs are imported with the first question."""
+    from stillroom.rag.pipeline import Pipeline
+    from stillroom.rag.speculation import Speculator
+
+    speculator = Speculator(backend, config.speculation, clock, metrics)
+    return Pipeline(kb, search, backend, speculator, config, metrics, traces, clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +109,7 @@ class Answering:
         """
         self._kb, self._config, self._clock, self._guest, self._pipeline_over = kb, config, clock, guest, pipeline_over
         self._loading = Lock()
+        self._process = os.getpid()
         self.backend: Backend | None = None
         """None until the first question."""
         self._pipeline: Pipeline | None = None
@@ -107,16 +129,33 @@ class Answering:
         backend = self.backend
         return self._pipeline is not None and not self._is_closed and backend is not None and backend.is_alive
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed yet, here or anywhere."""
+        return not self._is_closed and not self.is_foreign
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a fork of the one that opened the room: threads did not come along."""
+        return os.getpid() != self._process
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError: after `close`, and in a fork of the process that opened the room."""
+        if self.is_foreign:
+            raise EngineClosedError("this Stillroom was opened in another process; open it after the fork")
+        if self._is_closed:
+            raise EngineClosedError("this Stillroom was closed; open it again")
+
     def pipeline(self) -> "Pipeline":
         """Loads the model, if nobody has.
 
         Raises:
             ModelError: it cannot be loaded.
-            EngineClosedError: after `close`.
+            EngineClosedError: as of `check_open`.
         """
+        self.check_open()  # before the lock: where a fork copied it held, nobody lets it go
         with self._loading:
-            if self._is_closed:
-                raise EngineClosedError("this Stillroom was closed; open it again")
+            self.check_open()
             if self._pipeline is None:
                 self.backend = self._open_backend()
                 self._pipeline = self._pipeline_over(self.backend)
@@ -124,7 +163,8 @@ class Answering:
 
     async def apipeline(self) -> "Pipeline":
         """`pipeline` for an event loop: needs no thread once it is loaded. Raises as `pipeline`."""
-        if self._pipeline is not None and not self._is_closed:
+        self.check_open()
+        if self._pipeline is not None:
             return self._pipeline
         return await asyncio.to_thread(self.pipeline)
 
@@ -147,7 +187,9 @@ class Answering:
         return self._kb.path / KV_FOLDER if self._guest is None else self._guest.host.kv_folder
 
     def close(self) -> bool:
-        """Stop generating; False if that was done before."""
+        """Stop generating; False if that was done before, or is for the process to do that this one is a fork of."""
+        if self.is_foreign:
+            return False
         with self._loading:
             if self._is_closed:
                 return False

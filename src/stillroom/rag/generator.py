@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from stillroom.config.places import cache_root
@@ -101,7 +102,7 @@ class Generator:
         return self._draft(self.prompts.build(chunks, question, max_tokens, history), self._constraint(schema))
 
     def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
-        ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else tuple(prompt)
+        ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)
         num_known = self.model.decoder.spec.vocab_size
         if not ids:
             raise UsageError("the prompt is empty")
@@ -162,6 +163,13 @@ class Generator:
         unknown = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocab_size]
         if unknown:
             raise UsageError(f"logit_bias names token {unknown[0]}; the model has tokens 0 to {vocab_size - 1}")
+
+
+def _integers(prompt: Sequence[int]) -> tuple[int, ...]:
+    found = np.asarray(prompt)
+    if found.size and (found.ndim != 1 or found.dtype.kind not in "iu"):
+        raise UsageError("the prompt is neither text nor a list of tokens, which are whole numbers")
+    return tuple(found.tolist())
 
 
 def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | None = None) -> Generator:

@@ -5,6 +5,8 @@ Opening is cheap: the embedder loads with the first search or add, the model wit
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -12,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import SearchMode, StillroomConfig
+from stillroom.core.arguments import text
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
 from stillroom.core.ids import DocumentId
-from stillroom.rag.answer import Answer, AskOptions
-from stillroom.rag.answering import Answering, Guest, read_all, read_to_end, within
+from stillroom.errors import UsageError
+from stillroom.rag.answer import Answer, AskOptions, checked_options, checked_query
+from stillroom.rag.answering import Answering, Guest, pipeline_over, read_all, read_to_end, within
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
@@ -30,8 +34,6 @@ from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
-    from stillroom.rag.backend import Backend
-    from stillroom.rag.pipeline import Pipeline
     from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 
 
@@ -59,7 +61,7 @@ class Stillroom:
         """
         self.config = config
         self.metrics = metrics
-        self._kb = kb
+        self._opened_kb = kb
         self._search = QueryCache(
             search=lambda query, mode, top_k, num_stages, where: kb.search_staged(
                 query, mode=mode, top_k=top_k, num_stages=num_stages, where=where
@@ -71,7 +73,8 @@ class Stillroom:
         self.uploads = Uploads(kb)
         self._clock = clock
         self._traces = TraceLog(kb.path / TRACE_FILE, config.trace.keep)
-        self._answering = Answering(kb, config, clock, guest, self._pipeline_over)
+        over = partial(pipeline_over, kb, self._search, config, metrics, self._traces, clock)
+        self._answering = Answering(kb, config, clock, guest, over)
         self.records = Records(self._traces, kb.chunks)
         """What was asked before."""
         if guest is None:
@@ -144,20 +147,16 @@ class Stillroom:
             KnowledgeBaseBusyError: another process is writing to this knowledge base.
             UsageError: a path is empty or does not exist, or a pattern is none.
         """
-        try:
+        with self._changing():
             return self._kb.add(paths, progress=progress, metadata=metadata, exclude=exclude)
-        finally:
-            self._corpus_changed()
 
     def remove(self, *targets: str) -> RemoveReport:
         """Forget documents: by document id, by file, or all under a folder. Targets that match nothing are in the
         report and do not stop the others; if it is interrupted, the same again does the rest. An uploaded file is
         deleted with its last document; others stay. Raises UnknownDocumentError: no target matches anything.
         """
-        try:
+        with self._changing():
             return self.uploads.remove_all(targets)
-        finally:
-            self._corpus_changed()
 
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """What is indexed, by document id; those behind `after`, and at most `limit`."""
@@ -180,10 +179,8 @@ class Stillroom:
         Example:
             >>> room.upload([("notes/keys.md", io.BytesIO(b"# Keys"))])  # doctest: +SKIP
         """
-        try:
+        with self._changing():
             return self.uploads.add(files, progress, metadata)
-        finally:
-            self._corpus_changed()
 
     def discard(self, name: str) -> RemoveReport:
         """Forget one document by its id, or those of one file by its path or the name it was uploaded under. An
@@ -192,10 +189,8 @@ class Stillroom:
         Raises:
             UnknownDocumentError: there is nothing of that name.
         """
-        try:
+        with self._changing():
             return self.uploads.remove(name)
-        finally:
-            self._corpus_changed()
 
     def chunks_of(self, document_id: DocumentId, offset: int = 0, limit: int | None = None) -> list[Chunk]:
         """A document's chunks in order, as they are indexed; without the first `offset`, and at most `limit`."""
@@ -211,10 +206,8 @@ class Stillroom:
 
     def verify(self, *, repair: bool = False, progress: Tell | None = None) -> VerifyReport:
         """Check that SQLite, vectors and postings are whole and agree, and make them so; see `KnowledgeBase.verify`."""
-        try:
+        with self._changing():
             return self._kb.verify(repair=repair, progress=progress)
-        finally:
-            self._corpus_changed()
 
     # Search
 
@@ -231,9 +224,8 @@ class Stillroom:
         Raises:
             UsageError: the query is blank, top_k less than 1, or the filter is none.
         """
-        defaults = self.config.search
-        top_k = defaults.top_k if top_k is None else top_k
-        return self._search.search(query, mode or defaults.mode, top_k, where)
+        self._answering.check_open()
+        return self._search.search(*checked_query(query, mode, top_k, self.config.search), where=text("where", where))
 
     def search_staged(
         self,
@@ -255,13 +247,15 @@ class Stillroom:
             >>> for result in room.search_staged("How do I rotate keys?"):  # doctest: +SKIP
             ...     print([scored.chunk.title for scored in result.results])
         """
-        defaults = self.config.search
-        top_k = defaults.top_k if top_k is None else top_k
-        return self._search.search_staged(query, mode or defaults.mode, top_k, num_stages, where)
+        self._answering.check_open()
+        asked = checked_query(query, mode, top_k, self.config.search)
+        return self._search.search_staged(*asked, num_stages, text("where", where))
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings [len(texts), dimension] by the knowledge base's embedder, each of length 1."""
-        return self._kb.embed(texts)
+        if isinstance(texts, str):
+            raise UsageError("embed takes a list of texts; put this one into a list")
+        return self._kb.embed([text("a text", one) for one in texts])
 
     # Answers
 
@@ -289,7 +283,7 @@ class Stillroom:
 
     def streams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> "list[AnswerStream]":
         """`n` answers to one question, piece by piece; each can be cancelled by itself. Raises as `ask`."""
-        return self._answering.pipeline().streams(question, options or AskOptions(), n)
+        return self._answering.pipeline().streams(question, checked_options(question, options, n), n)
 
     async def astream(self, question: str, options: AskOptions | None = None) -> "AsyncAnswerStream":
         """`stream` for an event loop: nothing blocks it."""
@@ -299,7 +293,7 @@ class Stillroom:
         self, question: str, options: AskOptions | None = None, *, n: int = 1
     ) -> "list[AsyncAnswerStream]":
         """`streams` for an event loop: nothing blocks it."""
-        arrival, options = self._clock.monotonic(), options or AskOptions()
+        arrival, options = self._clock.monotonic(), checked_options(question, options, n)
         async with within(options.deadline_seconds):
             pipeline = await self._answering.apipeline()
             return await pipeline.astreams(question, options, n, arrival)
@@ -313,7 +307,10 @@ class Stillroom:
             UsageError: the prompt is empty or does not fit the model, or an option is out of range.
             ModelError: the model cannot be loaded.
         """
-        arrival, options = self._clock.monotonic(), options or AskOptions()
+        arrival, options = (
+            self._clock.monotonic(),
+            checked_options(prompt if isinstance(prompt, str) else "", options, n),
+        )
         async with within(options.deadline_seconds):
             pipeline = await self._answering.apipeline()
             return await pipeline.acontinue(prompt, options, n, arrival)
@@ -371,25 +368,31 @@ class Stillroom:
         """Stop generating and close the files. Idempotent."""
         if not self._answering.close():
             return
-        self.metrics.forget_corpora(str(self._kb.path))
+        self.metrics.forget_corpora(str(self._opened_kb.path))
         self._search.close()
         self._traces.close()
-        self._kb.close()
+        self._opened_kb.close()
 
     def __enter__(self) -> "Stillroom":
+        self._answering.check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _pipeline_over(self, backend: "Backend") -> "Pipeline":
-        from stillroom.rag.pipeline import Pipeline
-        from stillroom.rag.speculation import Speculator
+    @property
+    def _kb(self) -> KnowledgeBase:
+        """Raises EngineClosedError: the room was closed, or opened in another process."""
+        self._answering.check_open()
+        return self._opened_kb
 
-        config, metrics, clock = self.config, self.metrics, self._clock
-        speculator = Speculator(backend, config.speculation, clock, metrics)
-        return Pipeline(self._kb, self._search, backend, speculator, config, metrics, self._traces, clock)
-
-    def _corpus_changed(self) -> None:
-        self._answering.documents_changed()
-        self._search.refresh_hot()
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Documents may change in here. Raises as `_kb`."""
+        self._answering.check_open()
+        try:
+            yield
+        finally:
+            if self._answering.is_open:
+                self._answering.documents_changed()
+                self._search.refresh_hot()

@@ -22,6 +22,7 @@ from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
+    EngineClosedError,
     IncompatibleKnowledgeBaseError,
     KnowledgeBaseError,
 )
@@ -286,17 +287,25 @@ class Corpus:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._file.reporting(), self._file.reading() as connection:
-            yield connection
+        with self._lock:
+            self._check_open()
+            with self._file.reporting(), self._file.reading() as connection:
+                yield connection
 
     @contextlib.contextmanager
     def _glancing(self) -> Iterator[sqlite3.Connection]:
         """For short reads that wait for nobody who writes: a connection of their own, opened with the first."""
         with self._glance_lock, self._file.reporting():
-            if self._glance_file is None and not self._is_closed:
+            self._check_open()
+            if self._glance_file is None:
                 self._glance_file = CorpusFile(self._path)
-            with (self._glance_file or self._file).reading() as connection:
+            with self._glance_file.reading() as connection:
                 yield connection
+
+    def _check_open(self) -> None:
+        """Under one of the locks."""
+        if self._is_closed:
+            raise EngineClosedError(f"{self._path.parent} was closed; open it again")
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

@@ -1,0 +1,137 @@
+"""A room from Python: what it refuses and in which words, and its life from open to close."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stillroom.core.ids import DocumentId
+from stillroom.errors import EngineClosedError, UsageError
+from stillroom.rag.answer import AskOptions
+from stillroom.rag.room import Stillroom
+from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
+
+HALF = "half of \ud800"
+"""Text in Python, and nowhere else."""
+
+
+@pytest.fixture(scope="module")
+def knowledge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("room")
+    with Stillroom.open(folder / "kb") as room:
+        room.add(write_knowledge(folder / "docs"))
+    return folder / "kb"
+
+
+@pytest.fixture(scope="module")
+def room(knowledge: Path) -> Iterator[Stillroom]:
+    with Stillroom.open(knowledge) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("named", "call"),
+    [
+        ("use one of", lambda room: room.ask(QUESTION, AskOptions(mode="foo"))),  # type: ignore[arg-type]
+        ("use one of", lambda room: room.search(QUESTION, mode="foo")),
+        ("top_k=2.5", lambda room: room.search(QUESTION, top_k=2.5)),
+        ("where", lambda room: room.search(QUESTION, where=None)),
+        ("query", lambda room: room.search(HALF)),
+        ("query", lambda room: room.search_staged(None)),
+        ("question", lambda room: room.ask(HALF)),
+        ("question", lambda room: room.ask(7)),
+        ("options", lambda room: room.ask(QUESTION, {"max_tokens": 3})),
+        ("options", lambda room: asyncio.run(room.astream(QUESTION, {"max_tokens": 3}))),
+        ("options", lambda room: asyncio.run(room.acontinue(QUESTION, {"max_tokens": 3}))),
+        ("question", lambda room: asyncio.run(room.acontinue(HALF))),
+        ("whole numbers", lambda room: asyncio.run(room.acontinue([1.5]))),
+        ("n=1.5", lambda room: room.ask_several(QUESTION, 1.5)),
+        ("list", lambda room: room.embed("abc")),
+        ("text", lambda room: room.embed([HALF])),
+    ],
+)
+def test_calls_that_cannot_work_are_refused_by_name(room: Stillroom, named: str, call: Callable[[Any], object]) -> None:
+    with pytest.raises(UsageError, match=named):
+        call(room)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 1.5},
+        {"min_tokens": "1"},
+        {"top_k": True},
+        {"logprobs": True},
+        {"seed": 1.5},
+        {"priority": "x"},
+        {"temperature": "hot"},
+        {"deadline_seconds": "1"},
+        {"where": None},
+        {"system": HALF},
+        {"stop": 3},
+        {"stop": ["a", 3]},
+        {"history": [("a", "b")]},
+        {"logit_bias": {"a": 1.0}},
+        {"json_schema": "{}"},
+    ],
+)
+def test_options_of_a_wrong_type_are_refused_by_name(room: Stillroom, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        room.ask(QUESTION, AskOptions(**options))
+
+
+def test_numbers_of_numpy_are_numbers(room: Stillroom) -> None:
+    many: Any = np.int64(2)
+    assert len(room.search(QUESTION, top_k=many).results) == 2
+    answer = room.ask(QUESTION, AskOptions(top_k=many, max_tokens=np.int64(1), logprobs=many))  # type: ignore[arg-type]
+    assert len(answer.token_ids) == 1 and answer.logprobs is not None
+
+
+USES: dict[str, Callable[[Stillroom], object]] = {
+    "ask": lambda room: room.ask(QUESTION),
+    "stream": lambda room: room.stream(QUESTION),
+    "astream": lambda room: asyncio.run(_awaited(room.astream(QUESTION))),
+    "search": lambda room: room.search(QUESTION),
+    "search_staged": lambda room: next(room.search_staged(QUESTION)),
+    "add": lambda room: room.add("."),
+    "remove": lambda room: room.remove("people.md"),
+    "upload": lambda room: room.upload([]),
+    "discard": lambda room: room.discard("people.md"),
+    "documents": lambda room: room.documents(),
+    "chunks_of": lambda room: room.chunks_of(DocumentId("people.md")),
+    "num_documents": lambda room: room.num_documents,
+    "digest": lambda room: room.digest(),
+    "verify": lambda room: room.verify(),
+    "embed": lambda room: room.embed(["a text"]),
+    "warm_up": lambda room: room.warm_up(),
+    "enter": lambda room: room.__enter__(),
+}
+
+
+async def _awaited(one: Awaitable[object]) -> object:
+    return await one
+
+
+@pytest.fixture(scope="module")
+def closed(knowledge: Path) -> Stillroom:
+    room = Stillroom.open(knowledge)
+    assert room.ask(QUESTION).text == ANSWER
+    room.close()
+    return room
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_closed_room_says_that_it_was_closed(closed: Stillroom, use: str) -> None:
+    with pytest.raises(EngineClosedError, match="open it again"):
+        USES[use](closed)
+
+
+def test_a_search_under_way_ends_with_the_room(knowledge: Path) -> None:
+    room = Stillroom.open(knowledge)
+    stages = room.search_staged(QUESTION)
+    room.close()
+    with pytest.raises(EngineClosedError, match="closed"):
+        list(stages)
