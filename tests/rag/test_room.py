@@ -1,9 +1,12 @@
 """A room from Python: what it refuses and in which words, and its life from open to close."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -14,8 +17,14 @@ from stillroom.rag.answer import AskOptions
 from stillroom.rag.room import Stillroom
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
+T = TypeVar("T")
+
 HALF = "half of \ud800"
 """Text in Python, and nowhere else."""
+
+
+async def _awaited(one: Awaitable[T]) -> T:
+    return await one
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +99,30 @@ def test_numbers_of_numpy_are_numbers(room: Stillroom) -> None:
     assert len(answer.token_ids) == 1 and answer.logprobs is not None
 
 
+def test_a_stream_is_read_piece_by_piece(room: Stillroom) -> None:
+    stream = room.stream(QUESTION)
+    assert "".join([next(stream), *stream]) == stream.answer.text == ANSWER
+    assert next(stream, None) is None, "there is no more, and nobody waits for it"
+
+    async def pieces() -> str:
+        stream = await room.astream(QUESTION)
+        return "".join([await anext(stream), *[piece async for piece in stream]])
+
+    assert asyncio.run(pieces()) == ANSWER
+
+
+def test_a_stream_is_read_in_the_event_loop_that_it_was_made_in(room: Stillroom) -> None:
+    stream = asyncio.run(_awaited(room.astream(QUESTION, AskOptions(max_tokens=500, min_tokens=500))))
+
+    async def read() -> list[str]:
+        return [piece async for piece in stream]
+
+    with pytest.raises(UsageError, match="event loop"):
+        asyncio.run(read())
+    assert room.ask(QUESTION).text == ANSWER
+    assert room.num_free_blocks == room.num_blocks, "nobody hears it, so it was cancelled"
+
+
 USES: dict[str, Callable[[Stillroom], object]] = {
     "ask": lambda room: room.ask(QUESTION),
     "stream": lambda room: room.stream(QUESTION),
@@ -109,10 +142,6 @@ USES: dict[str, Callable[[Stillroom], object]] = {
     "warm_up": lambda room: room.warm_up(),
     "enter": lambda room: room.__enter__(),
 }
-
-
-async def _awaited(one: Awaitable[object]) -> object:
-    return await one
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +164,38 @@ def test_a_search_under_way_ends_with_the_room(knowledge: Path) -> None:
     room.close()
     with pytest.raises(EngineClosedError, match="closed"):
         list(stages)
+
+
+FORKING = """
+import gc, os, sys
+from stillroom import AskOptions, Stillroom
+from stillroom.errors import EngineClosedError
+
+kb, question, other = sys.argv[1:]
+room = Stillroom.open(kb)
+room.ask(question)
+child = os.fork()
+if not child:
+    for use in (lambda: room.ask(question, AskOptions(deadline_seconds=5)), lambda: room.search(other), room.__enter__):
+        try:
+            use()
+        except EngineClosedError as error:
+            print(error, flush=True)
+    room.close()
+    del room, use
+    gc.collect()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(room.ask(other).text, room.verify().is_clean)
+room.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
+def test_a_fork_is_told_that_the_room_is_not_its_own_and_harms_none_of_it(knowledge: Path) -> None:
+    """Threads do not come along into a fork: whoever waited there would wait for ever."""
+    command = [sys.executable, "-c", FORKING, str(knowledge), QUESTION, "Where was Cirik Prurs born ?"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    *refused, last = done.stdout.splitlines()
+    assert len(refused) == 3 and all("opened in another process" in line for line in refused)
+    assert last == "Tunstead True"

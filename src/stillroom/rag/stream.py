@@ -265,30 +265,50 @@ class AnswerStream(_Stream):
         super().__init__(collector, cancel)
         self._events = events
 
+    def __next__(self) -> str:
+        """The next piece, which is not empty; raises EngineError if generation fails or is cancelled."""
+        while not self._is_over:
+            if piece := self._feed(self._events.get()):
+                return piece
+        raise StopIteration
+
     def __iter__(self) -> Iterator[str]:
-        """Pieces as they come; raises EngineError if generation fails or is cancelled."""
+        """Pieces as they come. Leaving them early cancels the request. Raises as `next`."""
         try:
-            while not self._is_over:
-                if piece := self._feed(self._events.get()):
-                    yield piece
+            while (piece := next(self, None)) is not None:
+                yield piece
         finally:
             self.cancel()
 
 
 class AsyncAnswerStream(_Stream):
-    """Iterate over pieces of text with `async for`."""
+    """Iterate over pieces of text with `async for`, in the event loop that it was made in."""
 
     def __init__(
         self, collector: AnswerCollector, events: "asyncio.Queue[TokenEvent]", cancel: Callable[[], None]
     ) -> None:
         super().__init__(collector, cancel)
         self._events = events
+        self._loop = asyncio.get_running_loop()
+
+    async def __anext__(self) -> str:
+        """The next piece, which is not empty.
+
+        Raises:
+            EngineError: generation failed, or was cancelled.
+            UsageError: it runs in another event loop than the one that the pieces go to.
+        """
+        if asyncio.get_running_loop() is not self._loop:
+            raise UsageError("this stream was made in another event loop; read it in that one")
+        while not self._is_over:
+            if piece := self._feed(await self._events.get()):
+                return piece
+        raise StopAsyncIteration
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Pieces as they come; raises EngineError if generation fails or is cancelled."""
+        """Pieces as they come. Leaving them early cancels the request. Raises as `anext`."""
         try:
-            while not self._is_over:
-                if piece := self._feed(await self._events.get()):
-                    yield piece
+            while (piece := await anext(self, None)) is not None:
+                yield piece
         finally:
             self.cancel()
