@@ -20,7 +20,7 @@ from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.audit import Audit
 from stillroom.engine.corpora import Corpus
 from stillroom.engine.engine import Engine
-from stillroom.errors import UsageError
+from stillroom.errors import ModelError, UsageError
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.kvstore.files import KV_FOLDER
@@ -63,6 +63,8 @@ class Generator:
     salt: str = ""
     """Of all its requests: nothing is reused across two salts."""
     owns_engine: bool = True
+    knows_all_tokens: bool = True
+    """Whether the model has an embedding for every token that its tokenizer can make."""
 
     @property
     def name(self) -> str:
@@ -99,7 +101,10 @@ class Generator:
         schema: Mapping[str, Any] | None = None,
         history: History = NOTHING,
     ) -> Draft:
-        return self._draft(self.prompts.build(chunks, question, max_tokens, history), self._constraint(schema))
+        prompt = self.prompts.build(chunks, question, max_tokens, history)
+        if not self.knows_all_tokens:
+            self._check_tokens(prompt)
+        return self._draft(prompt, self._constraint(schema))
 
     def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
         ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)
@@ -158,6 +163,15 @@ class Generator:
 
         return Draft(prompt.chunk_ids, prompt.num_tokens, start)
 
+    def _check_tokens(self, prompt: SegmentedPrompt) -> None:
+        """Some checkpoints have added tokens without an embedding, which their prompts do not hold."""
+        vocab_size = self.model.decoder.spec.vocab_size
+        if (last := max(prompt.token_ids, default=0)) >= vocab_size:
+            raise ModelError(
+                f"the tokenizer of {self.name} makes token {last} of this prompt, and its weights know 0 to "
+                f"{vocab_size - 1}; the folder may hold the tokenizer of another model"
+            )
+
     def _check_bias(self, sampling: SamplingParams) -> None:
         vocab_size = self.model.decoder.spec.vocab_size
         unknown = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocab_size]
@@ -187,7 +201,8 @@ def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | Non
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
     running = AsyncEngine(engine, config.runtime.max_waiting)
     running.run(lambda _: torch.set_num_threads(num_threads))  # torch has a number for each thread
-    return Generator(model, running, cache, prompts, constraints)
+    knows_all = max(model.tokenizer.hf_tokenizer.get_vocab().values()) < model.decoder.spec.vocab_size
+    return Generator(model, running, cache, prompts, constraints, knows_all_tokens=knows_all)
 
 
 def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tuple[LoadedModel, Engine, KVCache, int]:
