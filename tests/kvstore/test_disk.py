@@ -229,7 +229,7 @@ def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog:
     reader = DiskStore(tmp_path, MODEL)
     assert (writer.is_writer, reader.is_writer) == (True, False)
     assert [level for _, level, _ in caplog.record_tuples] == [logging.WARNING]
-    assert "another process keeps the KV cache of this knowledge base" in caplog.text
+    assert "another process or room keeps the KV cache of this knowledge base" in caplog.text
     assert not reader.write(record(9), payload(9))
     reader.remove(key(0))
     reader.clear()

@@ -4,6 +4,8 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,9 +14,11 @@ import numpy as np
 import pytest
 
 from stillroom.core.ids import DocumentId
-from stillroom.errors import EngineClosedError, UsageError
+from stillroom.errors import EngineClosedError, ModelError, UsageError
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.room import Stillroom
+from tests.fakes import byte_tokenizer, random_checkpoint
+from tests.server.fakes import until
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
 T = TypeVar("T")
@@ -199,3 +203,41 @@ def test_a_fork_is_told_that_the_room_is_not_its_own_and_harms_none_of_it(knowle
     *refused, last = done.stdout.splitlines()
     assert len(refused) == 3 and all("opened in another process" in line for line in refused)
     assert last == "Tunstead True"
+
+
+def test_a_prompt_is_refused_that_the_weights_have_no_embeddings_for(knowledge: Path, tmp_path: Path) -> None:
+    """Checkpoints with added tokens beyond their embedding are used as they are, in prompts without these."""
+    random_checkpoint(tmp_path / "model", "Llama", vocab_size=270)
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    with Stillroom.open(knowledge, model=tmp_path / "model") as room:
+        with pytest.raises(ModelError, match="weights know 0 to 269"):
+            room.ask("Who is the lazy dog ?")
+        with pytest.raises(UsageError, match="0 to 269"):
+            asyncio.run(room.acontinue('"name": "the lazy dog"'))
+
+
+def test_a_forgotten_room_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a notebook, where a cell that opens a room runs again."""
+
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("stillroom")}
+
+    before = threads()
+    room = Stillroom.open(tmp_path / "kb")
+    room.add(write_knowledge(tmp_path / "docs"))
+    assert room.ask(QUESTION).text == ANSWER
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        room = Stillroom.open(tmp_path / "kb")
+    until(lambda: threads() <= before)
+    with room:
+        assert room.ask(QUESTION).text == ANSWER
+    assert "only reads" not in caplog.text
+
+
+def test_a_stream_and_a_room_beside_keep_a_room_open(knowledge: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        assert "".join(Stillroom.open(knowledge).stream(QUESTION)) == ANSWER
+        with Stillroom.open(tmp_path / "host").beside(knowledge, "tenant") as guest:
+            assert guest.ask(QUESTION).text == ANSWER
+        del guest

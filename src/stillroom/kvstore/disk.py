@@ -189,7 +189,7 @@ class DiskStore:
             lock.acquire(poll_interval=0.005)
             return lock
         except Timeout:
-            reason = "another process keeps the KV cache of this knowledge base; this one reads it and stores nothing"
+            reason = "another process or room keeps the KV cache of this knowledge base; this one only reads it"
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             reason = f"the KV cache of this knowledge base cannot be written ({error}); it is read, nothing is stored"
         logger.warning(reason)

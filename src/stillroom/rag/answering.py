@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
@@ -25,7 +25,9 @@ from stillroom.telemetry.trace import TraceLog
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
     from stillroom.rag.backend import Backend
     from stillroom.rag.pipeline import Pipeline
-    from stillroom.rag.stream import AnswerStream
+    from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
+
+S = TypeVar("S", "AnswerStream", "AsyncAnswerStream")
 
 
 def read_to_end(stream: "AnswerStream") -> Answer:
@@ -43,6 +45,13 @@ def read_all(streams: "Sequence[AnswerStream]") -> list[Answer]:
         finally:
             for stream in streams:
                 stream.cancel()
+
+
+def keeping(room: object, streams: "list[S]") -> "list[S]":
+    """The streams; who has one keeps the room open."""
+    for stream in streams:
+        stream.room = room
+    return streams
 
 
 @asynccontextmanager

@@ -20,7 +20,8 @@ from stillroom.core.document import Chunk, DocumentInfo, SearchResult
 from stillroom.core.ids import DocumentId
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions, checked_options, checked_query
-from stillroom.rag.answering import Answering, Guest, pipeline_over, read_all, read_to_end, within
+from stillroom.rag.answering import Answering, Guest, keeping, pipeline_over, read_all, read_to_end, within
+from stillroom.rag.closing import Closing
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
@@ -74,13 +75,15 @@ class Stillroom:
         self._clock = clock
         self._traces = TraceLog(kb.path / TRACE_FILE, config.trace.keep)
         over = partial(pipeline_over, kb, self._search, config, metrics, self._traces, clock)
-        self._answering = Answering(kb, config, clock, guest, over)
+        self._answering = answering = Answering(kb, config, clock, guest, over)
         self.records = Records(self._traces, kb.chunks)
         """What was asked before."""
         if guest is None:
-            metrics.watch_cache(lambda: self._answering.backend.cache_figures if self._answering.backend else None)
+            metrics.watch_cache(lambda: answering.backend.cache_figures if answering.backend else None)
             metrics.watch_index(lambda: None if (figures := kb.list_figures) is None else figures.by_tier())
         metrics.watch_corpora(str(kb.path), lambda: {str(kb.path): (kb.num_documents, kb.num_chunks)})
+        self._closing = Closing(self, answering, metrics, (self._search.close, self._traces.close, kb.close), kb.path)
+        self._host: Stillroom | None = None
 
     @classmethod
     def open(
@@ -122,7 +125,9 @@ class Stillroom:
         """
         kb = KnowledgeBase.open(Path(path), self.config, create=create, clock=self._clock, like=self._kb)
         salt = f"{tenant}\0{kb.identity}"
-        return Stillroom(kb, self.config, self.metrics, self._clock, Guest(self._answering, salt))
+        room = Stillroom(kb, self.config, self.metrics, self._clock, Guest(self._answering, salt))
+        room._host = self  # stays open as long as this one
+        return room
 
     # Documents
 
@@ -283,7 +288,8 @@ class Stillroom:
 
     def streams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> "list[AnswerStream]":
         """`n` answers to one question, piece by piece; each can be cancelled by itself. Raises as `ask`."""
-        return self._answering.pipeline().streams(question, checked_options(question, options, n), n)
+        options = checked_options(question, options, n)
+        return keeping(self, self._answering.pipeline().streams(question, options, n))
 
     async def astream(self, question: str, options: AskOptions | None = None) -> "AsyncAnswerStream":
         """`stream` for an event loop: nothing blocks it."""
@@ -296,7 +302,7 @@ class Stillroom:
         arrival, options = self._clock.monotonic(), checked_options(question, options, n)
         async with within(options.deadline_seconds):
             pipeline = await self._answering.apipeline()
-            return await pipeline.astreams(question, options, n, arrival)
+            return keeping(self, await pipeline.astreams(question, options, n, arrival))
 
     async def acontinue(
         self, prompt: str | Sequence[int], options: AskOptions | None = None, *, n: int = 1
@@ -313,7 +319,7 @@ class Stillroom:
         )
         async with within(options.deadline_seconds):
             pipeline = await self._answering.apipeline()
-            return await pipeline.acontinue(prompt, options, n, arrival)
+            return keeping(self, await pipeline.acontinue(prompt, options, n, arrival))
 
     async def atext_of(self, token_ids: Sequence[int]) -> str:
         """What tokens of the model read as. Raises UsageError for those that are none."""
@@ -365,13 +371,8 @@ class Stillroom:
             self._answering.backend.stop()
 
     def close(self) -> None:
-        """Stop generating and close the files. Idempotent."""
-        if not self._answering.close():
-            return
-        self.metrics.forget_corpora(str(self._opened_kb.path))
-        self._search.close()
-        self._traces.close()
-        self._opened_kb.close()
+        """Stop generating and close the files. Idempotent. A forgotten room is closed too, with a ResourceWarning."""
+        self._closing.close()
 
     def __enter__(self) -> "Stillroom":
         self._answering.check_open()

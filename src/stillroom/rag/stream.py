@@ -215,6 +215,8 @@ class _Stream:
         self._cancel = cancel
         self._is_over = False
         self._num_scores_taken = 0
+        self.room: object = None
+        """Stays open as long as somebody has the stream."""
 
     @property
     def request_id(self) -> RequestId:
