@@ -42,9 +42,6 @@ def _answer(path: Path, config: DocumentsConfig) -> bytes:
         return document_to_wire(document)
     except DocumentError as error:
         return json.dumps({"error": str(error)}).encode()
-    except MemoryError:
-        reason = f"{path}: needs more memory than documents.max_reader_bytes; split it or raise the limit"
-        return json.dumps({"error": reason}).encode()
 
 
 def _limit(config: DocumentsConfig) -> None:
@@ -60,4 +57,5 @@ if __name__ == "__main__":
     try:
         main()
     except MemoryError:
+        # the next file gets a new process: what this one has left here it might not give back
         os._exit(OUT_OF_MEMORY)

@@ -23,6 +23,7 @@ def load(path: Path, config: DocumentsConfig = _DEFAULT) -> Iterator[Document]:
 
     Raises:
         DocumentError: the file cannot be read, is malformed, or larger than the configuration allows.
+        MemoryError: reading it takes more than there is.
     """
     if is_jsonl(path):
         yield from map(_storable, parse_jsonl(path, config))
@@ -63,12 +64,8 @@ def parse(file: File) -> Document:
             document: Document = kind.parser()(file)
         else:
             document = (kind or PLAIN).parser()(file.path, text_of(file, strict=kind is None))
-    except DocumentError:
+    except (DocumentError, MemoryError):
         raise
-    except MemoryError as error:
-        raise DocumentError(
-            f"{file.path}: needs more memory than documents.max_reader_bytes; split it or raise the limit"
-        ) from error
     except RecursionError as error:
         raise DocumentError(f"{file.path}: nested too deeply to be read") from error
     except Exception as error:  # whatever a parser does with a strange file, the other files go on
