@@ -66,8 +66,7 @@ def test_a_collection_that_was_lost_is_made_again_by_the_first_search(
     kb = open_kb(CONFIG)
     kb.add([three])
     expected = shown(kb.search("rotate the keys", mode="dense"))
-    with collection_of(kb)._collection._reporting() as client:
-        client.delete_collection(collection_of(kb)._collection.name)
+    collection_of(kb)._collection.delete()
     kb.close()
     again = open_kb(CONFIG)
     with caplog.at_level(logging.WARNING):

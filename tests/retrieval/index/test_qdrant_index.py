@@ -229,48 +229,42 @@ def test_an_interrupted_catch_up_is_continued_not_repeated(world: World, monkeyp
 def test_any_history_of_edits_and_crashes_ends_right(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    world = World(tmp_path_factory.mktemp("history"))
-    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(qdrant_index, "_STEP", 6)
-    monkeypatch.setattr(qdrant_index, "_BATCH", 4)
-    for _ in range(data.draw(st.integers(1, 8))):
-        name = data.draw(st.sampled_from("abc"))
-        match data.draw(st.sampled_from(["put", "remove", "crash", "catch up", "reopen", "search"])):
-            case "put":
-                num, base = data.draw(st.integers(1, 8)), "abc".index(name) * 100
-                world.put(name, [base + place for place in range(num)], unit(rng, num))
-            case "remove":
-                world.corpus.commit(removed=[DocumentId(name)])
-            case "crash":
-                collection = world.index._collection
-                method = data.draw(st.sampled_from(["put", "drop", "mark"]))
-                with monkeypatch.context() as patched:
-                    crash = crashing(getattr(collection, method), data.draw(st.integers(0, 3)))
-                    patched.setattr(collection, method, crash)
-                    with contextlib.suppress(Crash):
-                        world.index.catch_up()
-            case "catch up":
-                world.index.catch_up()
-            case "reopen":
-                world.reopened()
-            case "search":
-                world.check(ks=(1, 4))
-    world.check(ks=(1, 4, 100))
-    world.index.catch_up()
-    world.check(ks=(1, 4, 100))
-    assert world.index._collection.count() == world.corpus.num_chunks
-    world.close()
-    monkeypatch.undo()
+    folder = tmp_path_factory.mktemp("history")
+    with contextlib.closing(World(folder)) as world, pytest.MonkeyPatch.context() as monkeypatch:
+        rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+        monkeypatch.setattr(qdrant_index, "_STEP", 6)
+        monkeypatch.setattr(qdrant_index, "_BATCH", 4)
+        for _ in range(data.draw(st.integers(1, 8))):
+            name = data.draw(st.sampled_from("abc"))
+            match data.draw(st.sampled_from(["put", "remove", "crash", "catch up", "reopen", "search"])):
+                case "put":
+                    num, base = data.draw(st.integers(1, 8)), "abc".index(name) * 100
+                    world.put(name, [base + place for place in range(num)], unit(rng, num))
+                case "remove":
+                    world.corpus.commit(removed=[DocumentId(name)])
+                case "crash":
+                    collection = world.index._collection
+                    method = data.draw(st.sampled_from(["put", "drop", "mark"]))
+                    with monkeypatch.context() as patched:
+                        crash = crashing(getattr(collection, method), data.draw(st.integers(0, 3)))
+                        patched.setattr(collection, method, crash)
+                        with contextlib.suppress(Crash):
+                            world.index.catch_up()
+                case "catch up":
+                    world.index.catch_up()
+                case "reopen":
+                    world.reopened()
+                case "search":
+                    world.check(ks=(1, 4))
+        world.check(ks=(1, 4, 100))
+        world.index.catch_up()
+        world.check(ks=(1, 4, 100))
+        assert world.index._collection.count() == world.corpus.num_chunks
 
 
 def test_a_lost_a_foreign_and_a_damaged_collection_are_made_again(world: World) -> None:
     rng = np.random.default_rng(5)
     world.put("a", wide(rng, 50), unit(rng, 50))
-
-    def lose(collection: QdrantCollection) -> None:
-        with collection._reporting() as client:
-            client.delete_collection(collection.name)
 
     def claim(collection: QdrantCollection) -> None:
         other = QdrantCollection(EMBEDDED, INDEX, world.folder / "qdrant", "another", D)
@@ -287,7 +281,7 @@ def test_a_lost_a_foreign_and_a_damaged_collection_are_made_again(world: World) 
     def run_ahead(collection: QdrantCollection) -> None:
         collection.mark(world.corpus.generation + 5)
 
-    for damage in (lose, claim, unmark, take_some_away, run_ahead):
+    for damage in (QdrantCollection.delete, claim, unmark, take_some_away, run_ahead):
         world.index.catch_up()
         world.check()
         damage(world.index._collection)
@@ -304,8 +298,7 @@ def test_a_collection_that_vanishes_under_a_reader_is_told(world: World) -> None
     world.put("a", wide(rng, 5), unit(rng, 5))
     world.index.catch_up()
     world.index.follow()
-    with world.index._collection._reporting() as client:
-        client.delete_collection(world.index._collection.name)
+    world.index._collection.delete()
     with pytest.raises(IndexUnavailableError, match="is gone.*stillroom add"):
         world.index.search(unit(rng, 1)[0], 3)
     world.check()

@@ -7,6 +7,7 @@ set after what it says is there.
 
 import contextlib
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import RLock
@@ -60,7 +61,7 @@ class QdrantCollection:
             if self._client is not None:
                 self._client.close()
                 self._client = None
-            self._folder_lock.release()
+            self._folder_lock.release(force=True)  # taken with each connection
 
     # What there is
 
@@ -131,13 +132,23 @@ class QdrantCollection:
 
     # Changing it; only under the write lock
 
+    def delete(self) -> None:
+        """The collection and what is in it; nothing where there is none."""
+        with self._reporting() as client:
+            if self._is_embedded:
+                # the folder is this collection's alone; the embedded mode would leave its file open
+                client.close()
+                self._client = None
+                shutil.rmtree(self._folder)
+            elif client.collection_exists(self.name):
+                client.delete_collection(self.name)
+
     def clear(self) -> None:
         """An empty collection at generation 0, in place of whatever there is."""
         from qdrant_client import models
 
+        self.delete()
         with self._reporting() as client:
-            if client.collection_exists(self.name):
-                client.delete_collection(self.name)
             client.create_collection(
                 self.name,
                 vectors_config={_VECTOR: models.VectorParams(size=self._dimension, distance=models.Distance.DOT)},
@@ -179,9 +190,9 @@ class QdrantCollection:
             KnowledgeBaseBusyError: another process has the embedded collection open.
             IndexUnavailableError: the server cannot be reached, or does not do what it is asked for.
         """
-        with self._lock:
-            client = self._connected()
         with self._lock if self._is_embedded else contextlib.nullcontext():
+            with self._lock:
+                client = self._connected()
             try:
                 yield client
             except Exception as error:
