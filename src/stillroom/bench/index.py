@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.bench.index_whole import measure_bm25, measure_whole_search
+from stillroom.bench.index_whole import measure_bm25, whole_searches
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Arm, Metrics, Samples, peak_rss_bytes, reset_peak_rss, run_arms
 from stillroom.bench.instrument.report import BenchResult
@@ -106,7 +106,8 @@ def run_index(  # noqa: PLR0913  one argument per flag of the command
     with _temporary_folder(work_dir) as folder:
         arms, run.tables["BM25 at rest"] = measure_bm25(run.real, sizes[-1], seed, folder, peer)
         run.measure(arms)
-        run.measure(measure_whole_search(run.real, sizes[-1], seed, folder))
+        with whole_searches(run.real, sizes[-1], seed, folder) as arms:
+            run.measure(arms)
     return BenchResult(
         benchmark="index",
         environment=environment,

@@ -1,6 +1,7 @@
 """Parts of `stillroom bench index` beyond the dense index: BM25, and whole searches through SQLite, both indexes and
 fusion."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -58,23 +59,25 @@ def measure_bm25(
     return arms, rows
 
 
-def measure_whole_search(real: RealData, size: int, seed: int, folder: Path) -> list[Arm]:
+@contextlib.contextmanager
+def whole_searches(real: RealData, size: int, seed: int, folder: Path) -> Iterator[list[Arm]]:
     """Arms that search a corpus of made documents as `KnowledgeBase` does, with query vectors computed before; and one
     that embeds queries."""
     chunks, vectors = list(_chunks(real, size, seed)), clustered_vectors(real.documents, size, seed)
-    corpus = corpus_of(chunks, vectors, folder / "corpus.sqlite3")
-    texts, vectors = choose_queries(real, _NUM_QUERIES, seed)
-    prepared = PreparedEmbedder(dict(zip(texts, vectors, strict=True)))
+    texts, query_vectors = choose_queries(real, _NUM_QUERIES, seed)
+    prepared = PreparedEmbedder(dict(zip(texts, query_vectors, strict=True)))
     arms = []
-    for name, config in _INDEXES.items():
-        place = folder / config.kind
-        place.mkdir()
-        indexes = Indexes(place, corpus, config, vectors.shape[1])
-        indexes.write()
-        search = HybridSearch(corpus, indexes, prepared, SearchConfig(), SystemClock())
-        arms.append(_text_arm(f"hybrid {size:,} {name}", search.search, texts))
-    embedder = Embedder(EmbedderConfig())
-    return [*arms, _text_arm("embed one query", lambda text: embedder.embed_queries([text]), texts[:_NUM_EMBEDDED])]
+    with contextlib.closing(corpus_of(chunks, vectors, folder / "corpus.sqlite3")) as corpus:
+        for name, config in _INDEXES.items():
+            place = folder / config.kind
+            place.mkdir()
+            indexes = Indexes(place, corpus, config, vectors.shape[1])
+            indexes.write()
+            search = HybridSearch(corpus, indexes, prepared, SearchConfig(), SystemClock())
+            arms.append(_text_arm(f"hybrid {size:,} {name}", search.search, texts))
+        embedder = Embedder(EmbedderConfig())
+        arms.append(_text_arm("embed one query", lambda text: embedder.embed_queries([text]), texts[:_NUM_EMBEDDED]))
+        yield arms
 
 
 class PreparedEmbedder(Embedder):
