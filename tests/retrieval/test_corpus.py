@@ -1,5 +1,6 @@
 """Transactions, generations and tombstones."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +38,9 @@ def stored(name: str, *texts: str, title: str = "T", first_line: int = 1) -> Sto
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
-    return Corpus(tmp_path / "corpus.sqlite3")
+def corpus(tmp_path: Path) -> Iterator[Corpus]:
+    with contextlib.closing(Corpus(tmp_path / "corpus.sqlite3")) as found:
+        yield found
 
 
 def test_what_was_put_is_there(corpus: Corpus) -> None:

@@ -1,8 +1,9 @@
 """The dense index of a knowledge base with lists on disk: settings, files, other processes, damage, restarts."""
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,10 @@ def document(name: str, count: int, seed: int) -> StoredDocument:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
-    found = Corpus(tmp_path / "corpus.sqlite3")
-    found.commit([document("first", 400, 1)])
-    return found
+def corpus(tmp_path: Path) -> Iterator[Corpus]:
+    with contextlib.closing(Corpus(tmp_path / "corpus.sqlite3")) as found:
+        found.commit([document("first", 400, 1)])
+        yield found
 
 
 @pytest.fixture
@@ -187,6 +188,7 @@ def test_an_index_too_small_to_train_is_kept_as_ever(tmp_path: Path) -> None:
     assert len(found(indexes)[0]) == 20 and has_figures(indexes)
     indexes.write()
     assert (tmp_path / "dense.lists").exists() and not (tmp_path / "dense.npz").exists()
+    corpus.close()
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "garbage", "foreign", "of the future"])
@@ -212,6 +214,7 @@ def test_a_useless_file_is_rebuilt_from_the_corpus(
         else:
             indexes.write()
             (folder / "dense.lists").rename(path)
+            other.close()
     again = opened()
     assert found(again) == oracle() and again.needs_write()
     again.write()
