@@ -102,7 +102,8 @@ def test_live_figures_of_a_server_that_is_gone_are_called_old(page: "Page", real
 
 @pytest.mark.browser
 def test_live_figures_are_of_the_last_two_minutes_only(page: "Page", real_url: str) -> None:
-    page.clock.install()
+    page.clock.install(time=0)
+    page.clock.pause_at(1000)  # it stands still but for what follows
     page.goto(f"{real_url}/#live")
     page.wait_for_selector("text=measured from now on")
     page.clock.run_for(2000)
