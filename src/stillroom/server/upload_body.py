@@ -20,7 +20,7 @@ from stillroom.server.json_body import parse
 from stillroom.server.protocol import MAX_DOCUMENTS, DocumentsRequest
 
 _FILES = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1, "maxItems": MAX_DOCUMENTS}
-_METADATA = {"type": "string", "contentMediaType": "application/json", "description": "Of all files: a JSON object."}
+_METADATA = {"type": ["object", "null"], "description": "Of all files, as JSON."}
 FORMS = {
     "requestBody": {
         "required": True,
@@ -31,6 +31,7 @@ FORMS = {
                     "properties": {"file": _FILES, "metadata": _METADATA},
                     "required": ["file"],
                 },
+                "encoding": {"metadata": {"contentType": "application/json"}},
             },
             "application/json": {"schema": {"$ref": "#/components/schemas/DocumentsRequest"}},
         },
