@@ -30,7 +30,8 @@ export function setKey(value) {
 /** A request; relative to the page, so that it works behind a proxy's path too. Raises ServerError. */
 export async function request(path, options = {}) {
   const headers = { ...options.headers };
-  if (key()) headers.Authorization = `Bearer ${key()}`;
+  const used = key();
+  if (used) headers.Authorization = `Bearer ${used}`;
   let response;
   try {
     response = await fetch(path, { ...options, headers, cache: "no-store" });
@@ -40,8 +41,8 @@ export async function request(path, options = {}) {
   }
   if (response.ok) return response;
   const message = await complaint(response);
-  if (response.status === 401) {
-    const detail = key() ? message : ""; // who has given none yet has done nothing wrong
+  if (response.status === 401 && used === key()) { // of a key that was replaced meanwhile nobody wants to hear
+    const detail = used ? message : ""; // who has given none yet has done nothing wrong
     document.dispatchEvent(new CustomEvent("stillroom:unauthorised", { detail }));
   }
   throw new ServerError(message, response.status);

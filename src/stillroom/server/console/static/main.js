@@ -83,8 +83,10 @@ function startKey() {
   const dialog = byId("key-dialog");
   const open = (problem) => {
     byId("key-button").hidden = false;
-    byId("key").value = key();
-    if (!dialog.open) dialog.showModal();
+    if (!dialog.open) {
+      byId("key").value = key();
+      dialog.showModal();
+    } // else somebody may be typing
     byId("key-error").textContent = problem; // in the open dialog, or no screen reader says it
     byId("key-error").hidden = !problem;
   };
