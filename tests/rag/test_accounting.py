@@ -1,7 +1,7 @@
 """What the metrics learn of answers: read to their end or not, one or several, with a search or without."""
 
 import asyncio
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,15 +154,20 @@ def test_a_continuation_is_in_no_time_of_search(room: Stillroom) -> None:
 def test_a_deadline_during_the_search_counts(room: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
     search = room._search.search_staged
 
+    is_late = threading.Event()
+
     def slow(*arguments: object) -> object:
-        time.sleep(0.5)
+        assert is_late.wait(30)
         return search(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(room._search, "search_staged", slow)
     grown = Growth(room)
 
     async def ask() -> None:
-        await room.astreams(QUESTION, AskOptions(deadline_seconds=0.1), n=2)
+        try:
+            await room.astreams(QUESTION, AskOptions(deadline_seconds=0.1), n=2)
+        finally:
+            is_late.set()
 
     with pytest.raises(DeadlineExceededError):
         asyncio.run(ask())

@@ -120,10 +120,8 @@ def as_text(what: str, given: str) -> str:
 
 
 def _as_json(payload: Any, stream: TextIO | None, indent: int | None = None) -> str:
-    is_utf8 = (getattr(stream, "encoding", None) or "").lower().replace("-", "") in (
-        "",
-        "utf8",
-    )  # none: it takes any character
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # without one it takes any character
+    is_utf8 = encoding.lower().replace("-", "") == "utf8"
     return json.dumps(payload, ensure_ascii=not is_utf8, indent=indent).translate(_ESCAPES)
 
 

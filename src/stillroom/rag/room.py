@@ -313,10 +313,8 @@ class Stillroom:
             UsageError: the prompt is empty or does not fit the model, or an option is out of range.
             ModelError: the model cannot be loaded.
         """
-        arrival, options = (
-            self._clock.monotonic(),
-            checked_options(prompt if isinstance(prompt, str) else "", options, n),
-        )
+        arrival = self._clock.monotonic()
+        options = checked_options(prompt if isinstance(prompt, str) else "", options, n)
         async with within(options.deadline_seconds):
             pipeline = await self._answering.apipeline()
             return keeping(self, await pipeline.acontinue(prompt, options, n, arrival))

@@ -27,7 +27,7 @@ from stillroom.errors import (
     KnowledgeBaseError,
 )
 from stillroom.retrieval import rows
-from stillroom.retrieval.corpus_file import CorpusFile
+from stillroom.retrieval.corpus_file import CorpusFile, read_beside
 from stillroom.retrieval.filters.sql import Condition, register
 from stillroom.retrieval.rows import Changes, Source, SourceUpdate, StoredDocument
 
@@ -183,7 +183,7 @@ class Corpus:
     def matching(self, condition: Condition) -> tuple[int, NDArray[np.int64]]:
         """The generation, and the chunks of all documents of which a condition holds, ascending; of one moment. Nobody
         who reads waits for it."""
-        with self._file.reporting(), self._file.another() as connection:
+        with self._file.reporting(), read_beside(self._file.path) as connection:
             register(connection)
             connection.execute("BEGIN")
             generation = int(connection.execute("SELECT generation FROM state").fetchone()[0])
@@ -324,8 +324,8 @@ def counts_of(path: Path) -> tuple[int, int]:
     """How many documents and chunks a corpus has that nobody needs otherwise. Raises as `CorpusFile.reporting`."""
     file = CorpusFile(path)
     with contextlib.closing(file), file.reporting(), file.reading() as connection:
-        found: tuple[int, int] = connection.execute(rows.SELECT_SIZES).fetchone()
-    return found
+        _, num_documents, num_chunks = connection.execute(rows.SELECT_COUNTS).fetchone()
+    return num_documents, num_chunks
 
 
 class _Writer:

@@ -44,10 +44,6 @@ class CorpusFile:
         with _unchanged(self.path, self._state):
             yield self._connection
 
-    def another(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
-        """See `read_beside`."""
-        return read_beside(self.path)
-
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
         """SQLite's errors in our words.

@@ -73,7 +73,6 @@ SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? AND generation
 SELECT_REMOVED = "SELECT chunk_id FROM tombstones WHERE generation > ? AND generation <= ? ORDER BY chunk_id"
 SELECT_NTH_ADDED = "SELECT generation FROM vectors WHERE generation > ? ORDER BY generation LIMIT 1 OFFSET ?"
 SELECT_COUNTS = "SELECT generation, (SELECT count(*) FROM documents), (SELECT count(*) FROM vectors) FROM state"
-SELECT_SIZES = "SELECT (SELECT count(*) FROM documents), (SELECT count(*) FROM vectors)"
 SELECT_COMMIT = """SELECT c.commit_id FROM state s LEFT JOIN commits c ON c.generation = :generation
     WHERE s.generation >= :generation"""
 COUNT_ADDED = "SELECT count(*) FROM vectors WHERE generation > ?"

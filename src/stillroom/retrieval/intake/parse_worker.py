@@ -1,4 +1,4 @@
-"""A process that parses files: `python -m stillroom.retrieval.intake.parse_worker FD`, started by `retrieval.parsing`.
+"""A process that parses files: `python -m stillroom.retrieval.intake.parse_worker FD`, started by `parsing`.
 
 It talks over one socket in JSON, for what a damaged file makes of this process must not reach further. Paths come in,
 a document or a reason goes out, until the other end is closed.

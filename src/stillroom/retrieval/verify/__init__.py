@@ -1,1 +1,1 @@
-"""Is a knowledge base whole: SQLite, vectors and postings, each and against the others."""
+"""Is a knowledge base whole: SQLite, vectors, postings and uploaded files, each and against the others."""

@@ -1,7 +1,7 @@
 """`stillroom verify`: SQLite, vectors and postings of a knowledge base, each whole and all saying the same.
 
 SQLite first, for the others are compared with it; uploaded files last. Repairing makes SQLite whole, then makes an
-index that differs anew. The caller holds the write lock.
+index that differs anew. The caller holds the write lock, unless it may not write and only looks.
 """
 
 import sqlite3
