@@ -9,6 +9,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey, NodeRecord
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER
+from stillroom.kvstore.record import checksum_of
 from tests.cli.harness import Run
 from tests.retrieval.test_reading_only import read_only
 
@@ -22,7 +23,7 @@ def records() -> list[Path]:
     store = DiskStore(Path("kb") / KV_FOLDER, MODEL)
     for index in range(3):
         key = NodeKey(bytes([index]) * 32)
-        assert store.write(NodeRecord(key, key, 0, 10, ChunkId(index), 1.0, 1.0), bytes(100))
+        assert store.write(NodeRecord(key, key, 0, 10, ChunkId(index), 1.0, 1.0), bytes(100), checksum_of(bytes(100)))
     store.close()
     return sorted(Path("kb").rglob("*.kv"))
 

@@ -5,6 +5,7 @@ import random
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey, NodeRecord
+from stillroom.kvstore.record import checksum_of
 
 MODEL = bytes(range(32))
 OTHER_MODEL = bytes(32)
@@ -21,3 +22,9 @@ def record(n: int, *, parent: int = 0, first_position: int = 0, chunk: int | Non
 
 def payload(n: int, size: int = 1000) -> bytes:
     return random.Random(n).randbytes(size)
+
+
+def sealed(n: int, size: int = 1000) -> tuple[bytes, bytes]:
+    """A payload and its checksum."""
+    content = payload(n, size)
+    return content, checksum_of(content)

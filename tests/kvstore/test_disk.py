@@ -7,18 +7,21 @@ import resource
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
 from stillroom.kvstore import disk
 from stillroom.kvstore.disk import DiskStore, make_room_beside
 from stillroom.kvstore.files import folder_of, path_of, remove_file
-from stillroom.kvstore.record import HEADER_SIZE, TRAILER_SIZE, Defect
-from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record
+from stillroom.kvstore.record import PAGE_SIZE, VERSION, Defect, header_size_of
+from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record, sealed
 
-OVERHEAD = HEADER_SIZE + TRAILER_SIZE
+OVERHEAD = PAGE_SIZE
+"""A header without notes."""
 
 
 def read(store: DiskStore, node: NodeKey, size: int = 1000) -> bytes | None:
@@ -32,7 +35,7 @@ def files_in(root: Path) -> list[Path]:
 
 def filled(root: Path, count: int = 3) -> DiskStore:
     store = DiskStore(root, MODEL)
-    assert all(store.write(record(n, chunk=n), payload(n)) for n in range(count))
+    assert all(store.write(record(n, chunk=n), *sealed(n)) for n in range(count))
     return store
 
 
@@ -57,7 +60,7 @@ def test_records_survive_a_restart(tmp_path: Path) -> None:
 
 def test_writing_a_node_again_replaces_it(tmp_path: Path) -> None:
     store = filled(tmp_path)
-    assert store.write(record(1, parent=2), payload(9, 500))
+    assert store.write(record(1, parent=2), *sealed(9, 500))
     assert store.num_bytes == 2500 + 3 * OVERHEAD
     assert read(store, key(1), 500) == payload(9, 500)
 
@@ -74,7 +77,7 @@ def test_removed_and_cleared_records_are_gone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "reason"),
-    [(0, Defect.MAGIC), (8, Defect.VERSION), (20, Defect.CHECKSUM), (HEADER_SIZE + 999, Defect.CHECKSUM)],
+    [(0, Defect.MAGIC), (8, Defect.VERSION), (20, Defect.CHECKSUM), (PAGE_SIZE + 999, Defect.CHECKSUM)],
 )
 def test_a_flipped_bit_is_a_miss_counted_logged_and_removed(
     tmp_path: Path, place: int, reason: Defect, caplog: pytest.LogCaptureFixture
@@ -95,7 +98,7 @@ def test_a_record_in_the_place_of_another_node_or_model_is_refused(tmp_path: Pat
     path_of(store.folder, key(1)).write_bytes(path_of(store.folder, key(0)).read_bytes())
     other = DiskStore(tmp_path, OTHER_MODEL)
     assert other.is_writer and not other.records()
-    assert other.write(record(2), payload(2))
+    assert other.write(record(2), *sealed(2))
     path_of(store.folder, key(2)).write_bytes(path_of(other.folder, key(2)).read_bytes())
     assert read(store, key(1)) is None and read(store, key(2)) is None
     assert store.verify_failures == {Defect.IDENTITY: 1, Defect.MODEL: 1}
@@ -106,6 +109,28 @@ def test_a_record_of_another_size_than_asked_for_is_refused(tmp_path: Path) -> N
     store = filled(tmp_path)
     assert read(store, key(0), 999) is None and read(store, key(1), 1001) is None
     assert store.verify_failures == {Defect.SIZE: 2}
+
+
+def test_records_of_the_version_before_are_misses_and_removed(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    old = path_of(folder_of(tmp_path, MODEL), key(1))
+    data = bytearray(old.read_bytes())
+    data[8] = VERSION - 1
+    old.write_bytes(data)
+    store = DiskStore(tmp_path, MODEL)
+    assert store.verify_failures == {Defect.VERSION: 1} and read(store, key(1)) is None
+    assert not old.exists() and len(store.records()) == 2
+
+
+def test_a_record_with_a_long_header_survives_a_restart(tmp_path: Path) -> None:
+    long = replace(record(1), notes=payload(3, 100_000), seen=tuple(map(ChunkId, range(0, 5000, 5))))
+    store = DiskStore(tmp_path, MODEL)
+    assert store.write(long, *sealed(1))
+    store.close()
+    again = DiskStore(tmp_path, MODEL)
+    assert again.records() == [(long, path_of(again.folder, key(1)).stat().st_size)]
+    assert read(again, key(1)) == payload(1) and again.verify().num_records == 1
+    assert next(iter(again.records()))[1] == header_size_of(long) + 1000
 
 
 def test_a_file_that_vanished_is_only_a_miss(tmp_path: Path) -> None:
@@ -163,8 +188,8 @@ def test_opening_leaves_out_bad_records_and_temporaries_and_ignores_other_files(
 
 def test_verify_reads_everything_and_names_what_failed(tmp_path: Path) -> None:
     store = filled(tmp_path, 5)
-    assert store.write(record(5), payload(5, 3000))
-    flip(path_of(store.folder, key(2)), HEADER_SIZE + 10)
+    assert store.write(record(5), *sealed(5, 3000))
+    flip(path_of(store.folder, key(2)), PAGE_SIZE + 10)
     path_of(store.folder, key(3)).unlink()
     seen: list[tuple[int, int]] = []
     report = store.verify(lambda done, total: seen.append((done, total)))
@@ -187,11 +212,11 @@ def test_a_write_that_fails_leaves_nothing_and_warns_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", write)
-        assert not any(store.write(record(n), payload(n)) for n in (1, 7, 8))
+        assert not any(store.write(record(n), *sealed(n)) for n in (1, 7, 8))
     assert store.num_write_failures == 3 and len(caplog.records) == 1
     assert read(store, key(1)) is None, "a write that failed leaves no older copy either"
     assert len(files_in(tmp_path)) == len(store.records()) == 2 and store.num_bytes == 2 * (1000 + OVERHEAD)
-    assert store.write(record(7), payload(7)) and read(store, key(7)) == payload(7)
+    assert store.write(record(7), *sealed(7)) and read(store, key(7)) == payload(7)
 
 
 def test_the_kernel_refuses_in_the_middle_of_a_record(tmp_path: Path) -> None:
@@ -199,7 +224,7 @@ def test_the_kernel_refuses_in_the_middle_of_a_record(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
-        assert not store.write(record(7), payload(7, 20_000))
+        assert not store.write(record(7), *sealed(7, 20_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert store.num_write_failures == 1 and len(files_in(tmp_path)) == 3
@@ -208,13 +233,13 @@ def test_the_kernel_refuses_in_the_middle_of_a_record(tmp_path: Path) -> None:
 def test_a_shard_that_is_no_folder_fails_that_write(tmp_path: Path) -> None:
     store = filled(tmp_path, 0)
     path_of(store.folder, key(1)).parent.write_text("in the way")
-    assert not store.write(record(1), payload(1)) and store.num_write_failures == 1
+    assert not store.write(record(1), *sealed(1)) and store.num_write_failures == 1
 
 
 def test_a_folder_that_cannot_be_made_or_locked_is_read_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     nowhere = DiskStore(tmp_path / "file" / "kv", MODEL)
-    assert not nowhere.is_writer and not nowhere.records() and not nowhere.write(record(1), payload(1))
+    assert not nowhere.is_writer and not nowhere.records() and not nowhere.write(record(1), *sealed(1))
     filled(tmp_path / "kv").close()
     lock = folder_of(tmp_path / "kv", MODEL) / "writer.lock"
     lock.unlink()
@@ -230,15 +255,15 @@ def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog:
     assert (writer.is_writer, reader.is_writer) == (True, False)
     assert [level for _, level, _ in caplog.record_tuples] == [logging.WARNING]
     assert "another process or room keeps the KV cache of this knowledge base" in caplog.text
-    assert not reader.write(record(9), payload(9))
+    assert not reader.write(record(9), *sealed(9))
     reader.remove(key(0))
     reader.clear()
     assert [read(reader, key(n)) for n in range(3)] == [payload(n) for n in range(3)]
 
-    assert writer.write(record(5), payload(5))
+    assert writer.write(record(5), *sealed(5))
     assert not reader.has(key(5)), "it knows what was there when it began"
 
-    flip(path_of(writer.folder, key(0)), HEADER_SIZE)
+    flip(path_of(writer.folder, key(0)), PAGE_SIZE)
     assert read(reader, key(0)) is None and reader.verify_failures == {Defect.CHECKSUM: 1}
     assert not reader.has(key(0)), "it is not offered again"
     assert len(files_in(tmp_path)) == 4, "removing it is for the writer"
@@ -246,7 +271,7 @@ def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog:
 
     writer.close()
     assert (writer.is_writer, reader.is_writer) == (False, False), "who began as a reader stays one"
-    assert not writer.write(record(9), payload(9))
+    assert not writer.write(record(9), *sealed(9))
     assert DiskStore(tmp_path, MODEL).is_writer
 
 
@@ -260,7 +285,7 @@ def test_other_models_make_room_the_one_stored_longest_ago_first(tmp_path: Path)
     for seconds, model in enumerate((b"a" * 32, b"b" * 32), start=1):
         store = DiskStore(tmp_path, model)
         for n in range(3):
-            assert store.write(record(n), payload(n))
+            assert store.write(record(n), *sealed(n))
             os.utime(path_of(store.folder, key(n)), (100 * seconds + n, 100 * seconds + n))
         store.close()
     own = filled(tmp_path)

@@ -5,7 +5,7 @@ from pathlib import Path
 from stillroom.core.ids import ChunkId
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import FolderUsage, clear_all, fingerprints, forget_chunks, usage
-from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record
+from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, record, sealed
 
 
 def stored(store: DiskStore) -> list[int]:
@@ -24,7 +24,7 @@ def test_only_the_dead_chunks_records_and_what_follows_them_go(tmp_path: Path) -
         record(6, parent=5, first_position=20, chunk=20),
         record(7, parent=5, first_position=20, chunk=40),
     ]
-    assert all(store.write(node, payload(1)) and other.write(node, payload(1)) for node in reversed(prompts))
+    assert all(store.write(node, *sealed(1)) and other.write(node, *sealed(1)) for node in reversed(prompts))
     assert forget_chunks(tmp_path, lambda chunk: chunk != ChunkId(20)) == 8
     assert stored(store) == stored(other) == [1, 5, 7]
     assert not store.verify_failures, "for a process that used them they are plain misses"
@@ -34,11 +34,11 @@ def test_only_the_dead_chunks_records_and_what_follows_them_go(tmp_path: Path) -
 def test_usage_counts_every_model_and_clear_all_removes_it(tmp_path: Path) -> None:
     assert usage(tmp_path / "nothing") == [] and clear_all(tmp_path / "nothing") == (0, [])
     store, other = DiskStore(tmp_path, MODEL), DiskStore(tmp_path, OTHER_MODEL)
-    assert all(store.write(record(n), payload(n)) for n in range(3)) and other.write(record(1), payload(1, 10))
+    assert all(store.write(record(n), *sealed(n)) for n in range(3)) and other.write(record(1), *sealed(1, 10))
     (tmp_path / "mine").write_text("untouched")
     assert fingerprints(tmp_path) == [OTHER_MODEL, MODEL]
     assert usage(tmp_path) == [FolderUsage(OTHER_MODEL, 1, other.num_bytes), FolderUsage(MODEL, 3, store.num_bytes)]
     assert clear_all(tmp_path) == (4, [])
     assert stored(store) == [] and [entry.num_records for entry in usage(tmp_path)] == [0, 0]
-    assert store.write(record(1), payload(1)) and stored(store) == [1]
+    assert store.write(record(1), *sealed(1)) and stored(store) == [1]
     assert (tmp_path / "mine").exists()

@@ -16,7 +16,7 @@ from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.prefetch import Prefetcher, ReadAhead, read_record
 from stillroom.kvstore.tiered import TieredStore
 from tests.fakes import ManualClock
-from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record
+from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record, sealed
 from tests.kvstore.test_tiered import assert_same, blocks, new_device
 from tests.server.fakes import until
 
@@ -163,7 +163,7 @@ def test_closing_ends_the_thread(prefetcher: Prefetcher, gate: Gate) -> None:
 
 def test_only_what_verifies_is_read(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path, MODEL)
-    assert disk.write(record(1), payload(1))
+    assert disk.write(record(1), *sealed(1))
     read = partial(read_record, disk.folder, MODEL, False)
     found = read(key(1), 1000)
     assert found is not None and found.numpy().tobytes() == payload(1)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from stillroom.kvstore.disk import DiskStore
-from tests.kvstore.nodes import MODEL, key, payload, record
+from tests.kvstore.nodes import MODEL, key, payload, record, sealed
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 1_000_000
@@ -16,27 +16,27 @@ WRITES_UNTIL_KILLED = f"""
 import os, sys
 from pathlib import Path
 from stillroom.kvstore.disk import DiskStore
-from tests.kvstore.nodes import MODEL, payload, record
+from tests.kvstore.nodes import MODEL, record, sealed
 write = os.write
 os.write = lambda descriptor, data: write(descriptor, data[:4096])  # most kills come in the middle of a file
 store = DiskStore(Path(sys.argv[1]), MODEL)
 assert store.is_writer
-contents = [payload(n, {SIZE}) for n in range(8)]
+contents = [sealed(n, {SIZE}) for n in range(8)]
 print("writing", flush=True)
 while True:
     for n, content in enumerate(contents):
-        assert store.write(record(n), content)
+        assert store.write(record(n), *content)
 """
 
 READS = """
 import sys
 from pathlib import Path
 from stillroom.kvstore.disk import DiskStore
-from tests.kvstore.nodes import MODEL, key, payload, record
+from tests.kvstore.nodes import MODEL, key, payload, record, sealed
 store = DiskStore(Path(sys.argv[1]), MODEL)
 buffer = bytearray(1000)
 is_read = store.read(key(1), memoryview(buffer)) and buffer == payload(1)
-print(store.is_writer, len(store.records()), is_read, store.write(record(2), payload(2)))
+print(store.is_writer, len(store.records()), is_read, store.write(record(2), *sealed(2)))
 """
 
 
@@ -47,7 +47,7 @@ def start(script: str, folder: Path) -> "subprocess.Popen[str]":
 
 def test_a_second_process_reads_and_is_told(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, MODEL)
-    assert store.write(record(1), payload(1))
+    assert store.write(record(1), *sealed(1))
     output, errors = start(READS, tmp_path).communicate(timeout=60)
     assert output.split() == ["False", "1", "True", "False"], errors
     assert "another process or room keeps the KV cache of this knowledge base" in errors

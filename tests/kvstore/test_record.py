@@ -1,6 +1,7 @@
 """The format: whatever happens to a record's bytes, it is noticed."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NOTES_SIZE, NodeKey, NodeRecord, OwnerTag
-from stillroom.kvstore.record import HEADER_SIZE, TRAILER_SIZE, Defect, Header, encode, inspect, is_intact
+from stillroom.core.kv import NodeKey, NodeRecord, OwnerTag
+from stillroom.kvstore.record import (
+    MAX_HEADER_SIZE,
+    PAGE_SIZE,
+    Defect,
+    Header,
+    checksum_of,
+    encode,
+    header_size,
+    header_size_of,
+    inspect,
+    is_intact,
+)
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record
 
 KEYS = st.binary(min_size=32, max_size=32)
@@ -26,34 +38,51 @@ RECORDS = st.builds(
     frequency=AMOUNTS,
     content=KEYS,
     owner=st.binary(min_size=8, max_size=8).map(OwnerTag),
-    notes=st.binary(max_size=300) | st.just(bytes(NOTES_SIZE)),
+    notes=st.binary(max_size=300) | st.integers(3700, 9000).map(lambda size: b"n" * size),
+    seen=st.sets(st.integers(0, 2**63 - 1).map(ChunkId), max_size=20).map(lambda ids: tuple(sorted(ids))),
 )
 
 
 def file_of(node: NodeRecord, content: bytes, fingerprint: bytes = MODEL) -> bytes:
-    header, trailer = encode(node, fingerprint, content)
-    return header + content + trailer
+    return encode(node, fingerprint, len(content), checksum_of(content)) + content
 
 
 def defect_of(data: bytes, node: NodeRecord) -> Defect | None:
-    header = inspect(data[:HEADER_SIZE], len(data), node.key, MODEL)
+    size = header_size(data[:PAGE_SIZE])
+    if isinstance(size, Defect):
+        return size
+    header = inspect(data[:size], len(data), node.key, MODEL)
     if isinstance(header, Defect):
         return header
-    content, trailer = data[HEADER_SIZE:-TRAILER_SIZE], data[-TRAILER_SIZE:]
-    return None if is_intact(data[:HEADER_SIZE], content, trailer) else Defect.CHECKSUM
+    return None if is_intact(data[size:], header.checksum) else Defect.CHECKSUM
 
 
 @given(RECORDS, KEYS, st.binary())
 def test_a_record_comes_back_as_it_was_given(node: NodeRecord, fingerprint: bytes, content: bytes) -> None:
-    header, trailer = encode(node, fingerprint, content)
-    assert (len(header), len(trailer)) == (HEADER_SIZE, TRAILER_SIZE)
-    size = HEADER_SIZE + len(content) + TRAILER_SIZE
-    assert inspect(header, size, node.key, fingerprint) == Header(node, fingerprint, len(content))
-    assert is_intact(header, content, trailer)
+    data = file_of(node, content, fingerprint)
+    size = header_size(data[:PAGE_SIZE])
+    assert size == header_size_of(node) and data[size:] == content
+    header = inspect(data[:size], len(data), node.key, fingerprint)
+    assert header == Header(node, fingerprint, len(content), checksum_of(content))
+    assert header.file_size == len(data) and is_intact(content, header.checksum)
 
 
-def test_the_payload_begins_at_a_page() -> None:
-    assert HEADER_SIZE == 4096
+@pytest.mark.parametrize(("num_notes", "num_pages"), [(0, 1), (3800, 1), (4096, 2), (100_000, 25)])
+def test_the_payload_begins_at_a_page(num_notes: int, num_pages: int) -> None:
+    node = replace(record(1), notes=bytes(num_notes))
+    assert header_size_of(node) == num_pages * PAGE_SIZE == file_of(node, b"KV").index(b"KV", PAGE_SIZE)
+
+
+def test_the_checksum_of_the_payload_is_carried_as_it_was_given() -> None:
+    content, damaged = payload(1), payload(2)
+    data = encode(record(1), MODEL, len(damaged), checksum_of(content)) + damaged
+    assert defect_of(data, record(1)) is Defect.CHECKSUM
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE_SIZE + 1, MAX_HEADER_SIZE + PAGE_SIZE, 2**32 - PAGE_SIZE])
+def test_a_header_of_impossible_size_is_refused_before_it_is_read(size: int) -> None:
+    data = file_of(record(1), b"")
+    assert header_size(data[:12] + size.to_bytes(4, "little") + data[16:]) is Defect.CHECKSUM
 
 
 def test_every_single_flipped_bit_is_noticed() -> None:
@@ -97,22 +126,25 @@ def test_the_reason_is_the_first_thing_that_is_wrong() -> None:
     assert defect_of(data[:-1], node) is Defect.SIZE
     assert defect_of(file_of(record(2), content), node) is Defect.IDENTITY
     assert defect_of(file_of(node, content, OTHER_MODEL), node) is Defect.MODEL
-    assert defect_of(data[:HEADER_SIZE] + payload(2, 100) + data[-TRAILER_SIZE:], node) is Defect.CHECKSUM
+    assert defect_of(data[:8] + b"\x04" + data[9:], node) is Defect.VERSION, "which the version before it was"
+    assert defect_of(data[:PAGE_SIZE] + payload(2, 100), node) is Defect.CHECKSUM
 
 
 def test_a_header_of_one_node_with_the_payload_of_another_is_noticed() -> None:
     one, two = file_of(record(1), payload(1)), file_of(record(2), payload(2))
-    assert defect_of(one[:HEADER_SIZE] + two[HEADER_SIZE:], record(1)) is Defect.CHECKSUM
+    assert defect_of(one[:PAGE_SIZE] + two[PAGE_SIZE:], record(1)) is Defect.CHECKSUM
 
 
 @pytest.mark.parametrize("wrong", [key(1)[:31], key(1) + b"x"])
 def test_keys_have_32_bytes(wrong: bytes) -> None:
     with pytest.raises(AssertionError):
-        encode(record(1), wrong, b"")
+        encode(record(1), wrong, 0, bytes(16))
 
 
 def test_the_page_about_the_format_has_its_offsets() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "kv-records.md").read_text()
     rows = [(int(offset), int(size)) for offset, size in re.findall(r"^\| (\d+) \| (\d+) \|", page, re.MULTILINE)]
     ends = [offset + size for offset, size in rows]
-    assert [0, *ends] == [*(offset for offset, _ in rows), HEADER_SIZE]
+    assert [0, *ends] == [*(offset for offset, _ in rows), 216]
+    size = header_size_of(replace(record(1), notes=bytes(PAGE_SIZE - 16 - 216)))
+    assert size == PAGE_SIZE < header_size_of(replace(record(1), notes=bytes(PAGE_SIZE - 16 - 215)))

@@ -15,7 +15,7 @@ from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import path_of
 from stillroom.kvstore.host import HostStore
-from stillroom.kvstore.record import HEADER_SIZE
+from stillroom.kvstore.record import PAGE_SIZE
 from stillroom.kvstore.tiered import Flow, TieredStore
 from stillroom.ops.rope import turn
 from tests.fakes import ManualClock
@@ -166,7 +166,7 @@ def test_kv_on_disk_survives_a_restart(tmp_path: Path) -> None:
     assert torch.equal(store.gather(blocks(3, 8, 5), 11), first.device.gather(blocks(1, 2, 3), 11))
 
 
-@pytest.mark.parametrize("place", [0, 60, HEADER_SIZE, -20, -1])
+@pytest.mark.parametrize("place", [0, 60, PAGE_SIZE, -20, -1])
 def test_a_flipped_bit_reaches_no_slot(place: int, tmp_path: Path) -> None:
     store = new_device()
     tiers = new_tiers(store, tmp_path)

@@ -11,7 +11,7 @@ from stillroom.kvstore.files import KV_FOLDER
 from stillroom.rag.answer import Answer
 from stillroom.rag.room import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
-from tests.kvstore.nodes import payload, record
+from tests.kvstore.nodes import record, sealed
 
 TEXTS = {
     "ardun": "The capital of Ardun is Belmar . The river of Ardun is the Tolvane .",
@@ -164,7 +164,7 @@ def test_a_removed_document_takes_its_kv_of_other_models_with_it(docs: Path, tmp
             room.warm_up()
         other = DiskStore(tmp_path / "kb" / KV_FOLDER, b"other model" + bytes(21))
         for number, chunk_id in enumerate(chunk_ids):
-            assert other.write(record(number, chunk=chunk_id), payload(number))
+            assert other.write(record(number, chunk=chunk_id), *sealed(number))
         room.remove(str(docs / "corvia.txt"))
         assert len(list(other.folder.rglob("*.kv"))) == len(chunk_ids) - 1
         other.close()

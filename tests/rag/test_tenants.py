@@ -16,7 +16,7 @@ from stillroom.kvstore.files import KV_FOLDER, record_paths, usage
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.room import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
-from tests.kvstore.nodes import key, payload, record
+from tests.kvstore.nodes import key, record, sealed
 from tests.rag.test_reuse import TEXTS
 from tests.server.fakes import until
 
@@ -154,7 +154,7 @@ def test_a_tenant_who_has_not_asked_yet_takes_his_kv_with_his_document(docs: Pat
         store = DiskStore(tmp_path / "own" / KV_FOLDER, bytes(32))
         mine = record(1, chunk=a.chunks_of(document)[0].chunk_id)
         for node in (replace(mine, owner=owner_of(f"a\0{a._kb.identity}")), replace(mine, key=key(2), parent=key(2))):
-            assert store.write(node, payload(1))
+            assert store.write(node, *sealed(1))
         store.close()
         a.remove(document)
         assert [path.stem for path in record_paths(store.folder)] == [key(2).hex()], "what is not his stays"

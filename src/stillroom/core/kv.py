@@ -19,9 +19,6 @@ NodeKey = NewType("NodeKey", bytes)
 NO_CONTENT = bytes(32)
 """Of a node whose tokens nobody has named."""
 
-NOTES_SIZE = 3884
-"""Bytes of notes that a record has room for."""
-
 OwnerTag = NewType("OwnerTag", bytes)
 """Whose KV it is, in 8 bytes: only the tenant whose document is gone has its KV forgotten, and only his."""
 
@@ -66,8 +63,10 @@ class NodeRecord:
     content: bytes = NO_CONTENT
     """32 bytes that name its tokens for this model and tenant, wherever they stand."""
     notes: bytes = b""
-    """What else the tree knows of it, in its own words (`ContextMass.to_bytes`): at most `NOTES_SIZE` bytes."""
+    """What else the tree knows of it (`ContextMass.to_bytes`), of any length."""
     owner: OwnerTag = NO_TENANT
+    seen: tuple[ChunkId, ...] = ()
+    """Ids of the chunks whose text its KV has attended to, its own included: sorted, each once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,17 +41,11 @@ class ContextMass:
     def __post_init__(self) -> None:
         assert len(self.prefix) == len(self.prefix_lengths) == len(self.inter)
 
-    def to_bytes(self, max_bytes: int) -> bytes:
-        """For a record on disk, whose checksum guards it. What would be too long goes without single tokens; empty if
-        that is too long as well."""
+    def to_bytes(self) -> bytes:
+        """For a record on disk, whose checksum guards it."""
         tokens = b""
         if self.token_inter is not None and self.received is not None:
             tokens = self.token_inter.astype("<f4").tobytes() + self.received.astype("<f4").tobytes()
-        size = _NOTES.size + (_NAME + 8) * len(self.prefix)
-        if size > max_bytes:
-            return b""
-        if size + len(tokens) > max_bytes:
-            tokens = b""
         parts = [_NOTES.pack(self.num_tokens, len(self.prefix), bool(tokens), self.intra), *self.prefix]
         parts += [np.array(self.prefix_lengths, "<u4").tobytes(), self.inter.astype("<f4").tobytes()]
         return b"".join([*parts, tokens])

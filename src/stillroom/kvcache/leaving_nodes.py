@@ -3,7 +3,7 @@
 A path is as deep as a prompt has pieces, thousands maybe, so nothing here goes along it by recursion.
 """
 
-from stillroom.core.kv import NOTES_SIZE, NodeRecord, Tier
+from stillroom.core.kv import NodeRecord, Tier
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.tiered_nodes import TieredNodes
 
@@ -142,6 +142,6 @@ class LeavingNodes(TieredNodes):
             avg_cost=node.avg_cost,
             frequency=node.frequency.value(self._now()),
             content=node.content,
-            notes=b"" if node.mass is None else node.mass.to_bytes(NOTES_SIZE),
+            notes=b"" if node.mass is None else node.mass.to_bytes(),
             owner=node.owner,
         )

@@ -31,12 +31,11 @@ from stillroom.kvstore.files import (
 )
 from stillroom.kvstore.record import (
     FINGERPRINT_SIZE,
-    HEADER_SIZE,
-    TRAILER_SIZE,
     Buffer,
     Defect,
     Header,
     encode,
+    header_size_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -104,16 +103,20 @@ class DiskStore:
         """Whether the record is known to be there."""
         return key in self._entries
 
-    def write(self, record: NodeRecord, payload: Buffer) -> bool:
-        """Store a node's KV in place of what there is of it. False if that failed, and then nothing of it is left."""
+    def write(self, record: NodeRecord, payload: Buffer, checksum: bytes) -> bool:
+        """Store a node's KV in place of what there is of it. False if that failed, and then nothing of it is left.
+
+        Args:
+            checksum: of the payload, computed when it was gathered from the device; stored as it is.
+        """
         if self._lock is None:
             return False
-        header, trailer = encode(record, self.fingerprint, payload)
+        header = encode(record, self.fingerprint, len(payload), checksum)
         path = path_of(self.folder, record.key)
         temporary = path.with_suffix(TEMPORARY_SUFFIX)
         self._forget(record.key)
         try:
-            _write_file(temporary, (header, payload, trailer))
+            _write_file(temporary, (header, payload))
             os.replace(temporary, path)
         except OSError as error:
             remove_file(temporary)
@@ -122,7 +125,7 @@ class DiskStore:
             self._warn_once(error, "KV cannot be stored on disk and is kept in memory only")
             return False
         self._rejected.pop(record.key, None)
-        self._remember(record, HEADER_SIZE + len(payload) + TRAILER_SIZE)
+        self._remember(record, len(header) + len(payload))
         return True
 
     def read(self, key: NodeKey, into: memoryview) -> bool:
@@ -132,17 +135,17 @@ class DiskStore:
         just now, for want of file descriptors, say, stays.
         """
         try:
-            defect = read_payload(path_of(self.folder, key), self.fingerprint, into)
+            found = read_payload(path_of(self.folder, key), self.fingerprint, into)
         except (FileNotFoundError, NotADirectoryError):
             self._forget(key)
             return False
         except OSError as error:
             self._warn_once(error, "KV on disk cannot be read and is computed again")
             return False
-        if defect is None:
+        if isinstance(found, Header):
             return True
-        self._reject(key, defect)
-        logger.warning("stored KV %s does not verify (%s) and will be computed again", key.hex()[:16], defect.value)
+        self._reject(key, found)
+        logger.warning("stored KV %s does not verify (%s) and will be computed again", key.hex()[:16], found.value)
         return False
 
     def remove(self, key: NodeKey) -> None:
@@ -166,7 +169,7 @@ class DiskStore:
         buffer = bytearray()
         entries = list(self._entries.values())
         for num_done, (record, size) in enumerate(entries, 1):
-            payload_size = size - HEADER_SIZE - TRAILER_SIZE
+            payload_size = size - header_size_of(record)
             if len(buffer) < payload_size:
                 buffer = bytearray(payload_size)
             if self.read(record.key, memoryview(buffer)[:payload_size]):
@@ -209,7 +212,7 @@ class DiskStore:
         """Know the record in this file, if there is one and its header verifies."""
         header = read_header(path, self.fingerprint)
         if isinstance(header, Header):
-            self._remember(header.record, HEADER_SIZE + header.payload_size + TRAILER_SIZE)
+            self._remember(header.record, header.file_size)
         elif header is not None:
             self._reject(key_of(path), header)
 

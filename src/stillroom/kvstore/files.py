@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NO_TENANT, NodeKey, OwnerTag
-from stillroom.kvstore.record import HEADER_SIZE, TRAILER_SIZE, Defect, Header, inspect, is_intact
+from stillroom.kvstore.record import PAGE_SIZE, Defect, Header, header_size, inspect, is_intact
 
 KV_FOLDER = "kv"
 """The root's name in a knowledge base's folder."""
@@ -62,40 +62,38 @@ def temporary_paths(folder: Path) -> Iterator[Path]:
 
 
 def read_header(path: Path, fingerprint: bytes) -> Header | Defect | None:
-    """What the file's beginning tells, one small read; None if there is no such file, or it cannot be opened."""
+    """What the file's beginning tells: one page is read, and more only if the header is longer. None if there is no
+    such file, or it cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        data = os.read(descriptor, HEADER_SIZE)
-        return inspect(data, os.fstat(descriptor).st_size, key_of(path), fingerprint)
+        return _inspect(descriptor, key_of(path), fingerprint)
     except OSError:
         return Defect.UNREADABLE
     finally:
         os.close(descriptor)
 
 
-def read_payload(path: Path, fingerprint: bytes, into: memoryview) -> Defect | None:
-    """Fill a buffer of exactly its size with a record's payload; None if all of it verifies.
+def read_payload(path: Path, fingerprint: bytes, into: memoryview) -> Header | Defect:
+    """Fill a buffer of exactly its size with a record's payload; returns the header if all of it verifies.
 
     Raises:
         OSError: there is no such file, or it cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        data = os.read(descriptor, HEADER_SIZE)
-        header = inspect(data, os.fstat(descriptor).st_size, key_of(path), fingerprint)
+        header = _inspect(descriptor, key_of(path), fingerprint)
         if isinstance(header, Defect):
             return header
-        trailer = bytearray(TRAILER_SIZE)
-        if header.payload_size != len(into) or not all(_fill(descriptor, part) for part in (into, memoryview(trailer))):
+        if header.payload_size != len(into) or not _fill(descriptor, into):
             return Defect.SIZE
     except OSError:
         return Defect.UNREADABLE
     finally:
         os.close(descriptor)
-    return None if is_intact(data, into, trailer) else Defect.CHECKSUM
+    return header if is_intact(into, header.checksum) else Defect.CHECKSUM
 
 
 def fingerprints(root: Path) -> list[bytes]:
@@ -172,6 +170,19 @@ def remove_file(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _inspect(descriptor: int, key: NodeKey, fingerprint: bytes) -> Header | Defect:
+    """Read the header; what comes next is the payload."""
+    file_size = os.fstat(descriptor).st_size
+    data = os.read(descriptor, PAGE_SIZE)
+    size = header_size(data)
+    if isinstance(size, Defect):
+        return size
+    if len(data) < size <= file_size:
+        rest = bytearray(size - len(data))
+        data += rest if _fill(descriptor, memoryview(rest)) else b""
+    return inspect(data, file_size, key, fingerprint)
 
 
 def _fill(descriptor: int, buffer: memoryview) -> bool:

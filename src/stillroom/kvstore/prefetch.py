@@ -13,6 +13,7 @@ import torch
 
 from stillroom.core.kv import NodeKey
 from stillroom.kvstore.files import path_of, read_payload
+from stillroom.kvstore.record import Header
 
 Reader = Callable[[NodeKey, int], torch.Tensor | None]
 """Gives so many bytes of a record's verified KV, or None if it cannot; in any thread."""
@@ -132,7 +133,7 @@ def read_record(folder: Path, fingerprint: bytes, is_pinned: bool, key: NodeKey,
     """
     try:
         payload = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        defect = read_payload(path_of(folder, key), fingerprint, payload.numpy().data)
+        found = read_payload(path_of(folder, key), fingerprint, payload.numpy().data)
     except (OSError, MemoryError, RuntimeError):  # PyTorch's own allocator raises the latter
         return None
-    return payload if defect is None else None
+    return payload if isinstance(found, Header) else None

@@ -1,7 +1,8 @@
-"""The bytes of one stored node: header, payload, checksum. Format, not files; no torch.
+"""The bytes of one stored node: header, then payload. Format, not files; no torch.
 
-Invariant: a file whose every byte is as `encode` made it, and only such a file, passes `inspect` and `is_intact`. The
-checksums guard against accidents (torn writes, bad disks, mixed-up files), not against somebody who forges records.
+Invariant: only a file whose every byte is as it was written passes `inspect` and `is_intact`. The header's checksum
+covers the header; the payload's checksum is one of its fields, and is that of the KV as it left the device. Both guard
+against accidents (torn writes, bad memory, bad disks, mixed-up files), not against forged records.
 Design: docs/kv-records.md
 """
 
@@ -12,23 +13,26 @@ from enum import StrEnum
 import xxhash
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NOTES_SIZE, NodeKey, NodeRecord, OwnerTag
+from stillroom.core.kv import NodeKey, NodeRecord, OwnerTag
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a memoryview has format "B"."""
 
 MAGIC = b"STILLKV\0"
-VERSION = 4
+VERSION = 5
 FINGERPRINT_SIZE = 32
+PAGE_SIZE = 4096
+"""A header takes whole pages, so that the payload begins at a page."""
+MAX_HEADER_SIZE = 4096 * PAGE_SIZE
+"""16 MiB: the notes of 2 million tokens. A file that says it has a longer header is damaged."""
 
-# With NOTES_SIZE the payload begins at 4,096.
 # magic, version, header size, key, parent, content, fingerprint, first position, tokens, chunk id or -1, avg cost,
-# frequency, payload size, owner, length of the notes, notes; the checksum of these follows
-_FIELDS = struct.Struct(f"<8sII32s32s32s32sIIqddQ8sI{NOTES_SIZE}s")
-_VERSION = struct.Struct("<II")
+# frequency, payload size, payload checksum, owner, number of chunk ids seen, length of the notes; then the chunk ids,
+# the notes, zeros, and at the header's end the checksum of all before it
+_FIELDS = struct.Struct("<8sII32s32s32s32sIIqddQ16s8sII")
+_PREFIX = struct.Struct("<8sII")
+_ID_SIZE = 8
 _CHECKSUM_SIZE = 16
-HEADER_SIZE = _FIELDS.size + _CHECKSUM_SIZE
-TRAILER_SIZE = _CHECKSUM_SIZE
 _NO_CHUNK = -1
 
 
@@ -60,16 +64,42 @@ class Header:
     """32 bytes that name the model, its weights and the type of its KV."""
     payload_size: int
     """Bytes."""
+    checksum: bytes
+    """Of the payload; see `checksum_of`."""
+
+    @property
+    def file_size(self) -> int:
+        """Bytes."""
+        return header_size_of(self.record) + self.payload_size
 
 
-def encode(record: NodeRecord, fingerprint: bytes, payload: Buffer) -> tuple[bytes, bytes]:
-    """What goes before and after the payload in a file: `HEADER_SIZE` and `TRAILER_SIZE` bytes."""
+def checksum_of(payload: Buffer) -> bytes:
+    """XXH3 of these bytes, 128 bits. Computed once, when KV is gathered from the device, and kept with every copy."""
+    return xxhash.xxh3_128_digest(payload)
+
+
+def header_size_of(record: NodeRecord) -> int:
+    """Bytes of its header: a whole number of pages."""
+    size = _FIELDS.size + _ID_SIZE * len(record.seen) + len(record.notes) + _CHECKSUM_SIZE
+    return -(-size // PAGE_SIZE) * PAGE_SIZE
+
+
+def encode(record: NodeRecord, fingerprint: bytes, payload_size: int, checksum: bytes) -> bytes:
+    """The header, which goes before the payload in a file.
+
+    Precondition: `header_size_of(record) <= MAX_HEADER_SIZE`.
+
+    Args:
+        checksum: of the payload.
+    """
     assert len(record.key) == len(record.parent) == len(fingerprint) == FINGERPRINT_SIZE, record
-    assert len(record.notes) <= NOTES_SIZE, record
+    assert len(checksum) == _CHECKSUM_SIZE, checksum
+    size = header_size_of(record)
+    assert size <= MAX_HEADER_SIZE, size
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
-        HEADER_SIZE,
+        size,
         record.key,
         record.parent,
         record.content,
@@ -79,28 +109,48 @@ def encode(record: NodeRecord, fingerprint: bytes, payload: Buffer) -> tuple[byt
         _NO_CHUNK if record.chunk_id is None else record.chunk_id,
         record.avg_cost,
         record.frequency,
-        len(payload),
+        payload_size,
+        checksum,
         record.owner,
+        len(record.seen),
         len(record.notes),
-        record.notes,
     )
-    header = fields + xxhash.xxh3_128_digest(fields)
-    return header, _checksum(header, payload)
+    header = fields + struct.pack(f"<{len(record.seen)}q", *record.seen) + record.notes
+    header += bytes(size - _CHECKSUM_SIZE - len(header))
+    return header + xxhash.xxh3_128_digest(header)
+
+
+def header_size(data: bytes) -> int | Defect:
+    """How long the header of a record is that begins with these bytes, as it says itself.
+
+    Args:
+        data: the first page of the file, or all of it if it is shorter.
+    """
+    if data[: len(MAGIC)] != MAGIC:
+        return Defect.MAGIC
+    if len(data) < _PREFIX.size:
+        return Defect.SIZE
+    _, version, size = _PREFIX.unpack_from(data)
+    if version != VERSION:
+        return Defect.VERSION
+    if size % PAGE_SIZE or not PAGE_SIZE <= size <= MAX_HEADER_SIZE:
+        return Defect.CHECKSUM
+    return int(size)
 
 
 def decode_header(data: bytes) -> Header | Defect:
     """The header at the beginning of a record, or what is wrong with it."""
-    if data[: len(MAGIC)] != MAGIC:
-        return Defect.MAGIC
-    if len(data) < HEADER_SIZE:
+    size = header_size(data)
+    if isinstance(size, Defect):
+        return size
+    if len(data) < size:
         return Defect.SIZE
-    fields = data[: _FIELDS.size]
-    if _VERSION.unpack_from(fields, len(MAGIC)) != (VERSION, HEADER_SIZE):
-        return Defect.VERSION
-    _, _, _, key, parent, content, fingerprint, *numbers, notes = _FIELDS.unpack(fields)
-    first, num_tokens, chunk_id, cost, frequency, payload_size, owner, notes_size = numbers
-    if xxhash.xxh3_128_digest(fields) != data[_FIELDS.size : HEADER_SIZE]:
+    end = size - _CHECKSUM_SIZE
+    if xxhash.xxh3_128_digest(data[:end]) != data[end:size]:
         return Defect.CHECKSUM
+    _, _, _, key, parent, content, fingerprint, *numbers = _FIELDS.unpack_from(data)
+    first, num_tokens, chunk_id, cost, frequency, payload_size, checksum, owner, num_seen, notes_size = numbers
+    notes_at = _FIELDS.size + _ID_SIZE * num_seen
     record = NodeRecord(
         key=NodeKey(key),
         parent=NodeKey(parent),
@@ -110,17 +160,18 @@ def decode_header(data: bytes) -> Header | Defect:
         avg_cost=cost,
         frequency=frequency,
         content=content,
-        notes=notes[:notes_size],
+        notes=data[notes_at : notes_at + notes_size],
         owner=OwnerTag(owner),
+        seen=tuple(map(ChunkId, struct.unpack_from(f"<{num_seen}q", data, _FIELDS.size))),
     )
-    return Header(record, fingerprint, payload_size)
+    return Header(record, fingerprint, payload_size, checksum)
 
 
 def inspect(data: bytes, file_size: int, key: NodeKey, fingerprint: bytes) -> Header | Defect:
     """All that can be told without the payload: is this the node's record, our model's, and all there?
 
     Args:
-        data: the first `HEADER_SIZE` bytes of the file, or all if it has fewer.
+        data: the whole header, or all of the file if it is shorter.
         file_size: in bytes.
         key: of the node whose record it should be.
         fingerprint: of the model whose KV it should be.
@@ -132,17 +183,11 @@ def inspect(data: bytes, file_size: int, key: NodeKey, fingerprint: bytes) -> He
         return Defect.IDENTITY
     if header.fingerprint != fingerprint:
         return Defect.MODEL
-    if file_size != HEADER_SIZE + header.payload_size + TRAILER_SIZE:
+    if file_size != header.file_size:
         return Defect.SIZE
     return header
 
 
-def is_intact(header: Buffer, payload: Buffer, trailer: Buffer) -> bool:
-    """Header and payload are the bytes that were written."""
-    return _checksum(header, payload) == trailer
-
-
-def _checksum(header: Buffer, payload: Buffer) -> bytes:
-    checksum = xxhash.xxh3_128(header)
-    checksum.update(payload)
-    return checksum.digest()
+def is_intact(payload: Buffer, checksum: bytes) -> bool:
+    """Whether these are the bytes that the checksum was computed of."""
+    return checksum_of(payload) == checksum

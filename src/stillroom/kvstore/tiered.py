@@ -18,7 +18,7 @@ from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.prefetch import Prefetcher, ReadAhead, read_record
-from stillroom.kvstore.record import Defect
+from stillroom.kvstore.record import Defect, checksum_of
 from stillroom.ops.rope import turns
 
 
@@ -167,7 +167,7 @@ class TieredStore:
                     self.device.gather(block_ids, record.num_tokens, out=kv_2LTGD)
                     kv_2LTGD = None if self.device.is_lost else kv_2LTGD
             self._cancel(record.key)
-            if kv_2LTGD is None or not self.disk.write(record, _bytes(kv_2LTGD)):
+            if kv_2LTGD is None or not self.disk.write(record, _bytes(kv_2LTGD), checksum_of(_bytes(kv_2LTGD))):
                 self.disk.remove(record.key)
                 kv_2LTGD = None
         return self._count(source, Tier.DISK, None if kv_2LTGD is None else kv_2LTGD.nbytes, start)
