@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "alerts.yml"
-VERIFY = 'stillroom_kv_cache_verify_failures_total{reason="checksum"}'
+VERIFY = 'stillroom_kv_cache_verify_failures_total{reason="checksum",tier="disk"}'
 CHATS = 'stillroom_http_requests_total{path="/v1/chat/completions",status="%s"}'
 
 pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

@@ -30,6 +30,8 @@ class PrefixMemory:
     """Records on disk that will not verify."""
     unreadable: set[NodeKey] = field(default_factory=set)
     """Records that cannot be read just now."""
+    poisoned: set[bytes] = field(default_factory=set)
+    """KV that is not finite."""
     is_disk_full: bool = False
     log: list[tuple[str, Tier]] = field(default_factory=list)
     expected: Counter[NodeKey] = field(default_factory=Counter)
@@ -46,6 +48,9 @@ class PrefixMemory:
     def unexpect(self, key: NodeKey) -> None:
         assert self.expected[key] > 0
         self.expected[key] -= 1
+
+    def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        return not any(self.slots[slot] in self.poisoned for slot in self._slots(block_ids, num_tokens))
 
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         assert key not in self.lower[Tier.HOST], "swapped out twice"

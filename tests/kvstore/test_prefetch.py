@@ -13,7 +13,8 @@ from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import path_of
 from stillroom.kvstore.host import HostStore
-from stillroom.kvstore.prefetch import Prefetcher, ReadAhead, read_record
+from stillroom.kvstore.prefetch import Prefetcher, ReadAhead, ReadPayload, read_record
+from stillroom.kvstore.record import Defect, checksum_of
 from stillroom.kvstore.tiered import TieredStore
 from tests.fakes import ManualClock
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record, sealed
@@ -34,11 +35,12 @@ class Gate:
     read: list[NodeKey] = field(default_factory=list)
     broken: set[NodeKey] = field(default_factory=set)
 
-    def __call__(self, key: NodeKey, num_bytes: int) -> torch.Tensor | None:
+    def __call__(self, key: NodeKey, num_bytes: int) -> ReadPayload | None:
         self.read.append(key)
         self.has_begun.release()
         assert self.is_open.wait(PATIENCE)
-        return None if key in self.broken else torch.full((num_bytes,), key[0], dtype=torch.uint8)
+        content = torch.full((num_bytes,), key[0], dtype=torch.uint8)
+        return None if key in self.broken else ReadPayload(content, checksum_of(content.numpy().data))
 
     def await_begin(self) -> None:
         assert self.has_begun.acquire(timeout=PATIENCE)
@@ -75,7 +77,7 @@ def test_what_was_requested_is_there(prefetcher: Prefetcher, gate: Gate) -> None
     gate.await_begin()
     gate.await_begin()
     kv = prefetcher.get(key(2))
-    assert kv is not None and kv.tolist() == [key(2)[0]] * SIZE
+    assert kv is not None and kv.payload.tolist() == [key(2)[0]] * SIZE
     assert prefetcher.get(key(3)) is None
     assert prefetcher.get(key(2)) is kv, "others may need it too"
     prefetcher.release(key(1))
@@ -166,7 +168,7 @@ def test_only_what_verifies_is_read(tmp_path: Path) -> None:
     assert disk.write(record(1), *sealed(1))
     read = partial(read_record, disk.folder, MODEL, False)
     found = read(key(1), 1000)
-    assert found is not None and found.numpy().tobytes() == payload(1)
+    assert found is not None and found.payload.numpy().tobytes() == payload(1)
     assert read(key(1), 999) is None and read(key(2), 1000) is None
     assert read_record(disk.folder, OTHER_MODEL, False, key(1), 1000) is None
     path = path_of(disk.folder, key(1))
@@ -216,6 +218,21 @@ def test_tiers_take_what_was_read_ahead(tmp_path: Path, is_placed: bool) -> None
     assert fast.stats.read_ahead.used_bytes == 8 * fast.device.shape.bytes_per_token
     for tiers in (slow, fast):
         tiers.close()
+
+
+def test_damage_to_what_was_read_ahead_is_read_from_disk_again(tmp_path: Path) -> None:
+    tiers = new_tiers(tmp_path)
+    stored(1, tiers, 2, 3)
+    assert tiers.expect(key(1), 8)
+    await_read(tiers, 1)
+    assert tiers._prefetcher is not None
+    read = tiers._prefetcher.get(key(1))
+    assert read is not None
+    read.payload[30] ^= 1
+    assert tiers.load(key(1), Tier.DISK, blocks(7, 9), 8)
+    device = tiers.device
+    assert torch.equal(device.gather(blocks(7, 9), 8), device.gather(blocks(2, 3), 8))
+    assert tiers.stats.verify_failures == {(Tier.HOST, Defect.CHECKSUM): 1}
 
 
 def test_what_was_dropped_since_is_not_used(tmp_path: Path) -> None:

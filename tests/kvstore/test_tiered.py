@@ -13,9 +13,9 @@ from stillroom.core.ids import BlockId
 from stillroom.core.kv import KVMover, NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore
-from stillroom.kvstore.files import path_of
-from stillroom.kvstore.host import HostStore
-from stillroom.kvstore.record import PAGE_SIZE
+from stillroom.kvstore.files import path_of, read_header
+from stillroom.kvstore.host import HostStore, payload_of
+from stillroom.kvstore.record import PAGE_SIZE, Defect, Header, checksum_of
 from stillroom.kvstore.tiered import Flow, TieredStore
 from stillroom.ops.rope import turn
 from tests.fakes import ManualClock
@@ -238,21 +238,67 @@ def test_a_machine_without_memory_is_a_failed_move(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", none_left)
         assert not tiers.offload(key(1), blocks(1), 3)
-        assert not tiers.host.put(key(1), store.k_LSGD[None])
+        assert tiers.host.allocate(key(1), 3) is None
         assert not tiers.store(record(1, 3), Tier.DEVICE, blocks(1))
     assert tiers.host.num_bytes == 0 and not list(tmp_path.rglob("*.kv"))
     assert tiers.offload(key(1), blocks(1), 3)
 
 
-def test_what_is_put_on_the_host_is_a_copy() -> None:
+@pytest.mark.parametrize("byte", [0, 100, -1])
+def test_a_bit_flipped_in_host_memory_reaches_neither_slots_nor_disk(byte: int, tmp_path: Path) -> None:
     store = new_device()
-    host = HostStore(store.shape, store.k_LSGD.device)
-    kv = store.gather(blocks(1, 2), 6)
-    expected = kv.clone()
-    assert host.put(key(1), kv)
-    kv.zero_()
-    kept = host.get(key(1))
-    assert kept is not None and torch.equal(kept, expected)
+    tiers = new_tiers(store, tmp_path)
+    assert tiers.disk is not None
+    for n in (1, 2, 3):
+        assert tiers.offload(key(n), blocks(2, 3, 4), 11)
+        copy = tiers.host.get(key(n))
+        assert copy is not None
+        payload_of(copy.kv_2LTGD)[byte] ^= 4
+    tiers = TieredStore(store, tiers.host, tiers.disk, ManualClock(), torch.ones(3, 2))
+    assert not tiers.load(key(1), Tier.HOST, blocks(7, 8, 9), 11)
+    assert not tiers.place(NodeCopy(key(2), Tier.HOST, (), 0, 11), blocks(7, 8, 9), 5)
+    assert not tiers.store(record(3, 11), Tier.HOST, ())
+    assert_same(store, new_device())
+    assert not list(tmp_path.rglob("*.kv")) and len(tiers.host) == tiers.host.num_bytes == 0
+    assert tiers.stats.verify_failures == {(Tier.HOST, Defect.CHECKSUM): 3}
+
+
+def test_the_checksum_of_the_host_is_carried_into_the_record(tmp_path: Path) -> None:
+    tiers = new_tiers(new_device(), tmp_path)
+    assert tiers.offload(key(1), blocks(2, 3, 4), 11) and tiers.disk is not None
+    copy = tiers.host.get(key(1))
+    assert copy is not None and tiers.store(record(1, 11), Tier.HOST, ())
+    header = read_header(path_of(tiers.disk.folder, key(1)), MODEL)
+    assert isinstance(header, Header) and header.checksum == copy.checksum == checksum_of(payload_of(copy.kv_2LTGD))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_kv_that_is_not_finite_leaves_the_device_for_no_tier(
+    value: float, dtype: torch.dtype, device: str, tmp_path: Path
+) -> None:
+    store = new_device(dtype, device)
+    tiers = new_tiers(store, tmp_path)
+    for kv, layer, slot in ((store.k_LSGD, 0, 9), (store.v_LSGD, 2, 18)):
+        before = kv[layer, slot, 1, 4].item()
+        kv[layer, slot, 1, 4] = value
+        assert tiers.is_finite(blocks(3, 4), 6), "slots that are not asked for do not count"
+        assert not tiers.is_finite(blocks(2, 4), 8)
+        assert not tiers.offload(key(1), blocks(2, 4), 8)
+        assert not tiers.store(record(1, 8), Tier.DEVICE, blocks(2, 4))
+        kv[layer, slot, 1, 4] = before
+    assert len(tiers.host) == 0 and not list(tmp_path.rglob("*.kv"))
+    assert tiers.stats.verify_failures == {(Tier.DEVICE, Defect.NON_FINITE): 6}
+    assert tiers.is_finite(blocks(2, 4), 8) and tiers.offload(key(1), blocks(2, 4), 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_as_large_as_kv_can_be_are_finite(dtype: torch.dtype) -> None:
+    store = new_device(dtype)
+    for kv in (store.k_LSGD, store.v_LSGD):
+        kv.fill_(6e4)
+    assert store.is_finite(blocks(*range(NUM_BLOCKS)), NUM_BLOCKS * BLOCK_SIZE)
 
 
 def test_bytes_and_seconds_are_booked_by_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_the_second_question_and_the_next_process(docs: Path, tmp_path: Path) ->
     assert second.reuse.num_device_tokens == third.reuse.num_disk_tokens == first.reuse.num_prompt_tokens - question
     assert {segment.reason for segment in first.reuse.segments[:-1]} == {"never seen"}
     assert {segment.reason for segment in fourth.reuse.segments} == {"reuse is off"}
-    assert 'stillroom_kv_cache_verify_failures_total{reason="checksum"} 0.0' in metrics
+    assert 'stillroom_kv_cache_verify_failures_total{reason="checksum",tier="disk"} 0.0' in metrics
     assert f'stillroom_kv_cache_hit_tokens_total{{tier="device"}} {float(second.reuse.num_device_tokens)}' in metrics
 
 

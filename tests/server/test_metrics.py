@@ -145,7 +145,7 @@ FIGURES = CacheFigures(
     moves={("host", "device"): 8},
     moved_bytes={("host", "device"): 9},
     moved_seconds={("host", "device"): 0.5},
-    verify_failures={"checksum": 1},
+    verify_failures={("host", "checksum"): 1},
     write_failures=2,
     read_ahead_bytes={"used": 30, "wasted": 31},
 )
@@ -160,7 +160,7 @@ def test_a_cache_is_asked_when_somebody_looks() -> None:
 
     assert 'stillroom_kv_cache_hits_total{tier="host"} 2.0' in text
     assert 'stillroom_kv_cache_moved_bytes_total{source="host",target="device"} 9.0' in text
-    assert 'stillroom_kv_cache_verify_failures_total{reason="checksum"} 1.0' in text
+    assert 'stillroom_kv_cache_verify_failures_total{reason="checksum",tier="host"} 1.0' in text
 
 
 LISTS = IndexFigures(

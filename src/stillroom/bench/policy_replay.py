@@ -47,6 +47,9 @@ class NoMover:
     def unexpect(self, key: NodeKey) -> None:
         pass
 
+    def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        return True
+
     def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
         return True
 

@@ -86,7 +86,9 @@ class KVMover(Protocol):
     """Carries out what the knowledge tree decides, at once and in order. Called by the engine's thread only.
 
     A copy that cannot be made or does not verify is reported by False: nothing of it is left in the target. After a
-    failed `load` or `place`, `has` tells whether the source is still there, and could not be read just now only.
+    failed `load`, `place` or `store`, `has` tells whether the source is still there. Copies on host and disk have the
+    checksum that was computed when the KV left the device, and verify against it whenever they are read. KV that is not
+    finite is not copied to the host or to disk.
     """
 
     def expect(self, key: NodeKey, num_tokens: int) -> bool:
@@ -96,6 +98,10 @@ class KVMover(Protocol):
 
     def unexpect(self, key: NodeKey) -> None:
         """The sequence has it, or waits no more."""
+        ...
+
+    def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        """Whether the first `num_tokens` slots of these device blocks hold finite numbers only."""
         ...
 
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:

@@ -157,6 +157,16 @@ class DeviceStore:
                 torch.index_select(kv_LSGD, 1, self._slots(runs), out=kv_LTGD)
         return kv_2LTGD if out is None or self._is_on_host else out.copy_(kv_2LTGD)
 
+    def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        """Whether the first `num_tokens` slots of these blocks hold finite numbers only.
+
+        Reads them once: a float32 sum is finite exactly if its terms are, as long as these are far below 1e38.
+        """
+        self.settle()
+        runs = _runs(block_ids, num_tokens, self.block_size)
+        sums = [kv[:, run.slots].sum(dtype=torch.float32) for kv in (self.k_LSGD, self.v_LSGD) for run in runs]
+        return bool(torch.stack(sums).isfinite().all()) and not self.is_lost
+
     def scatter(self, block_ids: Sequence[BlockId], kv_2LTGD: torch.Tensor) -> None:
         """Copy a node's KV into the first slots of these blocks; other slots keep what they have.
 

@@ -1,13 +1,30 @@
 """KV of nodes in host memory: one contiguous tensor each, [2, L, T, G, D] as `DeviceStore.gather` gives it.
 
-Page-locked where the device is CUDA, so that copies run at the speed of the bus. How much may be kept is `kvcache`'s
+Each copy has the checksum that was computed when it was gathered, so that damage is found before it is used. Memory is
+page-locked where the device is CUDA, so that copies run at the speed of the bus. How much may be kept is `kvcache`'s
 decision; this says no only when the machine has no memory left.
 """
+
+from dataclasses import dataclass
 
 import torch
 
 from stillroom.core.kv import NodeKey
 from stillroom.kvstore.device import KVShape
+from stillroom.kvstore.record import checksum_of, is_intact
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """A node's KV and its checksum."""
+
+    kv_2LTGD: torch.Tensor
+    checksum: bytes = b""
+    """Empty until the copy is sealed."""
+
+    def is_intact(self) -> bool:
+        """Whether the bytes are those that were sealed."""
+        return is_intact(payload_of(self.kv_2LTGD), self.checksum)
 
 
 class HostStore:
@@ -17,7 +34,7 @@ class HostStore:
         """Args: device: of the `DeviceStore` that is copied from and to."""
         self.shape = shape
         self.is_pinned = device.type == "cuda"
-        self._nodes: dict[NodeKey, torch.Tensor] = {}
+        self._nodes: dict[NodeKey, HostCopy] = {}
         self._num_bytes = 0
 
     @property
@@ -32,35 +49,38 @@ class HostStore:
         return key in self._nodes
 
     def allocate(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
-        """Room for a node's KV, in place of what there is of it; the caller fills it. None if there is no memory."""
+        """Room for a node's KV, in place of what there is of it; the caller fills it and calls `seal`. None if there is
+        no memory."""
         self.drop(key)
         try:
             kv_2LTGD = torch.empty(self.shape.of_node(num_tokens), dtype=self.shape.dtype, pin_memory=self.is_pinned)
         except (MemoryError, RuntimeError):  # PyTorch's own allocator raises the latter
             return None
-        self._nodes[key] = kv_2LTGD
+        self._nodes[key] = HostCopy(kv_2LTGD)
         self._num_bytes += kv_2LTGD.nbytes
         return kv_2LTGD
 
-    def put(self, key: NodeKey, kv_2LTGD: torch.Tensor) -> bool:
-        """Keep a copy of this. False if there is no memory."""
-        room = self.allocate(key, kv_2LTGD.shape[2])
-        if room is None:
-            return False
-        room.copy_(kv_2LTGD)
-        return True
+    def seal(self, key: NodeKey) -> None:
+        """The copy is filled: compute its checksum. It is not written to again."""
+        copy = self._nodes[key]
+        copy.checksum = checksum_of(payload_of(copy.kv_2LTGD))
 
-    def get(self, key: NodeKey) -> torch.Tensor | None:
-        """The copy itself, [2, L, T, G, D]; not to be written to. None if there is none."""
+    def get(self, key: NodeKey) -> HostCopy | None:
+        """The copy, not verified; None if there is none."""
         return self._nodes.get(key)
 
     def drop(self, key: NodeKey) -> None:
         """Forget a node; does nothing if it is not there."""
-        kv_2LTGD = self._nodes.pop(key, None)
-        if kv_2LTGD is not None:
-            self._num_bytes -= kv_2LTGD.nbytes
+        copy = self._nodes.pop(key, None)
+        if copy is not None:
+            self._num_bytes -= copy.kv_2LTGD.nbytes
 
     def clear(self) -> None:
         """Forget everything."""
         self._nodes.clear()
         self._num_bytes = 0
+
+
+def payload_of(kv_2LTGD: torch.Tensor) -> memoryview:
+    """The bytes of KV in host memory, flat; the same memory."""
+    return kv_2LTGD.view(torch.uint8).view(-1).numpy().data

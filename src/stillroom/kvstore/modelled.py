@@ -31,6 +31,10 @@ class ModelledMover:
     def unexpect(self, key: NodeKey) -> None:
         """See `KVMover.unexpect`."""
 
+    def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        """See `KVMover.is_finite`."""
+        return True
+
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         """See `KVMover.offload`."""
         self._kept[Tier.HOST].add(key)

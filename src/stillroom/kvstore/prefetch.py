@@ -1,7 +1,8 @@
 """Records that waiting requests will need, read and verified by another thread before anybody asks for them.
 
-Invariant: `get` gives a record's verified KV, and never of one that was cancelled since it was requested. The thread
-runs one function that depends on nothing but the files; all else here is used by the engine's thread alone.
+Invariant: `get` gives KV that verified when it was read, with its checksum, and never of a record that was cancelled
+since it was requested. It may have been in memory for long, so whatever uses it verifies it again. The thread runs one
+function that depends on nothing but the files; all else here is used by the engine's thread alone.
 """
 
 from collections.abc import Callable
@@ -13,9 +14,24 @@ import torch
 
 from stillroom.core.kv import NodeKey
 from stillroom.kvstore.files import path_of, read_payload
-from stillroom.kvstore.record import Header
+from stillroom.kvstore.record import Header, is_intact
 
-Reader = Callable[[NodeKey, int], torch.Tensor | None]
+
+@dataclass(frozen=True, slots=True)
+class ReadPayload:
+    """A record's payload in memory."""
+
+    payload: torch.Tensor
+    """Flat bytes."""
+    checksum: bytes
+    """Of the record, computed when the KV left the device."""
+
+    def is_intact(self) -> bool:
+        """Whether the bytes are still those of the record."""
+        return is_intact(self.payload.numpy().data, self.checksum)
+
+
+Reader = Callable[[NodeKey, int], ReadPayload | None]
 """Gives so many bytes of a record's verified KV, or None if it cannot; in any thread."""
 
 
@@ -30,7 +46,7 @@ class ReadAhead:
 
 @dataclass(slots=True)
 class _Entry:
-    future: Future[torch.Tensor | None]
+    future: Future[ReadPayload | None]
     num_bytes: int
     num_waiting: int = 0
     """Who requested it and has not released it."""
@@ -77,8 +93,8 @@ class Prefetcher:
         entry.num_waiting += 1
         return True
 
-    def get(self, key: NodeKey) -> torch.Tensor | None:
-        """The record's KV, flat bytes, not to be written to; None for who must read it himself.
+    def get(self, key: NodeKey) -> ReadPayload | None:
+        """The record's KV, not to be written to; None if the caller must read it.
 
         Waits for a read that is under way; one that has not begun is left to the caller, who is here already.
         """
@@ -124,7 +140,7 @@ class Prefetcher:
         self._abandoned = under_way
 
 
-def read_record(folder: Path, fingerprint: bytes, is_pinned: bool, key: NodeKey, num_bytes: int) -> torch.Tensor | None:
+def read_record(folder: Path, fingerprint: bytes, is_pinned: bool, key: NodeKey, num_bytes: int) -> ReadPayload | None:
     """A record's payload of so many bytes, verified; None if that fails for whatever reason.
 
     Args:
@@ -136,4 +152,4 @@ def read_record(folder: Path, fingerprint: bytes, is_pinned: bool, key: NodeKey,
         found = read_payload(path_of(folder, key), fingerprint, payload.numpy().data)
     except (OSError, MemoryError, RuntimeError):  # PyTorch's own allocator raises the latter
         return None
-    return payload if isinstance(found, Header) else None
+    return ReadPayload(payload, found.checksum) if isinstance(found, Header) else None

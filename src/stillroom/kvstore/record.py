@@ -53,6 +53,8 @@ class Defect(StrEnum):
     """Some bytes are not those that were written."""
     UNREADABLE = "unreadable"
     """The disk did not give its bytes."""
+    NON_FINITE = "non_finite"
+    """KV on the device that holds NaN or an infinity. No record of it is made."""
 
 
 @dataclass(frozen=True, slots=True)

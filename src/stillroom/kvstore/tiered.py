@@ -1,9 +1,13 @@
 """Moves KV between device, host and disk, as the knowledge tree says, and keeps count of it.
 
-Invariant: bytes from disk reach the device only after all of them verified; they are read into a staging buffer, never
-into slots. A move that fails leaves nothing behind, as `KVMover` promises. Design: docs/kv-records.md
+Invariant: bytes from host or disk reach the device, and bytes from the host the disk, only after all of them verified
+against the checksum that was computed when they were gathered from the device. Nothing is gathered that is not finite.
+Bytes from disk are read into a staging buffer, never into slots. A move that fails leaves nothing behind, as `KVMover`
+promises. Design: docs/kv-records.md
 """
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,10 +20,12 @@ from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
-from stillroom.kvstore.host import HostStore
+from stillroom.kvstore.host import HostStore, payload_of
 from stillroom.kvstore.prefetch import Prefetcher, ReadAhead, read_record
 from stillroom.kvstore.record import Defect, checksum_of
 from stillroom.ops.rope import turns
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +48,8 @@ class TransferStats:
     flows: Mapping[tuple[Tier, Tier], Flow]
     """By source and target: device to host is an offload, to the device a load, to disk a store. Copies that were made
     for another position count with the loads, and as device to device."""
-    verify_failures: Mapping[Defect, int]
-    """Records that did not verify, by reason."""
+    verify_failures: Mapping[tuple[Tier, Defect], int]
+    """Copies that did not verify, by where they were and why; on the device, KV that was not finite."""
     num_write_failures: int
     """Records that the disk did not take."""
     read_ahead: ReadAhead = ReadAhead()
@@ -83,6 +89,7 @@ class TieredStore:
         self._clock = clock
         self._inv_freq_LP = inv_freq_LP
         self._flows = dict.fromkeys(DIRECTIONS, Flow())
+        self._defects: Counter[tuple[Tier, Defect]] = Counter()  # of device and host
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._prefetcher: Prefetcher | None = None
         if disk is not None and prefetch_bytes:
@@ -92,9 +99,10 @@ class TieredStore:
     @property
     def stats(self) -> TransferStats:
         """A snapshot."""
+        on_disk = self.disk.verify_failures if self.disk else {}
         return TransferStats(
             flows=MappingProxyType(dict(self._flows)),
-            verify_failures=dict(self.disk.verify_failures) if self.disk else {},
+            verify_failures=dict(self._defects) | {(Tier.DISK, why): count for why, count in on_disk.items()},
             num_write_failures=self.disk.num_write_failures if self.disk else 0,
             read_ahead=self._prefetcher.stats if self._prefetcher else ReadAhead(),
         )
@@ -110,13 +118,23 @@ class TieredStore:
         if self._prefetcher is not None:
             self._prefetcher.release(key)
 
+    def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        """Whether the first `num_tokens` slots of these device blocks hold finite numbers only."""
+        if self.device.is_finite(block_ids, num_tokens):
+            return True
+        if not self.device.is_lost:
+            self._reject(Tier.DEVICE, Defect.NON_FINITE)
+        return False
+
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         """Copy the first `num_tokens` slots of these device blocks to the host."""
         start = self._clock.monotonic()
-        room = self.host.allocate(key, num_tokens)
+        self.host.drop(key)
+        room = self.host.allocate(key, num_tokens) if self.is_finite(block_ids, num_tokens) else None
         if room is not None:
             try:
                 self.device.gather(block_ids, num_tokens, out=room)
+                self.host.seal(key)
             except Exception:
                 self.host.drop(key)
                 raise
@@ -155,22 +173,21 @@ class TieredStore:
         return self._count(copy.tier, Tier.DEVICE, None if source is None else num_bytes, start)
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
-        """Copy a node to disk, from the host, or from these device blocks if `source` is the device."""
+        """Copy a node to disk, from the host, or from these device blocks if `source` is the device.
+
+        A copy on the host that does not verify is dropped, and nothing of it is written.
+        """
         start = self._clock.monotonic()
-        kv_2LTGD = None
+        num_bytes = None
         if self.disk is not None and self.disk.is_writer:
-            if source is Tier.HOST:
-                kv_2LTGD = self._from_host(record.key, record.num_tokens)
-            else:
-                kv_2LTGD = self._stage(record.num_tokens)
-                if kv_2LTGD is not None:
-                    self.device.gather(block_ids, record.num_tokens, out=kv_2LTGD)
-                    kv_2LTGD = None if self.device.is_lost else kv_2LTGD
+            from_host = source is Tier.HOST
+            sealed = self._sealed(record) if from_host else self._gathered(block_ids, record.num_tokens)
             self._cancel(record.key)
-            if kv_2LTGD is None or not self.disk.write(record, _bytes(kv_2LTGD), checksum_of(_bytes(kv_2LTGD))):
+            if sealed is not None and self.disk.write(record, *sealed):
+                num_bytes = len(sealed[0])
+            else:
                 self.disk.remove(record.key)
-                kv_2LTGD = None
-        return self._count(source, Tier.DISK, None if kv_2LTGD is None else kv_2LTGD.nbytes, start)
+        return self._count(source, Tier.DISK, num_bytes, start)
 
     def has(self, key: NodeKey, tier: Tier) -> bool:
         """Whether the host's or the disk's copy is there, as far as is known."""
@@ -195,17 +212,45 @@ class TieredStore:
             self.disk.close()
 
     def _from_host(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
-        kv_2LTGD = self.host.get(key)
-        assert kv_2LTGD is None or kv_2LTGD.shape[2] == num_tokens, (kv_2LTGD.shape, num_tokens)
-        return kv_2LTGD
+        """Verified KV; not to be written to. A copy that does not verify is dropped and counted."""
+        copy = self.host.get(key)
+        if copy is None:
+            return None
+        assert copy.kv_2LTGD.shape[2] == num_tokens, (copy.kv_2LTGD.shape, num_tokens)
+        if copy.is_intact():
+            return copy.kv_2LTGD
+        self.host.drop(key)
+        self._reject(Tier.HOST, Defect.CHECKSUM, key)
+        return None
+
+    def _sealed(self, record: NodeRecord) -> tuple[memoryview, bytes] | None:
+        """The host's copy of a node, verified, and the checksum that it has had since it left the device."""
+        kv_2LTGD, copy = self._from_host(record.key, record.num_tokens), self.host.get(record.key)
+        return None if kv_2LTGD is None or copy is None else (payload_of(kv_2LTGD), copy.checksum)
+
+    def _gathered(self, block_ids: Sequence[BlockId], num_tokens: int) -> tuple[memoryview, bytes] | None:
+        """KV of these device blocks in the staging buffer, and its checksum."""
+        kv_2LTGD = self._stage(num_tokens) if self.is_finite(block_ids, num_tokens) else None
+        if kv_2LTGD is None:
+            return None
+        payload = payload_of(self.device.gather(block_ids, num_tokens, out=kv_2LTGD))
+        return None if self.device.is_lost else (payload, checksum_of(payload))
+
+    def _reject(self, tier: Tier, defect: Defect, key: NodeKey | None = None) -> None:
+        self._defects[tier, defect] += 1
+        name = "" if key is None else f" {key.hex()[:16]}"
+        logger.warning("KV%s on the %s does not verify (%s) and will be computed again", name, tier.label, defect.value)
 
     def _from_disk(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
         """Verified KV, until the staging buffer is used again; not to be written to."""
         read = self._prefetcher.get(key) if self._prefetcher is not None else None
+        if read is not None and read.is_intact():
+            return self._as_node(read.payload, num_tokens)
         if read is not None:
-            return self._as_node(read, num_tokens)
+            self._reject(Tier.HOST, Defect.CHECKSUM, key)
+            self._cancel(key)
         kv_2LTGD = self._stage(num_tokens) if self.disk is not None else None
-        if self.disk is None or kv_2LTGD is None or not self.disk.read(key, _bytes(kv_2LTGD)):
+        if self.disk is None or kv_2LTGD is None or not self.disk.read(key, payload_of(kv_2LTGD)):
             self._cancel(key)
             return None
         if self.device.preloads_layers:  # it will be read later
@@ -242,8 +287,3 @@ class TieredStore:
             flow = replace(flow, num_copies=num_copies, num_bytes=num_bytes, seconds=seconds)
         self._flows[source, target] = flow
         return num_bytes is not None
-
-
-def _bytes(kv_2LTGD: torch.Tensor) -> memoryview:
-    """The same memory, flat."""
-    return kv_2LTGD.view(torch.uint8).view(-1).numpy().data

@@ -32,6 +32,13 @@ from stillroom.kvstore.tiered import TieredStore
 from stillroom.models.decoder import Decoder
 from stillroom.telemetry.figures import AuditMetrics, CacheFigures
 
+_DEFECTS = (
+    (Tier.DEVICE, Defect.NON_FINITE),
+    (Tier.HOST, Defect.CHECKSUM),
+    *((Tier.DISK, defect) for defect in Defect if defect is not Defect.NON_FINITE),
+)
+"""What can be wrong with a copy, by tier."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -74,7 +81,9 @@ class KVCache:
             moved_bytes={(a.label, b.label): flow.num_bytes for (a, b), flow in moves.flows.items()},
             moved_seconds={(a.label, b.label): flow.seconds for (a, b), flow in moves.flows.items()},
             moves={(a.label, b.label): flow.num_copies for (a, b), flow in moves.flows.items()},
-            verify_failures={str(defect): moves.verify_failures.get(defect, 0) for defect in Defect},
+            verify_failures={
+                (tier.label, str(defect)): moves.verify_failures.get((tier, defect), 0) for tier, defect in _DEFECTS
+            },
             write_failures=moves.num_write_failures,
             read_ahead_bytes={"used": moves.read_ahead.used_bytes, "wasted": moves.read_ahead.wasted_bytes},
             audit=None if self.audit is None else self._audit_figures(self.audit.figures),

@@ -38,7 +38,8 @@ class CacheFigures:
     moves: Mapping[tuple[str, str], int]
     moved_bytes: Mapping[tuple[str, str], int]
     moved_seconds: Mapping[tuple[str, str], float]
-    verify_failures: Mapping[str, int]
+    verify_failures: Mapping[tuple[str, str], int]
+    """By tier and reason."""
     write_failures: int
     read_ahead_bytes: Mapping[str, int]
     """`used`, `wasted`."""

@@ -112,7 +112,12 @@ SPECS = (
     ),
     MetricSpec("stillroom_kv_cache_evictions_total", "counter", "Copies dropped to make room, by tier.", ("tier",)),
     MetricSpec("stillroom_kv_cache_failed_loads_total", "counter", "Copies that were damaged or gone.", ("tier",)),
-    MetricSpec("stillroom_kv_cache_verify_failures_total", "counter", "Records that did not verify.", ("reason",)),
+    MetricSpec(
+        "stillroom_kv_cache_verify_failures_total",
+        "counter",
+        "Copies of KV that did not verify, by tier and reason; on the device: KV that was not finite.",
+        ("tier", "reason"),
+    ),
     MetricSpec("stillroom_kv_cache_write_failures_total", "counter", "Records that the disk did not take."),
     MetricSpec(
         "stillroom_kv_cache_rejected_total", "counter", "Copies not written to a disk full of what is used more often."
