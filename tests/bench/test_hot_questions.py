@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,13 +37,8 @@ def test_the_corpus_changes_between_the_questions() -> None:
 
 
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = QueryCache._start_refresh
-
-    def ahead_of_whoever_asks(cache: QueryCache, *given: Any) -> None:
-        start(cache, *given)
-        cache.wait_for_refresh()
-
-    monkeypatch.setattr(QueryCache, "_start_refresh", ahead_of_whoever_asks)
+    # in the caller's thread, so that each refresh ends before the next question
+    monkeypatch.setattr(QueryCache, "_start_refresh", QueryCache._refresh)
     traffic = Traffic(num_questions=24, per_second=1000.0, change_every=12)
     dataset = make_dataset(tmp_path / "set")
     result = run_questions(dataset, tmp_path / "work", StillroomConfig(), traffic=traffic, repeat=1)

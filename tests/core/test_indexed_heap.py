@@ -49,8 +49,7 @@ class HeapMachine(RuleBasedStateMachine):
     @rule(data=st.data(), key=KEYS)
     def update(self, data: st.DataObject, key: float) -> None:
         item = data.draw(st.sampled_from(sorted(self.model)))
-        before = self.heap.key_of(item)
-        (self.heap.increase_key if key >= before else self.heap.decrease_key)(item, key)
+        self.heap.update(item, key)
         self.model[item] = (key, self.model[item][1])
 
     @invariant()

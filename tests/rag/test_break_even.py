@@ -30,7 +30,6 @@ def test_the_gain_must_exceed_what_stages_cost_the_search(gained: float, is_wort
     made = books(plain=0.1, staged=0.12, gained=gained)
     decisions = [made.decide() for _ in range(32)]
     assert decisions.count(is_worth) == 30, "now and then the other way is tried"
-    assert made.net_seconds == pytest.approx(gained - 0.02)
 
 
 def test_break_even_by_hand() -> None:
@@ -48,7 +47,7 @@ def test_wrong_prompts_that_held_the_engine_are_a_cost() -> None:
         made.note_plain(0.1)
         made.note_staged(overlap, [])
     made.note_stall(overlap, 0.06)
-    assert made.net_seconds == pytest.approx(-0.01)
+    assert made.break_even_seconds == pytest.approx(0.12), "half of a search of 100 ms is gained, a stall takes 60 ms"
 
 
 def test_a_stage_that_is_seldom_right_is_skipped() -> None:
@@ -66,4 +65,4 @@ def test_what_is_long_ago_is_forgotten() -> None:
     for _ in range(40):
         made.note_plain(0.1)
         made.note_staged(Overlap(0.1, 0.05), [Stage(True, 0.05)])
-    assert made.net_seconds == pytest.approx(0.05)
+    assert made.break_even_seconds == 0, "the later searches cost nothing"

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stillroom.errors import ConfigError
-
 _LIMIT = 2**32 - 1
 
 
@@ -21,17 +19,6 @@ class SketchShape:
 
     width: int = 2048
     depth: int = 4
-
-    @classmethod
-    def for_error(cls, epsilon: float, delta: float) -> "SketchShape":
-        """The smallest shape with these guarantees: w = ceil(e / epsilon), d = ceil(ln(1 / delta)) (llmds 2.4).
-
-        Raises:
-            ConfigError: epsilon or delta is not in (0, 1).
-        """
-        if not (0 < epsilon < 1 and 0 < delta < 1):
-            raise ConfigError(f"epsilon={epsilon} and delta={delta} must lie between 0 and 1")
-        return cls(math.ceil(math.e / epsilon), math.ceil(math.log(1 / delta)))
 
     @property
     def epsilon(self) -> float:

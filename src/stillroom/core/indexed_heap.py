@@ -68,16 +68,6 @@ class IndexedHeap(Generic[T]):
         place = self._places[item]
         self._settle(place, (self._sign * key, self._entries[place][1], item))
 
-    def decrease_key(self, item: T, key: float) -> None:
-        """`update` to a smaller key: toward the first in a min-heap, away from it in a max-heap (llmds 3.6.1)."""
-        assert key <= self.key_of(item), f"{key} is larger than the key of {item!r}"
-        self.update(item, key)
-
-    def increase_key(self, item: T, key: float) -> None:
-        """`update` to a larger key: away from the first in a min-heap, toward it in a max-heap (llmds 3.6.1)."""
-        assert key >= self.key_of(item), f"{key} is smaller than the key of {item!r}"
-        self.update(item, key)
-
     def check_integrity(self) -> None:
         """The heap order and the map of places hold."""
         assert len(self._places) == len(self._entries)

@@ -107,11 +107,6 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < LEAST_TEMPERATURE
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens so far."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
 
 class TokenConstraint(Protocol):
     """Which tokens may come next in one sequence."""

@@ -61,7 +61,6 @@ class TokenCache(Generic[K, V]):
         assert budget >= 0
         self.budget = budget
         self.total_tokens = 0
-        self.num_evictions = 0
         self._policy = policy
         self._entries: dict[K, _Entry[V]] = {}
         self._order: IndexedHeap[K] = IndexedHeap()
@@ -104,7 +103,6 @@ class TokenCache(Generic[K, V]):
             victim, victim_key = self._order.peek()
             self._clock = max(self._clock, victim_key)
             self.discard(victim)
-            self.num_evictions += 1
         self._entries[key] = entry = _Entry(value, num_tokens)
         self._order.push(key, self._use(entry))
         self.total_tokens += num_tokens

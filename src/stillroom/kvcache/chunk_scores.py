@@ -113,11 +113,6 @@ def own_influence(mass: ContextMass) -> float:
     return float(mass.intra) / mass.num_tokens**2
 
 
-def mean_over_layers(outside: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
-    """a and b from those of every layer (Eq. 10). The same as a and b of the layers' mean mass."""
-    return math.fsum(outside) / len(outside), math.fsum(own) / len(own)
-
-
 def context_impact(outside: float, own: float) -> float:
     """CCI = sigmoid(a / b), from 0.5: its KV owes nothing to other chunks, to 1: it owes them everything (Eq. 11).
 
@@ -136,17 +131,6 @@ def fix_overhead(impact: float, overlap: float, alpha: float) -> float:
 def num_to_recompute(overhead: float, num_tokens: int) -> int:
     """N = ceil(CFO |C|) (3.2.1); a product that is whole but for its last bits is not rounded up."""
     return math.ceil(overhead * num_tokens * (1 - 1e-12))
-
-
-def most_contextualised(token_inter: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Indices of the tokens that looked most at earlier chunks, ascending; of equals the first (Eq. 14).
-
-    Args:
-        token_inter: [T], as in `ContextMass`.
-        count: at most T.
-    """
-    chosen: NDArray[np.int64] = np.argsort(-token_inter, kind="stable")[:count].astype(np.int64)
-    return np.sort(chosen)
 
 
 class AlphaCell(NamedTuple):

@@ -44,11 +44,6 @@ class Timeline(NamedTuple):
     started: tuple[float, ...]
     finished: tuple[float, ...]
 
-    @property
-    def gap_seconds(self) -> float:
-        """Waiting for loads between the first layer's start and the last one's end."""
-        return math.fsum(start - end for start, end in zip(self.started[1:], self.finished, strict=False))
-
 
 def timeline(
     load_seconds: Sequence[float], compute_seconds: Sequence[float], depth: int, *, is_eager: bool = False

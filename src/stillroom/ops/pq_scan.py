@@ -63,12 +63,3 @@ def best(scores_QW: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]
     place."""
     last_Q = scores_QW.topk(min(num, scores_QW.shape[1]), dim=1).values[:, -1:]
     return tuple((scores_QW.isfinite() & (scores_QW >= last_Q)).nonzero(as_tuple=True))  # type: ignore[return-value]
-
-
-def scan_one(query_D: torch.Tensor, centroids_MCS: torch.Tensor, codes_NM: torch.Tensor, offset: float) -> list[float]:
-    """The slow twin, of one query and one list: every code made a vector again, in float64."""
-    scores = []
-    for code_M in codes_NM.tolist():
-        vector_D = torch.cat([centroids_CS[byte] for centroids_CS, byte in zip(centroids_MCS, code_M, strict=True)])
-        scores.append(offset + float(query_D.double() @ vector_D.double()))
-    return scores

@@ -72,12 +72,6 @@ class BreakEven:
             return share * remaining > (1 - share) * fmean(self._stalls)
 
     @property
-    def net_seconds(self) -> float | None:
-        """What searching in stages gains per question, costs deducted; None before both kinds were tried."""
-        with self._lock:
-            return self._net_seconds() if self._plain and self._staged else None
-
-    @property
     def break_even_seconds(self) -> float | None:
         """The search time from which it pays, if the same share of it were gained; None where nothing is."""
         with self._lock:

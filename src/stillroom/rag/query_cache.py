@@ -61,7 +61,6 @@ class CacheStats:
     """Since the cache was made."""
 
     num_hits: int
-    num_misses: int
     num_refreshed: int
     """Hot questions searched again in the background."""
 
@@ -96,12 +95,12 @@ class QueryCache:
         self._hot: dict[_Question, None] = {}
         """Questions seen at least `hot_after` times, oldest first; at most `max_hot`."""
         self._hot_generation: Hashable = None
-        self._num_hits = self._num_misses = self._num_refreshed = 0
+        self._num_hits = self._num_refreshed = 0
         self._worker: ThreadPoolExecutor | None = None
 
     @property
     def stats(self) -> CacheStats:
-        return CacheStats(self._num_hits, self._num_misses, self._num_refreshed)
+        return CacheStats(self._num_hits, self._num_refreshed)
 
     def search(self, query: str, mode: SearchMode, top_k: int, where: str = "") -> SearchResult:
         """The wrapped search's result, from the cache where that is allowed. Raises what the wrapped search raises."""
@@ -135,11 +134,6 @@ class QueryCache:
         if worker is not None:
             worker.shutdown(wait=True, cancel_futures=True)
 
-    def wait_for_refresh(self) -> None:
-        """Until the hot questions are up to date; for tests and benchmarks."""
-        if self._worker is not None:
-            self._worker.submit(lambda: None).result()
-
     def _find(
         self, question: _Question, generation: Hashable, vector: NDArray[np.float32] | None
     ) -> SearchResult | None:
@@ -151,7 +145,6 @@ class QueryCache:
             if entry is None and vector is not None:
                 entry = self._find_similar(question, generation, vector)
             self._num_hits += entry is not None
-            self._num_misses += entry is None
         return None if entry is None else entry.result
 
     def _find_similar(self, question: _Question, generation: Hashable, vector: NDArray[np.float32]) -> _Entry | None:

@@ -71,16 +71,6 @@ class Workload:
         """What the largest request needs to run at all."""
         return max(sum(-(-length // self.block_size) for length in ask.segment_lengths) for ask in self.asks)
 
-    @cached_property
-    def unbounded_hit_rate(self) -> float:
-        """Share of document tokens that a cache without limits would have."""
-        seen: set[NodeKey] = set()
-        hits = 0
-        for ask in self.asks:
-            hits += max(0, sum(piece.num_tokens for piece in ask.pieces if piece.key in seen) - ask.free_tokens)
-            seen.update(piece.key for piece in ask.pieces)
-        return hits / self.num_document_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
