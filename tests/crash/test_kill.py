@@ -45,6 +45,13 @@ def test_a_dozen_kills_and_some_full_disks(faulty: House) -> None:
     assert kill_everywhere(faulty, "flat", 2, 1, random.Random(SEED)) >= 11, "threads may do some operations less"
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_kill_while_an_index_of_each_kind_is_brought_up_to_date(faulty: House, kind: str) -> None:
+    (scene,) = faulty.scenes(kind, ("update",))
+    middle = scene.num_operations // 2
+    assert faulty.strike(scene, {"fault": ["kill", middle]})["signal"] == 9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_kills_at_every_part_of_the_work_and_disks_that_fail(faulty: House, kind: str) -> None:
@@ -53,12 +60,13 @@ def test_kills_at_every_part_of_the_work_and_disks_that_fail(faulty: House, kind
     assert num_struck >= 7 * len(SCENES) - 4, "threads may do some operations more, or less"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_kills_at_random_times(house: House, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_kills"), [("flat", 1), *(pytest.param(kind, 4, marks=pytest.mark.slow) for kind in KINDS)]
+)
+def test_kills_at_random_times(house: House, kind: str, num_kills: int) -> None:
     rng = random.Random(f"{SEED} {kind} times")
     for scene in house.scenes(kind):
-        for _ in range(4):
+        for _ in range(num_kills):
             house.strike(scene, {"kill_after_s": rng.random() * 1.2 * scene.seconds})
 
 
@@ -74,8 +82,9 @@ def test_files_that_cannot_grow_further(house: House, max_file_bytes: int) -> No
     assert "the same command again" in last(ended, "message")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kilobytes", [40, 150, 300, 450, 700])
+@pytest.mark.parametrize(
+    "kilobytes", [150, *(pytest.param(size, marks=pytest.mark.slow) for size in (40, 300, 450, 700))]
+)
 def test_a_disk_that_is_really_full(house: House, tmp_path: Path, kilobytes: int) -> None:
     scene = first_scene(house, "add")
     disk = tmp_path / "disk"

@@ -23,8 +23,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from stillroom.config.settings import RuntimeConfig, ServerConfig, StillroomConfig
 from stillroom.rag.room import Stillroom
 from tests.server.fakes import until
+from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge
 
 NUM_CONNECTIONS = int(os.environ.get("STILLROOM_LOAD_CONNECTIONS", "60"))
@@ -128,8 +130,9 @@ class Connection:
         if self._writer is not None:
             self._writer.close()
 
-    async def ask(self, question: str) -> None:
-        body = json.dumps({"messages": [{"role": "user", "content": question}], "max_tokens": 16}).encode()
+    async def ask(self, question: str, **options: object) -> None:
+        request = {"messages": [{"role": "user", "content": question}], "max_tokens": 16} | options
+        body = json.dumps(request).encode()
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n"
@@ -209,6 +212,41 @@ async def flood(url: str, rate: float, seconds: float) -> Seen:
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
     return seen
+
+
+async def burst(url: str, count: int) -> Seen:
+    """Send so many requests at the same time, each on a connection of its own, for answers of 64 tokens."""
+    seen = Seen()
+    async with connections(url, count, seen) as idle:
+        await asyncio.gather(
+            *(
+                idle.get_nowait().ask(QUESTIONS[index % len(QUESTIONS)], max_tokens=64, min_tokens=64)
+                for index in range(count)
+            )
+        )
+    return seen
+
+
+def test_twice_as_many_requests_as_may_wait_are_served_or_refused_and_leave_nothing(tmp_path: Path) -> None:
+    num_running, num_waiting = 4, 8
+    limit = num_running + num_waiting
+    runtime = RuntimeConfig(num_threads=1, max_num_seqs=num_running, max_waiting=num_waiting)
+    config = StillroomConfig(runtime=runtime, server=ServerConfig(max_wait_s=0.0, max_concurrent=0))
+    with Stillroom.open(tmp_path / "kb", config=config) as room:
+        room.add(write_knowledge(tmp_path / "docs"))
+        room.warm_up()
+        with serving(room) as url:
+            asyncio.run(burst(url, 2 * limit))  # starts threads and opens files that stay
+            until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
+            before = Footprint.of(os.getpid(), url)
+            for _ in range(2):
+                seen = asyncio.run(burst(url, 2 * limit))
+                assert not seen.problems
+                assert seen.statuses[200] >= num_waiting and seen.statuses[429] > 0, seen.statuses
+                assert seen.statuses.total() == seen.statuses[200] + seen.statuses[429] == 2 * limit
+            until(lambda: Footprint.of(os.getpid(), url).num_free_blocks == before.num_free_blocks)
+            after = Footprint.of(os.getpid(), url)
+    assert after.num_threads <= before.num_threads + 2 and after.num_files <= before.num_files + 2
 
 
 @pytest.mark.slow
