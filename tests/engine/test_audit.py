@@ -1,12 +1,13 @@
 """Audits: who is compared, what counts as agreement, and what follows from too little of it."""
 
+import math
 import random
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
-from scipy.stats import binomtest
 
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import ChunkId, RequestId
@@ -15,7 +16,7 @@ from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams
 from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
 from stillroom.engine.async_engine import AsyncEngine
-from stillroom.engine.audit import NUM_TOKENS, Audit, lower_bound, upper_bound
+from stillroom.engine.audit import NUM_TOKENS, Audit
 from stillroom.engine.events import TokenEvent
 from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.models.decoder import Decoder
@@ -158,13 +159,44 @@ def test_chance_alone_changes_nothing() -> None:
     assert 0.1 < said.audit.figures.upper_bound < 0.2
 
 
-@pytest.mark.parametrize(("count", "total"), [(0, 1), (1, 1), (3, 40), (40, 40), (7, 500)])
-def test_bounds_are_those_of_the_binomial_test(count: int, total: int) -> None:
-    above = binomtest(count, total, alternative="less").proportion_ci(0.95, "exact").high
-    below = binomtest(count, total, alternative="greater").proportion_ci(0.95, "exact").low
-    assert upper_bound(count, total) == pytest.approx(above)
-    assert lower_bound(count, total) == pytest.approx(below)
-    assert (lower_bound(0, 0), upper_bound(0, 0)) == (0.0, 1.0)
+def test_the_ratio_comes_down_again_when_audits_agree() -> None:
+    said = Said(ratio=0.15, limit=0.25)
+    while said.allowed != [0.3]:
+        said.check(said.answer(1), 2)
+    num_bad = said.audit.figures.num_audited
+    while said.allowed == [0.3]:
+        said.check(said.answer(1), 1)
+    assert said.allowed == [0.3, 0.15]
+    assert said.audit.figures.num_audited - num_bad == 100, "the patience after one rise"
+    assert said.audit.figures.options == AnywhereOptions(0.15, "question")
+    for _ in range(1000):
+        said.check(said.answer(1), 1)
+    assert said.allowed == [0.3, 0.15], "never below the configured ratio"
+
+
+def test_the_ratio_stays_up_while_nearly_too_many_answers_differ() -> None:
+    said, randomness = Said(ratio=0.15, limit=0.25), random.Random(6)
+    while not said.allowed:
+        said.check(said.answer(1), 2)
+    for _ in range(1000):
+        said.check(said.answer(1), 1 if randomness.random() > 0.2 else 2)
+    assert said.allowed == [0.3]
+
+
+def test_a_ratio_that_keeps_failing_is_tried_ever_less_often() -> None:
+    """Half of the answers differ at 0.15 and none at 0.3, for ever."""
+    said, randomness = Said(ratio=0.15, limit=0.25), random.Random(7)
+    returns = []
+    for number in range(20_000):
+        is_bad = not said.allowed or said.allowed[-1] == 0.15
+        num_changes = len(said.allowed)
+        said.check(said.answer(1), 2 if is_bad and randomness.random() < 0.5 else 1)
+        if len(said.allowed) > num_changes and said.allowed[-1] == 0.15:
+            returns.append(number)
+    assert set(said.allowed) == {0.15, 0.3}
+    assert 4 <= len(returns) <= math.log2(20_000 / 50)
+    gaps = [later - earlier for earlier, later in pairwise(returns)]
+    assert all(later > 1.7 * earlier for earlier, later in pairwise(gaps)), gaps
 
 
 def test_an_audit_that_fails_is_not_tried_again(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

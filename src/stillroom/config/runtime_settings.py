@@ -95,8 +95,8 @@ class ReuseConfig:
     audit_share: float = 0.02
     """With `anywhere`: share of such answers that is compared with a full prefill, when nobody waits. 0: none."""
     max_disagreement: float = 0.25
-    """Share of audited answers whose first tokens may differ. When it is sure that more do, the recompute ratio is
-    doubled, and in the end only exact prefixes are reused."""
+    """Share of audited answers whose first tokens may differ. When surely more do, the recompute ratio is doubled, and
+    in the end only exact prefixes are reused. When surely less than half of it do, the ratio comes down again."""
     host_bytes: int = 2 * 1024**3
     """Host memory for KV that had to leave the device (`runtime.kv_bytes`); taken as it fills. 0: none."""
     disk_bytes: int = 4 * 1024**3

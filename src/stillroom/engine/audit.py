@@ -1,8 +1,16 @@
 """Checks answers from placed KV against a full prefill, a few of them and in idle moments only.
 
 A sampled answer's prompt runs again without placing anything, with the same sampling; its first tokens agree or they do
-not. When it is sure, with 95 % confidence, that more answers differ than the user allows, the recompute ratio doubles,
-and in the end nothing is placed any more. It is never lowered by itself: restart, or configure, to try again.
+not. Each audit tests the share of answers that differ, with bounds that hold at every look (`confidence_sequence`):
+
+- Surely more than `max_disagreement` differ: the recompute ratio doubles. Above the largest ratio nothing is placed any
+  more. Then there is nothing to audit, so this lasts until the engine starts again.
+- Surely less than half of `max_disagreement` differ, in at least `_FIRST_PATIENCE` audits, twice as many after each
+  further rise: the ratio goes back one step, never below the configured one.
+
+Every change begins new evidence. The k-th piece of evidence may err with probability 0.05 / 2^k, so all of them
+together with at most 0.05. The doubled patience keeps a ratio that fails from returning often: in n audits it returns
+at most about log2(n / 50) times.
 """
 
 import logging
@@ -13,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
+from stillroom.engine.confidence_sequence import is_surely_above, is_surely_below, upper_bound
 from stillroom.engine.events import TokenEvent
 from stillroom.kvcache.placement import AnywhereOptions
 
@@ -20,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 8
 """First tokens of an answer that are compared."""
-CONFIDENCE = 0.95
+ALPHA = 0.05
+"""Probability that any of an engine's changes of ratio is a mistake."""
+_FIRST_PATIENCE = 50
 _MAX_WAITING = 8
 
 
@@ -29,7 +40,7 @@ class AuditFigures:
     num_audited: int
     num_disagreed: int
     upper_bound: float
-    """On the share of answers that differ, since the ratio last changed; one-sided, 95 % confidence."""
+    """On the share of answers that differ at the present ratio; holds at all times with at least 95 % confidence."""
     options: AnywhereOptions | None
     """Now; None if nothing is placed any more."""
 
@@ -66,12 +77,15 @@ class Audit:
         self._open: dict[RequestId, _Answer] = {}
         self._waiting: deque[tuple[Request, list[int]]] = deque(maxlen=_MAX_WAITING)
         self._shadow: tuple[Request, list[int], list[int]] | None = None  # what runs, what was said, what it says
+        self._lower: list[AnywhereOptions] = []  # from the configured options to those before the present ones
+        self._patience = _FIRST_PATIENCE
+        self._alpha = ALPHA / 2  # of the present evidence
         self._num_here = self._num_disagreed_here = 0
         self._num_audited = self._num_disagreed = 0
 
     @property
     def figures(self) -> AuditFigures:
-        bound = upper_bound(self._num_disagreed_here, self._num_here)
+        bound = upper_bound(self._num_disagreed_here, self._num_here, self._alpha)
         return AuditFigures(self._num_audited, self._num_disagreed, bound, self._options)
 
     def submitted(self, request: Request) -> None:
@@ -149,38 +163,43 @@ class Audit:
         self._num_here += 1
         self._num_disagreed += not agrees
         self._num_disagreed_here += not agrees
-        if self._options is not None and lower_bound(self._num_disagreed_here, self._num_here) > self._limit:
-            self._step_up(self._options)
+        evidence = (self._num_disagreed_here, self._num_here, self._alpha)
+        if self._options is None:
+            return
+        if is_surely_above(self._limit, *evidence):
+            self._raise_ratio(self._options)
+        elif self._lower and self._num_here >= self._patience and is_surely_below(self._limit / 2, *evidence):
+            self._lower_ratio()
 
-    def _step_up(self, options: AnywhereOptions) -> None:
+    def _raise_ratio(self, options: AnywhereOptions) -> None:
         new = options.next_safer()
         logger.warning(
             "%d of %d audited answers differ from a full prefill, surely more than reuse.max_disagreement=%g: %s",
             self._num_disagreed_here,
             self._num_here,
             self._limit,
-            "KV is reused for exact prefixes only from now on" if new is None else f"{new} from now on",
+            "KV is reused for exact prefixes only until the next start" if new is None else f"{new} from now on",
         )
+        self._lower.append(options)
+        self._patience *= 2
+        self._change(new)
+
+    def _lower_ratio(self) -> None:
+        new = self._lower.pop()
+        logger.info(
+            "%d of %d audited answers differ from a full prefill, surely less than half of "
+            "reuse.max_disagreement=%g: back to %s",
+            self._num_disagreed_here,
+            self._num_here,
+            self._limit,
+            new,
+        )
+        self._change(new)
+
+    def _change(self, new: AnywhereOptions | None) -> None:
         self._options = new
+        self._alpha /= 2
         self._num_here = self._num_disagreed_here = 0
-        self._waiting.clear()  # how far the old options were off is known; of the new ones these say nothing
+        self._waiting.clear()  # answers of the old ratio are no evidence of the new one
         self._open.clear()
         self._allow(new)
-
-
-def upper_bound(num_disagreed: int, num_audited: int) -> float:
-    """One-sided Clopper-Pearson bound on a share; 1 before anything was seen."""
-    from scipy.stats import beta  # takes a while to import
-
-    if num_disagreed == num_audited:
-        return 1.0
-    return float(beta.ppf(CONFIDENCE, num_disagreed + 1, num_audited - num_disagreed))
-
-
-def lower_bound(num_disagreed: int, num_audited: int) -> float:
-    """The same from below; 0 before anything was seen."""
-    from scipy.stats import beta
-
-    if num_disagreed == 0:
-        return 0.0
-    return float(beta.ppf(1.0 - CONFIDENCE, num_disagreed, num_audited - num_disagreed + 1))
