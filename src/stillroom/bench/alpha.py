@@ -1,13 +1,13 @@
 """`stillroom calibrate --quality`: how much to compute again so that answers stay good enough (Cache-Craft Eq. 13)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from stillroom.bench.quality import Outcome, Scope, ask_all
 from stillroom.bench.quality_arms import FULL, QualityArm, alpha_name
 from stillroom.kvcache.chunk_scores import AlphaCell, choose_alpha
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.rag.kv_cache import anywhere_options
 
 ALPHAS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 
@@ -26,7 +26,7 @@ class AlphaChoice:
 def find_alpha(
     scope: Scope, desired: float, *, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> AlphaChoice:
-    """Ask every question with every alpha of the scope and its first selector.
+    """Ask every question with every alpha of the scope, with all other options of its `reuse`.
 
     Args:
         desired: quality, as a share of a full prefill's.
@@ -34,9 +34,11 @@ def find_alpha(
     Raises:
         UsageError, ModelError, ConfigError: as `run_quality`.
     """
-    selector = scope.selectors[0]
-    names = {alpha: alpha_name(selector, alpha) for alpha in scope.alphas}
-    arms = [QualityArm(name, AnywhereOptions(1.0, selector, alpha)) for alpha, name in names.items()]
+    names = {alpha: alpha_name(scope.reuse.token_selector, alpha) for alpha in scope.alphas}
+    arms = [
+        QualityArm(name, anywhere_options(replace(scope.reuse, recompute_budget="cfo", alpha=alpha)))
+        for alpha, name in names.items()
+    ]
     outcomes = ask_all(scope, scope.load(), arms, has_exact=False, on_progress=on_progress)
     has_answers = fmean(one.is_right for one in outcomes[FULL]) > 0  # false for not a number
     cells = tuple(

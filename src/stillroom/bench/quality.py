@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from stillroom.bench.quality_arms import (
     arm_name,
     quality_arms,
 )
-from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig, TokenSelector
+from stillroom.config.settings import ReuseConfig, RuntimeConfig, TokenSelector
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import Chunk
@@ -41,8 +41,8 @@ from stillroom.core.reuse import PromptReuse, Reason
 from stillroom.engine.engine import Engine
 from stillroom.kvcache.cost_model import linear_profile
 from stillroom.kvcache.placement import AnywhereOptions
-from stillroom.models.loader import LoadedModel, load_model
-from stillroom.rag.generator import build_engine
+from stillroom.models.loader import LoadedModel
+from stillroom.rag.generator import build_engine, load_configured
 from stillroom.rag.kv_cache import KVCache
 from stillroom.rag.prompt import PromptBuilder, format_for
 
@@ -64,8 +64,11 @@ class Scope:
     questions: Path
     num_questions: int | None = None
     """At most; None: all in the file."""
-    model: str = "bundled"
-    dtype: Dtype = "float32"
+    runtime: RuntimeConfig = field(
+        default_factory=lambda: RuntimeConfig(device="cpu", dtype="float32", max_num_batched_tokens=8192)
+    )
+    reuse: ReuseConfig = field(default_factory=lambda: ReuseConfig(token_selector="context"))
+    """Which tokens are weighed follows from its selector: `context` weighs all. The arms choose the rest."""
     ratios: tuple[float, ...] = RATIOS
     selectors: tuple[TokenSelector, ...] = SELECTORS
     alphas: tuple[float, ...] = ()
@@ -146,8 +149,8 @@ def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambd
     parameters = {
         "questions": scope.questions.name,
         "num_questions": len(questions),
-        "model": scope.model,
-        "dtype": scope.dtype,
+        "model": scope.runtime.model,
+        "dtype": scope.runtime.dtype,
         "num_chunks": scope.num_chunks,
         "max_words": scope.max_words,
         "seed": scope.seed,
@@ -192,7 +195,7 @@ def ask_all(
     Args:
         has_exact: also of a prefix cache and a set cache.
     """
-    bench = _Bench(load_model(scope.model, device="cpu", dtype=scope.dtype), scope)
+    bench = _Bench(load_configured(scope.runtime), scope)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *(arm.name for arm in arms))}
     for number, question in enumerate(questions):
         foreign = questions[number - 1].chunks if len(questions) > 1 else question.chunks[::-1]
@@ -216,6 +219,17 @@ def _shuffled(chunks: Sequence[Chunk]) -> list[Chunk]:
     return order if order != list(chunks) else order[::-1]
 
 
+def engine_settings(scope: Scope) -> tuple[RuntimeConfig, ReuseConfig]:
+    """Return the scope's settings, but for where KV is kept and whether it is used.
+
+    Two engines share `kv_bytes`. Every document is placed, from memory that is large enough, and nothing is audited.
+    """
+    runtime = replace(scope.runtime, kv_bytes=scope.runtime.kv_bytes // 2)
+    host_bytes = max(scope.reuse.host_bytes, ReuseConfig().host_bytes)
+    reuse = replace(scope.reuse, mode="anywhere", audit_share=0.0, load="always", host_bytes=host_bytes, disk_bytes=0)
+    return runtime, reuse
+
+
 class _Bench:
     """Two engines of one model: one that reuses nothing, and one whose options change."""
 
@@ -223,7 +237,7 @@ class _Bench:
         self._model = model
         self._scope = scope
         self._prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
-        clock, runtime = SystemClock(), RuntimeConfig(max_num_batched_tokens=8192)
+        clock, (runtime, reuse) = SystemClock(), engine_settings(scope)
         self._off, _ = build_engine(model.decoder, runtime, clock)
         self._anywhere: Engine
         self._cache: KVCache
@@ -231,7 +245,7 @@ class _Bench:
             model.decoder,
             runtime,
             clock,
-            reuse=ReuseConfig(mode="anywhere", audit_share=0.0, load="always", disk_bytes=0, token_selector="context"),
+            reuse=reuse,
             fingerprint=model.fingerprint,
             profile=linear_profile(1e-3, 1e-4, 1e-7),
         )

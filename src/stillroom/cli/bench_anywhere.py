@@ -126,6 +126,7 @@ def quality(  # noqa: PLR0913  one parameter per flag
 ) -> None:
     from stillroom.bench.quality import Scope, run_quality
     from stillroom.bench.quality_arms import RATIOS, SELECTORS
+    from stillroom.config.settings import RuntimeConfig
 
     def on_progress(done: int, total: int) -> None:
         if not quiet and (done % 25 == 0 or done == total):
@@ -136,7 +137,7 @@ def quality(  # noqa: PLR0913  one parameter per flag
     scope = Scope(
         questions,
         limit,
-        model,
+        RuntimeConfig(model=model, device="cpu", dtype="float32", max_num_batched_tokens=8192),
         ratios=tuple(ratios or RATIOS),
         selectors=tuple(cast("list[TokenSelector]", selectors or SELECTORS)),
         alphas=tuple(alphas or ()),

@@ -75,16 +75,7 @@ def _find_alpha(
     from stillroom.bench.alpha import ALPHAS, find_alpha
     from stillroom.bench.quality import Scope
 
-    reuse = settings.reuse
-    scope = Scope(
-        questions,
-        limit,
-        settings.runtime.model,
-        dtype=settings.runtime.dtype,
-        selectors=(reuse.token_selector,),
-        alphas=ALPHAS,
-        focus_window=reuse.focus_window,
-    )
+    scope = Scope(questions, limit, settings.runtime, settings.reuse, alphas=ALPHAS)
     with counting("asking", is_shown=not (quiet or as_json)) as tell:
         choice = find_alpha(scope, desired, on_progress=tell)
     if as_json:
@@ -97,7 +88,7 @@ def _find_alpha(
     if choice.alpha is None:
         raise UsageError(f"no alpha up to {ALPHAS[-1]:g} reaches {desired:g}; use reuse.mode=exact for this model")
     if not as_json:
-        line("To use it:")
+        line("To use it, with all other settings of [runtime] and [reuse] as they are now:")
         line(f'  [reuse]\n  mode = "anywhere"\n  recompute_budget = "cfo"\n  alpha = {choice.alpha:g}')
 
 

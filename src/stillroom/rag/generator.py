@@ -207,7 +207,7 @@ def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | Non
 
 def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tuple[LoadedModel, Engine, KVCache, int]:
     """With the number of threads that it is to compute on."""
-    model = _load(config.runtime)
+    model = load_configured(config.runtime)
     engine, cache = build_engine(
         model.decoder,
         config.runtime,
@@ -237,7 +237,7 @@ def calibrate_model(
         ModelError: the checkpoint cannot be used.
         ConfigError, UsageError: there is no such device, or too little memory to measure with.
     """
-    model = _load(config.runtime)
+    model = load_configured(config.runtime)
     pool, device = build_device(model.decoder, config.runtime)
     limits = _limits(model.decoder, config.runtime)
     bench = _bench(TorchRunner(model.decoder, device), pool, limits, clock or SystemClock())
@@ -262,7 +262,7 @@ class ModelCosts:
 
 def measured_costs(config: StillroomConfig, kb_folder: Path, clock: Clock) -> ModelCosts:
     """The configured model with its kept profile, or a quick one. Raises as `calibrate_model`."""
-    model = _load(config.runtime)
+    model = load_configured(config.runtime)
     pool, device = build_device(model.decoder, config.runtime)
     bench = _bench(TorchRunner(model.decoder, device), pool, _limits(model.decoder, config.runtime), clock)
     _use_threads(config.runtime, bench)
@@ -330,7 +330,8 @@ def build_engine(  # noqa: PLR0913  the parts, once
     return engine, replace(cache, audit=audit)
 
 
-def _load(runtime: RuntimeConfig) -> LoadedModel:
+def load_configured(runtime: RuntimeConfig) -> LoadedModel:
+    """Load the model with all settings of `runtime` that it depends on. Raises as `load_model`."""
     return load_model(
         runtime.model,
         device=runtime.device,
