@@ -2,9 +2,11 @@
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from stillroom.retrieval.tiers.list_figures import ListFigures
-from tests.server.fakes import NUM_BLOCKS, FakeRoom
+from stillroom.server.app import create_app
+from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room
 
 
 def test_health_shows_model_documents_and_blocks(client: httpx.Client) -> None:
@@ -39,3 +41,17 @@ def test_probes_may_ask_for_the_head_only(client: httpx.Client, path: str) -> No
     probe = client.head(path)
     assert (probe.status_code, probe.content) == (200, b"")
     assert client.put(path).headers["allow"] == "GET, HEAD"
+
+
+def test_a_part_that_cannot_serve_makes_the_server_not_ready(room: FakeRoom) -> None:
+    app = create_app(as_room(room))
+    problems = ["the device is lost", None]
+    app.state.readiness.add("device", lambda: problems[0])
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        lost = client.get("/readyz")
+        problems.pop(0)
+        recovered = client.get("/readyz")
+
+    assert (lost.status_code, lost.json()["reasons"]) == (503, ["the device is lost"])
+    assert lost.json()["checks"]["device"] is False and int(lost.headers["retry-after"]) > 0
+    assert (recovered.status_code, recovered.json()["reasons"]) == (200, [])

@@ -112,7 +112,9 @@ def test_a_house_without_its_model_lives_but_is_not_ready() -> None:
     room.is_closed = True
     with serving(as_room(room)) as url:
         assert httpx.get(f"{url}/healthz").status_code == 200
-        assert httpx.get(f"{url}/readyz").json()["checks"]["model"] is False
+        ready = httpx.get(f"{url}/readyz").json()
+    assert ready["checks"]["model"] is False
+    assert ready["reasons"] == ["the model is not loaded, or its engine failed"]
 
 
 def test_who_would_wait_too_long_is_refused_by_the_pace_of_the_last_ones() -> None:

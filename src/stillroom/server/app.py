@@ -26,6 +26,7 @@ from stillroom.server.documents import DocumentRoutes
 from stillroom.server.draining import Draining
 from stillroom.server.errors import model_not_served
 from stillroom.server.guard import Guard, own_names
+from stillroom.server.health import Readiness
 from stillroom.server.json_body import JsonRoute
 from stillroom.server.keys import KeyRing
 from stillroom.server.limits import Limits
@@ -85,13 +86,14 @@ def create_app(
     runtime = config.runtime
     admission = Admission(runtime.max_num_seqs, runtime.max_waiting, config.server.max_wait_s, clock)
     app.state.admission = admission
+    app.state.readiness = readiness = _readiness(tenants, admission)
     app.state.draining = Draining(admission, workers, room.stop_generating, config.server.grace_s, clock)
     routes = list(app.routes)
     for router in (
         _Api(workers).router(),
         console.router(),
         DocumentRoutes(workers).router(),
-        health.router(admission),
+        health.router(readiness),
     ):
         app.include_router(router)
         routes += router.routes
@@ -100,6 +102,18 @@ def create_app(
     app.add_middleware(Observed, metrics=room.metrics, clock=clock, routes=routes, tracing=tracing)
     room.metrics.watch_corpora("tenants", Unopened(tenants))
     return app
+
+
+def _readiness(tenants: Tenants, admission: Admission) -> Readiness:
+    def problem_of_queue() -> str | None:
+        problem = admission.problem()
+        return None if problem is None else str(problem)
+
+    readiness = Readiness()
+    readiness.add("model", lambda: None if tenants.own.is_ready else "the model is not loaded, or its engine failed")
+    readiness.add("queue", problem_of_queue)
+    readiness.add("open", lambda: "the server is shutting down" if admission.is_closing else None)
+    return readiness
 
 
 class _Api:
