@@ -155,7 +155,7 @@ class FakeRoom:
         self.gate = threading.Event()
         self.gate.set()
         self.fails_at = ""
-        self.failure: Exception = StillroomError("the fake failed on purpose")
+        self.failure: BaseException = StillroomError("the fake failed on purpose")
         self.records = Records(TraceLog(Path("nowhere") / TRACE_FILE, keep=0), lambda chunk_ids: {})
         self.is_closed = self.is_stopped = False
         self.is_warm = False

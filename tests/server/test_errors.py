@@ -1,7 +1,12 @@
 """Every error has a status, a code and OpenAI's shape."""
 
+import logging
+from collections.abc import AsyncIterator
+
 import httpx
 import pytest
+from starlette.responses import StreamingResponse
+from starlette.testclient import TestClient
 
 from stillroom.errors import (
     DeadlineExceededError,
@@ -12,8 +17,22 @@ from stillroom.errors import (
     QueueFullError,
     RequestTimeoutError,
 )
-from tests.server.fakes import FakeRoom, as_room
-from tests.server.harness import QUESTION, serving
+from stillroom.server.app import create_app
+from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.harness import QUESTION, events, serving
+
+
+class Panic(BaseException):
+    """As pyo3 raises a Rust panic: `except Exception` does not catch it."""
+
+
+def statuses_in(caplog: pytest.LogCaptureFixture) -> list[int]:
+    """Of the lines of the access log."""
+    return [
+        record.fields["status"]  # type: ignore[attr-defined]
+        for record in caplog.records
+        if record.name == "stillroom.server.access"
+    ]
 
 
 @pytest.mark.parametrize("content", [b"{", b"", b"[]", b"\xff"])
@@ -86,3 +105,59 @@ def test_unknown_route_and_method_have_openai_shape(client: httpx.Client) -> Non
     assert wrong.headers["allow"] == "POST"
     assert client.put("/v1/documents").headers["allow"] == "GET, POST"
     assert client.put("/v1/documents/a").headers["allow"] == "DELETE, GET"
+
+
+def test_a_panic_of_a_native_library_is_answered_and_logged_as_a_failure(
+    client: httpx.Client, room: FakeRoom, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "stillroom.server.access")
+    room.fails_at, room.failure = "How", Panic("byte index 3 of `secret text`")
+
+    response = client.post("/v1/chat/completions", json=QUESTION)
+
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error" and "secret" not in response.text
+    request_id = response.headers["x-request-id"]
+    assert any(record.exc_info and request_id in record.getMessage() for record in caplog.records)
+    until(lambda: statuses_in(caplog) == [500])
+
+
+def test_a_panic_in_a_search_is_answered_as_a_failure(
+    client: httpx.Client, room: FakeRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise Panic
+
+    monkeypatch.setattr(room, "search", fail)
+    response = client.post("/v1/search", json={"query": "keys"})
+
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert response.headers["x-request-id"]
+
+
+def test_a_panic_in_the_middle_of_a_stream_is_its_last_event(client: httpx.Client, room: FakeRoom) -> None:
+    room.fails_at, room.failure = "rotate", Panic()
+
+    received = events(client.post("/v1/chat/completions", json=QUESTION | {"stream": True}))
+
+    assert received[-1]["error"]["code"] == "internal_error"
+
+
+def test_a_failure_after_half_a_response_closes_the_connection_and_is_logged(
+    room: FakeRoom, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "stillroom.server.access")
+    app = create_app(as_room(room))
+
+    async def half() -> StreamingResponse:
+        async def pieces() -> AsyncIterator[str]:
+            yield "half"
+            raise ZeroDivisionError
+
+        return StreamingResponse(pieces())
+
+    app.add_api_route("/half", half)
+    with TestClient(app, base_url="http://127.0.0.1") as client, pytest.raises(ZeroDivisionError):
+        client.get("/half")
+
+    assert statuses_in(caplog) == [500]

@@ -32,6 +32,7 @@ from stillroom.cli import (
     serve,
     verify,
 )
+from stillroom.core.panics import ENDINGS
 from stillroom.errors import (
     ConfigError,
     KnowledgeBaseNotFoundError,
@@ -175,7 +176,9 @@ def run(args: Sequence[str]) -> int:
     except _InterruptedError as stop:
         console.error("Interrupted", f"stopped. {stop}", as_json=as_json)
         return INTERRUPTED
-    except Exception as error:
+    except ENDINGS:
+        raise
+    except BaseException as error:  # a native library may raise one that does not derive from Exception
         if _is_debugging():
             traceback.print_exception(error)
         kind, message, code = _explain(error)
@@ -192,7 +195,7 @@ def _is_debugging() -> bool:
     return os.environ.get("STILLROOM_DEBUG", "") not in ("", "0")
 
 
-def _explain(error: Exception) -> tuple[str, str, int]:
+def _explain(error: BaseException) -> tuple[str, str, int]:
     """Type and message of an error, and the exit code that says whose turn it is."""
     if isinstance(error, StillroomError):
         code = WRONG_CALL if isinstance(error, _WRONG_CALLS) else FAILED

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.core.panics import NativePanicError, panics_as_errors
 from stillroom.errors import UsageError
 from stillroom.models.tokenizer import Tokenizer
 
@@ -35,24 +36,29 @@ class JsonConstraint:
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
+    @panics_as_errors("llguidance")
     def copy(self) -> "JsonConstraint":
         """An independent constraint at the same place."""
         return JsonConstraint(self._matcher.deep_copy())
 
+    @panics_as_errors("llguidance")
     def allowed(self) -> NDArray[np.int32]:
         """One bit per token, lowest first; of no meaning if there is an `error` after it."""
         return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
 
+    @panics_as_errors("llguidance")
     def advance(self, token_id: int) -> None:
         """The next token of the answer."""
         self._matcher.consume_token(token_id)
 
     @property
+    @panics_as_errors("llguidance")
     def is_complete(self) -> bool:
         """Nothing can follow."""
         return bool(self._matcher.is_stopped())
 
     @property
+    @panics_as_errors("llguidance")
     def error(self) -> str | None:
         """Why it is not known what may follow; None while it is."""
         return _error_of(self._matcher)
@@ -80,10 +86,14 @@ class JsonConstraints:
         try:
             text = json.dumps(schema)
             _check_size(schema, len(text))
-            grammar = LLMatcher.grammar_from_json_schema(text, overrides=_LAYOUT)
-        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+            with panics_as_errors("llguidance"):
+                grammar = LLMatcher.grammar_from_json_schema(text, overrides=_LAYOUT)
+        except (ValueError, TypeError, ArithmeticError, RecursionError, NativePanicError) as error:
             raise UsageError(f"the JSON schema cannot be read: {error}") from None
-        with self._lock:  # one schema at a time: it takes a core, and seconds where it is large
+        with (
+            self._lock,
+            panics_as_errors("llguidance"),
+        ):  # one schema at a time: it takes a core, and seconds where it is large
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
             error_text = _error_of(matcher) or _early_error(matcher.deep_copy())
         if error_text is not None:

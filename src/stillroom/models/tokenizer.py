@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from stillroom.core.panics import panics_as_errors
 from stillroom.errors import ModelError, ModelNotFoundError
 
 _BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -56,7 +57,8 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True))
+            with panics_as_errors("the tokenizer"):
+                return cls(AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True))
         except Exception as error:  # the library raises whatever its parsers raise
             raise ModelError(
                 f"the tokenizer in {folder} could not be loaded ({type(error).__name__}: {error}); download it again"
@@ -113,12 +115,14 @@ class Tokenizer:
         """Tokens of text from outside: special tokens in it are ordinary characters. Nothing is added."""
         return self._encode(text, is_template=False)
 
+    @panics_as_errors("the tokenizer")
     def _encode(self, text: str, is_template: bool) -> list[int]:
         with self._lock:
             self._backend.encode_special_tokens = not is_template
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
+    @panics_as_errors("the tokenizer")
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; its name, if it is special."""
         with self._lock:
@@ -142,6 +146,7 @@ class Tokenizer:
         """Whether tokens are spelled in GPT-2's alphabet of bytes."""
         return self._backend.decoder is not None and b'"ByteLevel"' in self._backend.decoder.__getstate__()
 
+    @panics_as_errors("the tokenizer")
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, without special ones."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from stillroom.core.document import Chunk, Document, Paragraph
 from stillroom.core.ids import ChunkId, chunk_id_of
+from stillroom.core.panics import panics_as_errors
 from stillroom.errors import ConfigError
 
 _MAX_CHARS_PER_TOKEN = 16
@@ -66,6 +67,7 @@ class Chunker:
         self._max_tokens = max_tokens
         self._max_read = max_seq_length - _SPECIAL_TOKENS
 
+    @panics_as_errors("the tokenizer")
     def chunks(self, document: Document) -> list[Chunk]:
         """The document's chunks in reading order."""
         title, *_ = self._fit((document.title,))

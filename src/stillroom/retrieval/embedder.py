@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from stillroom.config.settings import EmbedderConfig
+from stillroom.core.panics import panics_as_errors
 from stillroom.errors import ModelNotFoundError
 from stillroom.retrieval.model_files import ModelFiles
 
@@ -81,6 +82,7 @@ class Embedder:
         """Length of a vector. Loads the model only where its files do not say."""
         return self._files.dimension or len(self.embed_queries(["dimension"])[0])
 
+    @panics_as_errors("the tokenizer")
     def count_tokens(self, text: str) -> int:
         """Tokens of a text without special tokens. Does not load the model."""
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
@@ -118,6 +120,7 @@ class Embedder:
         """
         return self._embed(texts, "document", on_batch)
 
+    @panics_as_errors("the tokenizer")
     def _embed(self, texts: Sequence[str], kind: str, on_batch: Callable[[int], None] | None) -> Vectors:
         if not texts:
             return np.empty((0, self.dimension), dtype=np.float32)

@@ -35,6 +35,7 @@ from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.digest import IndexDigest, index_digest
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
+from stillroom.retrieval.index.bm25 import DamagedPostingsError
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport, documents_at
 from stillroom.retrieval.intake.reading import Failures, FileReader
@@ -80,7 +81,7 @@ class KnowledgeBase:
         self._indexes = Indexes(path, self._corpus, self._config.index, manifest.dimension, qdrant=self._config.qdrant)
         self._search = HybridSearch(self._corpus, self._indexes, self._embedder, self._config.search, clock)
         self._lock = WriteLock(path, clock)
-        self._repairs = Repairs(self._indexes, self._lock, clock)
+        self._repairs = Repairs(path, self._indexes, self._lock, clock)
         self._checking = Lock()
         self._is_embedder_checked = False
         self._unreadable: Failures = {}
@@ -250,12 +251,20 @@ class KnowledgeBase:
         self._repairs.before_search(needs_vectors=needs_vectors)
         if needs_vectors:
             self._checked_embedder()
-        yield from self._search.search_staged(query, mode, top_k, num_stages, where)
+        try:
+            yield from self._search.search_staged(query, mode, top_k, num_stages, where)
+        except DamagedPostingsError:
+            self._repairs.mend_words()
+            yield from self._search.search_staged(query, mode, top_k, 1, where)
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
         """What dense and sparse search each find, with the scores of both for every candidate, not fused."""
         self._checked_embedder()
-        return self._search.candidates(query, num_candidates)
+        try:
+            return self._search.candidates(query, num_candidates)
+        except DamagedPostingsError:
+            self._repairs.mend_words()
+            return self._search.candidates(query, num_candidates)
 
     def record_ids(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, str]:
         """The JSONL record that each chunk comes from; chunks of other documents are left out."""

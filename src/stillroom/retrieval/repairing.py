@@ -6,6 +6,8 @@ himself, and a folder that cannot be written is searched as it is, with postings
 
 import contextlib
 import logging
+from pathlib import Path
+from threading import Lock
 
 from stillroom.core.clock import Clock
 from stillroom.errors import IndexUnavailableError, KnowledgeBaseBusyError, StorageError
@@ -17,19 +19,28 @@ from stillroom.retrieval.tiers.hot_lists import Spawn
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 5.0
-"""Between two looks whether words are behind. A vector index in memory never is."""
+"""Between two looks whether postings are behind, or their files have changed and no longer match their checksums. A
+vector index in memory is never behind."""
 
 
 class Repairs:
     """Of one open knowledge base. Thread-safe."""
 
-    def __init__(self, indexes: Indexes, lock: WriteLock, clock: Clock, spawn: Spawn | None = None) -> None:
-        """`spawn`: runs what goes on beside searches; None takes a thread."""
+    def __init__(
+        self, folder: Path, indexes: Indexes, lock: WriteLock, clock: Clock, spawn: Spawn | None = None
+    ) -> None:
+        """
+        Args:
+            folder: of the knowledge base, as messages name it.
+            spawn: runs what goes on beside searches; None takes a thread.
+        """
+        self._folder = folder
         self._indexes, self._lock, self._clock = indexes, lock, clock
         self._background = Background("stillroom-repair")
         self._spawn = spawn or self._background.run
         self._is_checked = self._has_warned = False
         self._next_look = 0.0
+        self._mending = Lock()
 
     def before_search(self, *, needs_vectors: bool) -> None:
         """Look whether there is something to do, and do it or have it done.
@@ -48,8 +59,32 @@ class Repairs:
                     raise
         elif now >= self._next_look:
             self._next_look = now + _PAUSE_S
-            if self._indexes.are_words_behind():
+            if self._indexes.are_words_behind() or self._indexes.are_word_files_damaged():
                 self._spawn(self._repair_beside)
+
+    def mend_words(self) -> None:
+        """Make the postings anew, after a search has found them damaged. Other searches that find the same wait here.
+
+        Raises:
+            StorageError: there is no room for them, nor among the system's temporary files.
+        """
+        with self._mending:
+            if not self._indexes.are_words_damaged:
+                return
+            logger.warning("%s: the postings are damaged and are made anew; searches wait for them", self._folder)
+            with contextlib.suppress(IndexUnavailableError):  # words need no server
+                self._repair()
+            if self._indexes.are_words_damaged:  # another process writes, or the folder cannot be written
+                self._make_words_apart()
+
+    def _make_words_apart(self) -> None:
+        try:
+            self._indexes.make_words_apart()
+        except OSError as error:
+            raise StorageError(
+                f"{self._folder}: the postings are damaged, and there is no room to make them anew: "
+                f"{error.strerror or error}. Free some space; the next search makes them"
+            ) from error
 
     def close(self) -> None:
         """Wait for what goes on. Idempotent."""

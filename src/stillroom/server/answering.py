@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from stillroom.core.panics import ENDINGS
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
@@ -147,7 +148,9 @@ class AnswerEvents(StreamingResponse):
         try:
             async for event in events:
                 yield event
-        except Exception as error:  # the status line is out already: the error is one more event
+        except ENDINGS:
+            raise
+        except BaseException as error:  # the status line is out already: the error is one more event
             self._failed_with, body = describe(error)
             if not isinstance(error, StillroomError):
                 logger.exception("streaming %s failed", self._streams[0].request_id)

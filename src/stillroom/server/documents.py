@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import DocumentId, format_chunk_id
+from stillroom.core.panics import ENDINGS
 from stillroom.errors import QueueFullError, StillroomError, UnknownDocumentError
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.uploads import UploadResult, checked_name
@@ -244,7 +245,9 @@ class _Desk:
         try:
             yield as_event(await asyncio.to_thread(self.reply, await ended))
             yield DONE
-        except Exception as error:
+        except ENDINGS:
+            raise
+        except BaseException as error:
             if not isinstance(error, StillroomError):
                 logger.exception("an upload failed")
             state[FAILED_WITH], body = describe(error)

@@ -86,7 +86,7 @@ def model_not_served(model: str, served: list[str]) -> Refused:
     return Refused(404, "model_not_found", message, "model")
 
 
-def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Status and body. What is not ours is an internal error, and its message stays in the server's log; whoever caught
     it writes it there. Ours that fit no other status are written here."""
     for exception, status, kind, code in _KINDS:
@@ -97,7 +97,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     return 500, error_body("internal error; the server's log has the details", "server_error", code="internal_error")
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: BaseException) -> JSONResponse:
     status, body = describe(error)
     # OpenAI's clients repeat requests that got 408, 409, 429 or 5xx, unless told that it will not help
     headers = {} if status in (429, 503) else {"x-should-retry": "false"}

@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stillroom.core.clock import Clock
+from stillroom.core.panics import ENDINGS
 from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, error_response
 from stillroom.telemetry.logs import REQUEST_ID
 from stillroom.telemetry.metrics import Metrics
@@ -68,13 +69,22 @@ class Observed:
         try:
             with contextlib.ExitStack() as stack:
                 span = stack.enter_context(self._tracing.request(method, headers)) if self._tracing else None
-                status = await self._observed(scope, receive, send, http_id)
+                status, error = await self._observed(scope, receive, send, http_id)
                 self._account(scope, method, status, self._clock.monotonic() - began, span)
+                if error is not None:
+                    raise error  # closes the connection, which tells the client that the response is not whole
         finally:
             REQUEST_ID.reset(token)
 
-    async def _observed(self, scope: Scope, receive: Receive, send: Send, http_id: str) -> int:
-        """The status that was sent; of a stream that ended in an error, that of the error."""
+    async def _observed(
+        self, scope: Scope, receive: Receive, send: Send, http_id: str
+    ) -> tuple[int, BaseException | None]:
+        """Return the status that was sent, or that of the error in which a stream ended; and what was raised after half
+        a response had been sent.
+
+        No exception passes without an answer, except those that end the process or the task: a native library may raise
+        one that does not derive from Exception.
+        """
         status: int | None = None
 
         async def send_with_id(message: Message) -> None:
@@ -88,16 +98,15 @@ class Observed:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:  # it did not wait until its own request was sent
             pass
-        except Exception as error:
-            logger.exception("%s %s failed, x-request-id %s", scope["method"], self._template(scope), http_id)
-            if status is not None:  # half a response is out; only closing the connection tells the client
-                self._metrics.count_http_request(self._template(scope), status)
-                raise
-            await error_response(error)(scope, receive, send_with_id)
-        except BaseException:  # the server is closing and waits no longer
+        except ENDINGS:  # the server is closing and waits no longer
             self._metrics.count_http_request(self._template(scope), status or CLIENT_CLOSED_REQUEST)
             raise
-        return scope.get("state", {}).get(FAILED_WITH) or status or CLIENT_CLOSED_REQUEST
+        except BaseException as error:
+            logger.exception("%s %s failed, x-request-id %s", scope["method"], self._template(scope), http_id)
+            if status is not None:
+                return 500, error
+            await error_response(error)(scope, receive, send_with_id)
+        return scope.get("state", {}).get(FAILED_WITH) or status or CLIENT_CLOSED_REQUEST, None
 
     def _account(self, scope: Scope, method: str, status: int, seconds: float, span: RequestSpan | None) -> None:
         path = self._template(scope)

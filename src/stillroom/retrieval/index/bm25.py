@@ -3,19 +3,19 @@
 A query is words and never query syntax. Only the holder of the knowledge base's write lock calls `apply` and `clear`;
 everyone may search, and `refresh` shows what the writer has done since. A generation beside the index says how far it
 is; it is written after the commit, so a crash in between repeats changes, which does no harm.
+
+Files that are damaged under an open index show in searches: tantivy panics, refuses, or returns nonsense. Such a search
+raises DamagedPostingsError, and so does every search until the index has been made anew.
 """
 
 import dataclasses
-import errno
 import json
 import os
-import re
 import shutil
-import struct
 import tempfile
-import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,10 @@ from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
+from stillroom.core.panics import NativePanicError, panics_as_errors
+from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.index.postings_files import SegmentFiles, disk_error, identity_of, open_borrowed, open_index
 from stillroom.retrieval.index.words import DOCUMENT_TOKENIZER, WordAnalyzer, searched_text
 from stillroom.retrieval.index_file import write_atomically
 from stillroom.retrieval.ranking import Ranking, top_k
@@ -41,6 +44,10 @@ _FORMAT = 2
 """Raise it when what is indexed of a chunk changes (`words.searched_text`, the analyzer): older indexes are rebuilt."""
 
 
+class DamagedPostingsError(CorruptKnowledgeBaseError):
+    """The postings are damaged; they must be made anew from the corpus before words can be searched."""
+
+
 @dataclass(frozen=True, slots=True)
 class _View:
     """What searches see; replaced as a whole, so that a search in another thread is never half in the new."""
@@ -50,8 +57,12 @@ class _View:
     generation: int = 0
     num_removed: int = 0
     """Removals since the index was empty; their words still count in BM25's statistics."""
+    written: tuple[int, int] | None = None
+    """Identity of the state file that it shows."""
     is_borrowed: bool = False
-    """Whether it was opened elsewhere (`_borrowed`), so that it has to be opened anew to see more."""
+    """Whether it was opened elsewhere (`open_borrowed`), so that it has to be opened anew to see more."""
+    is_damaged: bool = False
+    """Whether searches raise DamagedPostingsError."""
 
 
 class Bm25Index:
@@ -71,6 +82,9 @@ class Bm25Index:
         self._schema = _schema()
         self._analyzer = WordAnalyzer()
         self._view = _View()
+        self._segments = SegmentFiles(folder)
+        self._damaged: set[tuple[int, int] | None] = set()
+        """Identities of the state files beside which the segments were found damaged."""
         self.refresh()
 
     def __len__(self) -> int:
@@ -81,6 +95,11 @@ class Bm25Index:
     def generation(self) -> int:
         """Of the corpus, as far as searches see it."""
         return self._view.generation
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether searches raise DamagedPostingsError."""
+        return self._view.is_damaged
 
     @property
     def share_removed(self) -> float:
@@ -96,27 +115,29 @@ class Bm25Index:
         """
         state = self._read_state()
         generation = self._generation_of(state)
-        view = self._view
-        if generation == view.generation and not (is_strict and view.is_borrowed):
+        view, written = self._view, identity_of(self._folder / _STATE)
+        if (generation, written) == (view.generation, view.written) and not (is_strict and view.is_borrowed):
             return
         try:
             if generation == 0:
                 raise ValueError("there is no index of this corpus")
             num_removed = int(state.get("num_removed", 0))
-            if not os.access(self._folder, os.W_OK):
-                index = _borrowed(self._folder)
-                self._view = _View(index, index.searcher(), generation, num_removed, is_borrowed=True)
-                return
-            index = (view.index if not (is_strict or view.is_borrowed) else None) or _open(self._folder)
-            index.reload()
-            self._view = _View(index, index.searcher(), generation, num_removed)
-        except (ValueError, OSError):  # damaged, or just being rebuilt by the writer
+            with panics_as_errors("tantivy"):
+                if not os.access(self._folder, os.W_OK):
+                    index = open_borrowed(self._folder)
+                    self._view = _View(index, index.searcher(), generation, num_removed, written, is_borrowed=True)
+                    return
+                index = (view.index if not (is_strict or view.is_borrowed) else None) or open_index(self._folder)
+                index.reload()
+                self._view = _View(index, index.searcher(), generation, num_removed, written)
+        except (ValueError, OSError, NativePanicError):  # damaged, or just being rebuilt by the writer
             if is_strict:
-                self._view = _View()
+                self._view = _View(is_damaged=view.is_damaged)
 
     def clear(self) -> None:
-        """Throw the index away. Only under the write lock."""
-        self._view = _View()
+        """Throw the index away: searches raise DamagedPostingsError until it is made anew. Only under the write
+        lock."""
+        self._view = _View(is_damaged=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def apply(
@@ -132,9 +153,12 @@ class Bm25Index:
             OSError: it cannot be written; what was there is still there.
         """
         try:
-            self._apply(removed, added, generation, is_rebuild=is_rebuild)
+            with panics_as_errors("tantivy"):
+                self._apply(removed, added, generation, is_rebuild=is_rebuild)
+        except NativePanicError as error:
+            raise ValueError("the postings are damaged") from error
         except ValueError as error:
-            if (number := _disk_error(str(error))) is not None:
+            if (number := disk_error(str(error))) is not None:
                 raise OSError(number, os.strerror(number), str(self._folder)) from error
             raise
 
@@ -143,9 +167,11 @@ class Bm25Index:
         num_removed = 0 if is_rebuild else self._view.num_removed + len(removed)
         is_new = index is None
         if is_new:
-            self.clear()
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
             index = tantivy.Index(self._schema, path=str(self._folder))
+        elif self.damaged_files():
+            raise ValueError("the postings are damaged")  # a commit over them would abort the process
         writer = index.writer(_WRITER_BYTES, 1)
         try:
             if is_rebuild:
@@ -200,56 +226,75 @@ class Bm25Index:
 
     def ids(self) -> NDArray[np.int64]:
         """Chunk ids [n] of all that searches can find, one for each entry."""
-        searcher = self._view.searcher
-        if searcher is None or not searcher.num_docs:
-            return np.empty(0, dtype=np.int64)
-        hits = searcher.search(tantivy.Query.all_query(), int(searcher.num_docs), count=False).hits
-        found = searcher.fast_field_values("chunk_id", [address for _, address in hits])
-        return np.array(found, dtype=np.int64)
+        with self._reading() as searcher:
+            if searcher is None or not searcher.num_docs:
+                return np.empty(0, dtype=np.int64)
+            hits = searcher.search(tantivy.Query.all_query(), int(searcher.num_docs), count=False).hits
+            found = searcher.fast_field_values("chunk_id", [address for _, address in hits])
+            return np.array(found, dtype=np.int64)
 
     def has_words(self, chunk_id: int, stems: Collection[str]) -> bool:
         """Whether exactly one entry of a chunk holds all of these stems."""
-        searcher = self._view.searcher
         terms = [tantivy.Query.term_query(self._schema, "chunk_id", chunk_id)]
         terms += [tantivy.Query.term_query(self._schema, "body", stem, index_option="freq") for stem in sorted(stems)]
         every = tantivy.Query.boolean_query([(tantivy.Occur.Must, term) for term in terms])
-        return searcher is not None and len(searcher.search(every, 2, count=False).hits) == 1
+        with self._reading() as searcher:
+            return searcher is not None and len(searcher.search(every, 2, count=False).hits) == 1
 
     def damaged_files(self) -> list[str]:
-        """Names of segments' files that are not as tantivy wrote them, by the checksum at their end."""
-        return [path.name for path in sorted(self._folder.glob("*.*")) if _is_segment(path) and not _is_whole(path)]
+        """Return the names of segment files with a wrong checksum. Reads those that are new or changed."""
+        return self._segments.damaged()
 
     def document_frequency(self, word: str) -> int:
         """How many chunks hold a stem, as BM25 counts them: a removed one still counts until its segment is merged."""
-        searcher = self._view.searcher
-        return int(searcher.doc_freq("body", word)) if searcher is not None else 0
+        with self._reading() as searcher:
+            return int(searcher.doc_freq("body", word)) if searcher is not None else 0
 
     def search(self, text: str, k: int, allowed: Allowed | None = None) -> Ranking:
         """The k chunks that match best, best first; only those that share a telling word with the text.
 
         Args:
             allowed: the only chunks that may be found; None allows all. It changes no score.
+
+        Raises:
+            DamagedPostingsError: the files were damaged since they were opened.
         """
-        searcher = self._view.searcher
         query = self._query(text)
-        if searcher is None or query is None:
-            return []
-        num_docs = int(searcher.num_docs)
-        if allowed is None:
-            return top_k(lambda n: _hits(searcher, query, n), k, num_docs)
-        if len(allowed) <= _MOST_NAMED:
-            named = self._among(query, allowed.ids.tolist())
-            return top_k(lambda n: _hits(searcher, named, n), k, len(allowed)) if len(allowed) else []
-        return top_k(lambda n: _hits_among(searcher, query, n, allowed, num_docs), k, len(allowed))
+        with self._reading() as searcher:
+            if searcher is None or query is None:
+                return []
+            num_docs = int(searcher.num_docs)
+            if allowed is None:
+                return top_k(lambda n: _hits(searcher, query, n), k, num_docs)
+            if len(allowed) <= _MOST_NAMED:
+                named = self._among(query, allowed.ids.tolist())
+                return top_k(lambda n: _hits(searcher, named, n), k, len(allowed)) if len(allowed) else []
+            return top_k(lambda n: _hits_among(searcher, query, n, allowed, num_docs), k, len(allowed))
 
     def scores(self, text: str, ids: Sequence[ChunkId]) -> dict[ChunkId, float]:
-        """The BM25 score of each of these chunks, 0 where it shares no telling word with the text."""
+        """The BM25 score of each of these chunks, 0 where it shares no telling word with the text. Raises as
+        `search`."""
         found = dict.fromkeys(ids, 0.0)
-        searcher = self._view.searcher
         query = self._query(text)
-        if searcher is not None and query is not None and ids:
-            found.update(_hits(searcher, self._among(query, ids), len(ids)))
+        with self._reading() as searcher:
+            if searcher is not None and query is not None and ids:
+                found.update(_hits(searcher, self._among(query, ids), len(ids)))
         return found
+
+    @contextmanager
+    def _reading(self) -> Iterator[Any]:
+        """Yield the searcher, None if there is no index. Raises DamagedPostingsError if what is done with it fails."""
+        view = self._view
+        if not view.is_damaged:
+            try:
+                with panics_as_errors("tantivy"):
+                    yield view.searcher
+                return
+            except (NativePanicError, ValueError, TypeError, OverflowError, MemoryError, OSError):
+                if self._view is view:  # else it has been made anew meanwhile
+                    self._damaged.add(identity_of(self._folder / _STATE))
+                    self._view = _View(is_damaged=True)
+        raise DamagedPostingsError(f"the postings in {self._folder} are damaged; they are made anew from SQLite")
 
     def _among(self, query: Any, ids: Sequence[int]) -> Any:
         """The same query, of these chunks only."""
@@ -276,6 +321,9 @@ class Bm25Index:
         return generation if is_ours and state.get("commit_id", "") == self._commit_id(generation) else 0
 
     def _read_state(self) -> dict[str, Any]:
+        """Empty where the segments beside it are known to be damaged."""
+        if self._damaged and identity_of(self._folder / _STATE) in self._damaged:
+            return {}
         try:
             state = json.loads((self._folder / _STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -297,19 +345,6 @@ def _document(chunk: Chunk) -> Any:
     return document
 
 
-def _disk_error(message: str) -> int | None:
-    """The number of the system's error that tantivy speaks of, where it is the disk's and not of what lies on it."""
-    found = re.search(r"(?:os error |code: )(\d+)", message)
-    if found is not None:
-        return int(found[1]) if int(found[1]) in _DISK_ERRORS else None
-    return errno.EIO if "worker thread" in message else None  # it does not say, but supposes so
-
-
-_DISK_ERRORS = frozenset(
-    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE)
-)
-
-
 def _hits_among(searcher: Any, query: Any, n: int, allowed: Allowed, num_docs: int) -> Ranking:
     """The n best of those allowed, from as deep a list as that takes."""
     depth = min(num_docs, n * num_docs // len(allowed) * 5 // 4 + n)
@@ -319,43 +354,6 @@ def _hits_among(searcher: Any, query: Any, n: int, allowed: Allowed, num_docs: i
         if is_allowed.sum() >= n or len(hits) < depth or depth >= num_docs:
             return [hit for hit, is_one in zip(hits, is_allowed.tolist(), strict=True) if is_one][:n]
         depth = min(num_docs, depth * 4)
-
-
-def _is_segment(path: Path) -> bool:
-    return re.fullmatch(r"[0-9a-f]{32}", path.name.partition(".")[0]) is not None
-
-
-def _is_whole(path: Path) -> bool:
-    """A segment's file ends with JSON that has the CRC-32 of what stands before it, its length and a magic number."""
-    content = path.read_bytes()
-    try:
-        size, magic = _SEGMENT_END.unpack(content[-_SEGMENT_END.size :])
-        end = len(content) - _SEGMENT_END.size
-        crc = json.loads(content[end - size : end])["crc"]
-    except (struct.error, ValueError, KeyError, TypeError):
-        return False
-    return bool(magic == _SEGMENT_MAGIC and zlib.crc32(content[: end - size]) == crc)
-
-
-_SEGMENT_END, _SEGMENT_MAGIC = struct.Struct("<II"), 1337
-
-
-def _open(folder: Path) -> Any:
-    index = tantivy.Index.open(str(folder))
-    index.config_reader("manual")  # no thread that watches the folder; `refresh` looks
-    return index
-
-
-def _borrowed(folder: Path) -> Any:
-    """An index in a folder that cannot be written, where tantivy would make files to lock it even for reading: opened
-    by links in another folder, which it no longer needs once its files are mapped."""
-    with tempfile.TemporaryDirectory(prefix="stillroom-") as place:
-        for file in folder.iterdir():
-            if file.suffix != ".lock":
-                (Path(place) / file.name).symlink_to(file.absolute())
-        index = _open(Path(place))
-        index.reload()
-        return index
 
 
 def _schema() -> Any:

@@ -117,7 +117,7 @@ class Indexes:
             return self._effort(self._current_dense())
 
     def search_sparse(self, text: str, k: int, allowed: Allowed | None = None) -> Ranking:
-        """The k best chunks by BM25. `allowed`: the only ones."""
+        """The k best chunks by BM25. `allowed`: the only ones. Raises DamagedPostingsError."""
         return self._current_sparse().search(text, k, allowed)
 
     @property
@@ -146,7 +146,8 @@ class Indexes:
 
     def needs_write(self) -> bool:
         """Whether a file is missing, damaged or behind the corpus, so that `write` would help who comes next."""
-        if not self._is_sparse_current(self._current_sparse(), self._corpus.generation):
+        sparse = self._current_sparse()
+        if not self._is_sparse_current(sparse, self._corpus.generation) or sparse.damaged_files():
             return True
         with self._lock:
             return self._dense.needs_write()
@@ -154,6 +155,19 @@ class Indexes:
     def are_words_behind(self) -> bool:
         """Whether what words find lacks changes; cheap."""
         return self.sparse_generation != self._corpus.generation
+
+    def are_word_files_damaged(self) -> bool:
+        """Whether files of the postings are damaged, once what another process made anew is seen; cheap, as only files
+        that have changed are read."""
+        sparse = self._current_sparse()
+        with self._sparse_lock:
+            sparse.refresh()
+        return bool(sparse.damaged_files())
+
+    @property
+    def are_words_damaged(self) -> bool:
+        """Whether a search has found the postings damaged, and they have not been made anew yet."""
+        return self._current_sparse().is_damaged
 
     def write(self) -> None:
         """Bring both up to date. Only under the write lock.
@@ -307,9 +321,10 @@ class Indexes:
 
     def _write_sparse(self) -> None:
         sparse = self._strict_sparse()
-        if self._is_sparse_current(sparse, self._corpus.generation):
+        is_damaged = bool(sparse.damaged_files())
+        if self._is_sparse_current(sparse, self._corpus.generation) and not is_damaged:
             return
-        if sparse.generation >= self._corpus.generation:  # from another corpus, or damaged
+        if is_damaged or sparse.generation >= self._corpus.generation:  # or from another corpus
             sparse.clear()
         is_rebuild = sparse.share_removed > _MAX_SHARE_REMOVED
         changes = self._corpus.changes_since(0 if is_rebuild else sparse.generation)

@@ -10,6 +10,7 @@ from pathlib import PurePath
 import tantivy
 
 from stillroom.core.document import Chunk
+from stillroom.core.panics import panics_as_errors
 
 _MAX_WORD_BYTES = 40
 
@@ -45,10 +46,12 @@ class WordAnalyzer:
         self._words = _build(stem=False)
         self._stems = _build(stem=True)
 
+    @panics_as_errors("tantivy")
     def stems(self, text: str) -> list[str]:
         """What the index holds of a text, in order."""
         return list(self._stems.analyze(text))
 
+    @panics_as_errors("tantivy")
     def query_stems(self, text: str) -> list[str]:
         """What a question is searched by; all of its words where it has only stop words (`to be or not to be`)."""
         telling = [word for word in self._words.analyze(text) if word not in STOP_WORDS]

@@ -7,6 +7,7 @@ from pathlib import Path
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
 from stillroom.core.metadata import clean_text
+from stillroom.core.panics import panics_as_errors
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders.formats import PLAIN, UNREADABLE, format_of, is_jsonl
 from stillroom.retrieval.loaders.jsonl import parse_jsonl
@@ -60,10 +61,11 @@ def parse(file: File) -> Document:
     if advice is not None:
         raise DocumentError(f"{file.path}: a format that Stillroom does not read; {advice}")
     try:
-        if kind is not None and not kind.is_text:
-            document: Document = kind.parser()(file)
-        else:
-            document = (kind or PLAIN).parser()(file.path, text_of(file, strict=kind is None))
+        with panics_as_errors("the parser"):
+            if kind is not None and not kind.is_text:
+                document: Document = kind.parser()(file)
+            else:
+                document = (kind or PLAIN).parser()(file.path, text_of(file, strict=kind is None))
     except (DocumentError, MemoryError):
         raise
     except RecursionError as error:
