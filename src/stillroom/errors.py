@@ -15,6 +15,7 @@
     |   |-- IncompatibleKnowledgeBaseError  other format version, embedder or chunker
     |   |-- CorruptKnowledgeBaseError   a file of it is damaged
     |   |-- KnowledgeBaseBusyError      another process is writing to it
+    |   |-- ChangeCancelledError        an upload was cancelled before it was complete
     |   |-- StorageError                its disk is full, fails or may not be written
     |   |-- IndexUnavailableError       the server that holds its dense index cannot be reached, or refuses
     |   `-- EmptyKnowledgeBaseError     it holds no documents yet
@@ -93,6 +94,10 @@ class CorruptKnowledgeBaseError(KnowledgeBaseError):
 
 class KnowledgeBaseBusyError(KnowledgeBaseError):
     """Another process is writing to the knowledge base."""
+
+
+class ChangeCancelledError(KnowledgeBaseError):
+    """A change of documents was cancelled between two of its pieces: by a client, or because the server stops."""
 
 
 class StorageError(KnowledgeBaseError):

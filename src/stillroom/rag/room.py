@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.arguments import text
+from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
 from stillroom.core.ids import DocumentId
@@ -172,12 +173,17 @@ class Stillroom:
         files: Iterable[tuple[str, BinaryIO]],
         progress: Callable[[AddProgress], None] | None = None,
         metadata: Mapping[str, object] | None = None,
+        stop: Cancellation | None = None,
     ) -> list[UploadResult]:
         """Keep files under their names in the knowledge base's folder, and index them there.
 
         Files that cannot be read are in the results with their reasons and leave nothing behind. Metadata as of `add`.
 
+        Args:
+            stop: cancels it from another thread: a new file that was not wholly indexed until then is removed.
+
         Raises:
+            ChangeCancelledError: `stop` was cancelled.
             UsageError: a name is no path like `notes/keys.md`; nothing was done.
             KnowledgeBaseBusyError: another process is writing to this knowledge base; nothing was done.
 
@@ -185,7 +191,7 @@ class Stillroom:
             >>> room.upload([("notes/keys.md", io.BytesIO(b"# Keys"))])  # doctest: +SKIP
         """
         with self._changing():
-            return self.uploads.add(files, progress, metadata)
+            return self.uploads.add(files, progress, metadata, stop)
 
     def discard(self, name: str) -> RemoveReport:
         """Forget one document by its id, or those of one file by its path or the name it was uploaded under. An

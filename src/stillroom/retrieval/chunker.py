@@ -64,17 +64,21 @@ class Chunker:
         if max_tokens < 8:
             raise ConfigError(f"chunker.max_tokens={max_tokens} is too small; use 8 or more, usually 100 to 400")
         self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._max_read = max_seq_length - _SPECIAL_TOKENS
 
     @panics_as_errors("the tokenizer")
     def chunks(self, document: Document) -> list[Chunk]:
         """The document's chunks in reading order."""
+        return list(self.each_chunk(document))
+
+    def each_chunk(self, document: Document) -> Iterator[Chunk]:
+        """`chunks` one by one: the caller can stop in between."""
         title, *_ = self._fit((document.title,))
         paragraphs = document.paragraphs
         if title != document.title:  # a title too long to be a heading is text too: nothing is lost
             paragraphs = (Paragraph(document.title), *paragraphs)
-        chunks: list[Chunk] = []
+        ordinals = itertools.count()
         for path, group in itertools.groupby(paragraphs, key=lambda paragraph: paragraph.heading_path):
             heading = self._fit(path)
             if heading != path:
@@ -82,10 +86,9 @@ class Chunker:
             draft = Chunk(
                 ChunkId(0), document.document_id, 0, "", title, heading, record_id=document.record_id
             )  # fmt: skip
-            limit = min(self._max_tokens, self._max_read - self._count(draft.heading))
+            limit = min(self.max_tokens, self._max_read - self._count(draft.heading))
             for piece in self._pack((piece for paragraph in group for piece in self._pieces(paragraph, limit)), limit):
-                chunks.append(self._chunk(draft, len(chunks), piece))
-        return chunks
+                yield self._chunk(draft, next(ordinals), piece)
 
     def _chunk(self, draft: Chunk, ordinal: int, piece: _Piece) -> Chunk:
         return dataclasses.replace(

@@ -11,9 +11,13 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stillroom.core.clock import Clock
-from stillroom.core.document import Document
+from stillroom.core.document import Chunk, Document
 from stillroom.core.ids import DocumentId
 from stillroom.errors import DocumentError, ReaderUnavailableError, UnknownDocumentError, UsageError
 from stillroom.retrieval.chunker import Chunker
@@ -31,6 +35,13 @@ _WINDOW = 512
 safe."""
 
 _MAX_PENDING_DOCUMENTS = 1000
+
+_EMBEDDED_TOGETHER = 2048
+"""Chunks given to the embedder at a time: it tokenises them all before it computes."""
+
+_CHUNKED_TWICE = 8
+"""A record with more bytes of text than `max_chunks` times the tokens of a chunk divided by this may have too many
+chunks. It is cut once before anything of its file is taken over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +89,15 @@ class RemoveReport:
     """Targets that stood for no document."""
 
 
+class Watch(Protocol):
+    """Told how far a run is, and may end it."""
+
+    def __call__(self, done: AddProgress) -> None: ...
+
+    def check(self) -> None:
+        """Called between two pieces of work; what it raises ends the run."""
+
+
 class Ingest:
     """One run of `add`. The caller holds the write lock."""
 
@@ -88,14 +108,14 @@ class Ingest:
         embedder: Embedder,
         reader: FileReader,
         clock: Clock,
-        progress: Callable[[AddProgress], None],
+        watch: Watch,
     ) -> None:
         self._corpus = corpus
         self._chunker = chunker
         self._embedder = embedder
         self._reader = reader
         self._clock = clock
-        self._progress = progress
+        self._watch = watch
         self._batch = Batch()
         self._counts = {"added": 0, "updated": 0, "unchanged": 0, "removed": 0, "chunks": 0}
         self._failures: list[tuple[str, str]] = []
@@ -124,10 +144,12 @@ class Ingest:
         self._num_bytes_total = sum(self._sizes.values())
         with contextlib.closing(self._reader.read(found.files, sources, said)) as looked_at:
             for looked in looked_at:
+                self._watch.check()
                 self._current = str(looked.path)
                 try:
                     self._add_file(looked, len(known.get(self._current, ())), sources.get(self._current))
                 except DocumentError as error:
+                    self._reader.remember(looked, error)
                     self._is_worth_repeating |= isinstance(error, ReaderUnavailableError)
                     self._fail(looked.path, str(error))
                     self._finish_file(self._sizes[looked.path])
@@ -156,8 +178,10 @@ class Ingest:
             self._finish_file(self._sizes[path])
             return
         if is_jsonl(path):
-            for _ in looked.documents():  # a malformed line at the end must not leave half of the file behind
-                pass
+            for document in looked.documents():  # a bad record at the end must not leave half of the file behind
+                self._watch.check()
+                if _num_text_bytes(document) > self._reader.max_chunks * self._chunker.max_tokens // _CHUNKED_TWICE:
+                    self._chunks(document)
         known_hashes = self._corpus.document_ids(str(path))
         said = {**sidecar_metadata(path), **source.metadata}
         num_bytes = 0
@@ -186,7 +210,7 @@ class Ingest:
             content_hash=content_hash,
             num_bytes=num_bytes,
             outcome=outcome_of(known_hash, content_hash),
-            chunks=self._chunker.chunks(document),
+            chunks=self._chunks(document),
             known={chunk.indexed_text: vector for chunk, vector in old},
         )
         self._batch.documents.append(pending)
@@ -194,6 +218,19 @@ class Ingest:
         if self._batch.num_chunks >= _WINDOW or len(self._batch.documents) >= _MAX_PENDING_DOCUMENTS:
             self._flush()
         return num_bytes
+
+    def _chunks(self, document: Document) -> list[Chunk]:
+        """Raises DocumentError: there are more than `documents.max_chunks`."""
+        found: list[Chunk] = []
+        for chunk in self._chunker.each_chunk(document):
+            self._watch.check()
+            if len(found) == self._reader.max_chunks:
+                raise DocumentError(
+                    f"{document.document_id}: more chunks than documents.max_chunks ({self._reader.max_chunks:,}); "
+                    "split it, make it a JSONL file, or raise the limit"
+                )
+            found.append(chunk)
+        return found
 
     def _finish_file(self, num_bytes: int) -> None:
         """Count a file as done: now, or with the batch that its documents wait for."""
@@ -219,10 +256,11 @@ class Ingest:
 
         def on_batch(num_texts: int) -> None:
             nonlocal num_done
+            self._watch.check()
             num_done += num_texts
             self._report(batch.num_bytes * num_done // max(1, num_chunks), num_done)
 
-        vectors = iter(self._embedder.embed_documents(texts, on_batch)) if texts else iter(())
+        vectors = self._embedded(texts, on_batch)
         now = self._clock.unix()
         stored = [pending.stored(vectors, now) for pending in batch.documents]
         if stored or batch.removed or batch.sources:
@@ -234,6 +272,11 @@ class Ingest:
         self._advance()
         self._batch = Batch()
 
+    def _embedded(self, texts: Sequence[str], on_batch: Callable[[int], None]) -> Iterator[NDArray[np.float32]]:
+        for start in range(0, len(texts), _EMBEDDED_TOGETHER):
+            self._watch.check()
+            yield from self._embedder.embed_documents(texts[start : start + _EMBEDDED_TOGETHER], on_batch)
+
     def _advance(self) -> None:
         """Move the batch's files and bytes to what is done."""
         self._num_files_done += self._batch.num_files
@@ -242,7 +285,7 @@ class Ingest:
         self._report(0, 0)
 
     def _report(self, num_bytes: int, num_chunks: int) -> None:
-        self._progress(
+        self._watch(
             AddProgress(
                 num_files_done=self._num_files_done,
                 num_files_total=len(self._sizes),

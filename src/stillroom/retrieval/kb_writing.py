@@ -4,7 +4,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
-from stillroom.errors import KnowledgeBaseError
+from stillroom.core.cancellation import Cancellation
+from stillroom.errors import ChangeCancelledError, KnowledgeBaseError
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress
@@ -14,10 +15,13 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def keeping_up(indexes: Indexes) -> Iterator[None]:
-    """Change documents in here, under the lock. Afterwards the indexes show what was committed, however it ended."""
+    """Change documents in here, under the lock. Afterwards the indexes show what was committed, however it ended; after
+    a cancelled change the next search brings them up to date."""
     indexes.write_collection()
     try:
         yield
+    except ChangeCancelledError:
+        raise
     except BaseException:
         try:
             indexes.write()
@@ -28,13 +32,25 @@ def keeping_up(indexes: Indexes) -> Iterator[None]:
 
 
 class Following:
-    """Told how far an `add` is, keeps a collection close behind each commit: readers hold the rest in memory."""
+    """Told how far an `add` is, keeps a collection close behind each commit: readers hold the rest in memory. Ends the
+    `add` between two pieces of its work where it was cancelled."""
 
-    def __init__(self, corpus: Corpus, indexes: Indexes, progress: Callable[[AddProgress], None] | None) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        indexes: Indexes,
+        progress: Callable[[AddProgress], None] | None,
+        stop: Cancellation | None,
+    ) -> None:
+        self._stop = stop or Cancellation()
         self._corpus = corpus
         self._indexes = indexes
         self._progress = progress
         self._generation = corpus.generation
+
+    def check(self) -> None:
+        """Raises ChangeCancelledError: the `add` was cancelled."""
+        self._stop.check()
 
     def __call__(self, done: AddProgress) -> None:
         generation = self._corpus.generation

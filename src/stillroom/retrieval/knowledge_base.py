@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig, SearchMode, StillroomConfig
+from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId
@@ -144,6 +145,7 @@ class KnowledgeBase:
         progress: Callable[[AddProgress], None] | None = None,
         metadata: Mapping[str, object] | None = None,
         exclude: Sequence[str] = (),
+        stop: Cancellation | None = None,
     ) -> AddReport:
         """Index files and folders; what has not changed since the last time costs nothing.
 
@@ -154,17 +156,19 @@ class KnowledgeBase:
             metadata: of every file that is added. It goes before what the file says itself and holds until the file is
                 removed; None as a value takes back what was said before.
             exclude: files and folders to pass over, as patterns in .gitignore.
+            stop: cancels it between two pieces of work; what was committed until then is kept.
 
         Raises:
             KnowledgeBaseBusyError: somebody else is writing.
+            ChangeCancelledError: `stop` was cancelled.
             UsageError: a path is empty or does not exist, or a pattern is none.
             IndexUnavailableError: the dense index is on a server that cannot be reached. What was committed until then
                 is kept, and goes there next time.
         """
         said = said_metadata(metadata or {})
         with self._lock.held("add"), keeping_up(self._indexes):
-            following = Following(self._corpus, self._indexes, progress)
-            reader = FileReader(self._config.documents, self._unreadable)
+            following = Following(self._corpus, self._indexes, progress, stop)
+            reader = FileReader(self._config.documents, self._unreadable, following.check)
             ingest = Ingest(self._corpus, self._chunker(), self._checked_embedder(), reader, self._clock, following)
             return ingest.run(paths, said, exclude)
 
@@ -200,6 +204,11 @@ class KnowledgeBase:
     def content_hashes(self, path: str) -> dict[DocumentId, str]:
         """Of each document of a file: a hash of what it says."""
         return self._corpus.document_ids(path)
+
+    def is_read(self, path: str) -> bool:
+        """Whether a file was read to its end, and nothing of it was removed since."""
+        source = self._corpus.sources().get(path)
+        return source is not None and source.size >= 0
 
     @property
     def num_documents(self) -> int:

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
-from stillroom.errors import StorageError, UnknownDocumentError, UsageError
+from stillroom.errors import ChangeCancelledError, StorageError, UnknownDocumentError, UsageError
 from stillroom.retrieval.index_file import make_folder_durably, replace_durably
-from stillroom.retrieval.ingest import AddProgress, RemoveReport
+from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.kb_folder import INCOMING, UPLOADS
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.loaders.metadata import SIDECAR
@@ -62,6 +63,15 @@ class _Stored:
     """Why it could not be written."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Of one upload."""
+
+    progress: Callable[[AddProgress], None] | None
+    metadata: Mapping[str, object] | None
+    stop: Cancellation
+
+
 class Uploads:
     """The files below one knowledge base's `uploads`. Several processes may upload: what comes waits in a folder of its
     own, and takes its place only while nobody else can write."""
@@ -75,14 +85,18 @@ class Uploads:
         files: Iterable[tuple[str, BinaryIO]],
         progress: Callable[[AddProgress], None] | None = None,
         metadata: Mapping[str, object] | None = None,
+        stop: Cancellation | None = None,
     ) -> list[UploadResult]:
         """Keep files and index them; what has not changed costs nothing. A file that cannot be read or written is in
         the results with its reason and does not stop the others.
 
         Args:
             metadata: as of `KnowledgeBase.add`.
+            stop: cancels it between two pieces of work. A new file that was not wholly indexed until then is removed;
+                one that replaces another stays, and the same upload indexes the rest.
 
         Raises:
+            ChangeCancelledError: `stop` was cancelled.
             UsageError: a name is no path below `uploads`, or stands twice; nothing was done.
             KnowledgeBaseBusyError: somebody else is writing; nothing was done.
             StorageError: the disk is full or failing.
@@ -95,7 +109,7 @@ class Uploads:
             stored = [self._receive(name, stream, incoming) for name, stream in named]
             with self._kb.writing("add"):
                 self._place_all(stored)
-                return self._index(stored, progress, metadata)
+                return self._index(stored, _Options(progress, metadata, stop or Cancellation()))
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
 
@@ -200,17 +214,16 @@ class Uploads:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise IsADirectoryError(0, "there is a folder of that name")
 
-    def _index(
-        self,
-        stored: Sequence[_Stored],
-        progress: Callable[[AddProgress], None] | None,
-        metadata: Mapping[str, object] | None,
-    ) -> list[UploadResult]:
+    def _index(self, stored: Sequence[_Stored], options: _Options) -> list[UploadResult]:
         kept = [one for one in stored if not one.reason]
         before = {one.name: self._hashes(one) for one in kept}
         paths = [one.path for one in kept]
         try:
-            failures = dict(self._kb.add(paths, progress=progress, metadata=metadata).failures) if kept else {}
+            failures = dict(self._added(paths, options).failures) if kept else {}
+        except ChangeCancelledError:
+            for one in kept:
+                self._cancel(one, before[one.name])
+            raise
         except BaseException:  # what was committed has its file, and the rest is as it was before
             for one in kept:
                 if self._hashes(one) == before[one.name]:
@@ -221,6 +234,18 @@ class Uploads:
                 one.reason = reason.replace(str(one.path), one.name)
                 self._undo(one)
         return [self._result(one, before.get(one.name, {})) for one in stored]
+
+    def _added(self, paths: Sequence[Path], options: _Options) -> AddReport:
+        return self._kb.add(paths, progress=options.progress, metadata=options.metadata, stop=options.stop)
+
+    def _cancel(self, one: _Stored, before: dict[DocumentId, str]) -> None:
+        """As it was before it came, unless it was indexed to its end, or records of what it replaced are gone."""
+        if self._kb.is_read(str(one.path)) and self._hashes(one) != before:
+            return
+        if one.is_new and self._hashes(one):
+            self._kb.remove([str(one.path)])
+        if self._hashes(one) == before:
+            self._undo(one)
 
     def _result(self, one: _Stored, before: dict[DocumentId, str]) -> UploadResult:
         documents = tuple(self._kb.documents_of(str(one.path)))

@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from stillroom.retrieval.rows import Source
 
 _SMALL_BYTES = 16 * 1024
 """A text up to here is read at once, if its reader is one whose time is bounded."""
+_CHECK_SECONDS = 0.1
+"""How often it is looked, while a parsing process works, whether its document is still wanted."""
 _NUM_HERE = 16
 """So many small texts are read in this process before others are started for them."""
 
@@ -45,9 +48,14 @@ class Looked:
 class FileReader:
     """Reads files for one `add`."""
 
-    def __init__(self, config: DocumentsConfig, failures: Failures) -> None:
-        """`failures` are not tried again while the files stay as they are, and those of this run are added."""
+    def __init__(self, config: DocumentsConfig, failures: Failures, check: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            failures: not tried again while the files stay as they are; those of this run are added.
+            check: called while a parsing process is waited for; what it raises ends the reading.
+        """
         self._config = config
+        self._check = check
         self._failures = failures
         self._pool: ParserPool | None = None
         self._num_here = 0
@@ -75,6 +83,16 @@ class FileReader:
                 self._pool.close()
 
     @property
+    def max_chunks(self) -> int:
+        """That one document may have."""
+        return self._config.max_chunks
+
+    def remember(self, looked: Looked, error: DocumentError) -> None:
+        """Do not try a file again that was refused for what it says, while it stays as it is."""
+        if looked.source is not None and not isinstance(error, ReaderUnavailableError):
+            self._failures[looked.path] = (looked.source, str(error))
+
+    @property
     def _max_ahead(self) -> int:
         """Documents that may wait for their turn: enough that no process waits, few enough for memory."""
         return 2 * self._pool.num_workers if self._pool is not None else 0
@@ -92,12 +110,17 @@ class FileReader:
         if failed is not None and failed[0] == source:
             return Looked(path, source, error=DocumentError(failed[1]))
         if self._is_read_here(path, source.size):
-            return Looked(path, source, documents=lambda: self._noting(path, source, load(path, self._config)))
+            return Looked(path, source, documents=lambda: self._noting(path, load(path, self._config)))
         if self._pool is None:
             self._pool = ParserPool(self._config)
         future = self._pool.submit(path)
-        documents = (future.result() for _ in range(1))
-        return Looked(path, source, documents=lambda: self._noting(path, source, documents), is_parsed_ahead=True)
+        documents = (self._awaited(future) for _ in range(1))
+        return Looked(path, source, documents=lambda: self._noting(path, documents), is_parsed_ahead=True)
+
+    def _awaited(self, future: "Future[Document]") -> Document:
+        while not wait([future], _CHECK_SECONDS).done:
+            self._check()
+        return future.result()
 
     def _is_read_here(self, path: Path, num_bytes: int) -> bool:
         """Whether it is not worth a process: JSONL is read as a stream, and a few small texts are read at once."""
@@ -108,15 +131,9 @@ class FileReader:
         is_quick = kind is None or (kind.is_text and kind.is_bounded)
         return num_bytes <= _SMALL_BYTES and self._num_here <= _NUM_HERE and is_quick
 
-    def _noting(self, path: Path, source: Source, documents: Iterator[Document]) -> Iterator[Document]:
-        """The same, and a failure is remembered if it is the file's own."""
-        try:
-            yield from documents
-        except ReaderUnavailableError:
-            raise
-        except DocumentError as error:
-            self._failures[path] = (source, str(error))
-            raise
+    def _noting(self, path: Path, documents: Iterator[Document]) -> Iterator[Document]:
+        """The same; a failure that was remembered is forgotten once the file was read."""
+        yield from documents
         self._failures.pop(path, None)
 
 

@@ -27,7 +27,9 @@ class Format:
     module: str
     function: str
     is_text: bool
-    """Whether the function takes path and text; else it takes the `File`."""
+    """Whether the file is text. Then the function takes path and text, else the `File`."""
+    takes_file: bool = False
+    """Whether it takes the `File` though it is text: to look at the limits while it makes its paragraphs."""
     is_bounded: bool = True
     """Whether it reads 16 KiB of text within a second or two, however odd: its time grows at most with the square."""
 
@@ -49,7 +51,7 @@ _FORMATS = {
     **dict.fromkeys((".md", ".markdown", ".mkd"), Format("markdown", "parse_markdown", is_text=True)),
     **dict.fromkeys((".rst", ".rest"), _RST),
     **dict.fromkeys((".html", ".htm", ".xhtml"), Format("html", "parse_html", is_text=True)),
-    **dict.fromkeys((".csv", ".tsv"), Format("table", "parse_table", is_text=True)),
+    **dict.fromkeys((".csv", ".tsv"), Format("table", "parse_table", is_text=True, takes_file=True)),
     ".ipynb": Format("notebook", "parse_notebook", is_text=True),
     ".pdf": Format("pdf", "parse_pdf", is_text=False),
     ".docx": Format("word", "parse_word", is_text=False),

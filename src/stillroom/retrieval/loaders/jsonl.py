@@ -11,7 +11,13 @@ from stillroom.core.document import Document, Paragraph
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import clean_metadata, clean_text
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.source import blank_line_paragraphs, check_text, decode, opened
+from stillroom.retrieval.loaders.source import (
+    blank_line_paragraphs,
+    check_text,
+    decode,
+    opened,
+    within_limits,
+)
 
 _MAX_FIRST_BYTES = 1 << 24
 
@@ -28,7 +34,7 @@ def parse_jsonl(path: Path, config: DocumentsConfig) -> Iterator[Document]:
             if not line.strip():
                 continue
             check_text(Path(f"{path}:{number}"), len(line), config)
-            document = _parse_line(path, number, line)
+            document = _parse_line(path, number, line, config)
             assert document.record_id is not None
             if document.record_id in seen:
                 raise DocumentError(f"{path}:{number}: the _id {document.record_id!r} is there twice; make it unique")
@@ -53,7 +59,7 @@ def looks_like_corpus(path: Path) -> bool:
     return isinstance(record, dict) and isinstance(record.get("text"), str)
 
 
-def _parse_line(path: Path, number: int, line: bytes) -> Document:
+def _parse_line(path: Path, number: int, line: bytes, config: DocumentsConfig) -> Document:
     where = f"{path}:{number}"
     try:
         record = json.loads(decode(line, where))
@@ -63,14 +69,15 @@ def _parse_line(path: Path, number: int, line: bytes) -> Document:
         raise DocumentError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise DocumentError(f"{where}: a record is a JSON object with `_id` and `text`, and perhaps `title`")
-    return _document(path, number, record)
+    return _document(path, number, record, config)
 
 
-def _document(path: Path, number: int, record: dict[str, Any]) -> Document:
+def _document(path: Path, number: int, record: dict[str, Any], config: DocumentsConfig) -> Document:
     record_id = clean_text(str(record.get("_id", number)))
     title = " ".join(str(record.get("title") or "").split())
     # all of a record stands on one line of its file
-    paragraphs = tuple(Paragraph(part.text, (), number, number) for part in blank_line_paragraphs(record["text"]))
+    parts = within_limits(Path(f"{path}:{number}"), blank_line_paragraphs(record["text"]), config)
+    paragraphs = tuple(Paragraph(part.text, (), number, number) for part in parts)
     if not paragraphs and title:
         paragraphs = (Paragraph(title, (), number, number),)
     metadata = record.get("metadata")

@@ -11,7 +11,7 @@ from stillroom.core.panics import panics_as_errors
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders.formats import PLAIN, UNREADABLE, format_of, is_jsonl
 from stillroom.retrieval.loaders.jsonl import parse_jsonl
-from stillroom.retrieval.loaders.source import File, check_text, read_file, text_of
+from stillroom.retrieval.loaders.source import File, read_file, text_of, within_limits
 
 _DEFAULT = DocumentsConfig()
 
@@ -62,7 +62,7 @@ def parse(file: File) -> Document:
         raise DocumentError(f"{file.path}: a format that Stillroom does not read; {advice}")
     try:
         with panics_as_errors("the parser"):
-            if kind is not None and not kind.is_text:
+            if kind is not None and (kind.takes_file or not kind.is_text):
                 document: Document = kind.parser()(file)
             else:
                 document = (kind or PLAIN).parser()(file.path, text_of(file, strict=kind is None))
@@ -73,6 +73,6 @@ def parse(file: File) -> Document:
     except Exception as error:  # whatever a parser does with a strange file, the other files go on
         raise DocumentError(f"{file.path}: damaged, or not understood: {type(error).__name__}: {error}") from error
     document = _storable(document)
-    # some formats repeat text: a table its columns' names, for each row
-    check_text(file.path, sum(len(paragraph.text.encode()) for paragraph in document.paragraphs), file.config)
+    for _ in within_limits(file.path, document.paragraphs, file.config):
+        pass
     return document

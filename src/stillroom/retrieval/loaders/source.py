@@ -9,10 +9,11 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 
 from stillroom.config.documents_settings import DocumentsConfig
@@ -120,6 +121,31 @@ def check_text(path: Path, num_bytes: int, config: DocumentsConfig) -> None:
         )
 
 
+def within_limits(path: Path, paragraphs: Iterable[Paragraph], config: DocumentsConfig) -> Iterator[Paragraph]:
+    """The same paragraphs, counted as they are made: text that a format repeats counts each time.
+
+    Raises:
+        DocumentError: there are more paragraphs, or there is more text, than `documents` allows.
+    """
+    num_bytes = num_expanded = 0
+    for number, paragraph in enumerate(paragraphs, start=1):
+        num_text = len(paragraph.text.encode("utf-8", "replace"))
+        num_bytes += num_text
+        num_expanded += num_text + sum(map(len, paragraph.heading_path))
+        check_text(path, num_bytes, config)
+        if num_expanded > config.max_expanded_bytes:
+            raise DocumentError(
+                f"{path}: with the headings above each paragraph more text than documents.max_expanded_bytes "
+                f"({_mib(config.max_expanded_bytes)}); shorten its headings, or raise the limit"
+            )
+        if number > config.max_paragraphs:
+            raise DocumentError(
+                f"{path}: more paragraphs or rows than documents.max_paragraphs ({config.max_paragraphs:,}); "
+                "split it, make it a JSONL file, or raise the limit"
+            )
+        yield paragraph
+
+
 def text_of(file: File, *, strict: bool = False) -> str:
     """The text of a file of text; see `decode`."""
     check_text(file.path, len(file.data), file.config)
@@ -218,17 +244,15 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.4g} MiB"
 
 
-def blank_line_paragraphs(text: str, first_line: int = 1) -> list[Paragraph]:
+def blank_line_paragraphs(text: str, first_line: int = 1) -> Iterator[Paragraph]:
     """Runs of lines between blank lines; `first_line` is the number of the text's first line in its file."""
-    paragraphs: list[Paragraph] = []
     run: list[str] = []
-    for number, line in enumerate([*text.split("\n"), ""], start=first_line):
+    for number, line in enumerate(chain(text.split("\n"), ("",)), start=first_line):
         if line.strip():
             run.append(line.rstrip())
         elif run:
-            paragraphs.append(Paragraph("\n".join(run), (), number - len(run), number - 1))
+            yield Paragraph("\n".join(run), (), number - len(run), number - 1)
             run = []
-    return paragraphs
 
 
 @dataclass(slots=True)

@@ -1,0 +1,65 @@
+"""What is made of one file is bounded while it is made, whatever its format repeats."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stillroom.config.documents_settings import DocumentsConfig
+from stillroom.errors import DocumentError
+from stillroom.retrieval.loaders import table
+from stillroom.retrieval.loaders.load import load
+from tests.retrieval.loaders.make import epub, parsed, word, workbook
+
+ROWS = [["Name", "Days"], *([f"cellar {number}", number] for number in range(40))]
+CELLS = [{"cell_type": "code", "source": f"print({number})", "outputs": []} for number in range(40)]
+REPEATING: dict[str, bytes | str] = {
+    "a.csv": "\n".join(",".join(map(str, row)) for row in ROWS),
+    "a.xlsx": workbook({"Keys": ROWS}),
+    "a.html": "<table>" + "".join(f"<tr><td>a{number}<td>b" for number in range(40)) + "</table>",
+    "a.epub": epub({"a.xhtml": "<p>x</p>" * 40}),
+    "a.ipynb": json.dumps({"cells": CELLS}),
+    "a.docx": word(lambda document: [document.add_paragraph("x") for _ in range(40)]),
+    "a.md": "x\n\n" * 40,
+    "a.txt": "x\n\n" * 40,
+    "a.py": "x = 1\n\n" * 40,
+}
+
+
+@pytest.mark.parametrize("name", REPEATING)
+def test_more_paragraphs_than_allowed_are_refused_in_every_format(name: str) -> None:
+    assert len(parsed(name, REPEATING[name], max_paragraphs=42).paragraphs) >= 40
+    with pytest.raises(DocumentError, match=r"documents\.max_paragraphs \(30\); split it, .* or raise the limit"):
+        parsed(name, REPEATING[name], max_paragraphs=30)
+
+
+def test_a_record_of_a_jsonl_file_has_the_same_limits(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "x\n\n" * 40}))
+    with pytest.raises(DocumentError, match=r"a\.jsonl:1: .*documents\.max_paragraphs \(30\)"):
+        list(load(path, DocumentsConfig(max_paragraphs=30)))
+
+
+def test_rows_of_a_wide_table_are_not_made_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """60,000 names before the cells of every row: the reader stops with the row that is too much."""
+    made, labelled = [], table.labelled
+
+    def counted(rows: Any) -> Iterator[Any]:
+        for row in labelled(rows):
+            made.append(row)
+            yield row
+
+    monkeypatch.setattr(table, "labelled", counted)
+    wide = ",".join(f"column {number}" for number in range(60_000)) + "\n" + f"{'1,' * 59_999}1\n" * 15
+    with pytest.raises(DocumentError, match=r"a\.csv: more text than documents\.max_text_bytes \(4 MiB\)"):
+        parsed("a.csv", wide, max_text_bytes=4 << 20)
+    assert len(made) == 5
+
+
+def test_headings_count_for_each_paragraph_below_them() -> None:
+    page = f"<h1>{'long ' * 1000}</h1><h1>other</h1><h2>{'long ' * 1000}</h2>" + "<p>x</p>" * 100
+    assert len(parsed("a.html", page).paragraphs) > 100
+    with pytest.raises(DocumentError, match=r"documents\.max_expanded_bytes \(0\.1 MiB\); shorten its headings"):
+        parsed("a.html", page, max_expanded_bytes=int(0.1 * 2**20))
