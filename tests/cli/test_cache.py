@@ -10,6 +10,8 @@ from stillroom.core.kv import NodeKey, NodeRecord
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER
 from stillroom.kvstore.record import checksum_of
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.kb_folder import CORPUS
 from tests.cli.harness import Run
 from tests.retrieval.test_reading_only import read_only
 
@@ -18,12 +20,13 @@ MODEL = b"\x07" * 32
 
 @pytest.fixture
 def records() -> list[Path]:
-    """Three records of 100 bytes each."""
+    """Three records of 100 bytes each, of no document."""
     Path("kb").mkdir()
+    Corpus(Path("kb") / CORPUS).close()
     store = DiskStore(Path("kb") / KV_FOLDER, MODEL)
     for index in range(3):
         key = NodeKey(bytes([index]) * 32)
-        assert store.write(NodeRecord(key, key, 0, 10, ChunkId(index), 1.0, 1.0), bytes(100), checksum_of(bytes(100)))
+        assert store.write(NodeRecord(key, key, 0, 10, None, 1.0, 1.0), bytes(100), checksum_of(bytes(100)))
     store.close()
     return sorted(Path("kb").rglob("*.kv"))
 
@@ -46,6 +49,20 @@ def test_verify_finds_and_removes_what_is_damaged(run: Run, records: list[Path])
     assert result.code == 1
     assert result.out.splitlines() == [f"damaged: {'01' * 32}  checksum", "3 records checked, 1 damaged"]
     assert run("cache", "verify", "--kb", "kb", "--json").json["num_failures"] == 0
+
+
+def test_verify_removes_records_of_documents_that_no_longer_exist(run: Run, records: list[Path]) -> None:
+    store, key = DiskStore(Path("kb") / KV_FOLDER, MODEL), NodeKey(b"\x09" * 32)
+    assert store.write(NodeRecord(key, key, 0, 10, ChunkId(1), 1.0, 1.0), bytes(100))
+    store.close()
+
+    result = run("cache", "verify", "--kb", "kb")
+
+    assert result.code == 0 and sorted(Path("kb").rglob("*.kv")) == records
+    assert result.out.splitlines() == [
+        "1 record of documents or tenants that no longer exist: removed",
+        "3 records checked, 0 damaged",
+    ]
 
 
 def test_clear_removes_everything(run: Run, records: list[Path]) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from stillroom.cli.options import DEFAULT_KB, JsonOption, KbOption, QuietOption,
 from stillroom.cli.progress import counting
 from stillroom.errors import KnowledgeBaseNotFoundError, StorageError
 from stillroom.kvstore.files import KV_FOLDER, clear_all, fingerprints, usage
+
+if TYPE_CHECKING:
+    from stillroom.kvstore.sweep import SweepReport
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -28,6 +31,7 @@ CLEAR_HELP = help_text(
 VERIFY_HELP = help_text(
     "Read every record of KV on disk and check it against its checksum; damaged ones are removed.",
     "They would never have been used: each is checked whenever it is loaded. Ends with code 1 if any was damaged.",
+    "Records of documents and tenants that no longer exist are removed first. A server does the same when it starts.",
     examples=("stillroom cache verify --kb ./kb", "stillroom cache verify --json"),
 )
 
@@ -61,17 +65,33 @@ def clear(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False) -> None:
 
 @app.command("verify", help=VERIFY_HELP)
 def verify(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
+    swept = sweep_records(kb)
     reports = verify_records(kb, is_quiet=quiet or as_json)
     failures = [failure for report in reports for failure in report["failures"]]
     if as_json:
-        print_json({"models": reports, "num_failures": len(failures)})
+        print_json({"models": reports, "num_failures": len(failures), "num_swept": swept.num_removed})
     else:
+        show_swept(swept)
         for failure in failures:
             line(f"damaged: {failure['record']}  {failure['reason']}")
         num_records = sum(report["num_records"] for report in reports)
         line(f"{count(num_records, 'record')} checked, {len(failures)} damaged")
     if failures:
         raise typer.Exit(1)
+
+
+def sweep_records(kb: Path) -> "SweepReport":
+    """Remove the KV of documents and tenants that no longer exist."""
+    from stillroom.rag.kv_sweep import sweep_kv
+
+    _folder(kb)
+    return sweep_kv(kb.absolute()).report
+
+
+def show_swept(swept: "SweepReport") -> None:
+    """Print what a sweep removed, if anything."""
+    if swept.num_removed:
+        line(f"{count(swept.num_removed, 'record')} of documents or tenants that no longer exist: removed")
 
 
 def verify_records(kb: Path, *, is_quiet: bool) -> list[dict[str, Any]]:

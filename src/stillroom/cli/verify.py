@@ -1,5 +1,6 @@
 """`stillroom verify`: whether SQLite, vectors and postings of a knowledge base are whole and agree. Needs no model."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ HELP = help_text(
     "with --repair too; the next run does not find again what was repaired.",
     "--repair makes SQLite whole first: rows without their other half go, a lost vector is embedded again, and a "
     "document that lost a part is removed, so that adding its file reads it again. Then it makes anew each index that "
-    "differs. --kv also reads every record of kept KV, as `stillroom cache verify` does.",
+    "differs. --kv also sweeps and reads every record of kept KV, as `stillroom cache verify` does.",
     examples=("stillroom verify --kb ./kb", "stillroom verify --repair", "stillroom verify --json | jq .findings"),
 )
 
@@ -37,10 +38,10 @@ def verify(
         counting("checking", is_shown=not (quiet or as_json)) as tell,
     ):
         report = opened.verify(repair=repair, progress=tell)
-    records = _records(kb, is_quiet=quiet or as_json) if kv else []
+    swept, records = _records(kb, is_quiet=quiet or as_json) if kv else (0, [])
     failures = [failure for one in records for failure in one["failures"]]
     if as_json:
-        print_json({**report.to_json(), **({"kv": records} if kv else {})})
+        print_json({**report.to_json(), **({"kv": records, "num_swept": swept} if kv else {})})
     else:
         _show(report)
         for failure in failures:
@@ -60,7 +61,11 @@ def _show(report: "VerifyReport") -> None:
     line(f"{what} checked in {duration(report.seconds)}: {found}")
 
 
-def _records(kb: Any, *, is_quiet: bool) -> list[dict[str, Any]]:
-    from stillroom.cli.cache import verify_records
+def _records(kb: Path, *, is_quiet: bool) -> tuple[int, list[dict[str, Any]]]:
+    """The number of records that a sweep removed, and what checking the others found."""
+    from stillroom.cli.cache import show_swept, sweep_records, verify_records
 
-    return verify_records(kb, is_quiet=is_quiet)
+    swept = sweep_records(kb)
+    if not is_quiet:
+        show_swept(swept)
+    return swept.num_removed, verify_records(kb, is_quiet=is_quiet)

@@ -31,6 +31,15 @@ def owner_of(salt: str) -> OwnerTag:
     return OwnerTag(hashlib.sha256(b"stillroom-owner\0" + salt.encode()).digest()[:8]) if salt else NO_TENANT
 
 
+def salt_of(tenant: str, knowledge_base: str) -> str:
+    """The salt of a tenant's requests: another one once its knowledge base was made anew.
+
+    Args:
+        knowledge_base: its identity.
+    """
+    return f"{tenant}\0{knowledge_base}"
+
+
 class Tier(IntEnum):
     """Where a copy of KV is. Smaller is faster."""
 

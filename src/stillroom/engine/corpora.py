@@ -11,8 +11,12 @@ from threading import Lock
 from typing import Protocol
 
 from stillroom.core.ids import ChunkId
+from stillroom.errors import KnowledgeBaseNotFoundError
 
 logger = logging.getLogger(__name__)
+
+_GONE = -1
+"""In place of a number of changes."""
 
 _BLIND = "it cannot be seen which documents are gone; their KV stays for now"
 
@@ -25,7 +29,11 @@ class Corpus(Protocol):
 
     @property
     def num_changes(self) -> int:
-        """Of documents so far, whoever made them; one cheap read."""
+        """Of documents so far, whoever made them; one cheap read.
+
+        Raises:
+            KnowledgeBaseNotFoundError: it was removed, or another one stands in its place.
+        """
         ...
 
     def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
@@ -37,7 +45,7 @@ class Corpus(Protocol):
 class _Followed:
     corpus: Corpus
     seen: int | None = None
-    """Its changes when it was last looked at; None: it is to be looked at in any case."""
+    """Its changes when it was last looked at; None: it is to be looked at in any case, `_GONE`: it was gone."""
 
 
 class Corpora:
@@ -57,19 +65,25 @@ class Corpora:
         with self._lock:
             self._followed.pop(salt, None)
 
-    def catch_up(self, forget: Callable[[Existing, str], object]) -> None:
+    def catch_up(self, forget: Callable[[Existing, str], object], forget_all: Callable[[str], object]) -> None:
         """Let the chunks be forgotten that are gone from what has changed since the last time.
 
         Args:
             forget: told what is there, and the salt.
+            forget_all: told the salt of a tenant whose documents are all gone.
         """
         with self._lock:
             for salt, one in self._followed.items():
                 try:
-                    num_changes = one.corpus.num_changes
-                    if num_changes != one.seen:
+                    num_changes = _num_changes(one.corpus)
+                    if num_changes == one.seen:
+                        continue
+                    if num_changes == _GONE:
+                        logger.warning("a knowledge base was removed while it was in use; its KV is dropped")
+                        forget_all(salt)
+                    else:
                         forget(one.corpus.existing_chunks, salt)
-                        one.seen = num_changes
+                    one.seen = num_changes
                 except Exception:  # who asks something must still be answered
                     logger.exception(_BLIND)
 
@@ -77,13 +91,22 @@ class Corpora:
         """Whether all of the chunks are there; if not, the corpus is looked at again with the next `catch_up`."""
         with self._lock:
             one = self._followed.get(salt)
-            if one is None or not chunk_ids:
+            if one is None or not (chunk_ids or one.seen == _GONE):
                 return True
             try:
-                are_there = one.corpus.existing_chunks(chunk_ids) == chunk_ids
+                are_there = one.seen != _GONE and one.corpus.existing_chunks(chunk_ids) == chunk_ids
+            except KnowledgeBaseNotFoundError:
+                are_there = False
             except Exception:
                 logger.exception(_BLIND)
                 return True
             if not are_there:
                 one.seen = None
             return are_there
+
+
+def _num_changes(corpus: Corpus) -> int:
+    try:
+        return corpus.num_changes
+    except KnowledgeBaseNotFoundError:
+        return _GONE

@@ -145,7 +145,7 @@ class Engine:
     def catch_up(self) -> None:
         """Forget the chunks that are gone."""
         self._caught_up_at = self.clock.monotonic()
-        self._corpora.catch_up(self.scheduler.forget_chunks)
+        self._corpora.catch_up(self.scheduler.forget_chunks, self.scheduler.forget_owner)
 
     def give_up_audit(self) -> None:
         """A step failed, and whoever listens is told; nobody listens to an audit."""

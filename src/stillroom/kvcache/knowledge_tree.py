@@ -232,6 +232,14 @@ class KnowledgeTree(LeavingNodes):
                 self._forget(node)
         return before - len(self._nodes)
 
+    def forget_owner(self, owner: OwnerTag) -> int:
+        """Drop all KV of a tenant; what runs keeps its blocks. Returns the number of nodes dropped."""
+        before = len(self._nodes)
+        for node in list(self._nodes.values()):
+            if node.owner == owner and node.key in self._nodes:
+                self._forget(node)
+        return before - len(self._nodes)
+
     def clear(self) -> None:
         """Drop everything that nobody uses."""
         for node in [node for node in self._nodes.values() if node.parent is None]:

@@ -267,6 +267,15 @@ class KVCacheManager:
             lease.num_keepable = min(lease.num_keepable, next(firsts, lease.num_keepable))
         return tree.forget_chunks(lambda chunk_id: chunk_id not in dead, owner)
 
+    def forget_owner(self, owner: OwnerTag, leases: Iterable[Lease] = ()) -> int:
+        """Drop all KV of a tenant; returns how many nodes went. `leases` as of `forget_chunks`."""
+        if self.reuse is None:
+            return 0
+        for lease in leases:
+            if lease.pieces and lease.pieces[0].owner == owner:
+                lease.num_keepable = 0
+        return self.reuse.tree.forget_owner(owner)
+
     def lose_device(self) -> None:
         """Forget what was on the device only. No lease holds anything."""
         if self.reuse:

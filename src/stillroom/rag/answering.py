@@ -16,7 +16,9 @@ from stillroom.core.kv import NO_TENANT, owner_of
 from stillroom.engine.deadlines import too_late
 from stillroom.errors import ConfigError, EngineClosedError
 from stillroom.kvstore.files import KV_FOLDER, forget_chunks
+from stillroom.kvstore.owners import OwnerNote, note_owner
 from stillroom.rag.answer import Answer
+from stillroom.rag.kv_sweep import sweep_kv
 from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
@@ -91,6 +93,8 @@ class Guest:
     """Of the room whose backend it uses."""
     salt: str
     """Of the guest's requests."""
+    note: OwnerNote
+    """Where the guest's documents are."""
 
     @property
     def loaded(self) -> "Backend | None":
@@ -216,15 +220,20 @@ class Answering:
     def _open_backend(self) -> "Backend":
         guest = self._guest
         backend = self._own_backend() if guest is None else guest.host.beside(guest.salt)
+        if guest is not None:
+            note_owner(self.kv_folder, owner_of(guest.salt), guest.note)
         backend.documents_changed(self._kb)  # another process may have changed them
         return backend
 
     def _own_backend(self) -> "Backend":
-        config = self._config
+        config, swept = self._config, sweep_kv(self._kb.path)
         if config.engine.kind == "openai":
             from stillroom.rag.remote import connect
 
             return connect(config.engine, config.runtime.model, self._clock)
         from stillroom.rag.generator import build_generator
 
-        return build_generator(config, self._clock, self._kb.path)
+        backend = build_generator(config, self._clock, self._kb.path)
+        for salt, corpus in swept.tenants.items():
+            backend.beside(salt).documents_changed(corpus)
+        return backend

@@ -19,7 +19,9 @@ from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
 from stillroom.core.ids import DocumentId
+from stillroom.core.kv import salt_of
 from stillroom.errors import UsageError
+from stillroom.kvstore.owners import OwnerNote
 from stillroom.rag.answer import Answer, AskOptions, checked_options, checked_query
 from stillroom.rag.answering import Answering, Guest, keeping, pipeline_over, read_all, read_to_end, within
 from stillroom.rag.closing import Closing
@@ -125,8 +127,8 @@ class Stillroom:
             ConfigError: with the first question, where the engine is elsewhere.
         """
         kb = KnowledgeBase.open(Path(path), self.config, create=create, clock=self._clock, like=self._kb)
-        salt = f"{tenant}\0{kb.identity}"
-        room = Stillroom(kb, self.config, self.metrics, self._clock, Guest(self._answering, salt))
+        guest = Guest(self._answering, salt_of(tenant, kb.identity), OwnerNote(tenant, kb.path))
+        room = Stillroom(kb, self.config, self.metrics, self._clock, guest)
         room._host = self  # stays open as long as this one
         return room
 

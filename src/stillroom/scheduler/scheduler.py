@@ -19,6 +19,7 @@ from stillroom.core.kv import owner_of
 from stillroom.core.request import Admission, FinishReason, Request
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import PromptTooLongError, UsageError
+from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.scheduler.policy import Outlook, Policy, first_come
 from stillroom.scheduler.queue import WaitingQueue
@@ -162,9 +163,11 @@ class Scheduler:
             existing: those of some chunks that are still there.
             salt: of the requests in which they stood.
         """
-        leaders = chain(self._waiting, self._running.values())
-        under_way = [one.lease for leader in leaders for one in (leader, *leader.followers)]
-        return self.kv.forget_chunks(existing, under_way, owner_of(salt))
+        return self.kv.forget_chunks(existing, self._leases(), owner_of(salt))
+
+    def forget_owner(self, salt: str) -> int:
+        """Keep nothing of a tenant, not of requests under way either; returns how many nodes went."""
+        return self.kv.forget_owner(owner_of(salt), self._leases())
 
     def lose_device(self) -> None:
         """The device's KV is gone (RAGCache 6): everybody waits again, with the tokens generated so far.
@@ -305,6 +308,11 @@ class Scheduler:
         self._take_over(heir, leader)
         running = ((heir if one is leader else one) for one in self._running.values())
         self._running = {one.request_id: one for one in running}
+
+    def _leases(self) -> list[Lease]:
+        """Of all sequences, waiting or running."""
+        leaders = chain(self._waiting, self._running.values())
+        return [one.lease for leader in leaders for one in (leader, *leader.followers)]
 
     def _hold(self, now: float) -> float | None:
         """Until when those who wait do so for company (llmds's micro-batches): until their tokens fill a step or they

@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from stillroom.errors import StillroomError
+from stillroom.retrieval.closed_corpus import State, state_of
 from stillroom.retrieval.corpus import counts_of
 from stillroom.retrieval.kb_folder import CORPUS
 from stillroom.server.tenants import Tenants
 
 Counts = tuple[int, int]
 """Documents, chunks."""
-_State = tuple[tuple[int, int], ...]
 
 
 class Unopened:
@@ -22,7 +22,7 @@ class Unopened:
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._counted: dict[str, tuple[_State, Counts]] = {}
+        self._counted: dict[str, tuple[State, Counts]] = {}
 
     def __call__(self) -> dict[str, Counts]:
         """What cannot be read, or is no knowledge base, is left out."""
@@ -39,16 +39,8 @@ class Unopened:
 
     def _counts_of(self, path: Path) -> Counts:
         corpus = path / CORPUS
-        state = _state(corpus)
+        state = state_of(corpus)
         known = self._counted.get(str(path))
         if known is None or known[0] != state:
             known = self._counted[str(path)] = state, counts_of(corpus)
         return known[1]
-
-
-def _state(corpus: Path) -> _State:
-    """Changes with what the corpus says. Raises OSError if there is none."""
-    status = corpus.stat()
-    log = corpus.with_name(f"{corpus.name}-wal")
-    files = [status, log.stat()] if log.exists() else [status]
-    return tuple((one.st_mtime_ns, one.st_size) for one in files)

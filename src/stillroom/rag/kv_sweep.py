@@ -1,0 +1,89 @@
+"""Drops kept KV of documents and tenants that no longer exist from the folder of a knowledge base. Needs no torch.
+
+It runs before a model's KV is opened, and in `stillroom cache verify`. Whose KV lies there, the notes of
+`kvstore.owners` say. The rule for an owner:
+
+- its knowledge base is there: what has seen a removed document is dropped;
+- its knowledge base is gone, another one stands in its place, or no note says where it was: all is dropped;
+- its knowledge base cannot be read just now (rights, a failing disk): nothing is dropped, and the log says so.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stillroom.core.ids import ChunkId
+from stillroom.core.kv import NO_TENANT, OwnerTag, owner_of, salt_of
+from stillroom.errors import KnowledgeBaseNotFoundError, StillroomError
+from stillroom.kvstore.files import KV_FOLDER
+from stillroom.kvstore.owners import noted_owners, owner_note, remove_note
+from stillroom.kvstore.sweep import Existing, SweepReport, sweep
+from stillroom.retrieval.closed_corpus import ClosedCorpus
+from stillroom.retrieval.kb_folder import CORPUS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class KvSweep:
+    """What a sweep found and did."""
+
+    report: SweepReport = SweepReport()
+    tenants: dict[str, ClosedCorpus] = field(default_factory=dict)
+    """Of the tenants that have a note, the documents of those that can be read, by the salt of their requests."""
+
+
+def sweep_kv(knowledge_base: Path) -> KvSweep:
+    """Drop what is gone from the KV folder of a knowledge base. Never raises for what a disk does."""
+    root = knowledge_base / KV_FOLDER
+    found = KvSweep()
+
+    @functools.cache
+    def existing_of(owner: OwnerTag) -> Existing | None:
+        try:
+            corpus = _documents_of(knowledge_base, owner, found)
+        except StillroomError as error:
+            return _all_exist(error)
+        return None if corpus is None else functools.partial(_existing, corpus)
+
+    found.report = sweep(root, existing_of)
+    for owner in noted_owners(root):  # also of owners without records
+        if existing_of(owner) is None:
+            remove_note(root, owner)
+    if found.report.num_removed:
+        logger.info("%d records of KV dropped: their documents or tenants are gone", found.report.num_removed)
+    if found.report.num_left:
+        logger.warning("%d records of KV of documents that are gone cannot be removed", found.report.num_left)
+    return found
+
+
+def _existing(corpus: ClosedCorpus, chunks: set[ChunkId]) -> set[ChunkId]:
+    try:
+        return corpus.existing_chunks(chunks)
+    except StillroomError as error:
+        return _all_exist(error)(chunks)
+
+
+def _all_exist(error: StillroomError) -> Existing:
+    """Of a knowledge base that cannot be read just now."""
+    logger.warning("the KV of a knowledge base that cannot be read stays on disk for now: %s", error)
+    return lambda chunks: chunks
+
+
+def _documents_of(knowledge_base: Path, owner: OwnerTag, found: KvSweep) -> ClosedCorpus | None:
+    """The documents of an owner; None if they are gone, or cannot be told. Raises StillroomError: not readable now."""
+    try:
+        if owner == NO_TENANT:
+            return ClosedCorpus(knowledge_base / CORPUS)
+        note = owner_note(knowledge_base / KV_FOLDER, owner)
+        if note is None:
+            return None
+        corpus = ClosedCorpus(note.knowledge_base / CORPUS)
+    except KnowledgeBaseNotFoundError:
+        return None
+    salt = salt_of(note.tenant, corpus.identity)
+    if owner_of(salt) != owner:
+        return None
+    found.tenants[salt] = corpus
+    return corpus

@@ -1,0 +1,185 @@
+"""Kept KV of documents and tenants that no longer exist is dropped, whatever removed them."""
+
+import contextlib
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stillroom.config.settings import ReuseConfig, SpeculationConfig, StillroomConfig
+from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.core.kv import NO_TENANT, NodeKey, NodeRecord, OwnerTag, owner_of, salt_of
+from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.files import KV_FOLDER, fingerprints, folder_of, read_header, record_paths
+from stillroom.kvstore.owners import OwnerNote, note_owner, noted_owners
+from stillroom.kvstore.record import Header
+from stillroom.rag.kv_sweep import sweep_kv
+from stillroom.rag.room import Stillroom
+from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.kb_folder import CORPUS
+from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, record
+from tests.rag.test_reuse import TEXTS
+from tests.retrieval.test_corpus import stored
+from tests.server.fakes import until
+
+QUESTION = "What is the capital of Ardun ?"
+OWN, TENANT = {0, 1, 2, 3}, {10, 11, 12, 13}
+"""Numbers of records: a system prompt; document a behind it; document b behind it; document a behind b."""
+
+
+class House:
+    """A knowledge base with a KV folder, a tenant's knowledge base beside it, and records of both in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.own, self.tenant = folder / "own", folder / "tenants" / "a"
+        make(self.own)
+        self.owner = owner_of(salt_of("a", make(self.tenant)))
+        self.root = self.own / KV_FOLDER
+        self.folders = []
+        for model in (MODEL, OTHER_MODEL):
+            with contextlib.closing(DiskStore(self.root, model)) as store:
+                self.folders.append(store.folder)
+                assert all(store.write(one, bytes(10)) for one in (*prompts(0, NO_TENANT), *prompts(10, self.owner)))
+        note_owner(self.root, self.owner, OwnerNote("a", self.tenant))
+
+    def kept(self) -> set[int]:
+        """The numbers of the records that lie in the folder, the same ones of both models."""
+        numbers = {key(n): n for n in range(20)}
+        first, second = (
+            {numbers[NodeKey(bytes.fromhex(path.stem))] for path in record_paths(folder)} for folder in self.folders
+        )
+        assert first == second
+        return first
+
+
+def make(folder: Path) -> str:
+    """A knowledge base with the documents `a` and `b`; returns its identity."""
+    folder.mkdir(parents=True)
+    with contextlib.closing(Corpus(folder / CORPUS)) as corpus:
+        corpus.commit([stored("a", "one"), stored("b", "two")])
+        return corpus.corpus_id
+
+
+def remove(folder: Path, document: str) -> None:
+    with contextlib.closing(Corpus(folder / CORPUS)) as corpus:
+        corpus.remove([DocumentId(document)])
+
+
+def prompts(n: int, owner: OwnerTag) -> list[NodeRecord]:
+    a, b = (stored(name, text).chunks[0].chunk_id for name, text in (("a", "one"), ("b", "two")))
+    first = replace(record(n, parent=n), owner=owner)
+    behind_b = follower(n + 2, first, b)
+    return [first, follower(n + 1, first, a), behind_b, follower(n + 3, behind_b, a)]
+
+
+def follower(n: int, before: NodeRecord, chunk: ChunkId) -> NodeRecord:
+    where = before.first_position + before.num_tokens
+    return replace(record(n, first_position=where, chunk=chunk), parent=before.key, owner=before.owner)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+def test_nothing_is_dropped_while_every_document_exists(house: House) -> None:
+    assert sweep_kv(house.own).report.num_removed == 0
+    assert house.kept() == OWN | TENANT
+
+
+def test_a_removed_document_takes_what_has_seen_it_and_no_other_owner_loses_anything(house: House) -> None:
+    remove(house.tenant, "b")
+    assert sweep_kv(house.own).report.num_removed == 4
+    assert house.kept() == OWN | {10, 11}
+    remove(house.own, "a")
+    sweep_kv(house.own)
+    assert house.kept() == {0, 2, 10, 11}
+
+
+def test_a_deleted_tenant_folder_takes_all_of_its_kv_and_the_note(house: House) -> None:
+    shutil.rmtree(house.tenant)
+    sweep_kv(house.own)
+    assert house.kept() == OWN and noted_owners(house.root) == []
+
+
+def test_a_tenant_folder_that_was_made_anew_takes_the_kv_of_the_old_one(house: House) -> None:
+    shutil.rmtree(house.tenant)
+    make(house.tenant)
+    sweep_kv(house.own)
+    assert house.kept() == OWN and noted_owners(house.root) == []
+
+
+def test_kv_of_an_owner_that_no_note_names_is_dropped(house: House) -> None:
+    shutil.rmtree(house.root / "owners")
+    sweep_kv(house.own)
+    assert house.kept() == OWN
+
+
+def test_a_record_whose_parent_is_gone_is_dropped(house: House) -> None:
+    """What it has seen is not known."""
+    for folder in house.folders:
+        for path in record_paths(folder):
+            if path.stem == key(12).hex():
+                path.unlink()
+    sweep_kv(house.own)
+    assert house.kept() == OWN | {10, 11}
+
+
+def test_kv_of_a_knowledge_base_that_cannot_be_read_just_now_stays(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    (house.tenant / CORPUS).write_bytes(b"no database " * 1000)
+    for name in os.listdir(house.tenant):
+        if name != CORPUS:
+            (house.tenant / name).unlink()
+    sweep_kv(house.own)
+    assert house.kept() == OWN | TENANT and noted_owners(house.root) == [house.owner]
+    assert "cannot be read stays on disk" in caplog.text
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_what_the_command_line_removed_is_gone_at_the_next_start_and_under_a_running_server(
+    docs: Path, tmp_path: Path
+) -> None:
+    """The tenant itself asks nothing any more."""
+    config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=SpeculationConfig(mode="off"))
+    owners = []
+    with Stillroom.open(tmp_path / "own", config=config) as own:
+        own.add(docs)
+        for name in ("a", "b"):
+            with own.beside(tmp_path / name, name) as tenant:
+                tenant.add(docs)
+                tenant.ask(QUESTION)
+                owners.append(owner_of(salt_of(name, tenant._kb.identity)))
+        own.ask(QUESTION)
+    with Stillroom.open(tmp_path / "a", config=config) as tenant:
+        tenant.remove(str(docs / "ardun.txt"))
+
+    with Stillroom.open(tmp_path / "own", config=config) as own:
+        own.ask(QUESTION)
+        assert 0 < num_records(tmp_path, owners[0]) < num_records(tmp_path, owners[1])
+
+        with Stillroom.open(tmp_path / "b", config=config) as tenant:
+            tenant.remove(*(str(docs / f"{name}.txt") for name in TEXTS))
+        shutil.rmtree(tmp_path / "a")
+        own.ask(QUESTION)
+        until(lambda: num_records(tmp_path, owners[0]) == 0)
+        until(lambda: num_records(tmp_path, owners[1]) <= 1)  # the system prompt
+        assert num_records(tmp_path, NO_TENANT) > 1
+
+
+def num_records(folder: Path, owner: OwnerTag) -> int:
+    root = folder / "own" / KV_FOLDER
+    (model,) = fingerprints(root)
+    headers = [read_header(path, model) for path in record_paths(folder_of(root, model))]
+    return sum(isinstance(header, Header) and header.record.owner == owner for header in headers)
