@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,8 @@ def test_every_other_setting_reaches_the_engine_that_is_measured(section: str) -
         else:
             other = value / 2 if isinstance(value, float) and value else value + 1
         changed = replace(default, **{field.name: other})
-        runtime, reuse = engine_settings(replace(Scope(Path("questions.jsonl")), **{section: changed}))
+        options: dict[str, Any] = {section: changed}
+        runtime, reuse = engine_settings(Scope(Path("questions.jsonl"), **options))
         measured = getattr(runtime if section == "runtime" else reuse, field.name)
         if field.name in OVERRIDDEN:
             continue

@@ -53,7 +53,7 @@ def test_verify_finds_and_removes_what_is_damaged(run: Run, records: list[Path])
 
 def test_verify_removes_records_of_documents_that_no_longer_exist(run: Run, records: list[Path]) -> None:
     store, key = DiskStore(Path("kb") / KV_FOLDER, MODEL), NodeKey(b"\x09" * 32)
-    assert store.write(NodeRecord(key, key, 0, 10, ChunkId(1), 1.0, 1.0), bytes(100))
+    assert store.write(NodeRecord(key, key, 0, 10, ChunkId(1), 1.0, 1.0), bytes(100), checksum_of(bytes(100)))
     store.close()
 
     result = run("cache", "verify", "--kb", "kb")

@@ -14,7 +14,7 @@ from stillroom.core.kv import NO_TENANT, NodeKey, NodeRecord, OwnerTag, owner_of
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER, fingerprints, folder_of, read_header, record_paths
 from stillroom.kvstore.owners import OwnerNote, note_owner, noted_owners
-from stillroom.kvstore.record import Header
+from stillroom.kvstore.record import Header, checksum_of
 from stillroom.rag.kv_sweep import sweep_kv
 from stillroom.rag.room import Stillroom
 from stillroom.retrieval.corpus import Corpus
@@ -41,7 +41,10 @@ class House:
         for model in (MODEL, OTHER_MODEL):
             with contextlib.closing(DiskStore(self.root, model)) as store:
                 self.folders.append(store.folder)
-                assert all(store.write(one, bytes(10)) for one in (*prompts(0, NO_TENANT), *prompts(10, self.owner)))
+                assert all(
+                    store.write(one, bytes(10), checksum_of(bytes(10)))
+                    for one in (*prompts(0, NO_TENANT), *prompts(10, self.owner))
+                )
         note_owner(self.root, self.owner, OwnerNote("a", self.tenant))
 
     def kept(self) -> set[int]:
