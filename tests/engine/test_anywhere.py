@@ -20,8 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from stillroom.config.settings import TokenSelector
+from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
+from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import Request, SamplingParams
 from stillroom.core.reuse import Reason
 from stillroom.kvcache.placement import AnywhereOptions
@@ -48,6 +50,13 @@ def one_thread() -> Iterator[None]:
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     path = tmp_path_factory.mktemp("checkpoint")
     random_checkpoint(path, "Llama", num_hidden_layers=2)
+    return load_decoder(path, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def long_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    path = tmp_path_factory.mktemp("checkpoint")
+    random_checkpoint(path, "Llama", num_hidden_layers=2, max_position_embeddings=2048)
     return load_decoder(path, device="cpu", dtype="float32")
 
 
@@ -391,6 +400,61 @@ def test_a_sample_of_the_tokens_stands_for_all_and_survives_a_restart(decoder: D
         before = masses[node.key]
         assert (node.mass is None) == (before is None)
         assert node.mass is None or before is None or node.mass.impact == pytest.approx(before.impact)
+
+
+LONG = tuple(10 + i * i % 280 for i in range(1000))
+
+
+def chosen_again(house: House, *documents: int) -> list[int]:
+    """Ask over the documents (0: one of 1,000 tokens); return the positions that were computed.
+
+    Requires room for all of them.
+    """
+    one = question("-".join(map(str, documents)), *documents)
+    segments = tuple(
+        replace(segment, token_ids=LONG) if segment.chunk_id == 0 else segment for segment in one.prompt.segments
+    )
+    positions: list[int] = []
+    execute = house.engine.runner.execute
+
+    def observed(batch: Batch) -> StepResult:
+        for scheduled in batch.sequences:
+            if scheduled.positions is not None and not scheduled.is_look:
+                positions.extend(scheduled.positions.tolist())
+        return execute(batch)
+
+    house.engine.runner.execute = observed  # type: ignore[method-assign]
+    _, reuse = house.run(replace(one, prompt=SegmentedPrompt(segments)))
+    house.engine.runner.execute = execute  # type: ignore[method-assign]
+    assert reuse.has_placed is (documents[0] == 0)
+    return positions
+
+
+def test_tokens_of_a_long_document_are_chosen_alike_after_a_restart(long_decoder: Decoder, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"blocks": 400, "host_tokens": 3000, "disk_tokens": 3000}
+    settings: dict[str, Any] = {"mode": "anywhere", "load": "always", "token_selector": "context"}
+    stays = House(long_decoder, None, **sizes, **settings)
+    chosen_again(stays, 1, 0)
+    wanted = chosen_again(stays, 0, 1)
+    closes = House(long_decoder, tmp_path, **sizes, **settings)
+    chosen_again(closes, 1, 0)
+    closes.cache.close()
+    assert chosen_again(House(long_decoder, tmp_path, **sizes, **settings), 0, 1) == wanted
+    assert not set(range(5, 5 + 150)) <= set(wanted), "these are not simply the first tokens"
+
+
+@pytest.mark.parametrize("selector", ["context", "received"])
+def test_a_copy_whose_tokens_were_not_weighed_is_computed_where_the_selector_ranks_them(
+    decoder: Decoder, oracle: Oracle, tmp_path: Path, selector: TokenSelector
+) -> None:
+    sampled = new_house(decoder, tmp_path, selector="question")
+    sampled.run(question("a", 1, 2, 3))
+    sampled.cache.close()
+    house = new_house(decoder, tmp_path, selector=selector)
+    tokens, reuse = house.run(question("b", 3, 2, 1))
+    assert not reuse.has_placed and tokens == oracle.answer(question("b", 3, 2, 1))
+    _, reuse = house.run(question("c", 2, 1, 3))
+    assert reuse.has_placed, "of the copies that were weighed just now"
 
 
 def test_nothing_is_measured_where_nothing_is_placed(decoder: Decoder) -> None:

@@ -39,6 +39,11 @@ class AnywhereOptions:
     turns_keys: bool = True
     """False leaves them as they stood, which is wrong: for Cache-Craft's Table 3."""
 
+    @property
+    def ranks_kept_tokens(self) -> bool:
+        """Whether the selector ranks a copy's tokens by attention that was measured when the copy was computed."""
+        return self.selector in ("context", "received")
+
     def share(self, reusability: "Reusability") -> float:
         """Of a chunk's tokens that is computed again if the question looks at it, in [0, 1]."""
         return self.recompute_ratio if self.alpha is None else min(1.0, self.alpha * reusability.overhead)
@@ -100,7 +105,8 @@ def plan_placements(
         piece = pieces[index]
         if piece.kind is not SegmentKind.CHUNK:
             continue
-        node = best_variant(tree.variants(piece.content), before, piece.start)
+        copies = (node for node in tree.variants(piece.content) if _can_be_repaired(node, options))
+        node = best_variant(copies, before, piece.start)
         if node is not None:
             tier = node.tier
             assert tier is not None
@@ -109,6 +115,11 @@ def plan_placements(
                 found.append(placement)
         before.append(piece.content)
     return found
+
+
+def _can_be_repaired(node: Node, options: AnywhereOptions) -> bool:
+    """False for a copy whose tokens the selector cannot rank: it was computed when only a sample was measured."""
+    return not options.ranks_kept_tokens or (node.mass is not None and node.mass.token_inter is not None)
 
 
 def load_seconds(tree: KnowledgeTree, placement: Placement) -> float:

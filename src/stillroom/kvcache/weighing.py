@@ -21,7 +21,7 @@ SAMPLE_EVERY = 32
 
 def weighs_every(options: AnywhereOptions) -> int:
     """How many tokens one may stand for."""
-    return 1 if options.selector in ("context", "received") else SAMPLE_EVERY
+    return 1 if options.ranks_kept_tokens else SAMPLE_EVERY
 
 
 class Weigher:
