@@ -27,6 +27,9 @@ from stillroom.config.settings import ServerConfig, StillroomConfig
 from tests.server.fakes import FakeRoom
 
 class Room(FakeRoom):
+    def upload(self, files, progress, metadata, stop):
+        while True:
+            stop.check()
     def warm_up(self):
         print("warming up", file=sys.stderr, flush=True)
     def close(self):
@@ -81,6 +84,20 @@ def test_a_second_signal_ends_the_grace() -> None:
             process.send_signal(signal.SIGINT)
             assert "shutting_down" in [line for line in lines if line][-1]
         assert process.wait(20) == 0
+
+
+def test_signals_end_a_server_in_the_middle_of_an_upload() -> None:
+    with launched("--port", "0", "--json") as process:
+        assert process.stdout and process.stderr
+        url = json.loads(process.stdout.readline())["url"]
+        document = {"documents": [{"name": "a.md", "text": "a"}]}
+        assert httpx.post(f"{url}/v1/documents", json=document, params={"wait": 0}).status_code == 202
+        process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{url}/readyz").status_code == 503)
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stderr.read().endswith("room closed\n")
 
 
 def test_json_prints_one_object_when_ready() -> None:

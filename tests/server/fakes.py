@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import SearchMode, StillroomConfig
+from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.errors import (
@@ -204,6 +205,7 @@ class FakeRoom:
         files: Iterable[tuple[str, BinaryIO]],
         progress: Callable[[AddProgress], None] | None = None,
         metadata: Mapping[str, object] | None = None,
+        stop: Cancellation | None = None,
     ) -> list[UploadResult]:
         return [self.uploads.add(checked_name(name), stream.read(), progress) for name, stream in files]
 

@@ -131,16 +131,15 @@ def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
         assert int(one.headers["retry-after"]) > 0
 
 
-def test_an_upload_holds_its_place_though_its_client_has_left() -> None:
-    room = FakeRoom(config=StillroomConfig(server=ServerConfig(max_concurrent=2)))
+def test_an_upload_holds_its_place_until_its_piece_ends_though_its_client_has_left() -> None:
+    room = FakeRoom(config=StillroomConfig(server=ServerConfig(max_concurrent=1)))
     go_on, upload = threading.Event(), room.upload
     room.upload = lambda *given: (go_on.wait(20), upload(*given))[1]  # type: ignore[method-assign]
     streamed = {"accept": "text/event-stream"}
     with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
-        for _ in range(2):
-            with client.stream("POST", ROUTE, json=as_json(a_md="a"), headers=streamed) as response:
-                assert response.status_code == 200
-        until(lambda: 'path="/v1/documents",status="200"} 2' in client.get("/metrics").text)
+        with client.stream("POST", ROUTE, json=as_json(a_md="a"), headers=streamed) as response:
+            assert response.status_code == 200
+        until(lambda: 'path="/v1/documents",status="200"} 1' in client.get("/metrics").text)
         refused = client.post(ROUTE, json=as_json(a_md="a"))
         go_on.set()
         until(lambda: client.post(ROUTE, json=as_json(a_md="a")).status_code == 200)
@@ -148,7 +147,7 @@ def test_an_upload_holds_its_place_though_its_client_has_left() -> None:
 
 
 def test_changes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillroom.server.documents._MAX_CHANGES", 2)
+    monkeypatch.setattr("stillroom.server.upload_queue.MAX_CHANGES", 2)
     room, go_on = FakeRoom(), threading.Event()
     discard = room.discard
     room.discard = lambda name: (go_on.wait(20), discard(name))[1]  # type: ignore[method-assign]

@@ -1,6 +1,10 @@
 """`stillroom serve`: the HTTP server, from binding its port to closing the knowledge base."""
 
+import contextlib
 import logging
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -90,7 +94,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
         say(f"warning: {warning}")
     server = HttpServer(settings.server.host, settings.server.port)  # a taken port is known before a model loads
     try:
-        with room.open_room(kb, settings, create=True) as opened:
+        with contextlib.ExitStack() as ending, room.open_room(kb, settings, create=True) as opened:
             from stillroom.server.app import create_app
             from stillroom.server.tenants import Tenants
             from stillroom.telemetry.spans import exporting
@@ -115,7 +119,22 @@ def serve(  # noqa: PLR0913  one parameter per flag
                     )
                     server.run(app, announce, settings.server)
             finally:
+                ending.enter_context(_ignoring_signals())
                 house.close()
             say("stopped")
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def _ignoring_signals() -> Iterator[None]:
+    """After the server has stopped, the rest is short; a signal would unwind it under threads that still run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

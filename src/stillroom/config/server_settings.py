@@ -26,6 +26,9 @@ class ServerConfig:
     """Largest body of a request, but for documents."""
     max_upload_bytes: int = 64 * 1024**2
     """Largest body that brings documents."""
+    upload_wait_s: float = 30.0
+    """Seconds that a client waits for an upload to be indexed; then it is answered with a job to look at (HTTP 202). A
+    request can say otherwise."""
     requests_per_minute: int = 0
     """Requests for work (`POST`, `DELETE`) of one key in a minute, which may come at once; one more is refused (HTTP
     429). 0: no limit. A key can have its own."""

@@ -61,7 +61,7 @@ async def whole_answers(
 ) -> Response:
     """Wait for the complete answers, unless the client goes away first; `complete` makes the response of them."""
     reading = asyncio.ensure_future(_read_all(streams))
-    leaving = asyncio.create_task(_disconnected(request))
+    leaving = asyncio.create_task(disconnected(request))
     try:
         await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
@@ -91,7 +91,8 @@ async def _read_to_end(stream: "AsyncAnswerStream") -> Answer:
     return stream.answer
 
 
-async def _disconnected(request: Request) -> None:
+async def disconnected(request: Request) -> None:
+    """Wait until the client leaves. Precondition: the request's body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,117 +1,154 @@
-"""`/v1/documents`: upload, list, look at and delete what the answers are made from.
+"""`/v1/documents`: upload, list, look at and delete what the answers are made from; `/v1/jobs`: uploads that take long.
 
-An upload is answered when its documents can be found. Whoever wants to see how far it is asks for events. Uploads and
-deletions of one tenant wait for each other; one that has begun is completed, even if its client leaves or the server
-stops, and holds its caller's place until then.
+An upload is answered when its documents can be found, or after a while with a job to look at (HTTP 202). Uploads and
+deletions of one tenant wait for each other. An upload ends early, between two pieces of its work, when its client
+leaves without having been given a job, when the job is deleted, or when the server stops.
 """
 
 import asyncio
 import contextlib
-import contextvars
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import asdict
-from threading import Lock
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from stillroom.core.document import Chunk, DocumentInfo
-from stillroom.core.ids import DocumentId, format_chunk_id
+from stillroom.core.cancellation import Cancellation
+from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.panics import ENDINGS
-from stillroom.errors import QueueFullError, StillroomError, UnknownDocumentError
-from stillroom.retrieval.ingest import AddProgress
+from stillroom.errors import StillroomError
+from stillroom.retrieval.ingest import RemoveReport
 from stillroom.retrieval.uploads import UploadResult, checked_name
-from stillroom.server.answering import DONE, as_event
-from stillroom.server.errors import FAILED_WITH, Refused, describe, error_body
+from stillroom.server.answering import DONE, as_event, disconnected
+from stillroom.server.document_replies import document_json, document_object, upload_reply
+from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
+from stillroom.server.jobs import MAX_WAIT_S, Job, Jobs, Progress, wait_of
 from stillroom.server.limits import OUTLASTING
-from stillroom.server.payloads import Payload
 from stillroom.server.replies import (
-    DocumentChunk,
     DocumentDeleted,
+    DocumentJob,
+    DocumentJobList,
     DocumentList,
-    DocumentObject,
     DocumentWithChunks,
-    ErrorDetail,
-    UploadedFile,
     UploadReply,
 )
 from stillroom.server.tenants import caller_of, room_of
-from stillroom.server.upload_body import FORMS, read_upload, size_of
-from stillroom.server.workers import Workers, shutting_down
+from stillroom.server.upload_body import FORMS, Upload, read_upload, size_of
+from stillroom.server.upload_queue import Change, UploadQueue
+from stillroom.server.workers import Workers
 
-if TYPE_CHECKING:
-    from stillroom.rag.room import Stillroom
-
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-
 MAX_PAGE = 1000
-_MAX_HELD = 2
-"""Uploads of the largest size that one tenant may have here at the same time, being read, waiting or being indexed."""
-_MAX_CHANGES = 256
-"""Uploads and deletions of one tenant that wait or are under way, those whose clients have left too."""
-_RETRY_SECONDS = 5.0
-UNREADABLE = "document_unreadable"
 
 _DocumentPath = Annotated[str, Path(description="The id, or the name of an uploaded file.", min_length=1)]
+_JobPath = Annotated[str, Path(description="The id of a job.", min_length=1)]
+_Wait = Annotated[
+    float | None,
+    Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for the result before the answer is a job (HTTP 202)."),
+]
+
+
+class _Documents(UploadQueue):
+    """One tenant's documents, with the changes of them that wait."""
+
+    jobs: Jobs
 
 
 class DocumentRoutes:
-    """The routes' functions. Each tenant has a desk of his own."""
+    """The routes' functions. Each tenant has a queue and jobs of its own."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, clock: Clock | None = None) -> None:
         self._workers = workers
-        self._desks: dict[str, _Desk] = {}
+        self._clock = clock or SystemClock()
+        self._tenants: dict[str, _Documents] = {}
 
-    def _desk(self, request: Request) -> "_Desk":
+    def _documents(self, request: Request) -> _Documents:
         tenant = caller_of(request).tenant
-        if tenant not in self._desks:
-            self._desks[tenant] = _Desk(room_of(request), self._workers)
-        return self._desks[tenant]
+        if tenant not in self._tenants:
+            self._tenants[tenant] = _Documents(room_of(request), self._workers)
+            self._tenants[tenant].jobs = Jobs()
+        return self._tenants[tenant]
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["documents"])
-        router.add_api_route(
-            "/v1/documents", self.upload, methods=["POST"], response_model=UploadReply, openapi_extra=FORMS
-        )
-        router.add_api_route("/v1/documents", self.page, methods=["GET"], response_model=DocumentList)
-        router.add_api_route(
-            "/v1/documents/{document:path}", self.get, methods=["GET"], response_model=DocumentWithChunks
-        )
-        router.add_api_route(
-            "/v1/documents/{document:path}", self.delete, methods=["DELETE"], response_model=DocumentDeleted
-        )
+
+        def add(method: str, path: str, reply: type, call: Any, **more: Any) -> None:
+            router.add_api_route(path, call, methods=[method], response_model=reply, **more)
+
+        accepted: dict[int | str, dict[str, Any]] = {
+            202: {"model": DocumentJob, "description": "The upload goes on; look at the job."}
+        }
+        add("POST", "/v1/documents", UploadReply, self.upload, openapi_extra=FORMS, responses=accepted)
+        add("GET", "/v1/documents", DocumentList, self.page)
+        add("GET", "/v1/documents/{document:path}", DocumentWithChunks, self.get)
+        add("DELETE", "/v1/documents/{document:path}", DocumentDeleted, self.delete)
+        add("GET", "/v1/jobs", DocumentJobList, self.all_jobs)
+        add("GET", "/v1/jobs/{job_id}", DocumentJob, self.get_job)
+        add("DELETE", "/v1/jobs/{job_id}", DocumentJob, self.cancel_job)
         return router
 
-    async def upload(self, request: Request) -> Response:
+    async def upload(self, request: Request, wait: _Wait = None) -> Response:
         """Add or replace documents, as files of a form or as texts in JSON. The same again changes nothing.
 
-        With `Accept: text/event-stream` the response is a stream of events that say how far it is.
+        If it takes longer than `wait` seconds, the answer is a job (HTTP 202) and the upload goes on. With `Accept:
+        text/event-stream` the response is a stream of events that say how far it is.
         """
-        desk, arrived = self._desk(request), _Progress()
+        documents = self._documents(request)
+        job = await self._start(documents, request)
+        if "text/event-stream" in request.headers.get("accept", ""):
+            return _UploadEvents(self._workers, documents, job)
+        wait_s = wait_of(request, wait, documents.room.config.server.upload_wait_s)
+        results = await self._result(request, job.change, wait_s)
+        if results is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        if isinstance(results, Change):
+            found = await self._described(documents, job)
+            return JSONResponse(found.model_dump(), 202, {"location": f"jobs/{job.id}", "retry-after": "1"})
+        reply = await asyncio.to_thread(upload_reply, documents.room, results)
+        return JSONResponse(reply.model_dump(), 422 if reply.error else 200)
+
+    async def _start(self, documents: _Documents, request: Request) -> Job:
+        """Take an upload in and queue it."""
+        progress = Progress()
         with contextlib.ExitStack() as held:
-            held.enter_context(desk.holding(size_of(request, desk.max_bytes)))
+            held.enter_context(documents.holding(size_of(request, documents.max_bytes)))
             upload = await read_upload(request)
             with contextlib.ExitStack() as read:
                 read.callback(upload.close)
                 for name, _ in upload.files:
                     checked_name(name)  # before a stream begins
-                desk.check_room()
+                documents.check_room()
                 read.pop_all()
-            running = desk.start(lambda: desk.room.upload(upload.files, arrived.note, upload.metadata), upload.close)
+            change = documents.start(_indexing(documents, upload, progress), upload.close)
             taken = held.pop_all()
-        running.add_done_callback(lambda _: taken.close())
-        request.scope["state"][OUTLASTING] = running
-        if "text/event-stream" in request.headers.get("accept", ""):
-            return StreamingResponse(
-                desk.events(running, arrived, request.scope["state"]), media_type="text/event-stream"
-            )
-        results = await self._workers.result(running)
-        reply = await asyncio.to_thread(desk.reply, results)
-        return JSONResponse(reply, 422 if reply["error"] else 200)
+        change.task.add_done_callback(lambda _: taken.close())
+        request.scope["state"][OUTLASTING] = change.task
+        job = Job(change, progress, self._clock)
+        documents.jobs.add(job)
+        return job
+
+    async def _result(
+        self, request: Request, change: Change[list[UploadResult]], wait_s: float
+    ) -> "list[UploadResult] | Change[list[UploadResult]] | None":
+        """The results; the change itself where it goes on after `wait_s`; None where the client left, and with that
+        the change is cancelled."""
+        result = asyncio.ensure_future(self._workers.result(change.task))
+        leaving = asyncio.ensure_future(disconnected(request))
+        try:
+            await asyncio.wait({result, leaving}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if result.done():
+                return result.result()
+            if not leaving.done():
+                return change
+            change.cancel()
+            return None
+        finally:
+            result.cancel()
+            leaving.cancel()
 
     async def page(
         self,
@@ -120,9 +157,9 @@ class DocumentRoutes:
         after: Annotated[str, Query(description="The `last_id` of the page before.")] = "",
     ) -> DocumentList:
         """Documents by id, a page at a time."""
-        desk = self._desk(request)
-        found = await asyncio.to_thread(desk.room.documents, after, limit + 1)
-        data = [desk.object(info) for info in found[:limit]]
+        room = self._documents(request).room
+        found = await asyncio.to_thread(room.documents, after, limit + 1)
+        data = [document_object(room, info) for info in found[:limit]]
         return DocumentList(
             data=data,
             first_id=data[0].id if data else None,
@@ -138,171 +175,89 @@ class DocumentRoutes:
         offset: Annotated[int, Query(ge=0, lt=2**31, description="Chunks before it.")] = 0,
     ) -> Response:
         """One document, with its text as it is indexed, a page of chunks at a time."""
-        content = await asyncio.to_thread(self._desk(request).shown, document, limit, offset)
+        content = await asyncio.to_thread(document_json, self._documents(request).room, document, limit, offset)
         return Response(content, media_type="application/json")
 
     async def delete(self, document: _DocumentPath, request: Request) -> DocumentDeleted:
         """Forget one document, or all of one file. An uploaded file is deleted with its last document; other files stay
         where they are."""
-        desk = self._desk(request)
-        desk.check_room()
-        running = desk.start(lambda: desk.room.discard(document))
-        request.scope["state"][OUTLASTING] = running
-        report = await self._workers.result(running)
+        documents = self._documents(request)
+        documents.check_room()
+
+        def discard(stop: Cancellation) -> RemoveReport:
+            stop.check()
+            return documents.room.discard(document)
+
+        change = documents.start(discard)
+        request.scope["state"][OUTLASTING] = change.task
+        report = await self._workers.result(change.task)
         return DocumentDeleted(id=document, num_documents=report.num_documents, num_chunks=report.num_chunks)
 
+    async def all_jobs(self, request: Request) -> DocumentJobList:
+        """Uploads that are under way, and the last that have ended."""
+        documents = self._documents(request)
+        return DocumentJobList(data=[await self._described(documents, job) for job in documents.jobs.all()])
 
-class _Progress:
-    """Of an upload, from the thread that works on it to the event loop."""
+    async def get_job(self, job_id: _JobPath, request: Request) -> DocumentJob:
+        """How far an upload is, and its result."""
+        documents = self._documents(request)
+        return await self._described(documents, documents.jobs.get(job_id))
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.arrived: asyncio.Queue[AddProgress | None] = asyncio.Queue()
-        """None is the end."""
+    async def cancel_job(self, job_id: _JobPath, request: Request) -> DocumentJob:
+        """Cancel an upload: it ends between two pieces of its work. One that has ended stays as it is."""
+        documents = self._documents(request)
+        job = documents.jobs.get(job_id)
+        job.change.cancel()
+        return await self._described(documents, job)
 
-    def note(self, progress: AddProgress | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-            self._loop.call_soon_threadsafe(self.arrived.put_nowait, progress)
+    async def _described(self, documents: _Documents, job: Job) -> DocumentJob:
+        return await asyncio.to_thread(job.describe, lambda results: upload_reply(documents.room, results))
 
 
-class _Desk:
-    """Where one tenant's documents are taken in and given out."""
+def _indexing(documents: _Documents, upload: Upload, progress: Progress) -> Any:
+    return lambda stop: documents.room.upload(upload.files, progress.note, upload.metadata, stop)
 
-    def __init__(self, room: "Stillroom", workers: Workers) -> None:
-        self.room = room
+
+class _UploadEvents(StreamingResponse):
+    """Server-sent events of an upload. A client that leaves cancels it."""
+
+    def __init__(self, workers: Workers, documents: _Documents, job: Job) -> None:
+        super().__init__(
+            self._events(),
+            headers={"Cache-Control": "no-cache", "x-stillroom-job": job.id},
+            media_type="text/event-stream",
+        )
         self._workers = workers
-        self.max_bytes = room.config.server.max_upload_bytes
-        self._writing = asyncio.Lock()
-        self._running: set[asyncio.Task[Any]] = set()
-        self._num_bytes_held = 0
+        self._documents = documents
+        self._job = job
+        self._arrived = job.progress.listen()
+        self._failed_with: int | None = None
 
-    @contextlib.contextmanager
-    def holding(self, num_bytes: int) -> Iterator[None]:
-        """As long as so much of an upload may be here.
-
-        Raises:
-            QueueFullError: with those that are here already it is too much.
-        """
-        if self._num_bytes_held + num_bytes > _MAX_HELD * self.max_bytes:
-            raise self._full(f"uploads of {self._num_bytes_held} bytes are under way; send this one when they are done")
-        self._num_bytes_held += num_bytes
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            yield
+            await super().__call__(scope, receive, send)
         finally:
-            self._num_bytes_held -= num_bytes
+            scope["state"][FAILED_WITH] = self._failed_with
+            self._job.change.cancel()
 
-    def check_room(self) -> None:
-        """Raises QueueFullError: too many changes wait already."""
-        if len(self._running) >= _MAX_CHANGES:
-            raise self._full(f"{len(self._running)} uploads and deletions wait already")
+    def _ended(self, result: "asyncio.Future[list[UploadResult]]") -> None:
+        self._job.progress.note(None)
+        if not result.cancelled():
+            result.exception()  # after the client has left, nothing else asks for it
 
-    def _full(self, reason: str) -> QueueFullError:
-        self.room.metrics.count_refused("queue")
-        return QueueFullError(reason, _RETRY_SECONDS)
-
-    def start(self, change: Callable[[], T], release: Callable[[], None] = lambda: None) -> "asyncio.Task[T]":
-        """A change in a thread, one after the other, completed whoever leaves; but it does not begin any more once the
-        server stops.
-
-        Args:
-            release: called when the change has ended or will never begin.
-        """
-        claim = Lock()  # of the thread, or of whoever gives up before it begins
-
-        def work() -> T:
-            if not claim.acquire(blocking=False):
-                raise shutting_down()
-            try:
-                return change()
-            finally:
-                release()
-
-        def give_up(_: "asyncio.Task[T]") -> None:
-            self._running.discard(task)
-            if claim.acquire(blocking=False):
-                release()
-
-        async def locked() -> T:
-            async with self._writing:
-                if self._workers.is_stopping:
-                    raise shutting_down()
-                return await asyncio.get_running_loop().run_in_executor(
-                    self._workers.uploads, contextvars.copy_context().run, work
-                )
-
-        task = asyncio.create_task(locked())
-        self._running.add(task)
-        task.add_done_callback(give_up)
-        return task
-
-    async def events(
-        self, running: "asyncio.Task[list[UploadResult]]", progress: _Progress, state: dict[str, Any]
-    ) -> AsyncIterator[str]:
-        ended = asyncio.ensure_future(self._workers.result(running))
-        ended.add_done_callback(lambda _: progress.note(None))
-        while (step := await progress.arrived.get()) is not None:
+    async def _events(self) -> AsyncIterator[str]:
+        ended = asyncio.ensure_future(self._workers.result(self._job.change.task))
+        ended.add_done_callback(self._ended)
+        while (step := await self._arrived.get()) is not None:
             yield as_event({"object": "documents.progress", **asdict(step)})
         try:
-            yield as_event(await asyncio.to_thread(self.reply, await ended))
+            reply = await asyncio.to_thread(upload_reply, self._documents.room, await ended)
+            yield as_event(reply.model_dump())
             yield DONE
         except ENDINGS:
             raise
         except BaseException as error:
             if not isinstance(error, StillroomError):
                 logger.exception("an upload failed")
-            state[FAILED_WITH], body = describe(error)
+            self._failed_with, body = describe(error)
             yield as_event(body)
-
-    def shown(self, document: str, limit: int, offset: int) -> str:
-        """A document with some of its chunks, as JSON.
-
-        Raises:
-            UnknownDocumentError, Refused: there is none of that name, or there are several.
-        """
-        found = self.room.uploads.find(document)
-        if not found:
-            raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists what there is")
-        if len(found) > 1:
-            raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
-        chunks = self.room.chunks_of(found[0].document_id, offset, limit + 1)
-        page = [_chunk(chunk) for chunk in chunks[:limit]]
-        whole = DocumentWithChunks(**self.object(found[0]).model_dump(), chunks=page, has_more=len(chunks) > limit)
-        return whole.model_dump_json()
-
-    def reply(self, results: Sequence[UploadResult]) -> Payload:
-        data = [self._uploaded(result) for result in results]
-        error = None
-        if all(result.outcome == "failed" for result in results):
-            message = f"no document could be read; the first: {results[0].reason}"
-            error = ErrorDetail(**error_body(message, "invalid_request_error", code=UNREADABLE)["error"])
-        return UploadReply(data=data, error=error).model_dump()
-
-    def _uploaded(self, result: UploadResult) -> UploadedFile:
-        error = None
-        if result.outcome == "failed":
-            error = ErrorDetail(**error_body(result.reason, "invalid_request_error", code=UNREADABLE)["error"])
-        documents = [self.object(info) for info in result.documents]
-        return UploadedFile(name=result.name, status=result.outcome, documents=documents, error=error)
-
-    def object(self, info: DocumentInfo) -> DocumentObject:
-        return DocumentObject(
-            id=info.document_id,
-            name=self.room.uploads.name_of(DocumentId(info.document_id)),
-            title=info.title,
-            num_chunks=info.num_chunks,
-            num_bytes=info.num_bytes,
-            added_at=info.added_at,
-            metadata=dict(info.metadata),
-        )
-
-
-def _chunk(chunk: Chunk) -> DocumentChunk:
-    return DocumentChunk(
-        chunk_id=format_chunk_id(chunk.chunk_id),
-        text=chunk.text,
-        heading=chunk.heading,
-        start_line=chunk.start_line,
-        end_line=chunk.end_line,
-        start_page=chunk.start_page,
-        end_page=chunk.end_page,
-    )

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match
 
 from stillroom.errors import (
+    ChangeCancelledError,
     DeadlineExceededError,
     EmptyKnowledgeBaseError,
     EngineClosedError,
@@ -52,6 +53,7 @@ _KINDS: tuple[tuple[type[StillroomError], int, str, str], ...] = (
     (UnknownRequestError, 404, _INVALID, "request_not_found"),
     (UsageError, 400, _INVALID, "invalid_value"),
     (EmptyKnowledgeBaseError, 409, "conflict_error", "knowledge_base_empty"),
+    (ChangeCancelledError, 409, "conflict_error", "upload_cancelled"),
     (KnowledgeBaseBusyError, 503, _UNAVAILABLE, "knowledge_base_busy"),
     (IndexUnavailableError, 503, _UNAVAILABLE, "index_unavailable"),
     (StorageError, 507, "server_error", "storage_failed"),

@@ -300,6 +300,38 @@ class UploadedFile(BaseModel):
     """Why it failed."""
 
 
+class JobProgress(BaseModel):
+    """How far an upload is."""
+
+    num_files_done: int
+    num_files_total: int
+    num_bytes_done: int
+    num_bytes_total: int
+    num_chunks: int
+
+
+class DocumentJob(BaseModel):
+    """An upload that goes on after its request was answered."""
+
+    id: str
+    object: Literal["documents.job"] = "documents.job"
+    status: Literal["in_progress", "cancelling", "completed", "failed", "cancelled"]
+    created_at: float
+    """Unix time in seconds."""
+    finished_at: float | None = None
+    progress: JobProgress | None = None
+    data: list[UploadedFile] = []
+    """What became of each file, once it is completed."""
+    error: ErrorDetail | None = None
+    """Why it failed."""
+
+
+class DocumentJobList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[DocumentJob]
+    """The newest first."""
+
+
 class UploadReply(BaseModel):
     object: Literal["documents.uploaded"] = "documents.uploaded"
     data: list[UploadedFile]

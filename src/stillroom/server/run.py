@@ -75,14 +75,16 @@ class HttpServer:
         self._server.should_exit = self._is_stopping
         try:
             with self._signals(), quick_handovers():
-                self._server.run(sockets=[self._socket])
+                try:
+                    self._server.run(sockets=[self._socket])
+                finally:
+                    app.state.workers.close()  # a signal that came here would unwind the process under running threads
         except OSError as error:
             if self._server.started:
                 raise
             raise _explain(error, self._host, self.port) from error
         finally:
             self.close()
-            app.state.workers.close()
 
     def stop(self) -> None:
         """Ask `run` to return; may be called from any thread, also before `run`. A second time ends the grace."""

@@ -8,11 +8,17 @@ import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from stillroom.errors import EngineClosedError
+from stillroom.errors import ChangeCancelledError, EngineClosedError
 
 T = TypeVar("T")
+
+
+class Cancellable(Protocol):
+    """Work that ends early."""
+
+    def cancel(self) -> None: ...
 
 
 class Workers:
@@ -24,6 +30,8 @@ class Workers:
         self.embeddings = ThreadPoolExecutor(2, "stillroom-embed")
         self.probes = ThreadPoolExecutor(1, "stillroom-probe")
         """Health and metrics."""
+        self.changes: set[Cancellable] = set()
+        """Uploads and deletions that wait or are under way."""
         self._stopped: asyncio.Future[None] | None = None
         self.is_stopping = False
 
@@ -37,7 +45,8 @@ class Workers:
         return await self.result(asyncio.get_running_loop().run_in_executor(pool, bound))
 
     async def result(self, work: "asyncio.Future[T]") -> T:
-        """What it gives; whoever leaves does not end it. Raises as `run`."""
+        """The result of work that goes on when the caller is cancelled. Raises as `run`, and ChangeCancelledError: the
+        work was cancelled."""
         if self._stopped is None:
             self._stopped = asyncio.get_running_loop().create_future()
         if self.is_stopping and not self._stopped.done():
@@ -46,16 +55,25 @@ class Workers:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise shutting_down()
-        return work.result()
+        try:
+            return work.result()
+        except (asyncio.CancelledError, ChangeCancelledError) as error:
+            if self.is_stopping:
+                raise shutting_down() from error
+            raise ChangeCancelledError(
+                "the upload was cancelled before it was complete; nothing of it was kept"
+            ) from error
 
     def stop_waiting(self) -> None:
-        """Nobody waits any longer for what is not done."""
+        """Requests wait no longer for what is not done, and changes of documents end with the piece they are at."""
         self.is_stopping = True
+        for change in list(self.changes):
+            change.cancel()
         if self._stopped is not None and not self._stopped.done():
             self._stopped.set_result(None)
 
     def close(self) -> None:
-        """Returns when what had begun is done; the rest never begins."""
+        """Returns when the pieces of work that had begun are done; the rest never begins."""
         for pool in (self.uploads, self.embeddings, self.probes):
             pool.shutdown(cancel_futures=True)
 

@@ -1,0 +1,189 @@
+"""Uploads that take long: answered with a job (HTTP 202), looked at, cancelled; also by leaving and by stopping."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from stillroom.config.settings import ServerConfig, StillroomConfig
+from stillroom.core.cancellation import Cancellation
+from stillroom.retrieval.ingest import AddProgress
+from stillroom.retrieval.uploads import UploadResult
+from stillroom.server.keys import KeyRing
+from stillroom.server.tenants import Tenants
+from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.harness import running, serving
+from tests.server.test_documents import ROUTE, as_json
+from tests.server.test_keys import add, bearer
+
+JOBS = "/v1/jobs"
+
+
+class SlowRoom(FakeRoom):
+    """An upload works in pieces until `go_on` is set."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(config=StillroomConfig(server=ServerConfig(**config)))
+        self.go_on = threading.Event()
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+
+    def upload(
+        self, files: Any, progress: Any = None, metadata: Any = None, stop: Cancellation | None = None
+    ) -> list[UploadResult]:
+        name = files[0][0]
+        self.begun.append(name)
+        assert progress is not None and stop is not None
+        progress(AddProgress(0, 1, 5, 10, 3, name))
+        try:
+            while not self.go_on.wait(0.001):
+                stop.check()
+            return super().upload(files, progress, metadata)
+        finally:
+            self.ended.append(name)
+
+    def beside(self, *_: object) -> FakeRoom:
+        return FakeRoom()
+
+
+@pytest.fixture
+def slow() -> SlowRoom:
+    return SlowRoom()
+
+
+@pytest.fixture
+def client(slow: SlowRoom) -> Iterator[httpx.Client]:
+    with serving(as_room(slow)) as url, httpx.Client(base_url=url, timeout=20) as client:
+        try:
+            yield client
+        finally:
+            slow.go_on.set()
+
+
+def status(client: httpx.Client, job: dict[str, Any]) -> str:
+    return str(client.get(f"{JOBS}/{job['id']}").json()["status"])
+
+
+@pytest.mark.parametrize(
+    "asks", [{"params": {"wait": "0"}}, {"headers": {"prefer": "respond-async"}}, {"headers": {"prefer": "wait=0"}}]
+)
+def test_an_upload_that_takes_long_is_answered_with_a_job(
+    client: httpx.Client, slow: SlowRoom, asks: dict[str, Any]
+) -> None:
+    response = client.post(ROUTE, json=as_json(a_md="one"), **asks)
+
+    job = response.json()
+    assert (response.status_code, job["object"], job["data"]) == (202, "documents.job", [])
+    assert job["status"] == "in_progress"
+    until(lambda: client.get(f"{JOBS}/{job['id']}").json()["progress"] is not None)
+    shown = client.get(str(response.url.join(response.headers["location"]))).json()
+    assert (shown["progress"]["num_bytes_done"], shown["finished_at"]) == (5, None)
+
+    slow.go_on.set()
+    until(lambda: status(client, job) == "completed")
+    [one] = client.get(f"{JOBS}/{job['id']}").json()["data"]
+    assert (one["name"], one["status"]) == ("a.md", "added")
+    assert client.get(JOBS).json()["data"][0]["id"] == job["id"]
+    assert client.delete(f"{JOBS}/{job['id']}").json()["status"] == "completed", "what has ended stays as it is"
+
+
+def test_an_upload_is_answered_whole_where_the_server_waits_long_enough(client: httpx.Client, slow: SlowRoom) -> None:
+    slow.go_on.set()
+    response = client.post(ROUTE, json=as_json(a_md="one"))
+    assert (response.status_code, response.json()["data"][0]["status"]) == (200, "added")
+
+
+def test_how_long_the_server_waits_is_a_setting(slow: SlowRoom) -> None:
+    room = SlowRoom(upload_wait_s=0.0)
+    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
+        assert client.post(ROUTE, json=as_json(a_md="one")).status_code == 202
+        room.go_on.set()
+
+
+def test_a_job_that_fails_says_why(client: httpx.Client, slow: SlowRoom) -> None:
+    slow.go_on.set()
+    job = client.post(ROUTE, json=as_json(bad_md="\0"), params={"wait": 0}).json()
+    until(lambda: status(client, job) == "failed")
+    assert client.get(f"{JOBS}/{job['id']}").json()["error"]["code"] == "document_unreadable"
+
+
+def test_deleting_a_job_cancels_it_between_two_pieces(client: httpx.Client, slow: SlowRoom) -> None:
+    first = client.post(ROUTE, json=as_json(a_md="one"), params={"wait": 0}).json()
+    second = client.post(ROUTE, json=as_json(b_md="two"), params={"wait": 0}).json()
+    until(lambda: slow.begun == ["a.md"])
+
+    assert client.delete(f"{JOBS}/{second['id']}").status_code == 200
+    until(lambda: status(client, second) == "cancelled")
+    assert slow.ended == [], "what waits is cancelled without waiting"
+    assert client.delete(f"{JOBS}/{first['id']}").json()["status"] in ("cancelling", "cancelled")
+    until(lambda: status(client, first) == "cancelled")
+    assert (slow.begun, slow.ended) == (["a.md"], ["a.md"])
+    slow.go_on.set()
+    assert client.post(ROUTE, json=as_json(c_md="three")).status_code == 200, "and the next begins"
+
+
+def test_a_job_can_be_cancelled_while_it_takes_all_places_of_its_key() -> None:
+    room = SlowRoom(max_concurrent=1)
+    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
+        job = client.post(ROUTE, json=as_json(a_md="one"), params={"wait": 0}).json()
+        assert client.post(ROUTE, json=as_json(b_md="two")).status_code == 429
+        assert client.delete(f"{JOBS}/{job['id']}").status_code == 200
+        until(lambda: status(client, job) == "cancelled")
+        room.go_on.set()
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_cancels_its_upload(client: httpx.Client, slow: SlowRoom, is_stream: bool) -> None:
+    if is_stream:
+        headers = {"accept": "text/event-stream"}
+        with client.stream("POST", ROUTE, json=as_json(a_md="one"), headers=headers) as response:
+            assert response.headers["x-stillroom-job"].startswith("job-")
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(ROUTE, json=as_json(a_md="one"), timeout=0.3)
+    until(lambda: slow.ended == ["a.md"])
+    assert "uploads/a.md" not in slow.texts
+    until(lambda: client.get(JOBS).json()["data"][0]["status"] == "cancelled")
+
+
+def test_a_client_that_was_given_a_job_may_leave(slow: SlowRoom) -> None:
+    with serving(as_room(slow)) as url:
+        job = httpx.post(f"{url}{ROUTE}", json=as_json(a_md="one"), params={"wait": 0}).json()
+        slow.go_on.set()
+        until(lambda: httpx.get(f"{url}{JOBS}/{job['id']}").json()["status"] == "completed")
+
+
+def test_a_server_that_stops_cancels_its_jobs_after_the_grace() -> None:
+    room = SlowRoom(grace_s=0.0)
+    with running(as_room(room)) as server:
+        job = httpx.post(f"{server.url}{ROUTE}", json=as_json(a_md="one"), params={"wait": 0}).json()
+        assert job["status"] == "in_progress"
+        until(lambda: room.begun == ["a.md"])
+    assert room.ended == ["a.md"] and "uploads/a.md" not in room.texts
+
+
+def test_a_tenant_sees_its_own_jobs_only(slow: SlowRoom, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    own, other = bearer(add(path, "anna")), bearer(add(path, "ben", "legal"))
+    house = Tenants(as_room(slow), tmp_path / "tenants")
+    with serving(as_room(slow), tenants=house, keys=KeyRing(path)) as url:
+        job = httpx.post(f"{url}{ROUTE}", json=as_json(a_md="one"), params={"wait": 0}, headers=own).json()
+        for method in ("GET", "DELETE"):
+            response = httpx.request(method, f"{url}{JOBS}/{job['id']}", headers=other)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "job_not_found")
+        assert httpx.get(f"{url}{JOBS}", headers=other).json()["data"] == []
+        assert httpx.get(f"{url}{JOBS}/{job['id']}", headers=own).json()["status"] == "in_progress"
+        slow.go_on.set()
+
+
+def test_jobs_that_ended_long_ago_are_forgotten(
+    client: httpx.Client, slow: SlowRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stillroom.server.jobs._MAX_FINISHED", 2)
+    slow.go_on.set()
+    for number in range(4):
+        client.post(ROUTE, json=as_json(**{f"{number}_md": "text"}))
+    assert len(client.get(JOBS).json()["data"]) <= 3
