@@ -10,6 +10,7 @@ from stillroom.kvcache.cost_model import Link, linear_profile
 from stillroom.kvcache.eviction import POLICIES, Use, gdsf, lfu, lru, pgdsf, prefix_heat, reusability, tamm
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.placement import reusability as context_of
+from stillroom.kvcache.provenance import Context
 from tests.kvcache.kitchen import SIZE, Kitchen
 
 
@@ -208,7 +209,8 @@ def test_a_chunk_of_unknown_context_fits_into_no_other_after_a_restart() -> None
     assert kitchen.admit(lease) == 0
     kitchen.compute(lease)
     piece = lease.pieces[2]
-    alone = kitchen.tree.insert_alone(piece, lease.table.blocks_of(piece.start, SIZE), (b"1" * 32,), 1.0)
+    context = Context((b"1" * 32,), frozenset(map(ChunkId, (1, 2))))
+    alone = kitchen.tree.insert_alone(piece, lease.table.blocks_of(piece.start, SIZE), context, 1.0)
     assert alone.mass is None
     kitchen.tree.flush()
     kitchen.pool = BlockPool(12, SIZE)

@@ -1,10 +1,11 @@
 """What can be done with all models' records without a model, also while a process uses them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from stillroom.core.ids import ChunkId
 from stillroom.kvstore.disk import DiskStore
-from stillroom.kvstore.files import FolderUsage, clear_all, fingerprints, forget_chunks, usage
+from stillroom.kvstore.files import FolderUsage, clear_all, fingerprints, forget_chunks, path_of, usage
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, record, sealed
 
 
@@ -29,6 +30,29 @@ def test_only_the_dead_chunks_records_and_what_follows_them_go(tmp_path: Path) -
     assert stored(store) == stored(other) == [1, 5, 7]
     assert not store.verify_failures, "for a process that used them they are plain misses"
     assert forget_chunks(tmp_path, lambda chunk: True) == 0
+
+
+def test_a_record_goes_with_every_chunk_that_its_kv_has_seen(tmp_path: Path) -> None:
+    """It may hang from none, or its parent's record may be gone already."""
+    store = DiskStore(tmp_path, MODEL)
+    alone = replace(record(1, parent=1, first_position=8, chunk=30), seen=(ChunkId(20), ChunkId(30)))
+    orphan = replace(record(2, parent=9, first_position=8, chunk=40), seen=(ChunkId(20), ChunkId(40)))
+    other = replace(record(3, parent=3, first_position=8, chunk=30), seen=(ChunkId(30), ChunkId(40)))
+    assert all(store.write(one, *sealed(1)) for one in (alone, orphan, other))
+    assert forget_chunks(tmp_path, lambda chunk: chunk != ChunkId(20)) == 2
+    assert stored(store) == [3]
+
+
+def test_a_record_that_does_not_say_what_it_has_seen_is_removed(tmp_path: Path) -> None:
+    """Its checksum fails, as that of another version's record does: nobody can use it, and it may hold anything."""
+    store = DiskStore(tmp_path, MODEL)
+    assert all(store.write(record(n, first_position=0), *sealed(1)) for n in (1, 2))
+    path = path_of(store.folder, key(1))
+    content = bytearray(path.read_bytes())
+    content[8] ^= 1
+    path.write_bytes(content)
+    assert forget_chunks(tmp_path, lambda chunk: True) == 1
+    assert stored(store) == [2]
 
 
 def test_usage_counts_every_model_and_clear_all_removes_it(tmp_path: Path) -> None:

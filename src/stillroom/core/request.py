@@ -1,6 +1,6 @@
 """What the engine is asked to do, and how a request ends. Plain values; the running state is the scheduler's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.arguments import integer, number
-from stillroom.core.ids import RequestId
+from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.errors import UsageError
 
@@ -151,6 +151,9 @@ class Request:
     """When its answer must be complete, in seconds on the engine's monotonic clock; None: whenever it is."""
     may_place: bool = True
     """Whether KV of other places may be used for it, where that is configured at all."""
+    may_see: Callable[[Collection[ChunkId]], bool] | None = None
+    """Whether its filter allows all of these chunks: KV that has seen another one, outside this prompt, is not used for
+    it. None allows every chunk of its tenant. The engine's thread asks."""
     constraint: TokenConstraint | None = None
     """At the beginning of an answer; never advanced, every sequence works on a copy."""
 

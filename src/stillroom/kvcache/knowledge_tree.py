@@ -6,7 +6,6 @@ the first time only: the copy on the host stays while it is on the device again 
 stay likewise. Worked example: docs/knowledge-tree.md
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,9 +15,9 @@ from stillroom.kvcache.chunk_scores import ContextMass
 from stillroom.kvcache.leaving_nodes import LeavingNodes
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
+from stillroom.kvcache.provenance import Context, alone_key
 from stillroom.kvcache.tiered_nodes import TIERS
 
-_ALONE = b"anywhere"
 _LEAST_OVERHEAD = 0.01
 """CFO of a copy that needs no repair, where 1 / CFO counts (Cache-Craft 3.3)."""
 _UNKNOWN_BEFORE = (NO_CONTENT,)
@@ -117,18 +116,18 @@ class KnowledgeTree(LeavingNodes):
             self._offload(node)
         return node
 
-    def insert_alone(
-        self, piece: Piece, block_ids: Sequence[BlockId], before: tuple[bytes, ...], cost_per_token: float
-    ) -> Node:
+    def insert_alone(self, piece: Piece, block_ids: Sequence[BlockId], context: Context, cost_per_token: float) -> Node:
         """A chunk was computed behind others whose KV was not exact: a node that hangs from none, and can be placed.
 
-        One for each content and position: who reads another process's records turns keys by where they say that they
-        stood. The tree takes a reference of its own to the blocks.
+        Its key names content, position and provenance, so a node of that key has seen the same; it then stays as it is.
+        Another process that reads the records turns keys by where they say that they stood. The tree takes a reference
+        of its own to the blocks.
         """
-        key = NodeKey(hashlib.sha256(_ALONE + piece.content + piece.start.to_bytes(8, "little")).digest())
+        assert piece.chunk_id in context.seen
+        key = alone_key(piece.content, piece.start, context.seen, context.system)
         if key in self._nodes:
             return self._nodes[key]
-        node = self._attach(key, key, piece.content, piece.start, piece.num_tokens, piece.chunk_id, before)
+        node = self._attach(key, key, piece.content, piece.start, piece.num_tokens, piece.chunk_id, context)
         node.owner = piece.owner
         self.touch(node, cost_per_token)
         self._unstored[key] = None
@@ -222,13 +221,13 @@ class KnowledgeTree(LeavingNodes):
         assert all(node.num_users == 0 for node in self._nodes.values())
 
     def forget_chunks(self, is_alive: Callable[[ChunkId], bool], owner: OwnerTag = NO_TENANT) -> int:
-        """Drop a tenant's KV of chunks that are no more, and what stands behind them in prompts; what runs keeps its
-        blocks. Returns the number of nodes dropped."""
+        """Drop a tenant's KV that has seen chunks that are no more; what runs keeps its blocks.
+
+        What stands behind such a chunk on a path has seen it, and goes with it. Returns the number of nodes dropped.
+        """
         before = len(self._nodes)
         for node in list(self._nodes.values()):
-            if node.chunk_id is None or node.owner != owner or node.key not in self._nodes:
-                continue
-            if not is_alive(node.chunk_id):
+            if node.owner == owner and node.key in self._nodes and not all(map(is_alive, _named(node))):
                 self._forget(node)
         return before - len(self._nodes)
 
@@ -247,9 +246,8 @@ class KnowledgeTree(LeavingNodes):
                 self._forget(node)
 
     def chunk_ids(self, owner: OwnerTag = NO_TENANT) -> set[ChunkId]:
-        """Of a tenant's chunks whose KV is kept."""
-        owned = (node.chunk_id for node in self._nodes.values() if node.owner == owner)
-        return {chunk_id for chunk_id in owned if chunk_id is not None}
+        """Of a tenant's chunks that some kept KV has seen."""
+        return {chunk_id for node in self._nodes.values() if node.owner == owner for chunk_id in _named(node)}
 
     # On disk, for the next process
 
@@ -280,7 +278,6 @@ class KnowledgeTree(LeavingNodes):
             if record.key in self._nodes or not self._has_place(record):
                 orphans.append(record.key)
                 continue
-            is_alone = record.parent == record.key and record.first_position > 0
             mass = None if not record.notes else ContextMass.from_bytes(record.notes)
             before = _UNKNOWN_BEFORE if mass is None else mass.prefix
             node = self._attach(
@@ -290,7 +287,7 @@ class KnowledgeTree(LeavingNodes):
                 record.first_position,
                 record.num_tokens,
                 record.chunk_id,
-                before if is_alone else None,
+                Context(before, frozenset(record.seen)) if _is_alone(record) else None,
             )
             node.mass, node.owner = mass, record.owner
             node.frequency.add(self._now(), record.frequency)
@@ -304,7 +301,19 @@ class KnowledgeTree(LeavingNodes):
         return orphans
 
     def _has_place(self, record: NodeRecord) -> bool:
+        if _is_alone(record):
+            return record.chunk_id in record.seen  # of unknown provenance otherwise
         if record.parent == record.key:
             return True
         parent = self._nodes.get(record.parent)
         return parent is not None and parent.first_position + parent.num_tokens == record.first_position
+
+
+def _is_alone(record: NodeRecord) -> bool:
+    """Whether it hangs from no path: it is not at the beginning, and no piece before it is named."""
+    return record.parent == record.key and record.first_position > 0
+
+
+def _named(node: Node) -> Iterable[ChunkId]:
+    """The chunks that a node has seen by itself; its path names the others."""
+    return node.seen_alone or (() if node.chunk_id is None else (node.chunk_id,))

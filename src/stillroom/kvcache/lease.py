@@ -1,7 +1,9 @@
 """What one sequence holds of the KV cache: its block table, and the path in the knowledge tree that it stands on."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse
@@ -9,6 +11,7 @@ from stillroom.kvcache.block_table import BlockTable
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.placement import Placement
+from stillroom.kvcache.provenance import NOTHING_KEPT, View
 from stillroom.kvcache.repair import Repair
 from stillroom.kvcache.weighing import Weigher
 
@@ -40,6 +43,8 @@ class Lease:
     """As it was first admitted, or last if chunks were placed; None before."""
     may_place: bool = True
     """Whether KV of other places may be used."""
+    view: View = NOTHING_KEPT
+    """Which of it."""
     placements: tuple[Placement, ...] = ()
     """Pieces whose KV was taken from another place; behind the first of them nothing is exact."""
     repair: Repair | None = None
@@ -50,3 +55,12 @@ class Lease:
     """Whether the tree was told that its pieces will be used."""
     read_ahead: list[NodeKey] = field(default_factory=list)
     """Nodes that are read from disk for it while it waits."""
+
+    def seen(self) -> Iterator[tuple[int, set[ChunkId]]]:
+        """Which chunks each piece has seen by itself, as text of the prompt or through a copy that was placed, by its
+        index; in no order."""
+        for index, piece in enumerate(self.pieces):
+            if piece.chunk_id is not None:
+                yield index, {piece.chunk_id}
+        for placement in self.placements:
+            yield placement.piece_index, placement.node.seen

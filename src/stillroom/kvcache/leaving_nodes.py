@@ -144,4 +144,5 @@ class LeavingNodes(TieredNodes):
             content=node.content,
             notes=b"" if node.mass is None else node.mass.to_bytes(),
             owner=node.owner,
+            seen=tuple(sorted(node.seen)),
         )

@@ -23,6 +23,7 @@ from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece, PrefixKeys
 from stillroom.kvcache.placement import AnywhereOptions, Placement
 from stillroom.kvcache.placing import account_repair, describe, keep_to_be_placed, place, plan_for
+from stillroom.kvcache.provenance import MaySee, View
 from stillroom.kvcache.reuse_plan import plan_reuse
 from stillroom.kvcache.reuse_report import Found, Placed, account, nothing_reused
 from stillroom.kvcache.weighing import Weigher
@@ -65,10 +66,24 @@ class KVCacheManager:
         if self.reuse is not None:
             self.reuse = replace(self.reuse, anywhere=options)
 
-    def new_lease(self, prompt: SegmentedPrompt, max_tokens: int, salt: str = "", *, may_place: bool = True) -> Lease:
-        """An empty lease for a sequence that will never hold more than `max_tokens` tokens."""
+    def new_lease(
+        self,
+        prompt: SegmentedPrompt,
+        max_tokens: int,
+        salt: str = "",
+        *,
+        may_place: bool = True,
+        may_see: MaySee | None = None,
+    ) -> Lease:
+        """An empty lease for a sequence that will never hold more than `max_tokens` tokens.
+
+        Args:
+            may_place: whether KV of other places may be used for it.
+            may_see: of which chunks; None: of all of its tenant's.
+        """
         pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
         lease = Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces, may_place=may_place)
+        lease.view = View(pieces, may_see)
         lease.watched = tuple(piece.key for piece in pieces)
         if may_place and self.reuse and self.reuse.anywhere is not None:
             lease.watched += tuple(dict.fromkeys(piece.content for piece in pieces))
@@ -252,7 +267,8 @@ class KVCacheManager:
 
         Args:
             existing: those of some of the tenant's chunks that are still there.
-            leases: of sequences under way, whose prompts may hold such chunks: they go on, and nothing is kept of them.
+            leases: of sequences under way, whose prompts or placed copies may have seen such chunks: they go on, and
+                nothing is kept of what is computed behind.
         """
         if self.reuse is None:
             return 0
@@ -260,11 +276,11 @@ class KVCacheManager:
         under_way = [lease for lease in leases if lease.pieces and lease.pieces[0].owner == owner]
         known = tree.chunk_ids(owner)
         for lease in under_way:
-            known |= {piece.chunk_id for piece in lease.pieces if piece.chunk_id is not None}
+            known.update(*(seen for _, seen in lease.seen()))
         dead = known - existing(known)
         for lease in under_way:
-            firsts = (index for index, piece in enumerate(lease.pieces) if piece.chunk_id in dead)
-            lease.num_keepable = min(lease.num_keepable, next(firsts, lease.num_keepable))
+            firsts = (index for index, seen in lease.seen() if not dead.isdisjoint(seen))
+            lease.num_keepable = min([lease.num_keepable, *firsts])
         return tree.forget_chunks(lambda chunk_id: chunk_id not in dead, owner)
 
     def forget_owner(self, owner: OwnerTag, leases: Iterable[Lease] = ()) -> int:

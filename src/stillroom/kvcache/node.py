@@ -1,6 +1,7 @@
 """A node of the knowledge tree: one piece of a prompt after one exact sequence of earlier ones, and where its KV is."""
 
 import math
+from collections.abc import Iterator
 
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NO_TENANT, NodeKey, Tier
@@ -67,6 +68,7 @@ class Node:
         "priority",
         "recency",
         "reusability",
+        "seen_alone",
     )
 
     def __init__(  # noqa: PLR0913  plain values, given once
@@ -76,6 +78,7 @@ class Node:
         *,
         content: bytes,
         before: tuple[bytes, ...] = (),
+        seen_alone: frozenset[ChunkId] = frozenset(),
         first_position: int,
         num_tokens: int,
         chunk_id: ChunkId | None,
@@ -90,6 +93,9 @@ class Node:
         """Hash of model, tenant and its tokens, wherever they stand."""
         self.before = before
         """Contents of the chunks that stood before it when its KV was computed, in order, as far as is known."""
+        self.seen_alone = seen_alone
+        """Chunks whose text its KV has seen, its own included, where it hangs from no path; empty where its path says
+        so."""
         self.first_position = first_position
         self.num_tokens = num_tokens
         self.chunk_id = chunk_id
@@ -131,6 +137,19 @@ class Node:
         if self.is_lower[Tier.HOST]:
             return Tier.HOST
         return Tier.DISK if self.is_lower[Tier.DISK] else None
+
+    @property
+    def seen(self) -> set[ChunkId]:
+        """The chunks whose text its KV has seen, its own included."""
+        path = {node.chunk_id for node in (self, *self.above()) if node.chunk_id is not None}
+        return path | self.seen_alone
+
+    def above(self) -> "Iterator[Node]":
+        """The nodes of its path before it, nearest first."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
 
     def add_use(self, half_lives: float) -> None:
         """

@@ -16,6 +16,7 @@ from stillroom.kvcache.chunk_scores import adjusted_overlap, fix_overhead, order
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
+from stillroom.kvcache.provenance import View
 
 UNKNOWN_IMPACT = 0.75
 """CCI of a copy that nobody measured: half way between owing nothing to its context and owing it everything."""
@@ -92,9 +93,16 @@ class Placement:
 
 
 def plan_placements(
-    tree: KnowledgeTree, pieces: Sequence[Piece], num_exact: int, options: AnywhereOptions, *, always_loads: bool
+    tree: KnowledgeTree,
+    pieces: Sequence[Piece],
+    view: View,
+    num_exact: int,
+    options: AnywhereOptions,
+    *,
+    always_loads: bool,
 ) -> list[Placement]:
-    """The chunks behind the first `num_exact` pieces that are kept and worth placing, each with its best copy.
+    """The chunks behind the first `num_exact` pieces that are kept and worth placing, each with its best copy among
+    those that the request may place.
 
     Worth it is what loads faster than the share of its tokens computes that need not be computed then; by the measured
     cost of its tokens as part of a longer prefill.
@@ -105,7 +113,8 @@ def plan_placements(
         piece = pieces[index]
         if piece.kind is not SegmentKind.CHUNK:
             continue
-        copies = (node for node in tree.variants(piece.content) if _can_be_repaired(node, options))
+        seeable = filter(view.may_place, tree.variants(piece.content))
+        copies = (node for node in seeable if _can_be_repaired(node, options))
         node = best_variant(copies, before, piece.start)
         if node is not None:
             tier = node.tier

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+from stillroom.core.ids import ChunkId
 from stillroom.core.prompt import SegmentKind
 from stillroom.core.reuse import Variant
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.placement import AnywhereOptions, Placement, load_seconds, plan_placements, saved_seconds
+from stillroom.kvcache.provenance import MAX_SEEN, Context, has_seen_turns, system_of
 from stillroom.kvcache.repair import PlacedChunk, Repair
 
 
@@ -20,7 +22,7 @@ def plan_for(
     began_exactly = lease.reuse is not None and not lease.reuse.has_placed
     if options is None or began_exactly or not lease.may_place:
         return []
-    return plan_placements(tree, lease.pieces, num_exact, options, always_loads=always_loads)
+    return plan_placements(tree, lease.pieces, lease.view, num_exact, options, always_loads=always_loads)
 
 
 def place(
@@ -52,9 +54,10 @@ def place(
 def describe(tree: KnowledgeTree, placement: Placement, options: AnywhereOptions) -> Variant:
     """For the report, before it is known what the question looks at."""
     reusability = placement.reusability
-    behind = [tree.variants(content) for content in placement.node.before]
+    seen = placement.node.seen  # the same text may be kept of a document that the request may not see
+    behind = [[one.chunk_id for one in tree.variants(content)] for content in placement.node.before]
     return Variant(
-        behind=tuple(nodes[0].chunk_id if nodes else None for nodes in behind),
+        behind=tuple(next((one for one in same if one in seen), None) for same in behind),
         first_position=placement.node.first_position,
         overlap=reusability.overlap,
         impact=reusability.impact,
@@ -73,17 +76,34 @@ def account_repair(tree: KnowledgeTree, lease: Lease) -> None:
 
 
 def keep_to_be_placed(tree: KnowledgeTree, lease: Lease) -> None:
-    """Chunks that were computed behind placed ones, and have no copy yet, are kept to be placed themselves."""
-    first = lease.placements[0].piece_index
-    is_placed = {placement.piece_index for placement in lease.placements}
-    before = [piece.content for piece in lease.pieces[:first] if piece.kind is SegmentKind.CHUNK]
-    for index, piece in enumerate(lease.pieces[first : lease.num_keepable], start=first):
-        if piece.kind is not SegmentKind.CHUNK:
+    """Keep chunks that were computed behind placed ones, to be placed themselves, where the request found no copy.
+
+    They have seen every chunk before them and all that the placed ones had seen. What has seen turns of a conversation,
+    or too many chunks, is not kept: turns may quote any document.
+    """
+    placed = {placement.piece_index: placement.node for placement in lease.placements}
+    first, system = lease.placements[0].piece_index, system_of(lease.pieces)
+    before: list[bytes] = []
+    seen: set[ChunkId] = set()
+    for index, piece in enumerate(lease.pieces[: lease.num_keepable]):
+        if piece.kind is SegmentKind.SYSTEM:
             continue
-        if index not in is_placed and not tree.variants(piece.content):
-            own = lease.table.blocks_of(piece.start, piece.num_tokens)
-            node = tree.insert_alone(piece, own, tuple(before), lease.cost_per_token)
-            node.mass = None if lease.weigher is None else lease.weigher.mass_of(index)
-            tree.acquire([node])  # its blocks are not free for others while the lease has them
-            lease.nodes.append(node)
+        node = placed.get(index)
+        if piece.chunk_id is None or (node is not None and has_seen_turns(node, system)):
+            break
+        seen |= {piece.chunk_id} if node is None else {piece.chunk_id, *node.seen}
+        if len(seen) > MAX_SEEN:
+            break
+        if index > first and node is None and not any(map(lease.view.may_place, tree.variants(piece.content))):
+            context = Context(tuple(before), frozenset(seen), system)
+            _keep_alone(tree, lease, index, context)
         before.append(piece.content)
+
+
+def _keep_alone(tree: KnowledgeTree, lease: Lease, index: int, context: Context) -> None:
+    piece = lease.pieces[index]
+    own = lease.table.blocks_of(piece.start, piece.num_tokens)
+    node = tree.insert_alone(piece, own, context, lease.cost_per_token)
+    node.mass = None if lease.weigher is None else lease.weigher.mass_of(index)
+    tree.acquire([node])  # its blocks are not free for others while the lease has them
+    lease.nodes.append(node)

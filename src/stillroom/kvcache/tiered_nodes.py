@@ -18,6 +18,7 @@ from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile
 from stillroom.kvcache.eviction import Policy, Use, prefix_heat
 from stillroom.kvcache.node import Node, WindowedCount
+from stillroom.kvcache.provenance import Context
 from stillroom.kvcache.stats import CacheStats
 
 TIERS = tuple(Tier)
@@ -158,6 +159,10 @@ class TieredNodes:
                 assert (node.key in self._leaves[where]) == self._is_leaf(node, where), (node.key.hex(), where)
         assert (used, num_copies) == (self._used, self._num_copies), "copies and their sums differ"
         assert all(used[tier] <= limit for tier, limit in self._capacity.items()), "a tier is over its capacity"
+        for node in self._nodes.values():
+            assert not node.seen_alone or (
+                node.parent is None and not node.children and node.chunk_id in node.seen_alone
+            )
         by_content = [node for same in self._by_content.values() for node in same.values()]
         assert len(by_content) == len(self._nodes) and all(self._nodes.get(node.key) is node for node in by_content)
         for heap in self._leaves.values():
@@ -174,16 +179,17 @@ class TieredNodes:
         first_position: int,
         num_tokens: int,
         chunk_id: ChunkId | None,
-        before: tuple[bytes, ...] | None = None,
+        context: Context | None = None,
     ) -> Node:
         """
         Args:
-            before: for a node that hangs from none, as its KV is not exactly that of any path: contents of the chunks
-                that stood before it.
+            context: of a node that hangs from none, as its KV is not exactly that of any path.
         """
-        parent = self._nodes.get(parent_key) if before is None else None
-        assert before is not None or (parent is None) == (first_position == 0)
-        if before is None:
+        parent = self._nodes.get(parent_key) if context is None else None
+        assert context is not None or (parent is None) == (first_position == 0)
+        if context is not None:
+            before = context.before
+        else:
             before = parent.before if parent is not None else ()
             before += () if parent is None or parent.chunk_id is None else (parent.content,)
         node = Node(
@@ -191,6 +197,7 @@ class TieredNodes:
             parent,
             content=content,
             before=before,
+            seen_alone=frozenset() if context is None else context.seen,
             first_position=first_position,
             num_tokens=num_tokens,
             chunk_id=chunk_id,

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from stillroom.core.ids import ChunkId
@@ -116,11 +117,11 @@ def usage(root: Path) -> list[FolderUsage]:
 def forget_chunks(
     root: Path, is_alive: Callable[[ChunkId], bool], owner: OwnerTag = NO_TENANT, but: bytes | None = None
 ) -> int:
-    """Remove a tenant's records, of every model, of chunks that are not alive, and of what was computed after one in a
-    prompt.
+    """Remove a tenant's records, of every model, that have seen chunks which are not alive.
 
-    The latter hold traces of the chunk's text, and nobody asks for them again: their keys contain its tokens. They are
-    found by parent, so those whose parent's record was removed earlier stay.
+    A record names the chunks that it has seen, and what was computed after one in a prompt is also found by parent. A
+    record that does not say what it has seen, being damaged or of another version, is removed whosever it is: it is of
+    no use to anybody.
 
     Args:
         but: the fingerprint of the model whose records somebody else takes care of.
@@ -128,17 +129,20 @@ def forget_chunks(
     Returns:
         Records removed.
     """
-    num_removed = 0
+    is_alive, num_removed = cache(is_alive), 0
     for fingerprint in fingerprints(root):
         if fingerprint == but:
             continue
         folder = folder_of(root, fingerprint)
-        headers = (read_header(path, fingerprint) for path in record_paths(folder))
-        records = [header.record for header in headers if isinstance(header, Header) and header.record.owner == owner]
+        headers = {key_of(path): read_header(path, fingerprint) for path in record_paths(folder)}
+        dead = {key for key, header in headers.items() if isinstance(header, Defect) and header != Defect.UNREADABLE}
+        records = [header.record for header in headers.values() if isinstance(header, Header)]
         records.sort(key=lambda record: record.first_position)  # a parent comes before its children
-        dead: set[NodeKey] = set()
         for record in records:
-            if record.parent in dead or (record.chunk_id is not None and not is_alive(record.chunk_id)):
+            if record.owner != owner:
+                continue
+            seen = {*record.seen, *(() if record.chunk_id is None else (record.chunk_id,))}
+            if record.parent in dead or not all(map(is_alive, seen)):
                 dead.add(record.key)
         num_removed += sum(remove_file(path_of(folder, key)) for key in dead)
     return num_removed

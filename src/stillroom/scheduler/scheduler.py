@@ -271,7 +271,9 @@ class Scheduler:
     def _new_sequence(self, request: Request, now: float) -> Sequence:
         self._num_arrivals += 1
         num_tokens = request.prompt.num_tokens + request.sampling.max_tokens
-        lease = self.kv.new_lease(request.prompt, num_tokens, request.cache_salt, may_place=request.may_place)
+        lease = self.kv.new_lease(
+            request.prompt, num_tokens, request.cache_salt, may_place=request.may_place, may_see=request.may_see
+        )
         return Sequence(request, lease, self._num_arrivals, now)
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
