@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -222,6 +223,65 @@ def test_what_is_no_http_is_refused_and_hurts_nobody(sent: bytes) -> None:
             reply = b""  # closed while we were still sending
         until(lambda: is_alive(connect))
     assert reply == b"" or reply.startswith(b"HTTP/1.1 4"), reply[:200]
+
+
+CHUNKED = b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "body", "status"),
+    [
+        ([b"content-length: 5", b"transfer-encoding: chunked"], CHUNKED, b"400"),
+        ([b"transfer-encoding: chunked", b"content-length: 5"], CHUNKED, b"400"),
+        ([b"content-length: 5", b"content-length: 6"], b"hello", b"400"),
+        ([b"content-length: 5, 6"], b"hello", b"400"),
+        ([b"content-length: +5"], b"hello", b"400"),
+        ([b"transfer-encoding: gzip, chunked"], CHUNKED, b"501"),
+        ([b"transfer-encoding: chunked", b"transfer-encoding: chunked"], CHUNKED, b"501"),
+        ([b"authorization: Bearer a", b"authorization: Bearer b"], b"", b"400"),
+        ([b"x-folded: a", b" b"], b"", b"400"),
+        ([b"x-bare: a\ncontent-length: 5"], b"hello", b"400"),
+        ([b"x-space : a"], b"", b"400"),
+        ([b"x-%d: y" % number for number in range(200)], b"", b"431"),
+        ([b"x-large: " + b"y" * 70_000], b"", b"431"),
+    ],
+    ids=lambda value: b" ".join(value)[:40].decode() if isinstance(value, list) else "",
+)
+def test_what_a_proxy_could_read_otherwise_is_refused_and_the_connection_closed(
+    lines: list[bytes], body: bytes, status: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "stillroom.server.access")
+    sent = b"\r\n".join([b"POST /v1/search HTTP/1.1", b"host: localhost", *lines, b"", body])
+    with talking(head_timeout_s=20.0) as (_, connect):
+        connection = connect()
+        connection.sendall(sent + b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        reply = read_all(connection)
+        until(lambda: is_alive(connect))
+
+    assert reply.startswith(b"HTTP/1.1 " + status), reply[:200]
+    assert reply.count(b"HTTP/1.1 ") == 1, "what came after it is not answered"
+    head, _, content = reply.partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower() and b"x-request-id: " in head.lower()
+    assert json.loads(content)["error"]["code"] == "invalid_http"
+    refused = [record for record in caplog.records if "- other " + status.decode() in record.getMessage()]
+    assert len(refused) == 1
+
+
+def test_a_transfer_encoding_in_http_1_0_is_refused() -> None:
+    with talking(head_timeout_s=20.0) as (_, connect):
+        connection = connect()
+        connection.sendall(b"POST /v1/search HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n" + CHUNKED)
+        assert read_all(connection).startswith(b"HTTP/1.1 400")
+
+
+def test_a_second_request_on_a_connection_is_held_to_the_same() -> None:
+    bad = b"POST /v1/search HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+    with talking(head_timeout_s=20.0) as (_, connect):
+        connection = connect()
+        connection.sendall(request({"query": "keys"}) + bad + CHUNKED + request({"query": "keys"}))
+        reply = read_all(connection)
+
+    assert re.findall(rb"HTTP/1.1 (\d+)", reply) == [b"200", b"400"]
 
 
 def test_a_body_that_nobody_waits_for_does_not_hold_the_connection() -> None:

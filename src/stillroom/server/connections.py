@@ -7,11 +7,14 @@
   closed and whose last answer is not taken within that time.
 - While a request runs its connection is read on, so that a client that leaves is noticed.
 - Connections beyond `max_connections` are told to come back; beyond twice as many they are cut.
+- What two readers could understand differently is refused, and the connection closed (`strict_http`).
 
-Uvicorn has no such limits; everything else is its own.
+An answer that is given here has the form, the id and the line in the log that every other has. Uvicorn has no such
+limits; everything else is its own.
 """
 
 import asyncio
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stillroom.config.settings import ServerConfig
 from stillroom.server.errors import error_body
+from stillroom.server.middleware import note_refused
+from stillroom.server.strict_http import StrictConnection
 
 _MAX_AHEAD = 16 * 1024
 """Bytes of later requests that are read while one runs."""
@@ -53,6 +58,7 @@ class LimitedProtocol(H11Protocol):
     """See the module's docstring."""
 
     limits: ConnectionLimits
+    conn: StrictConnection
     _stage: str | None = None
     _timer: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
@@ -60,6 +66,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = StrictConnection()
         if len(self.connections) > 2 * self.limits.max_connections:
             transport.abort()
         elif len(self.connections) > self.limits.max_connections:
@@ -101,9 +108,10 @@ class LimitedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP, in the form of all other errors."""
-        body = JSONResponse(error_body(msg, "invalid_request_error", code="invalid_http")).body
+        refusal = self.conn.refusal
+        body = JSONResponse(error_body(refusal.message, "invalid_request_error", code="invalid_http")).body
         try:
-            self._send_alone(400, bytes(body))
+            self._send_alone(refusal.status, bytes(body))
         except h11.LocalProtocolError:  # in the middle of a response
             self.transport.abort()
 
@@ -139,13 +147,16 @@ class LimitedProtocol(H11Protocol):
             self.transport.abort()
 
     def _send_alone(self, status: int, body: bytes) -> None:
+        http_id = uuid.uuid4().hex
         headers: list[tuple[bytes, bytes]] = [
+            (b"x-request-id", http_id.encode()),
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
+        note_refused(status, http_id, self.client)
         self.transport.close()
         self._cut_later()
 
@@ -159,5 +170,6 @@ async def _come_back(scope: Scope, receive: Receive, send: Send) -> None:
     body: dict[str, Any] = error_body(
         "too many connections; come back in a moment", "service_unavailable_error", code="too_many_connections"
     )
-    response = JSONResponse(body, status_code=503, headers={"retry-after": "1", "connection": "close"})
-    await response(scope, receive, send)
+    headers = {"retry-after": "1", "connection": "close", "x-request-id": uuid.uuid4().hex}
+    note_refused(503, headers["x-request-id"], scope.get("client"))
+    await JSONResponse(body, status_code=503, headers=headers)(scope, receive, send)

@@ -136,6 +136,18 @@ class Observed:
         return UNKNOWN_PATH if match is Match.NONE else _path(route)
 
 
+def note_refused(status: int, http_id: str, client: tuple[str, int] | None) -> None:
+    """Log an answer that was given before there was a request to observe: to what is no HTTP, came too slowly, or came
+    over one connection too many."""
+    token = REQUEST_ID.set(http_id)
+    try:
+        fields = {"method": "-", "path": UNKNOWN_PATH, "status": status, "seconds": 0.0, "caller": "-", "tenant": "-"}
+        fields["client"] = (client or ("-",))[0]
+        access.info("%(method)s %(path)s %(status)s %(seconds)ss %(caller)s", fields, extra={"fields": fields})
+    finally:
+        REQUEST_ID.reset(token)
+
+
 def _closeness(found: tuple[Match, BaseRoute]) -> int:
     return found[0].value
 

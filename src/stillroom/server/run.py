@@ -20,9 +20,6 @@ from stillroom.ops.teams import quick_handovers
 from stillroom.server.connections import ConnectionLimits, protocol_of
 from stillroom.server.draining import Draining
 
-_MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line and its headers."""
-
 _CLOSING_SECONDS = 5
 """For connections to be closed when nothing runs any more."""
 
@@ -64,7 +61,6 @@ class HttpServer:
             app,
             http=protocol_of(limits),
             ws="none",
-            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
             log_config=None,
             access_log=False,
             lifespan="off",
