@@ -91,6 +91,14 @@ class IncompatibleKnowledgeBaseError(KnowledgeBaseError):
 class CorruptKnowledgeBaseError(KnowledgeBaseError):
     """A file of the knowledge base is damaged."""
 
+    def __init__(self, message: str, part: str = "a file") -> None:
+        """
+        Args:
+            part: the file's name without its folder, for callers who may not see the server's paths.
+        """
+        super().__init__(message)
+        self.part = part
+
 
 class KnowledgeBaseBusyError(KnowledgeBaseError):
     """Another process is writing to the knowledge base."""

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import sqlite3
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -177,3 +179,13 @@ def test_a_damaged_file_is_said_to_be_damaged(tmp_path: Path) -> None:
     path.write_bytes(b"not a database at all" * 100)
     with pytest.raises(CorruptKnowledgeBaseError, match="backup"):
         Corpus(path)
+
+
+def test_an_error_over_a_damaged_row_holds_nothing_of_it(corpus: Corpus, tmp_path: Path) -> None:
+    corpus.commit([stored("a", "one")])
+    with sqlite3.connect(tmp_path / "corpus.sqlite3") as database:
+        database.execute("UPDATE chunks SET text = CAST(x'73656372657420ff' AS TEXT)")
+    with pytest.raises(CorruptKnowledgeBaseError, match="it holds what cannot be read") as raised:
+        corpus.chunks_of(DocumentId("a"))
+    assert "secret" not in "".join(traceback.format_exception(raised.value))
+    assert raised.value.part == "corpus.sqlite3"

@@ -168,7 +168,7 @@ def test_a_form_that_the_disk_does_not_take_is_507(client: httpx.Client, monkeyp
     response = client.post(ROUTE, files={"file": ("a.md", b"a")})
 
     assert (response.status_code, response.json()["error"]["code"]) == (507, "storage_failed")
-    assert "No space left" in response.json()["error"]["message"]
+    assert "full or failing" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["../a.md", "/etc/passwd", ".env", "a/../b", "a\\b", "a#1", ""])

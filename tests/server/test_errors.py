@@ -1,7 +1,8 @@
 """Every error has a status, a code and OpenAI's shape."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import httpx
 import pytest
@@ -9,13 +10,17 @@ from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
 from stillroom.errors import (
+    ConfigError,
+    CorruptKnowledgeBaseError,
     DeadlineExceededError,
     EngineClosedError,
+    EngineError,
     IndexUnavailableError,
     KnowledgeBaseBusyError,
     PromptTooLongError,
     QueueFullError,
     RequestTimeoutError,
+    StorageError,
 )
 from stillroom.server.app import create_app
 from tests.server.fakes import FakeRoom, as_room, until
@@ -49,8 +54,6 @@ def test_body_that_is_not_an_object_is_400(client: httpx.Client, content: bytes)
     ("failure", "status", "code", "should_retry"),
     [
         (PromptTooLongError("too long"), 400, "context_length_exceeded", "false"),
-        (KnowledgeBaseBusyError("busy"), 503, "knowledge_base_busy", None),
-        (IndexUnavailableError("away"), 503, "index_unavailable", None),
         (EngineClosedError("closing"), 503, "shutting_down", None),
         (QueueFullError("full", 2.2), 429, "queue_full", None),
         (RequestTimeoutError("slow"), 504, "request_timeout", "false"),
@@ -69,6 +72,36 @@ def test_errors_of_the_room_have_a_status_and_a_code(
     assert response.json()["error"]["message"] == str(failure)
     assert response.headers.get("x-should-retry") == should_retry
     assert response.headers.get("retry-after") == {429: "3", 503: "5"}.get(status)
+
+
+@pytest.mark.parametrize(
+    ("error", "answer", "said"),
+    [
+        (KnowledgeBaseBusyError, (503, "knowledge_base_busy"), "try again"),
+        (IndexUnavailableError, (503, "index_unavailable"), "mode sparse"),
+        (StorageError, (507, "storage_failed"), "full or failing"),
+        (partial(CorruptKnowledgeBaseError, part="corpus.sqlite3"), (500, "knowledge_base_damaged"), "corpus.sqlite3"),
+        (CorruptKnowledgeBaseError, (500, "knowledge_base_damaged"), "stillroom verify"),
+        (EngineError, (500, "internal_error"), "the server's log"),
+        (ConfigError, (500, "internal_error"), "the server's log"),
+    ],
+)
+def test_an_error_of_the_server_names_part_and_remedy_and_leaves_its_own_text_to_the_log(
+    client: httpx.Client,
+    room: FakeRoom,
+    caplog: pytest.LogCaptureFixture,
+    error: Callable[[str], Exception],
+    answer: tuple[int, str],
+    said: str,
+) -> None:
+    room.fails_at, room.failure = "How", error("/srv/kb/anna: process 4711 on alba")
+
+    response = client.post("/v1/chat/completions", json=QUESTION)
+
+    assert (response.status_code, response.json()["error"]["code"]) == answer
+    assert said in response.json()["error"]["message"]
+    assert "/srv" not in response.text and "alba" not in response.text
+    assert any("/srv/kb/anna" in record.getMessage() for record in caplog.records)
 
 
 def test_empty_knowledge_base_is_409_and_says_what_to_do() -> None:

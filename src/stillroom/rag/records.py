@@ -101,6 +101,7 @@ def _damage_reported() -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptKnowledgeBaseError(
-            f"the record of past questions cannot be read ({error}); remove traces.sqlite from the knowledge base, it "
-            "holds nothing but explanations"
-        ) from error
+            f"the record of past questions cannot be read ({type(error).__name__}); remove traces.sqlite from the "
+            "knowledge base, it holds nothing but explanations",
+            part="traces.sqlite",
+        ) from None

@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from stillroom.core.sqlite_errors import code_of, reason_of
 from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
 
 _BUSY_TIMEOUT_S = 10.0
@@ -58,21 +59,22 @@ class CorpusFile:
         except sqlite3.DatabaseError as error:
             if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)):
                 raise
-            raise self._explained(error) from error
+            raise self._explained(error) from None  # its message may quote a document
 
     def _explained(self, error: sqlite3.DatabaseError) -> KnowledgeBaseError:
-        code = _code(error, sqlite3.SQLITE_CORRUPT)
+        code = code_of(error, sqlite3.SQLITE_CORRUPT)
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return KnowledgeBaseBusyError(f"{self.path} is locked by another process; try again later")
         if code in _STORAGE_CODES:
             return StorageError(
-                f"{self.path}: {error}; what was committed before is safe. Free some space or see to the disk and the "
-                "folder's rights, then run the same command again: it does the rest"
+                f"{self.path}: {reason_of(error)}; what was committed before is safe. Free some space or see "
+                "to the disk and the folder's rights, then run the same command again: it does the rest"
             )
         folder = self.path.parent
         return CorruptKnowledgeBaseError(
-            f"{self.path} is damaged: {error}; `stillroom verify --kb {folder}` says how far. Put it back from a "
-            "backup, or remove the folder and add the documents again"
+            f"{self.path} is damaged: {reason_of(error)}; `stillroom verify --kb {folder}` says how far. Put it back "
+            "from a backup, or remove the folder and add the documents again",
+            part=self.path.name,
         )
 
 
@@ -100,7 +102,7 @@ def _opened(path: Path) -> tuple[sqlite3.Connection, _State | None]:
         return _opened_with_log(path), None
     except sqlite3.OperationalError as error:
         state = _state(path)
-        is_barred = _code(error, 0) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+        is_barred = code_of(error, 0) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
         if not is_barred or state is None or os.access(path.parent, os.W_OK):
             raise
     return _connected(f"{path.absolute().as_uri()}?mode=ro&immutable=1", is_uri=True), state
@@ -120,11 +122,6 @@ def _opened_with_log(path: Path) -> sqlite3.Connection:
 
 def _connected(name: str, *, is_uri: bool = False) -> sqlite3.Connection:
     return sqlite3.connect(name, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=is_uri)
-
-
-def _code(error: sqlite3.Error, unknown: int) -> int:
-    """Without what is more special."""
-    return int(getattr(error, "sqlite_errorcode", unknown)) & 0xFF
 
 
 def _state(path: Path) -> _State | None:

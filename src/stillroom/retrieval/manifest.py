@@ -148,7 +148,8 @@ def load_manifest(path: Path) -> Manifest:
         raise KnowledgeBaseNotFoundError(f"there is no knowledge base in {path.parent}; add documents first") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptKnowledgeBaseError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); put it back from a backup. {SAME_MANIFEST}"
+            f"{path} cannot be read ({type(error).__name__}: {error}); put it back from a backup. {SAME_MANIFEST}",
+            part=path.name,
         ) from error
     raise IncompatibleKnowledgeBaseError(
         f"{path.parent} has format version {version}, this Stillroom reads up to {FORMAT_VERSION}; "

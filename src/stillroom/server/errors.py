@@ -12,6 +12,7 @@ from starlette.routing import Match
 
 from stillroom.errors import (
     ChangeCancelledError,
+    CorruptKnowledgeBaseError,
     DeadlineExceededError,
     EmptyKnowledgeBaseError,
     EngineClosedError,
@@ -46,25 +47,55 @@ _METHODS = ("DELETE", "GET", "HEAD", "POST")
 _INVALID = "invalid_request_error"
 _UNAVAILABLE = "service_unavailable_error"
 
-_KINDS: tuple[tuple[type[StillroomError], int, str, str], ...] = (
-    # exception, status, type, code; the first that fits, so a subclass stands before its base
-    (PromptTooLongError, 400, _INVALID, "context_length_exceeded"),
-    (UnknownDocumentError, 404, _INVALID, "document_not_found"),
-    (UnknownRequestError, 404, _INVALID, "request_not_found"),
-    (UsageError, 400, _INVALID, "invalid_value"),
-    (EmptyKnowledgeBaseError, 409, "conflict_error", "knowledge_base_empty"),
-    (ChangeCancelledError, 409, "conflict_error", "upload_cancelled"),
-    (KnowledgeBaseBusyError, 503, _UNAVAILABLE, "knowledge_base_busy"),
-    (IndexUnavailableError, 503, _UNAVAILABLE, "index_unavailable"),
-    (StorageError, 507, "server_error", "storage_failed"),
-    (EngineClosedError, 503, _UNAVAILABLE, "shutting_down"),
-    (QueueFullError, 429, "rate_limit_error", "queue_full"),
-    (DeadlineExceededError, 504, "timeout_error", "deadline_exceeded"),
-    (RequestTimeoutError, 504, "timeout_error", "request_timeout"),
-    (EngineUnavailableError, 503, _UNAVAILABLE, "engine_unavailable"),
-    (EngineRefusedError, 502, "bad_gateway_error", "engine_refused"),
-    (RequestAbortedError, 503, _UNAVAILABLE, "request_aborted"),
-    (StillroomError, 500, "server_error", "internal_error"),
+_INTERNAL = "internal error; the server's log has the details"
+
+_KINDS: tuple[tuple[type[StillroomError], int, str, str, str | None], ...] = (
+    # exception, status, type, code, message; the first that fits, so a subclass stands before its base. Without a
+    # message the exception's own is for the caller; the others may name paths of the server, and are for its log
+    (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
+    (UnknownDocumentError, 404, _INVALID, "document_not_found", None),
+    (UnknownRequestError, 404, _INVALID, "request_not_found", None),
+    (UsageError, 400, _INVALID, "invalid_value", None),
+    (EmptyKnowledgeBaseError, 409, "conflict_error", "knowledge_base_empty", None),
+    (ChangeCancelledError, 409, "conflict_error", "upload_cancelled", None),
+    (
+        KnowledgeBaseBusyError,
+        503,
+        _UNAVAILABLE,
+        "knowledge_base_busy",
+        "another process is writing to this knowledge base; try again in a moment",
+    ),
+    (
+        IndexUnavailableError,
+        503,
+        _UNAVAILABLE,
+        "index_unavailable",
+        "the server that holds the vectors cannot be reached or refuses; try again later, or search with mode sparse",
+    ),
+    (
+        StorageError,
+        507,
+        "server_error",
+        "storage_failed",
+        "the disk of this knowledge base is full or failing; what was stored before is safe. Its operator finds the "
+        "details in the server's log",
+    ),
+    (
+        CorruptKnowledgeBaseError,
+        500,
+        "server_error",
+        "knowledge_base_damaged",
+        "{part} of this knowledge base is damaged; its operator finds what to do in the server's log, and with "
+        "`stillroom verify`",
+    ),
+    (EngineClosedError, 503, _UNAVAILABLE, "shutting_down", None),
+    (QueueFullError, 429, "rate_limit_error", "queue_full", None),
+    (DeadlineExceededError, 504, "timeout_error", "deadline_exceeded", None),
+    (RequestTimeoutError, 504, "timeout_error", "request_timeout", None),
+    (EngineUnavailableError, 503, _UNAVAILABLE, "engine_unavailable", None),
+    (EngineRefusedError, 502, "bad_gateway_error", "engine_refused", None),
+    (RequestAbortedError, 503, _UNAVAILABLE, "request_aborted", None),
+    (StillroomError, 500, "server_error", "internal_error", _INTERNAL),
 )
 
 
@@ -90,13 +121,14 @@ def model_not_served(model: str, served: list[str]) -> Refused:
 
 def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Status and body. What is not ours is an internal error, and its message stays in the server's log; whoever caught
-    it writes it there. Ours that fit no other status are written here."""
-    for exception, status, kind, code in _KINDS:
+    it writes it there. Ours whose messages are not for the caller are written here."""
+    for exception, status, kind, code, message in _KINDS:
         if isinstance(error, exception):
-            if status == 500:
-                logger.error("%s", error)
-            return status, error_body(str(error), kind, code=code)
-    return 500, error_body("internal error; the server's log has the details", "server_error", code="internal_error")
+            if message is None:
+                return status, error_body(str(error), kind, code=code)
+            logger.log(logging.WARNING if status == 503 else logging.ERROR, "%s", error)
+            return status, error_body(message.format(part=getattr(error, "part", "")), kind, code=code)
+    return 500, error_body(_INTERNAL, "server_error", code="internal_error")
 
 
 def error_response(error: BaseException) -> JSONResponse:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stillroom.core.sqlite_errors import code_of, reason_of
 from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ class TraceLog:
                 self._is_failing = False
             except (sqlite3.Error, OSError, TypeError, ValueError) as error:
                 if not self._is_failing:
-                    logger.warning("%s cannot be written (%s); stillroom explain will not know all", self._path, error)
+                    reason = reason_of(error) if isinstance(error, sqlite3.Error) else error
+                    logger.warning("%s cannot be written (%s); stillroom explain will not know all", self._path, reason)
                 self._is_failing = True
                 has_given_up = self._is_closed  # nobody shall wait for a file that does not take it
 
@@ -179,9 +181,9 @@ class TraceLog:
             with contextlib.closing(_opened_for_reading(self._path)) as connection:
                 yield connection
         except sqlite3.Error as error:
-            raise _explained(self._path, error) from error
+            raise _explained(self._path, error) from None  # its message may quote a question
         except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(self._path, error) from error
+            raise _damaged(self._path, type(error).__name__) from None
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -207,7 +209,7 @@ def _opened_for_reading(path: Path) -> sqlite3.Connection:
     try:
         return _connected(f"{uri}?mode=rw")
     except sqlite3.OperationalError as error:
-        if _code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+        if code_of(error, sqlite3.SQLITE_ERROR) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
             raise
     return _connected(f"{uri}?mode=ro&immutable=1")
 
@@ -225,20 +227,17 @@ def _connected(name: str) -> sqlite3.Connection:
 
 
 def _explained(path: Path, error: sqlite3.Error) -> KnowledgeBaseError:
-    code = _code(error)
+    code = code_of(error, sqlite3.SQLITE_ERROR)
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return KnowledgeBaseBusyError(f"{path} is locked by another process; try again later")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
-        return _damaged(path, error)
-    return StorageError(f"{path} cannot be read: {error}; see to the disk, and the rights of the file and its folder")
-
-
-def _damaged(path: Path, error: Exception) -> CorruptKnowledgeBaseError:
-    return CorruptKnowledgeBaseError(
-        f"{path} is damaged ({error}); remove it, it holds nothing but explanations of past questions"
+        return _damaged(path, reason_of(error))
+    return StorageError(
+        f"{path} cannot be read: {reason_of(error)}; see to the disk, and the rights of the file and its folder"
     )
 
 
-def _code(error: sqlite3.Error) -> int:
-    """Without what is more special."""
-    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
+def _damaged(path: Path, reason: str) -> CorruptKnowledgeBaseError:
+    return CorruptKnowledgeBaseError(
+        f"{path} is damaged ({reason}); remove it, it holds nothing but explanations of past questions", part=path.name
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
+from stillroom.core.sqlite_errors import code_of, reason_of
 from stillroom.errors import CorruptKnowledgeBaseError, StorageError
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.index.bm25 import Bm25Index
@@ -58,9 +59,13 @@ class Verification:
                 return found, damage
             repair_corpus(path, damage, embed)
             left = check_corpus(path, self._dimension, Steps(num_chunks, _third(tell, 0)))
-        except (sqlite3.OperationalError, CorruptKnowledgeBaseError, sqlite3.DatabaseError) as error:
-            if "disk" in str(error) and "malformed" not in str(error):
-                raise StorageError(f"{path}: {error}; see to the disk and its free space, then check again") from error
+        except sqlite3.DatabaseError as error:
+            reason = reason_of(error)
+            if code_of(error, 0) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+                raise StorageError(f"{path}: {reason}; see to the disk and its free space, then check again") from None
+            damage = CorpusDamage(pages=[reason])
+            return list(damage.findings()), damage
+        except CorruptKnowledgeBaseError as error:
             damage = CorpusDamage(pages=[str(error)])
             return list(damage.findings()), damage
         remaining = {finding.problem for finding in left.findings()}
