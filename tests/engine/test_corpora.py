@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from stillroom.core.ids import ChunkId, RequestId
-from stillroom.core.kv import owner_of
+from stillroom.core.kv import NO_TENANT, Tier, owner_of
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
+from stillroom.errors import KnowledgeBaseNotFoundError
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import linear_profile
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
@@ -46,6 +47,21 @@ class Library:
 class Broken(Library):
     def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         raise OSError("the disk is gone")
+
+
+class Removed(Library):
+    """As a knowledge base whose folder was deleted."""
+
+    @property
+    def num_changes(self) -> int:
+        raise KnowledgeBaseNotFoundError
+
+    @num_changes.setter
+    def num_changes(self, value: int) -> None:
+        assert value == 0
+
+    def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
+        raise KnowledgeBaseNotFoundError
 
 
 class Reader:
@@ -114,6 +130,30 @@ def test_a_document_that_was_removed_between_search_and_prompt_is_not_kept() -> 
     reader.engine.submit(found)
     reader.finish()
     assert reader.tree.chunk_ids() == {ChunkId(1)}
+
+
+def test_a_knowledge_base_that_is_gone_takes_all_of_its_tenants_kv_and_no_others() -> None:
+    reader = Reader()
+    for name, salt in (("a", ""), ("b", "other")):
+        reader.engine.follow(salt, Library(1, 2))
+        reader.engine.submit(reader.request(name, 1, 2, salt=salt))
+        reader.finish()
+    while reader.engine.tend():
+        pass
+    reader.engine.follow("other", Removed())
+    reader.engine.catch_up()
+    assert {node.owner for node in reader.tree} == {NO_TENANT}
+    on_disk = reader.memory.lower[Tier.DISK]
+    assert {reader.memory.records[key].owner for key in on_disk} == {NO_TENANT}
+    reader.engine.check_integrity()
+
+
+def test_nothing_is_kept_of_a_request_under_way_when_its_knowledge_base_is_gone() -> None:
+    reader = Reader()
+    reader.engine.follow("", Removed())
+    reader.engine.submit(reader.request("a", 1, 2))
+    reader.finish()
+    assert len(reader.tree) == 0
 
 
 def test_who_closes_forgets_first_what_is_gone() -> None:

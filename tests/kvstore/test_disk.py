@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -273,6 +274,44 @@ def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog:
     assert (writer.is_writer, reader.is_writer) == (False, False), "who began as a reader stays one"
     assert not writer.write(record(9), *sealed(9))
     assert DiskStore(tmp_path, MODEL).is_writer
+
+
+def test_a_writer_whose_folder_was_removed_stops_where_another_process_writes_now(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = filled(tmp_path / "kv")
+    shutil.rmtree(tmp_path / "kv")
+    second = DiskStore(tmp_path / "kv", MODEL)
+    assert second.is_writer and second.write(record(1), payload(5))
+
+    first.remove(key(1))
+    assert not first.write(record(1), payload(1)) and not first.is_writer
+    assert not first.records() and first.num_bytes == 0
+    assert read(second, key(1)) == payload(5) and len(files_in(tmp_path)) == 1
+    assert caplog.text.count("was removed or replaced under this process") == 1
+    assert "another process or room keeps the KV cache" in caplog.text
+
+
+def test_a_writer_whose_folder_was_removed_makes_and_locks_it_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = filled(tmp_path / "kv")
+    shutil.rmtree(tmp_path / "kv")
+    assert store.write(record(7), payload(7)) and store.is_writer
+    assert [one.key for one, _ in store.records()] == [key(7)] and read(store, key(7)) == payload(7)
+    assert not DiskStore(tmp_path / "kv", MODEL).is_writer
+    assert caplog.text.count("was removed or replaced under this process") == 1
+
+
+def test_a_writer_whose_lock_file_was_removed_keeps_its_own_records_only(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    (store.folder / "writer.lock").unlink()
+    other = DiskStore(tmp_path, MODEL)
+    assert other.is_writer and other.write(record(8), payload(8))
+    other.close()
+    assert store.write(record(9), payload(9)) and store.is_writer
+    assert {one.key for one, _ in store.records()} == {key(n) for n in (0, 1, 2, 9)}
+    assert len(files_in(tmp_path)) == 4 and store.num_bytes == sum(path.stat().st_size for path in files_in(tmp_path))
 
 
 def test_the_disk_store_needs_no_torch() -> None:

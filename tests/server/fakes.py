@@ -274,6 +274,10 @@ class FakeRoom:
     def is_ready(self) -> bool:
         return not self.is_closed
 
+    @property
+    def is_there(self) -> bool:
+        return True
+
     def stop_generating(self) -> None:
         self.is_stopped = True
         self.gate.set()

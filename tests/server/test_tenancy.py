@@ -1,6 +1,9 @@
 """Two tenants with the same documents and the same questions, over HTTP, with a real model and real keys."""
 
+import io
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -79,3 +82,18 @@ def test_raw_prompts_cross_no_tenant_either(clients: dict[str, httpx.Client]) ->
 
     assert cached("legal") == 0 < cached("legal")
     assert cached("sales") == 0 < cached("sales")
+
+
+def test_a_tenant_whose_folder_is_deleted_while_it_is_open_gets_an_empty_one(tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb") as own:
+        house = Tenants(own, tmp_path / "tenants")
+        old = house.room("legal")
+        old.upload([("a.md", io.BytesIO(PEOPLE.encode()))])
+        assert house.is_open("legal") and house.room("legal") is old
+        shutil.rmtree(tmp_path / "tenants" / "legal")
+        assert not house.is_open("legal")
+        new = house.room("legal")
+        assert new is not old and new.num_documents == 0 and house.room("legal") is new
+        house.close()
+        shutil.rmtree(tmp_path / "kb")
+        assert not own.is_there and not own.is_ready

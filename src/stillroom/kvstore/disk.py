@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
+from stillroom.core.folder_lock import FolderLock
 from stillroom.core.kv import NodeKey, NodeRecord
+from stillroom.core.private_files import make_folder, opened_file
 from stillroom.kvstore.files import (
     TEMPORARY_SUFFIX,
     fingerprints,
@@ -109,7 +111,7 @@ class DiskStore:
         Args:
             checksum: of the payload, computed when it was gathered from the device; stored as it is.
         """
-        if self._lock is None:
+        if not self._may_write():
             return False
         header = encode(record, self.fingerprint, len(payload), checksum)
         path = path_of(self.folder, record.key)
@@ -150,7 +152,7 @@ class DiskStore:
 
     def remove(self, key: NodeKey) -> None:
         """Forget a node. Does nothing if it is not there, or if somebody else is the writer."""
-        if self._lock is not None:
+        if self._may_write():
             self._forget(key)
             remove_file(path_of(self.folder, key))
 
@@ -185,11 +187,11 @@ class DiskStore:
             self._lock.release()
             self._lock = None
 
-    def _try_lock(self) -> FileLock | None:
+    def _try_lock(self) -> FolderLock | None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.folder / _LOCK, timeout=_PATIENCE_SECONDS, thread_local=False)
-            lock.acquire(poll_interval=0.005)
+            make_folder(self.folder)
+            lock = FolderLock(self.folder / _LOCK, _PATIENCE_SECONDS)
+            lock.acquire()
             return lock
         except Timeout:
             reason = "another process or room keeps the KV cache of this knowledge base; this one only reads it"
@@ -197,6 +199,24 @@ class DiskStore:
             reason = f"the KV cache of this knowledge base cannot be written ({error}); it is read, nothing is stored"
         logger.warning(reason)
         return None
+
+    def _may_write(self) -> bool:
+        """Whether this process writes to the folder. One that was removed meanwhile is made and locked again, unless
+        another process writes to the new one."""
+        if self._lock is None or self._lock.is_held:
+            return self._lock is not None
+        logger.warning("the KV folder was removed or replaced under this process; what it held is computed again")
+        known = set(self._entries)
+        self._entries.clear()
+        self._num_bytes = 0
+        self._lock.release()
+        self._lock = self._try_lock()
+        for path in list(record_paths(self.folder)) if self._lock is not None else ():
+            if key_of(path) in known:
+                self._admit(path)
+            else:  # of another process; nothing here would ever make room by removing it
+                remove_file(path)
+        return self._lock is not None
 
     def _scan(self) -> None:
         if self.is_writer:
@@ -267,9 +287,9 @@ def _sized(paths: Iterable[Path]) -> Iterator[tuple[float, int, Path]]:
             yield status.st_mtime, status.st_size, path
 
 
-def _locked(folder: Path) -> FileLock | None:
+def _locked(folder: Path) -> FolderLock | None:
     """Nobody else writes to it until this is released; None if somebody does, or it cannot be written."""
-    lock = FileLock(folder / _LOCK, timeout=0, thread_local=False)
+    lock = FolderLock(folder / _LOCK)
     try:
         lock.acquire()
     except (Timeout, OSError, NotImplementedError):
@@ -278,12 +298,11 @@ def _locked(folder: Path) -> FileLock | None:
 
 
 def _write_file(path: Path, parts: tuple[Buffer, ...]) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, 0o644)
+        descriptor = opened_file(path)
     except FileNotFoundError:  # the first record of its folder
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, flags, 0o644)
+        make_folder(path.parent)
+        descriptor = opened_file(path)
     try:
         for part in parts:
             rest = memoryview(part)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stillroom.core.kv import OwnerTag
+from stillroom.core.private_files import make_folder, open_file
 from stillroom.kvstore.files import remove_file
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,10 @@ def note_owner(root: Path, owner: OwnerTag, note: OwnerNote) -> None:
     path = _path(root, owner)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(exist_ok=True)
-        temporary.write_text(json.dumps({"tenant": note.tenant, "knowledge_base": str(note.knowledge_base)}) + "\n")
+        make_folder(path.parent)
+        with open_file(temporary) as file:
+            content = {"tenant": note.tenant, "knowledge_base": str(note.knowledge_base)}
+            file.write(json.dumps(content).encode() + b"\n")
         os.replace(temporary, path)
     except OSError as error:
         remove_file(temporary)

@@ -368,7 +368,12 @@ class Stillroom:
     @property
     def is_ready(self) -> bool:
         """Whether a question finds the model loaded and everything open."""
-        return self._answering.is_ready
+        return self._answering.is_ready and self.is_there
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the knowledge base's folder is still the one that was opened: not removed, and not replaced."""
+        return self._opened_kb.is_there
 
     def stop_generating(self) -> None:
         """Every answer under way, of this room and those beside it, ends with an EngineClosedError; so does every new

@@ -8,6 +8,7 @@ never waits for a commit: the engine does, between two steps of everybody.
 """
 
 import contextlib
+import os
 import sqlite3
 import threading
 import uuid
@@ -25,6 +26,7 @@ from stillroom.errors import (
     EngineClosedError,
     IncompatibleKnowledgeBaseError,
     KnowledgeBaseError,
+    KnowledgeBaseNotFoundError,
 )
 from stillroom.retrieval import rows
 from stillroom.retrieval.corpus_file import CorpusFile, read_beside
@@ -52,6 +54,7 @@ class Corpus:
         self._lock = threading.RLock()
         self._counts = (-1, 0, 0)
         self._file = CorpusFile(path)
+        self._place = _place_of(path)
         self._glance_lock = threading.Lock()
         self._glance_file: CorpusFile | None = None
         self._is_closed = False
@@ -69,6 +72,22 @@ class Corpus:
             self._file.close()
             if self._glance_file is not None:
                 self._glance_file.close()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file that was opened still stands under its name. SQLite would go on reading one that was
+        removed, and keeps it open, so its inode number is not used again meanwhile."""
+        try:
+            return self._place == _place_of(self._path)
+        except OSError:  # a folder that may not be entered just now, say
+            return True
+
+    def check_is_there(self) -> None:
+        """Raises KnowledgeBaseNotFoundError if it was removed, or another one stands in its place."""
+        if not self.is_there:
+            raise KnowledgeBaseNotFoundError(
+                "this knowledge base was removed or replaced while it was open; open it again (a server: restart it)"
+            )
 
     # What there is
 
@@ -183,6 +202,7 @@ class Corpus:
     def matching(self, condition: Condition) -> tuple[int, NDArray[np.int64]]:
         """The generation, and the chunks of all documents of which a condition holds, ascending; of one moment. Nobody
         who reads waits for it."""
+        self.check_is_there()
         with self._file.reporting(), read_beside(self._file.path) as connection:
             register(connection)
             connection.execute("BEGIN")
@@ -306,6 +326,7 @@ class Corpus:
         """Under one of the locks."""
         if self._is_closed:
             raise EngineClosedError(f"{self._path.parent} was closed; open it again")
+        self.check_is_there()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -326,6 +347,14 @@ def counts_of(path: Path) -> tuple[int, int]:
     with contextlib.closing(file), file.reporting(), file.reading() as connection:
         _, num_documents, num_chunks = connection.execute(rows.SELECT_COUNTS).fetchone()
     return num_documents, num_chunks
+
+
+def _place_of(path: Path) -> tuple[int, int] | None:
+    """Device and inode; None if there is no such file."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+    return None
 
 
 class _Writer:

@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from stillroom.core.private_files import create_file
 from stillroom.core.sqlite_errors import code_of, reason_of
 from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
 
@@ -109,6 +110,8 @@ def _opened(path: Path) -> tuple[sqlite3.Connection, _State | None]:
 
 
 def _opened_with_log(path: Path) -> sqlite3.Connection:
+    with contextlib.suppress(OSError):  # SQLite says it in our words
+        create_file(path)  # SQLite gives its log the mode of the file
     connection = _connected(str(path))
     try:
         connection.execute("PRAGMA journal_mode = WAL")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.core.private_files import make_folder, open_file
 from stillroom.errors import CorruptKnowledgeBaseError
 
 
@@ -17,7 +18,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file: a reader sees the old content or the new, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as stream:
+        with open_file(temporary) as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
@@ -35,7 +36,7 @@ def replace_durably(new: Path, path: Path) -> None:
 def make_folder_durably(folder: Path) -> None:
     """Make a folder and those above it where they are missing, and see that their names are on the disk."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for one in missing:
         _sync(one.parent)
 
@@ -52,7 +53,7 @@ def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write an .npz file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as stream:
+        with open_file(temporary) as stream:
             np.savez(stream, allow_pickle=False, **dict(arrays))
             stream.flush()
             os.fsync(stream.fileno())

@@ -11,12 +11,14 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from stillroom.core.clock import Clock
+from stillroom.core.folder_lock import FolderLock
+from stillroom.core.private_files import open_file
 from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
 from stillroom.retrieval.manifest import SAME_MANIFEST
 
@@ -108,9 +110,14 @@ def sweep(path: Path, now: float) -> None:
 class WriteLock:
     """The right to write to one folder."""
 
-    def __init__(self, folder: Path, clock: Clock) -> None:
+    def __init__(self, folder: Path, clock: Clock, check: Callable[[], object] = lambda: None) -> None:
+        """
+        Args:
+            check: raises if the folder is no longer the one that was opened.
+        """
         self._folder = folder
         self._clock = clock
+        self._check = check
         self._reserved_by: int | None = None
         """A thread that holds the lock, and is not writing right now."""
 
@@ -124,6 +131,7 @@ class WriteLock:
 
         Raises:
             KnowledgeBaseBusyError: somebody else is writing; it says who.
+            KnowledgeBaseNotFoundError: the folder was removed or replaced since it was opened.
             StorageError: the folder cannot be written.
         """
         if self._reserved_by == threading.get_ident():
@@ -133,7 +141,8 @@ class WriteLock:
             finally:
                 self._reserved_by = threading.get_ident()
             return
-        lock = FileLock(self._folder / _LOCK, timeout=timeout_s)
+        self._check()  # or the lock would be one on another folder
+        lock = FolderLock(self._folder / _LOCK, timeout_s)
         try:
             lock.acquire()
         except Timeout as error:
@@ -146,11 +155,13 @@ class WriteLock:
             ) from error
         try:
             self._sign(what)
+            self._check()
             sweep(self._folder, self._clock.unix())
             yield
         finally:
-            with contextlib.suppress(OSError):
-                (self._folder / _WRITER).unlink(missing_ok=True)
+            if lock.is_held:  # else it is another writer's
+                with contextlib.suppress(OSError):
+                    (self._folder / _WRITER).unlink(missing_ok=True)
             lock.release()
 
     @contextlib.contextmanager
@@ -180,8 +191,8 @@ class WriteLock:
 
     def _sign(self, what: str) -> None:
         content = {"pid": os.getpid(), "host": socket.gethostname(), "what": what, "since": self._clock.unix()}
-        with contextlib.suppress(OSError):  # on a full disk nobody learns who it is
-            (self._folder / _WRITER).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        with contextlib.suppress(OSError), open_file(self._folder / _WRITER) as file:  # not on a full disk
+            file.write(json.dumps(content).encode() + b"\n")
 
     def _who(self) -> str:
         """`: process 42 on alba (add, since 14:03:10)`; empty where that is unknown."""

@@ -24,6 +24,7 @@ from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.core.private_files import close_to_others
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
     IncompatibleKnowledgeBaseError,
@@ -81,7 +82,7 @@ class KnowledgeBase:
         self._dimension = manifest.dimension
         self._indexes = Indexes(path, self._corpus, self._config.index, manifest.dimension, qdrant=self._config.qdrant)
         self._search = HybridSearch(self._corpus, self._indexes, self._embedder, self._config.search, clock)
-        self._lock = WriteLock(path, clock)
+        self._lock = WriteLock(path, clock, self._corpus.check_is_there)
         self._repairs = Repairs(path, self._indexes, self._lock, clock)
         self._checking = Lock()
         self._is_embedder_checked = False
@@ -119,6 +120,7 @@ class KnowledgeBase:
                     f"there is no knowledge base in {path}; make one with: stillroom add PATH --kb {path}"
                 )
             _create(path, config, clock)
+        close_to_others(path)
         manifest = load_manifest(path / MANIFEST)
         check_corpus_is_there(path)
         if manifest.format_version != FORMAT_VERSION:
@@ -135,6 +137,15 @@ class KnowledgeBase:
     def identity(self) -> str:
         """Of this knowledge base and its copies, wherever they lie; another that is made in its place has another."""
         return self._corpus.corpus_id
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its folder still holds the knowledge base that was opened; one cheap look."""
+        return self._corpus.is_there
+
+    def check_is_there(self) -> None:
+        """Raises KnowledgeBaseNotFoundError if `is_there` is false."""
+        self._corpus.check_is_there()
 
     # Documents
 
@@ -409,7 +420,9 @@ def _create(path: Path, config: StillroomConfig, clock: Clock) -> None:
     check_may_be_made(path)
     manifest = new_manifest(config, Embedder(config.embedder))
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        close_to_others(path)
         with WriteLock(path, clock).held_to_open("create"):
             if not (path / MANIFEST).exists():
                 manifest.save(path / MANIFEST)

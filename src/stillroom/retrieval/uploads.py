@@ -23,6 +23,7 @@ from typing import BinaryIO, Literal
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
+from stillroom.core.private_files import make_folder, open_file
 from stillroom.errors import ChangeCancelledError, StorageError, UnknownDocumentError, UsageError
 from stillroom.retrieval.index_file import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
@@ -104,6 +105,7 @@ class Uploads:
         named = [(checked_name(name), stream) for name, stream in files]
         if len({name for name, _ in named}) < len(named):
             raise UsageError("two files have the same name; give each its own")
+        self._kb.check_is_there()  # or its folder would be made again
         incoming = self._folder / INCOMING / uuid.uuid4().hex
         try:
             stored = [self._receive(name, stream, incoming) for name, stream in named]
@@ -161,8 +163,8 @@ class Uploads:
         with self._storing(one):
             self._check_place(one.path)
             make_folder_durably(self._folder)
-            incoming.mkdir(parents=True, exist_ok=True)
-            with one.new.open("wb") as target:
+            make_folder(incoming)
+            with open_file(one.new) as target:
                 shutil.copyfileobj(stream, target)
                 target.flush()
                 os.fsync(target.fileno())

@@ -20,6 +20,7 @@ from stillroom.errors import (
     EngineUnavailableError,
     IndexUnavailableError,
     KnowledgeBaseBusyError,
+    KnowledgeBaseNotFoundError,
     PromptTooLongError,
     QueueFullError,
     RequestAbortedError,
@@ -58,6 +59,13 @@ _KINDS: tuple[tuple[type[StillroomError], int, str, str, str | None], ...] = (
     (UsageError, 400, _INVALID, "invalid_value", None),
     (EmptyKnowledgeBaseError, 409, "conflict_error", "knowledge_base_empty", None),
     (ChangeCancelledError, 409, "conflict_error", "upload_cancelled", None),
+    (
+        KnowledgeBaseNotFoundError,
+        503,
+        _UNAVAILABLE,
+        "knowledge_base_gone",
+        "the folder of this knowledge base is gone; its operator finds the details in the server's log",
+    ),
     (
         KnowledgeBaseBusyError,
         503,

@@ -24,8 +24,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
+from stillroom.core.folder_lock import FolderLock
 from stillroom.errors import ConfigError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def changing(path: Path) -> Iterator[dict[str, ApiKey]]:
     Raises:
         ConfigError: as `load_keys`, except that a file that is not there has no rows; or it cannot be written.
     """
-    lock = FileLock(path.with_name(path.name + ".lock"), timeout=10)
+    lock = FolderLock(path.with_name(path.name + ".lock"), timeout_s=10)
     try:
         with lock:
             rows = {row.name: row for row in load_keys(path)} if path.exists() else {}

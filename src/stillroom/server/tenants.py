@@ -4,6 +4,7 @@ Routes ask `room_of(request)` for the room and `caller_of(request)` for the rest
 opens with its tenant's first request and stays open. Only tenants that a key names are ever looked for.
 """
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -16,6 +17,8 @@ from stillroom.server.keys import ApiKey, check_name
 
 if TYPE_CHECKING:
     from stillroom.rag.room import Stillroom
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TENANT = "default"
 """Whose knowledge base is that of `--kb`."""
@@ -77,14 +80,21 @@ class Tenants:
         if tenant == DEFAULT_TENANT:
             return self.own
         found = self._rooms.get(tenant)
-        if found is not None:
+        if found is not None and found.is_there:
             return found
         with self._opening:
             if self._is_closed:
                 raise EngineClosedError("the server is shutting down")
-            if tenant not in self._rooms:
-                self._rooms[tenant] = self.own.beside(self._folder_of(tenant), tenant)
-            return self._rooms[tenant]
+            found = self._rooms.get(tenant)
+            if found is None or not found.is_there:
+                if found is not None:
+                    logger.warning(
+                        "the knowledge base of the tenant %r was removed or replaced; opening it anew", tenant
+                    )
+                    del self._rooms[tenant]
+                    found.close()
+                found = self._rooms[tenant] = self.own.beside(self._folder_of(tenant), tenant)
+            return found
 
     def has_place(self, tenant: str) -> bool:
         """Whether there is, or may be made, a knowledge base for a tenant."""
@@ -92,7 +102,8 @@ class Tenants:
 
     def is_open(self, tenant: str) -> bool:
         """Whether `room` takes no time."""
-        return tenant == DEFAULT_TENANT or tenant in self._rooms
+        found = self._rooms.get(tenant)
+        return tenant == DEFAULT_TENANT or (found is not None and found.is_there)
 
     def close(self) -> None:
         """Close all rooms but the default tenant's. Idempotent."""
@@ -107,4 +118,5 @@ class Tenants:
         check_name("tenant", tenant)
         if self.folder is None:
             raise ConfigError(f"the tenant {tenant!r} has no knowledge base: server.tenants_folder is not set")
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # names of tenants are nobody else's business
         return self.folder / tenant

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stillroom.core.private_files import create_file
 from stillroom.core.sqlite_errors import code_of, reason_of
 from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
 
@@ -188,6 +189,7 @@ class TraceLog:
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         if self._connection is None:
+            create_file(self._path)
             connection = sqlite3.connect(
                 self._path, timeout=_BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
             )

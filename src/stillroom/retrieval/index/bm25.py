@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
 from stillroom.core.panics import NativePanicError, panics_as_errors
+from stillroom.core.private_files import close_files, make_folder
 from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.index.postings_files import SegmentFiles, disk_error, identity_of, open_borrowed, open_index
@@ -168,7 +169,7 @@ class Bm25Index:
         is_new = index is None
         if is_new:
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(parents=True)
+            make_folder(self._folder)
             index = tantivy.Index(self._schema, path=str(self._folder))
         elif self.damaged_files():
             raise ValueError("the postings are damaged")  # a commit over them would abort the process
@@ -186,6 +187,7 @@ class Bm25Index:
             writer.wait_merging_threads()
         finally:
             del writer  # it holds tantivy's lock, and an exception would hold it
+            close_files(self._folder)
         state = {
             "format": _FORMAT,
             "generation": generation,

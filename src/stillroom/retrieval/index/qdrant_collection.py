@@ -14,10 +14,12 @@ from threading import RLock
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig, QdrantConfig
+from stillroom.core.folder_lock import FolderLock
+from stillroom.core.private_files import make_folder
 from stillroom.errors import ConfigError, IndexUnavailableError, KnowledgeBaseBusyError
 
 EMBEDDED = "embedded"
@@ -46,7 +48,7 @@ class QdrantCollection:
         self._corpus_id = corpus_id
         self._dimension = dimension
         self._is_embedded = config.url == EMBEDDED
-        self._folder_lock = FileLock(folder.with_suffix(".lock"), timeout=0, thread_local=False)
+        self._folder_lock = FolderLock(folder.with_suffix(".lock"))
         self._lock = RLock()
         self._client: Any = None
 
@@ -61,7 +63,7 @@ class QdrantCollection:
             if self._client is not None:
                 self._client.close()
                 self._client = None
-            self._folder_lock.release(force=True)  # taken with each connection
+            self._folder_lock.release()
 
     # What there is
 
@@ -208,6 +210,7 @@ class QdrantCollection:
                 ) from error
             if self._is_embedded:
                 self._take_folder()
+                make_folder(self._folder)
                 self._client = QdrantClient(path=str(self._folder), force_disable_check_same_thread=True)
             else:
                 self._client = QdrantClient(
@@ -220,6 +223,9 @@ class QdrantCollection:
 
     def _take_folder(self) -> None:
         """The embedded mode has its folder in memory, so a second process would not see what the first writes."""
+        if self._folder_lock.is_held:  # by an earlier connection
+            return
+        self._folder_lock.release()
         try:
             self._folder_lock.acquire()
         except Timeout as error:

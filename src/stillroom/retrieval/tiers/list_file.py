@@ -25,6 +25,7 @@ import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.core.private_files import open_file
 from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval.index_file import replace_durably
 from stillroom.retrieval.tiers.partition import Lists
@@ -234,7 +235,7 @@ def write_list_file(
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as stream:
+        with open_file(temporary) as stream:
             _Writer(stream).write(origin, shell, lists, ids, vectors)
             stream.flush()
             os.fsync(stream.fileno())

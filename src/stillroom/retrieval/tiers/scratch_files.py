@@ -94,7 +94,7 @@ class Spill:
 
 def _opened(owner: object, folder: Path | None) -> int:
     """A new file that is closed with its owner."""
-    descriptor = _made_in(folder, lambda place: os.open(place / "vectors", os.O_RDWR | os.O_CREAT))
+    descriptor = _made_in(folder, lambda place: os.open(place / "vectors", os.O_RDWR | os.O_CREAT, 0o600))
     weakref.finalize(owner, os.close, descriptor)
     return descriptor
 
