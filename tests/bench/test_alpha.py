@@ -58,7 +58,8 @@ def test_every_other_setting_reaches_the_engine_that_is_measured(section: str) -
             other = OTHER_VALUES.get(field.name, "other")
         else:
             other = value / 2 if isinstance(value, float) and value else value + 1
-        changed = replace(default, **{field.name: other})
+        option: dict[str, Any] = {field.name: other}
+        changed = replace(default, **option)
         options: dict[str, Any] = {section: changed}
         runtime, reuse = engine_settings(Scope(Path("questions.jsonl"), **options))
         measured = getattr(runtime if section == "runtime" else reuse, field.name)

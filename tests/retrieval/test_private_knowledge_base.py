@@ -17,7 +17,7 @@ from stillroom.retrieval.kb_folder import UPLOADS
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.uploads import Uploads
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
-from tests.kvstore.nodes import MODEL, payload, record
+from tests.kvstore.nodes import MODEL, record, sealed
 from tests.retrieval.conftest import OpenKb
 
 LISTS = StillroomConfig(index=IndexConfig(kind="ivf_pq", nlist=1, nbits=1, num_subquantizers=8, hot_bytes=1000))
@@ -44,7 +44,7 @@ def fill(kb: KnowledgeBase, three: Path) -> None:
     Uploads(kb).add([("notes/a.md", io.BytesIO(b"# A vault\n\nThe vault has four keys.\n"))])
     kb.search("vault")
     with contextlib.closing(DiskStore(kb.path / KV_FOLDER, MODEL)) as store:
-        assert store.write(record(1), payload(1))
+        assert store.write(record(1), *sealed(1))
         note_owner(kb.path / KV_FOLDER, owner_of("a"), OwnerNote("a", kb.path))
     with contextlib.closing(TraceLog(kb.path / TRACE_FILE, keep=2)) as traces:
         traces.add("a", 1.0, {})

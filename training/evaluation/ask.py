@@ -106,7 +106,8 @@ def ask_with_reuse(
 
     Chunks are kept behind a chunk of another question, as `stillroom bench quality` does it.
     """
-    scope = Scope(path, limit, model=checkpoint, max_tokens=MAX_ANSWER_TOKENS)
+    runtime = RuntimeConfig(model=checkpoint, device="cpu", dtype="float32", max_num_batched_tokens=8192)
+    scope = Scope(path, limit, runtime, max_tokens=MAX_ANSWER_TOKENS)
     arms = [
         QualityArm(NONE, AnywhereOptions(0.0, "first")),
         QualityArm(arm_name(OURS, REPAIRED), AnywhereOptions(REPAIRED, OURS)),

@@ -9,11 +9,11 @@ import pytest
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders import table
+from stillroom.retrieval.loaders import labelled_rows, table
 from stillroom.retrieval.loaders.load import load
 from tests.retrieval.loaders.make import epub, parsed, word, workbook
 
-ROWS = [["Name", "Days"], *([f"cellar {number}", number] for number in range(40))]
+ROWS: list[list[object]] = [["Name", "Days"], *([f"cellar {number}", number] for number in range(40))]
 CELLS = [{"cell_type": "code", "source": f"print({number})", "outputs": []} for number in range(40)]
 REPEATING: dict[str, bytes | str] = {
     "a.csv": "\n".join(",".join(map(str, row)) for row in ROWS),
@@ -44,7 +44,7 @@ def test_a_record_of_a_jsonl_file_has_the_same_limits(tmp_path: Path) -> None:
 
 def test_rows_of_a_wide_table_are_not_made_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """60,000 names before the cells of every row: the reader stops with the row that is too much."""
-    made, labelled = [], table.labelled
+    made, labelled = [], labelled_rows.labelled
 
     def counted(rows: Any) -> Iterator[Any]:
         for row in labelled(rows):
