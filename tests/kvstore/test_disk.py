@@ -282,10 +282,10 @@ def test_a_writer_whose_folder_was_removed_stops_where_another_process_writes_no
     first = filled(tmp_path / "kv")
     shutil.rmtree(tmp_path / "kv")
     second = DiskStore(tmp_path / "kv", MODEL)
-    assert second.is_writer and second.write(record(1), payload(5))
+    assert second.is_writer and second.write(record(1), *sealed(5))
 
     first.remove(key(1))
-    assert not first.write(record(1), payload(1)) and not first.is_writer
+    assert not first.write(record(1), *sealed(1)) and not first.is_writer
     assert not first.records() and first.num_bytes == 0
     assert read(second, key(1)) == payload(5) and len(files_in(tmp_path)) == 1
     assert caplog.text.count("was removed or replaced under this process") == 1
@@ -297,7 +297,7 @@ def test_a_writer_whose_folder_was_removed_makes_and_locks_it_again(
 ) -> None:
     store = filled(tmp_path / "kv")
     shutil.rmtree(tmp_path / "kv")
-    assert store.write(record(7), payload(7)) and store.is_writer
+    assert store.write(record(7), *sealed(7)) and store.is_writer
     assert [one.key for one, _ in store.records()] == [key(7)] and read(store, key(7)) == payload(7)
     assert not DiskStore(tmp_path / "kv", MODEL).is_writer
     assert caplog.text.count("was removed or replaced under this process") == 1
@@ -307,9 +307,9 @@ def test_a_writer_whose_lock_file_was_removed_keeps_its_own_records_only(tmp_pat
     store = filled(tmp_path)
     (store.folder / "writer.lock").unlink()
     other = DiskStore(tmp_path, MODEL)
-    assert other.is_writer and other.write(record(8), payload(8))
+    assert other.is_writer and other.write(record(8), *sealed(8))
     other.close()
-    assert store.write(record(9), payload(9)) and store.is_writer
+    assert store.write(record(9), *sealed(9)) and store.is_writer
     assert {one.key for one, _ in store.records()} == {key(n) for n in (0, 1, 2, 9)}
     assert len(files_in(tmp_path)) == 4 and store.num_bytes == sum(path.stat().st_size for path in files_in(tmp_path))
 
