@@ -28,6 +28,7 @@
     |   |-- EngineRefusedError          the engine elsewhere refuses the key, the model or the request
     |   |-- RequestTimeoutError         the request took too long, twice
     |   |   `-- DeadlineExceededError   it took longer than it said that it may
+    |   |-- NonFiniteError              the model computed NaN or an infinity; nothing of the answer is kept
     |   |-- DeviceLostError             the device's memory is gone; what it held is computed or loaded again
     |   `-- RequestAbortedError         the request was cancelled before it finished
     `-- ServerError                     the HTTP server cannot listen
@@ -162,6 +163,16 @@ class DeadlineExceededError(RequestTimeoutError):
 
 class DeviceLostError(EngineError):
     """The device's memory is gone. The engine recovers; nobody else sees this."""
+
+
+class NonFiniteError(EngineError):
+    """The model computed NaN or an infinity for this request. The kept KV that the request used is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model computed numbers that are not finite, so there is no answer; kept KV that was used is dropped. "
+            "Ask again; if this error comes back, check the model's files and runtime.dtype"
+        )
 
 
 class RequestAbortedError(EngineError):

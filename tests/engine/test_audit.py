@@ -18,6 +18,7 @@ from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.audit import NUM_TOKENS, Audit
 from stillroom.engine.events import TokenEvent
+from stillroom.errors import NonFiniteError
 from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
@@ -64,6 +65,14 @@ class Said:
         for token in tokens:
             assert self.audit.hear(TokenEvent(shadow.request_id, token, None, 0.0))
         assert self.audit.hear(TokenEvent(shadow.request_id, None, FinishReason.LENGTH, 0.0))
+
+
+def test_an_audit_that_computes_nan_is_not_counted() -> None:
+    said = Said()
+    shadow = said.answer(5, 6, 7)
+    assert shadow is not None
+    assert said.audit.hear(TokenEvent(shadow.request_id, None, FinishReason.ABORTED, 0.0, NonFiniteError()))
+    assert said.audit.figures.num_audited == 0 and said.audit.next() is None
 
 
 def test_the_audited_prompt_runs_again_without_placing() -> None:

@@ -110,3 +110,19 @@ def test_queries_with_gaps_see_what_each_sees_alone(
     rows = [1, end]
     some = AttentionPlan(only_rows(spans, rows)).attend(q[rows], (k, v), 0.3, window, softcap)
     torch.testing.assert_close(some, out[rows])
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("place", [0, 70, 149])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (None, 5.0)])
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_a_nan_that_a_query_sees_is_never_hidden(
+    which: int, place: int, window: int | None, softcap: float | None, num_queries: int
+) -> None:
+    """In a context of several splits too."""
+    q_k_v = tensors(num_queries, 150)
+    q_k_v[which][place, :, 2] = float("nan")
+    q, k, v = q_k_v
+    out = AttentionPlan([AttentionSpan(0, num_queries, slice(0, 150), 150)]).attend(q, (k, v), 0.3, window, softcap)
+    sees = visible(num_queries, 150, window, torch.device("cpu"))[:, place]
+    assert bool((out.flatten(1).isnan().any(1) | ~sees).all())

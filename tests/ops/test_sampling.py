@@ -16,7 +16,7 @@ from stillroom.core.batch import SampleSpec
 from stillroom.core.ids import RequestId
 from stillroom.core.request import SamplingParams, uniform_at
 from stillroom.errors import UsageError
-from stillroom.ops.sampling import logprobs, sample, sample_reference
+from stillroom.ops.sampling import logprobs, non_finite_rows, sample, sample_reference
 
 # Halves, and penalties that are powers of two: what is equal on paper is equal in float32 too.
 HALVES = st.integers(-8, 8).map(lambda n: n / 2)
@@ -203,10 +203,18 @@ def test_no_parameters_of_a_request_fail_its_batch(num_tried: int) -> None:
             assert token == 2
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 65504.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_are_not_finite_are_found(value: float, dtype: torch.dtype) -> None:
+    logits = torch.full((4, 200_000), 30.0, dtype=dtype)
+    assert non_finite_rows(logits) == []
+    logits[1, 7] = logits[3, 199_999] = value
+    assert non_finite_rows(logits) == [1, 3]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_logits_that_are_no_numbers_fail_no_batch_and_break_no_rule(value: float, dtype: torch.dtype) -> None:
-    logits = torch.tensor([[value] * 5, [2.0, -1.0, 1.5, 0.0, 1.0]], dtype=dtype)
+def test_logits_as_large_as_there_are_fail_no_batch_and_break_no_rule(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[65504.0] * 5, [2.0, -1.0, 1.5, 0.0, 1.0]], dtype=dtype)
     good = spec(temperature=1.0, uniform=0.6)
     for temperature in (0.0, 1e-4, 1.0):
         bad = spec(temperature=temperature, uniform=0.5, forbidden=[0])._replace(constraint=Allowed([0, 3]))

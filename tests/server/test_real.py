@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from openai import AsyncOpenAI, OpenAI
 
 from stillroom.core.request import seed_of_sample
 from stillroom.errors import UsageError
+from stillroom.models.decoder import Decoder
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.room import Stillroom
 from tests.server.fakes import until
@@ -49,6 +51,29 @@ def client(url: str) -> Iterator[OpenAI]:
 def every_block_is_free_afterwards(room: Stillroom) -> Iterator[None]:
     yield
     until(lambda: room.num_free_blocks == room.num_blocks > 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logits_that_are_not_finite_are_an_error_and_no_text(
+    url: str, client: OpenAI, room: Stillroom, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    real = Decoder.logits
+
+    def broken(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        return real(decoder, hidden) * float("nan")
+
+    messages = [{"role": "user", "content": QUESTION}]
+    body = {"model": room.model_name, "messages": messages, "temperature": 0, "stream": stream}
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "logits", broken)
+        response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    if stream:
+        last = events(response)[-1]
+        assert last["error"]["code"] == "non_finite" and '"content":"' not in response.text.replace('"content":""', "")
+    else:
+        assert response.status_code == 500 and response.json()["error"]["code"] == "non_finite"
+    completion = client.chat.completions.create(model=room.model_name, messages=messages, temperature=0)  # type: ignore[arg-type]
+    assert completion.choices[0].message.content == ANSWER
 
 
 def test_answer_comes_from_the_documents(client: OpenAI, room: Stillroom) -> None:

@@ -139,3 +139,6 @@ class StepResult:
     """Of probes, shape [n]: squared distance of each token's values, before and now."""
     masses: Mapping[RequestId, Masses] = field(default_factory=dict)
     """Where it was asked for."""
+    non_finite: frozenset[RequestId] = frozenset()
+    """Requests whose logits, attention or deviations hold NaN or an infinity. What is said of them elsewhere here means
+    nothing."""

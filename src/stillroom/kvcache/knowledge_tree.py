@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NO_CONTENT, NO_TENANT, NodeCopy, NodeKey, NodeRecord, OwnerTag, Tier
+from stillroom.errors import NonFiniteError
 from stillroom.kvcache.chunk_scores import ContextMass
 from stillroom.kvcache.leaving_nodes import LeavingNodes
 from stillroom.kvcache.node import Node
@@ -102,7 +103,11 @@ class KnowledgeTree(LeavingNodes):
         """A piece was computed into these blocks: a new node, or a copy on the device for one that has none there.
 
         The piece before it is on the device. The tree takes a reference of its own to the blocks.
+
+        Raises:
+            NonFiniteError: these blocks hold NaN or an infinity; nothing is kept.
         """
+        self._check_finite(piece, block_ids)
         node = self._nodes.get(piece.key)
         if node is None:
             node = self._attach(piece.key, piece.parent, piece.content, piece.start, piece.num_tokens, piece.chunk_id)
@@ -121,9 +126,10 @@ class KnowledgeTree(LeavingNodes):
 
         Its key names content, position and provenance, so a node of that key has seen the same; it then stays as it is.
         Another process that reads the records turns keys by where they say that they stood. The tree takes a reference
-        of its own to the blocks.
+        of its own to the blocks. Raises as `insert`.
         """
         assert piece.chunk_id in context.seen
+        self._check_finite(piece, block_ids)
         key = alone_key(piece.content, piece.start, context.seen, context.system)
         if key in self._nodes:
             return self._nodes[key]
@@ -134,6 +140,10 @@ class KnowledgeTree(LeavingNodes):
         self.pool.acquire(block_ids)
         self._place_on_device(node, list(block_ids))
         return node
+
+    def _check_finite(self, piece: Piece, block_ids: Sequence[BlockId]) -> None:
+        if not self.mover.is_finite(block_ids, piece.num_tokens):
+            raise NonFiniteError
 
     def place(self, node: Node, block_ids: Sequence[BlockId], first_position: int, overhead: float) -> bool:
         """Copy a node into a sequence's own blocks as if it stood from this position on; False if its copy failed.
@@ -237,6 +247,15 @@ class KnowledgeTree(LeavingNodes):
         for node in list(self._nodes.values()):
             if node.owner == owner and node.key in self._nodes:
                 self._forget(node)
+        return before - len(self._nodes)
+
+    def distrust(self, nodes: Iterable[Node]) -> int:
+        """Drop nodes whose KV may be wrong, and what hangs from them, in every tier; what runs keeps its blocks.
+        Returns the number of nodes dropped."""
+        before = len(self._nodes)
+        for node in nodes:
+            if self._nodes.get(node.key) is node:
+                self._forget(node, has_failed=True)
         return before - len(self._nodes)
 
     def clear(self) -> None:

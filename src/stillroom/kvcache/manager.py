@@ -159,6 +159,9 @@ class KVCacheManager:
         """The sequence's first `num_computed` tokens have their KV: pieces that are complete now become nodes.
 
         What another sequence has stored meanwhile is used, and the own blocks are given back.
+
+        Raises:
+            NonFiniteError: a piece's KV holds NaN or an infinity. It is not kept.
         """
         if self.reuse is None:
             return
@@ -243,7 +246,7 @@ class KVCacheManager:
         lease.weigher.take(positions, masses)
 
     def end_repair(self, lease: Lease) -> None:
-        """All of a prompt with placed chunks has KV now."""
+        """All of a prompt with placed chunks has KV now. Raises as `commit`."""
         assert self.reuse is not None
         keep_to_be_placed(self.reuse.tree, lease)
         lease.repair = None
@@ -291,6 +294,12 @@ class KVCacheManager:
             if lease.pieces and lease.pieces[0].owner == owner:
                 lease.num_keepable = 0
         return self.reuse.tree.forget_owner(owner)
+
+    def distrust(self, lease: Lease) -> int:
+        """Drop all kept KV that a lease has used, and what depends on it; returns the number of nodes dropped."""
+        if self.reuse is None:
+            return 0
+        return self.reuse.tree.distrust([*lease.nodes, *(placement.node for placement in lease.placements)])
 
     def lose_device(self) -> None:
         """Forget what was on the device only. No lease holds anything."""

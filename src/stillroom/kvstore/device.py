@@ -164,8 +164,9 @@ class DeviceStore:
         """
         self.settle()
         runs = _runs(block_ids, num_tokens, self.block_size)
-        sums = [kv[:, run.slots].sum(dtype=torch.float32) for kv in (self.k_LSGD, self.v_LSGD) for run in runs]
-        return bool(torch.stack(sums).isfinite().all()) and not self.is_lost
+        wanted = [run.slots for run in runs] if self._is_on_host or len(runs) == 1 else [self._slots(runs)]
+        sums = [kv[:, slots].sum(dtype=torch.float32) for kv in (self.k_LSGD, self.v_LSGD) for slots in wanted]
+        return bool(torch.stack(sums).isfinite().all())
 
     def scatter(self, block_ids: Sequence[BlockId], kv_2LTGD: torch.Tensor) -> None:
         """Copy a node's KV into the first slots of these blocks; other slots keep what they have.

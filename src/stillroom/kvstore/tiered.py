@@ -120,10 +120,9 @@ class TieredStore:
 
     def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         """Whether the first `num_tokens` slots of these device blocks hold finite numbers only."""
-        if self.device.is_finite(block_ids, num_tokens):
-            return True
-        if not self.device.is_lost:
-            self._reject(Tier.DEVICE, Defect.NON_FINITE)
+        if self.device.is_finite(block_ids, num_tokens) or self.device.is_lost:
+            return True  # the next step notices that the device is lost
+        self._reject(Tier.DEVICE, Defect.NON_FINITE)
         return False
 
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:

@@ -293,7 +293,7 @@ def attend_rows(  # noqa: C901  a kernel is one function
             for i in range(head_dim):
                 out_BHD[sequence, head, i] = 0
             for task in range(bounds[sequence], bounds[sequence + 1]):
-                if totals[task, head] > 0:
+                if totals[task, head] != 0:  # NaN stays NaN
                     factor = _exp(highs[task, head] - high)
                     total += factor * totals[task, head]
                     for i in range(head_dim):

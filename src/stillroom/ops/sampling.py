@@ -5,8 +5,8 @@ forbidden or break the request's constraint; temperature, top-k, top-p, min-p; o
 distribution. Log probabilities are those of the
 untouched logits.
 
-Many requests share a call, so no row can fail it, whatever its numbers are: bias and penalties are kept to what float32
-holds, and logits that are not finite never reach an index.
+Many requests share a call, so no row can fail it, whatever its parameters are: bias and penalties are kept to what
+float32 holds. Precondition: the logits are finite; `non_finite_rows` finds those that are not.
 """
 
 import math
@@ -28,6 +28,12 @@ NUM_TRIED = 1024
 
 # B rows (one per request that samples), R of them that are drawn and not greedy, V vocabulary,
 # C likeliest tokens, W words of I = 32 bits
+
+
+def non_finite_rows(logits_BV: torch.Tensor) -> list[int]:
+    """Rows that hold NaN or an infinity. One read: a float32 sum of logits is finite exactly if its terms are."""
+    is_finite_B = logits_BV.sum(-1, dtype=torch.float32).isfinite()
+    return [row for row, is_finite in enumerate(is_finite_B.tolist()) if not is_finite]
 
 
 def sample(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
@@ -126,10 +132,8 @@ def _draw(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     """A draw for each row; the logits are lost. Sorting a whole vocabulary takes longer than a layer of the model,
     so the likeliest tokens are tried first; a row whose draw they do not decide is sorted whole."""
     temperatures_R1 = _column([min(spec.params.temperature, _FINITE.max) for spec in specs], logits_RV)
-    scaled_RV = logits_RV.nan_to_num_(_FINITE.min, _FINITE.max, -math.inf)
-    scaled_RV.sub_(scaled_RV.amax(-1, keepdim=True)).div_(
-        temperatures_R1
-    )  # the highest is 0, whatever it is divided by
+    # the highest is 0, whatever it is divided by
+    scaled_RV = logits_RV.sub_(logits_RV.amax(-1, keepdim=True)).div_(temperatures_R1)
     size = scaled_RV.shape[-1]
     num_tried = NUM_TRIED if size > 4 * NUM_TRIED else size
     token_ids, is_decided = _pick(scaled_RV, num_tried, specs)

@@ -4,7 +4,7 @@ Numbers cross the border once per step in each direction: the packed batch goes 
 back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from stillroom.models.decoder import Decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionPlan, AttentionSpan
 from stillroom.ops.attention_watch import AttentionWatch, MassWatch, Watch, Watches
-from stillroom.ops.sampling import logprobs, sample
+from stillroom.ops.sampling import logprobs, non_finite_rows, sample
 from stillroom.ops.transfer import to_device
 from stillroom.runner.decode_graphs import DecodeGraphs, StaticDecoding
 
@@ -61,7 +61,7 @@ class TorchRunner:
         if deviations:
             batch = Batch(tuple(one for one in batch.sequences if not one.is_probe))
             if not batch.sequences:
-                return StepResult({}, deviations=deviations)
+                return StepResult({}, deviations=deviations, non_finite=_not_finite(deviations))
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
         attention: dict[RequestId, NDArray[np.float32]] = {}
         masses: dict[RequestId, Masses] = {}
@@ -74,12 +74,17 @@ class TorchRunner:
             hidden_BM = self.decoder.hidden_states(packed, self.store.layer, watching.watch)
             attention, masses = watching.results()
             if not sampling:
-                return StepResult({}, {}, attention, deviations, masses)
+                non_finite = _not_finite(attention) | _not_finite(deviations)
+                return StepResult({}, {}, attention, deviations, masses, non_finite)
             logits_BV = self.decoder.logits(hidden_BM)
+        non_finite = _not_finite(attention) | _not_finite(deviations)
+        if broken := non_finite_rows(logits_BV):
+            non_finite |= {spec.request_id for row in broken for spec in sampling[row]}
+            logits_BV = logits_BV.index_fill(0, torch.tensor(broken, device=logits_BV.device), 0.0)
         if len(rows := [row for row, samples in enumerate(sampling) for _ in samples]) > len(sampling):
             logits_BV = logits_BV[rows]  # several samples are drawn from the same logits
         picked = _sampled(logits_BV, [spec for samples in sampling for spec in samples])
-        return replace(picked, attention=attention, deviations=deviations, masses=masses)
+        return replace(picked, attention=attention, deviations=deviations, masses=masses, non_finite=non_finite)
 
     def recover(self) -> None:
         """See `Runner.recover`."""
@@ -130,6 +135,10 @@ class TorchRunner:
         if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
             return slice(first, last + 1)
         return to_device(slots, self.decoder.device)
+
+
+def _not_finite(numbers: Mapping[RequestId, NDArray[np.float32]]) -> frozenset[RequestId]:
+    return frozenset(name for name, values in numbers.items() if not np.isfinite(values).all())
 
 
 def _own_slots(sequence: ScheduledSequence) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ Samples of one prompt come as a leader and its followers: the leader's prompt is
 token for each of them, and from then on they are sequences of their own that share blocks. Design: docs/runtime.md
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -18,13 +19,15 @@ from stillroom.core.ids import BlockId, ChunkId, RequestId
 from stillroom.core.kv import owner_of
 from stillroom.core.request import Admission, FinishReason, Request
 from stillroom.core.reuse import PromptReuse
-from stillroom.errors import PromptTooLongError, UsageError
+from stillroom.errors import NonFiniteError, PromptTooLongError, UsageError
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.scheduler.policy import Outlook, Policy, first_come
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
 from stillroom.scheduler.take import take
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ class SequenceUpdate:
     """With the first token: how much of its prompt was kept."""
     admission: Admission | None = None
     """With the first token: when its turn came."""
-    error: UsageError | None = None
+    error: UsageError | NonFiniteError | None = None
     """Why it was aborted."""
 
 
@@ -207,17 +210,10 @@ class Scheduler:
         for entry in batch.sequences:
             sequence = self._running[entry.request_id]
             sequence.began_at = began if sequence.began_at is None else sequence.began_at
-            if entry.request_id in result.masses:
-                self.kv.weigh(sequence.lease, entry.all_positions, result.masses[entry.request_id])
-            if sequence.lease.repair is not None:
-                if not self._advance_repair(sequence, entry, result):
-                    continue
-            else:
-                sequence.num_computed += entry.num_scheduled_tokens
-            self.kv.commit(sequence.lease, sequence.num_computed)
-            if entry.samples:
-                branches = [sequence, *self._fork(sequence)]
-                updates += [self._advance(branch, result) for branch in branches]
+            try:
+                updates += self._record(sequence, entry, result)
+            except NonFiniteError as error:
+                updates += self._refuse(sequence, error)
         return updates
 
     def check_integrity(self) -> None:
@@ -237,6 +233,34 @@ class Scheduler:
             assert all(pool.ref_count(BlockId(block_id)) == 1 for block_id in unwritten), sequence.request_id
             assert not (sequence.followers and sequence.num_generated), sequence.request_id
             assert sequence.num_tokens - sequence.table.num_slots <= 1, sequence.request_id
+
+    def _record(self, sequence: Sequence, entry: ScheduledSequence, result: StepResult) -> list[SequenceUpdate]:
+        """What a step did to one sequence, and to those that fork from it now.
+
+        Raises:
+            NonFiniteError: NaN or an infinity was computed for it.
+        """
+        if entry.request_id in result.non_finite:
+            raise NonFiniteError
+        if entry.request_id in result.masses:
+            self.kv.weigh(sequence.lease, entry.all_positions, result.masses[entry.request_id])
+        if sequence.lease.repair is not None:
+            if not self._advance_repair(sequence, entry, result):
+                return []
+        else:
+            sequence.num_computed += entry.num_scheduled_tokens
+        self.kv.commit(sequence.lease, sequence.num_computed)
+        branches = [sequence, *self._fork(sequence)] if entry.samples else []
+        return [self._advance(branch, result) for branch in branches]
+
+    def _refuse(self, sequence: Sequence, error: NonFiniteError) -> list[SequenceUpdate]:
+        """End a request and the samples that would fork from it, and drop the kept KV that it has used."""
+        num_dropped = self.kv.distrust(sequence.lease)
+        logger.error("%s: %s (%d pieces of kept KV)", sequence.request_id, error, num_dropped)
+        group, sequence.followers = [sequence, *sequence.followers], []
+        for one in group:
+            self._finish(one, FinishReason.ABORTED)
+        return [SequenceUpdate(one.request_id, None, FinishReason.ABORTED, error=error) for one in group]
 
     def _advance(self, sequence: Sequence, result: StepResult) -> SequenceUpdate:
         token_id = result.token_ids[sequence.request_id]

@@ -21,6 +21,7 @@ from stillroom.errors import (
     IndexUnavailableError,
     KnowledgeBaseBusyError,
     KnowledgeBaseNotFoundError,
+    NonFiniteError,
     PromptTooLongError,
     QueueFullError,
     RequestAbortedError,
@@ -103,6 +104,7 @@ _KINDS: tuple[tuple[type[StillroomError], int, str, str, str | None], ...] = (
     (EngineUnavailableError, 503, _UNAVAILABLE, "engine_unavailable", None),
     (EngineRefusedError, 502, "bad_gateway_error", "engine_refused", None),
     (RequestAbortedError, 503, _UNAVAILABLE, "request_aborted", None),
+    (NonFiniteError, 500, "server_error", "non_finite", None),
     (StillroomError, 500, "server_error", "internal_error", _INTERNAL),
 )
 
