@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from stillroom.config.settings import RuntimeConfig, StillroomConfig
 from stillroom.core.ids import DocumentId
 from stillroom.errors import EngineClosedError, ModelError, UsageError
 from stillroom.rag.answer import AskOptions
@@ -101,6 +102,30 @@ def test_numbers_of_numpy_are_numbers(room: Stillroom) -> None:
     assert len(room.search(QUESTION, top_k=many).results) == 2
     answer = room.ask(QUESTION, AskOptions(top_k=many, max_tokens=np.int64(1), logprobs=many))  # type: ignore[arg-type]
     assert len(answer.token_ids) == 1 and answer.logprobs is not None
+
+
+def test_minus_one_means_no_limit_all_tokens_and_a_random_seed(room: Stillroom) -> None:
+    assert room.ask(QUESTION, AskOptions(max_tokens=-1)).text == ANSWER
+    wild: dict[str, Any] = {"temperature": 50.0, "max_tokens": 12}
+    every = [room.ask(QUESTION, AskOptions(sample_top_k=many, seed=5, **wild)).token_ids for many in (-1, 0, 1)]
+    assert every[0] == every[1] != every[2]
+    assert len({room.ask(QUESTION, AskOptions(seed=-1, **wild)).token_ids for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": -2}, {"max_tokens": 0}, {"sample_top_k": -2}, {"seed": -2}])
+def test_other_negative_numbers_are_refused(room: Stillroom, options: dict[str, Any]) -> None:
+    [(name, value)] = options.items()
+    with pytest.raises(UsageError, match=f"{name.removeprefix('sample_')}={value}"):
+        room.ask(QUESTION, AskOptions(**options))
+
+
+def test_an_answer_without_limit_takes_no_more_than_the_kv_pool_has(knowledge: Path) -> None:
+    config = StillroomConfig(runtime=RuntimeConfig(kv_bytes=2**21))
+    with Stillroom.open(knowledge, config=config) as small:
+        assert small.ask(QUESTION).text == ANSWER
+        num_tokens = small.num_blocks * config.runtime.block_size
+        answer = small.ask(QUESTION, AskOptions(max_tokens=-1, logit_bias={1: -100.0}, temperature=50.0, seed=1))
+        assert len(answer.token_ids) + answer.reuse.num_prompt_tokens <= num_tokens
 
 
 def test_a_stream_is_read_piece_by_piece(room: Stillroom) -> None:

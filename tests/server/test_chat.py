@@ -221,6 +221,13 @@ def test_failure_in_the_middle_of_a_stream_is_an_error_event(client: httpx.Clien
     assert room.num_free_blocks == NUM_BLOCKS
 
 
+def test_minus_one_as_clients_of_other_servers_send_it_is_taken(client: httpx.Client, room: FakeRoom) -> None:
+    change = {"max_tokens": -1, "top_k": -1, "seed": -1}
+    assert client.post("/v1/chat/completions", json=QUESTION | change).status_code == 200
+    options = room.asked[-1][1]
+    assert (options.max_tokens, options.sample_top_k, options.seed) == (-1, -1, -1)
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -230,11 +237,13 @@ def test_failure_in_the_middle_of_a_stream_is_an_error_event(client: httpx.Clien
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"seed": -1}, "seed"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"seed": -2}, "seed"),
         ({"n": 0}, "n"),
         ({"stop": ""}, "stop.0"),
         ({"stop": ["a", ""]}, "stop.1"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"deadline_seconds": 0}, "deadline_seconds"),

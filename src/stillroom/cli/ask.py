@@ -132,7 +132,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
         "reuse.mode": reuse,
         "search.top_k": top_k,
         "search.mode": mode,
-        **{f"generation.{name}": value for name, value in sampling.items()},
+        **{f"generation.{name}": value for name, value in sampling.items() if value != -1},  # -1 is of a question only
         **engine_settings(engine, base_url, engine_model),
         **index_goal(ann_recall, search_budget),
     }

@@ -7,7 +7,9 @@ import typer
 
 MaxTokensOption = Annotated[
     int | None,
-    typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens in an answer; without it, as configured (256)."),
+    typer.Option(
+        "--max-tokens", min=-1, metavar="N", help="Most tokens in an answer; without it, as configured (256); -1: any."
+    ),
 ]
 MinTokensOption = Annotated[
     int, typer.Option("--min-tokens", min=0, metavar="N", help="The model cannot end its answer before this many.")
@@ -20,7 +22,9 @@ TopPOption = Annotated[
 ]
 SampleTopKOption = Annotated[
     int | None,
-    typer.Option("--sample-top-k", min=0, metavar="N", help="Sample from this many of the likeliest tokens; 0: all."),
+    typer.Option(
+        "--sample-top-k", min=-1, metavar="N", help="Sample from so many of the likeliest tokens; 0 or -1: all."
+    ),
 ]
 MinPOption = Annotated[
     float | None,
@@ -38,5 +42,5 @@ FrequencyPenaltyOption = Annotated[
     typer.Option("--frequency-penalty", metavar="X", help="Above 0: the less, the more often the answer has it."),
 ]
 SeedOption = Annotated[
-    int | None, typer.Option("--seed", min=0, metavar="N", help="Same seed, same question: same answer.")
+    int | None, typer.Option("--seed", min=-1, metavar="N", help="Same seed, same question: same answer; -1: random.")
 ]

@@ -93,6 +93,12 @@ class KVCacheManager:
         """Whether segments of these lengths would fit into an otherwise empty pool."""
         return num_blocks_for(segment_lengths, self.pool.block_size) <= self.pool.num_blocks
 
+    def max_output_tokens(self, segment_lengths: Sequence[int]) -> int:
+        """Most tokens that fit behind segments of these lengths into an otherwise empty pool; may be negative."""
+        *before, last = segment_lengths
+        block_size = self.pool.block_size
+        return (self.pool.num_blocks - num_blocks_for(before, block_size)) * block_size - last
+
     def num_reusable(self, lease: Lease, num_tokens: int) -> int:
         """Of a waiting sequence's tokens, how many need not be computed by what is kept now.
 

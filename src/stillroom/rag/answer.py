@@ -11,6 +11,9 @@ from stillroom.core.ids import RequestId
 from stillroom.errors import UsageError
 from stillroom.rag.conversation import Exchange
 
+NO_LIMIT = -1
+"""As `max_tokens`: the answer ends where the model ends it, or where there is no more room."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskOptions:
@@ -26,15 +29,17 @@ class AskOptions:
     where: str = ""
     """Only documents that this filter allows, such as `year >= 2020 and team = legal` (docs/filters.md)."""
     max_tokens: int | None = None
+    """`NO_LIMIT` (-1): as many as model and KV pool have room for."""
     temperature: float | None = None
     top_p: float | None = None
     sample_top_k: int | None = None
-    """Sample from this many of the most likely tokens; `top_k` counts chunks."""
+    """Sample from this many of the most likely tokens; 0 or -1: all. `top_k` counts chunks."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    """-1: a random one each time."""
     priority: int = 0
     """Of two questions that wait for the engine, the one with the lower number goes first."""
     deadline_seconds: float | None = None

@@ -40,6 +40,8 @@ class Draft:
     """None: only the server will know."""
     start: Callable[[Sequence[Sample]], None]
     """Continue it, once for each sample. Raises what `AsyncEngine.submit` and `OpenAIEngine.submit` raise."""
+    max_answer_tokens: int | None = None
+    """Most tokens that model and KV pool leave for an answer, at least 1. None: only the server knows."""
 
 
 @dataclass(frozen=True, slots=True)

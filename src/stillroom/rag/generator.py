@@ -161,7 +161,9 @@ class Generator:
             first, *others = ((request(sample), sample.listener) for sample in samples)
             self.engine.submit(*first, *others)
 
-        return Draft(prompt.chunk_ids, prompt.num_tokens, start)
+        fitting = self.cache.manager.max_output_tokens([len(segment.token_ids) for segment in prompt.segments])
+        max_answer_tokens = max(1, min(fitting, self.max_model_len - prompt.num_tokens))
+        return Draft(prompt.chunk_ids, prompt.num_tokens, start, max_answer_tokens)
 
     def _check_tokens(self, prompt: SegmentedPrompt) -> None:
         """Some checkpoints have added tokens without an embedding, which their prompts do not hold."""

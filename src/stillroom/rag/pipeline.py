@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import secrets
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from stillroom.errors import (
     UsageError,
 )
 from stillroom.rag.accounting import Account, counting_aborted
-from stillroom.rag.answer import Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
+from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
 from stillroom.rag.backend import Backend, Draft
 from stillroom.rag.conversation import alternate, around, history_of
 from stillroom.rag.query_cache import QueryCache
@@ -226,7 +227,8 @@ class Pipeline:
         limit, most = self._backend.max_model_len, self._config.generation.max_prompt_tokens
         if limit is None:
             return most or None
-        room = limit - (options.max_tokens or min(self._config.generation.max_tokens, limit // 4))
+        default = min(self._config.generation.max_tokens, limit // 4)
+        room = limit - (options.max_tokens if options.max_tokens not in (None, 0, NO_LIMIT) else default)
         return min(room, most) if most else room
 
     def _check_length(self, draft: Draft) -> None:
@@ -239,7 +241,7 @@ class Pipeline:
     def _wanted(self, draft: Draft, options: AskOptions, arrival: float, num_samples: int) -> list[Wanted]:
         """The answers to a prompt: each has its own name and seed, and only the first computes the prompt."""
         name = RequestId(f"req-{uuid.uuid4().hex[:16]}")
-        sampling = self._sampling(options, draft.num_tokens)
+        sampling = self._sampling(options, draft.max_answer_tokens)
         deadline = None if options.deadline_seconds is None else arrival + options.deadline_seconds
         first = Wanted(name, sampling, options.priority, deadline)
         others = (
@@ -279,23 +281,22 @@ class Pipeline:
 
         return _Prepared(attempt, tuple(collector(wanted) for wanted in attempt.wanted), has_searched=bool(question))
 
-    def _sampling(self, options: AskOptions, num_prompt_tokens: int | None) -> SamplingParams:
-        """The question's own settings over the configured ones. A default max_tokens is cut to what the model has
-        left."""
+    def _sampling(self, options: AskOptions, max_answer_tokens: int | None) -> SamplingParams:
+        """The question's own settings over the configured ones. A default max_tokens is cut to what there is room for.
+
+        -1 is what clients of vLLM and llama.cpp send for no limit, no `top_k`, a random seed.
+        """
         defaults = self._config.generation
-        limit = self._backend.max_model_len
-        max_tokens = defaults.max_tokens
-        if limit is not None and num_prompt_tokens is not None:
-            max_tokens = min(max_tokens, max(1, limit - num_prompt_tokens))
+        top_k = options.sample_top_k
 
         def chosen(own: T | None, default: T) -> T:
             return default if own is None else own
 
         return SamplingParams(
-            max_tokens=chosen(options.max_tokens, max_tokens),
+            max_tokens=_num_answer_tokens(options.max_tokens, defaults.max_tokens, max_answer_tokens),
             min_tokens=options.min_tokens,
             temperature=chosen(options.temperature, defaults.temperature),
-            top_k=chosen(options.sample_top_k, defaults.sample_top_k),
+            top_k=0 if top_k == -1 else chosen(top_k, defaults.sample_top_k),
             top_p=chosen(options.top_p, defaults.top_p),
             min_p=chosen(options.min_p, defaults.min_p),
             repetition_penalty=chosen(options.repetition_penalty, defaults.repetition_penalty),
@@ -303,7 +304,7 @@ class Pipeline:
             frequency_penalty=chosen(options.frequency_penalty, defaults.frequency_penalty),
             logit_bias=options.logit_bias,
             logprobs=options.logprobs,
-            seed=chosen(options.seed, defaults.seed),
+            seed=secrets.randbits(63) if options.seed == -1 else chosen(options.seed, defaults.seed),
         )
 
     def _submit(self, prepared: _Prepared, listeners: Sequence[Listener]) -> None:
@@ -333,6 +334,24 @@ class Pipeline:
         load = self._backend.load
         self._metrics.set_kv_blocks(load.num_free_blocks, load.num_blocks - load.num_free_blocks)
         self._metrics.set_requests(load.num_waiting, load.num_running)
+
+
+def _num_answer_tokens(asked: int | None, default: int, most: int | None) -> int:
+    """Most tokens of an answer.
+
+    Args:
+        most: what there is room for; None: not known.
+
+    Raises:
+        UsageError: all that there is room for is asked for, and that is not known.
+    """
+    if asked is None:
+        return default if most is None else min(default, most)
+    if asked != NO_LIMIT:
+        return asked
+    if most is None:
+        raise UsageError("max_tokens=-1: this engine does not say how much room it has; name a number of tokens")
+    return most
 
 
 def _check(options: AskOptions) -> None:

@@ -9,7 +9,7 @@ fields mean what: docs/http.md
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from stillroom.config.settings import SearchMode
 from stillroom.retrieval.filters.language import MAX_CHARS
@@ -50,8 +50,14 @@ def _is_prompt(value: object) -> str | list[int]:
     raise ValueError("a prompt is a text or a list of tokens, and not empty")
 
 
+def _is_max_tokens(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be at least 1, or -1 for no limit")
+    return value
+
+
 TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K)]
-MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+MaxTokens = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(_is_max_tokens)]
 StopText = Annotated[str, Field(min_length=1)]
 StopTexts = Annotated[
     list[StopText],
@@ -152,10 +158,11 @@ class GenerationRequest(Body):
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    """-1: a random one."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """Not OpenAI's, but usual: tokens to sample from. The number of chunks is `stillroom.top_k`."""
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Not OpenAI's, but usual: tokens to sample from; 0 and -1: all. The number of chunks is `stillroom.top_k`."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
