@@ -42,6 +42,7 @@ def make_old(folder: Path) -> None:
     with database:
         database.execute("DROP TABLE commits")
         database.execute("DROP TRIGGER commits_have_names")
+        database.execute("DROP INDEX documents_by_public_id")
         for table, column, _ in ADDED_COLUMNS:
             database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         database.execute("PRAGMA user_version = 0")

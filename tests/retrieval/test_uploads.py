@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
 from stillroom.errors import KnowledgeBaseBusyError, StorageError, UnknownDocumentError, UsageError
-from stillroom.retrieval.kb_folder import UPLOADS, WriteLock
+from stillroom.retrieval.document_names import UPLOADS
+from stillroom.retrieval.kb_folder import WriteLock
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.loaders.load import load
 from stillroom.retrieval.uploads import UploadResult, Uploads, checked_name
@@ -48,7 +49,7 @@ def test_what_is_uploaded_can_be_found_and_has_a_path(kb: KnowledgeBase, uploads
 
     assert (result.name, result.outcome) == ("notes/keys.md", "added")
     [info] = result.documents
-    assert info.document_id == str(kb.path / "uploads/notes/keys.md") and info.title == "Keys"
+    assert info.document_id == "uploads/notes/keys.md" and info.title == "Keys"
     assert kb.search("rotate keys").results[0].chunk.document_id == info.document_id
     assert uploads.find("notes/keys.md") == uploads.find(info.document_id) == [info]
     assert uploads.name_of(info.document_id) == "notes/keys.md"

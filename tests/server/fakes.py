@@ -197,6 +197,8 @@ class FakeRoom:
         ]
         return [info for info in found if info.document_id > after][:limit]
 
+    public_documents = documents
+
     def chunks_of(self, document_id: str, offset: int = 0, limit: int | None = None) -> list[Chunk]:
         return [_chunk(document_id, self.texts[document_id])][offset:][:limit]
 

@@ -10,7 +10,8 @@ from typing import NewType
 from stillroom.errors import UsageError
 
 DocumentId = NewType("DocumentId", str)
-"""Absolute path of a file, or `<path>#<record id>` for one record of a JSONL file."""
+"""Name of a file, or `<name>#<record id>` for one record of a JSONL file. An upload is named from the knowledge base's
+folder (`uploads/keys.md`), another file by its absolute path."""
 
 ChunkId = NewType("ChunkId", int)
 """63-bit positive integer; shown to people as 16 hexadecimal digits."""
@@ -19,6 +20,19 @@ RequestId = NewType("RequestId", str)
 
 BlockId = NewType("BlockId", int)
 """Index of a block in the block pool; its slots are [id * block_size, (id + 1) * block_size)."""
+
+
+def public_id(document_id: str) -> str:
+    """What a tenant of a server sees of a document id: no folder of the server.
+
+    An upload is `uploads/notes/keys.md` everywhere; the file `/srv/handbook/keys.md` is `files/6b0b9a1c37fd/keys.md`,
+    after a hash of its folder.
+    """
+    path, mark, record = document_id.partition("#")
+    if not path.startswith("/"):
+        return document_id
+    folder, _, name = path.rpartition("/")
+    return f"files/{hashlib.sha256(folder.encode()).hexdigest()[:12]}/{name}{mark}{record}"
 
 
 def chunk_id_of(document_id: DocumentId, ordinal: int, text: str) -> ChunkId:

@@ -170,6 +170,10 @@ class Stillroom:
         """What is indexed, by document id; those behind `after`, and at most `limit`."""
         return self._kb.documents(after, limit)
 
+    def public_documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
+        """`documents`, by the ids that clients of a server see (`core.ids.public_id`)."""
+        return self._kb.public_documents(after, limit)
+
     def upload(
         self,
         files: Iterable[tuple[str, BinaryIO]],

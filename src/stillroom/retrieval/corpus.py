@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk, DocumentInfo
-from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.core.ids import ChunkId, DocumentId, public_id
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
     EngineClosedError,
@@ -30,6 +30,7 @@ from stillroom.errors import (
 )
 from stillroom.retrieval import rows
 from stillroom.retrieval.corpus_file import CorpusFile, read_beside
+from stillroom.retrieval.document_names import DocumentNames
 from stillroom.retrieval.filters.sql import Condition, register
 from stillroom.retrieval.rows import Changes, Source, SourceUpdate, StoredDocument
 
@@ -37,7 +38,8 @@ _BATCH = 500
 """Parameters per statement; SQLite takes at least 999."""
 
 _FIRST_WITH_METADATA = 2
-"""Version of the tables."""
+_FIRST_WITH_NAMES = 4
+"""Versions of the tables."""
 
 
 class Corpus:
@@ -51,6 +53,7 @@ class Corpus:
             IncompatibleKnowledgeBaseError: a later version of Stillroom wrote it.
         """
         self._path = path
+        self.names = DocumentNames(Path(os.path.abspath(path.parent)))
         self._lock = threading.RLock()
         self._counts = (-1, 0, 0)
         self._file = CorpusFile(path)
@@ -118,10 +121,16 @@ class Corpus:
             found = connection.execute(rows.SELECT_INFOS, (after, -1 if limit is None else limit))
             return [rows.document_info(row) for row in found]
 
-    def documents_of(self, name: str) -> list[DocumentInfo]:
-        """The document of that id, or those of the file of that path."""
+    def public_documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
+        """`documents`, by public id."""
         with self._reading() as connection:
-            return [rows.document_info(row) for row in connection.execute(rows.SELECT_INFOS_OF, (name, name))]
+            found = connection.execute(rows.SELECT_PUBLIC_INFOS, (after, -1 if limit is None else limit))
+            return [rows.document_info(row) for row in found]
+
+    def documents_of(self, name: str) -> list[DocumentInfo]:
+        """The document of that id, public or not, or those of the file of that name."""
+        with self._reading() as connection:
+            return [rows.document_info(row) for row in connection.execute(rows.SELECT_INFOS_OF, {"name": name})]
 
     def sources(self) -> dict[str, Source]:
         """What is known of each file that was read to its end, by path."""
@@ -265,7 +274,10 @@ class Corpus:
                     connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} {definition}")
             if version < _FIRST_WITH_METADATA:
                 connection.execute("DELETE FROM sources")  # the next `add` looks into every file for its metadata
+            connection.execute(rows.INDEX_OF_ADDED)
             connection.execute("INSERT OR IGNORE INTO state VALUES (0, 0, ?)", (uuid.uuid4().hex,))
+            if version < _FIRST_WITH_NAMES:
+                _name_anew(connection, self.names)
             connection.execute(f"PRAGMA user_version = {rows.SCHEMA_VERSION}")
 
     def _own_id(self) -> str:
@@ -355,6 +367,24 @@ def _place_of(path: Path) -> tuple[int, int] | None:
         status = os.stat(path)
         return status.st_dev, status.st_ino
     return None
+
+
+def _name_anew(connection: sqlite3.Connection, names: DocumentNames) -> None:
+    """Bring names of earlier versions up to date: uploads by their names in the folder, and all with public ids."""
+    writer = _Writer(connection)
+    sizes = dict(connection.execute("SELECT path, -1 FROM documents").fetchall())
+    sizes |= dict(connection.execute("SELECT path, size FROM sources").fetchall())
+    for path, name in list(names.renamed(sizes)):
+        connection.execute("UPDATE sources SET path = ? WHERE path = ?", (name, path))
+        for row in connection.execute(rows.SELECT_STORED, (path,)).fetchall():
+            found = connection.execute(rows.SELECT_CHUNKS_OF, (row[0], -1, 0)).fetchall()
+            vectors = np.array([np.frombuffer(one[-1], dtype=np.float32) for one in found], dtype=np.float32)
+            writer.put(rows.stored_document(row, name, [rows.chunk(one) for one in found], vectors))
+            writer.remove(row[0])
+    writer.finish()
+    ids = connection.execute("SELECT document_id FROM documents").fetchall()
+    named = [(public_id(document_id), document_id) for (document_id,) in ids]
+    connection.executemany("UPDATE documents SET public_id = ? WHERE document_id = ?", named)
 
 
 class _Writer:

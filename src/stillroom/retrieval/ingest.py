@@ -22,6 +22,7 @@ from stillroom.core.ids import DocumentId
 from stillroom.errors import DocumentError, ReaderUnavailableError, UnknownDocumentError, UsageError
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.document_names import DocumentNames
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.intake.discovery import Discovery, Skipped, discover
 from stillroom.retrieval.intake.reading import FileReader, Looked, with_said
@@ -111,6 +112,7 @@ class Ingest:
         watch: Watch,
     ) -> None:
         self._corpus = corpus
+        self._names = corpus.names
         self._chunker = chunker
         self._embedder = embedder
         self._reader = reader
@@ -136,7 +138,8 @@ class Ingest:
             UsageError: a path is empty or does not exist, or a pattern is none; nothing was done.
         """
         began = self._clock.monotonic()
-        sources, known = self._corpus.sources(), self._corpus.paths()
+        sources = {self._names.path_of(name): source for name, source in self._corpus.sources().items()}
+        known = {self._names.path_of(name): documents for name, documents in self._corpus.paths().items()}
         found = discover(paths, exclude, {*sources, *known})
         for folder, reason in found.failures:
             self._fail(folder, reason)
@@ -164,7 +167,8 @@ class Ingest:
         )
 
     def _fail(self, path: Path, reason: str) -> None:
-        self._failures.append((str(path), reason.removeprefix(f"{path}: ")))
+        name = self._names.name_of(str(path))
+        self._failures.append((str(path), reason.removeprefix(f"{path}: ").removeprefix(f"{name}: ")))
 
     def _add_file(self, looked: Looked, num_known: int, known: Source | None) -> None:
         if looked.error is not None:
@@ -173,7 +177,7 @@ class Ingest:
         assert source is not None
         if looked.is_unchanged:
             if source != known:
-                self._batch.sources.append(SourceUpdate(str(path), source))
+                self._note(path, source)
             self._counts["unchanged"] += num_known
             self._finish_file(self._sizes[path])
             return
@@ -182,16 +186,19 @@ class Ingest:
                 self._watch.check()
                 if _num_text_bytes(document) > self._reader.max_chunks * self._chunker.max_tokens // _CHUNKED_TWICE:
                     self._chunks(document)
-        known_hashes = self._corpus.document_ids(str(path))
+        known_hashes = self._corpus.document_ids(self._names.name_of(str(path)))
         said = {**sidecar_metadata(path), **source.metadata}
         num_bytes = 0
         for document in looked.documents():
-            if said:
-                document = dataclasses.replace(document, metadata=with_said(document.metadata, said))
+            document = dataclasses.replace(
+                document,
+                document_id=DocumentId(self._names.name_of(document.document_id)),
+                metadata=with_said(document.metadata, said) if said else document.metadata,
+            )
             num_bytes += self._add_document(path, document, known_hashes)
         self._counts["removed"] += len(known_hashes)  # those that are left were not seen again
         self._batch.removed += known_hashes
-        self._batch.sources.append(SourceUpdate(str(path), source))
+        self._note(path, source)
         self._finish_file(max(0, self._sizes[path] - num_bytes))
 
     def _add_document(self, path: Path, document: Document, known_hashes: dict[DocumentId, str]) -> int:
@@ -206,7 +213,7 @@ class Ingest:
         old = self._corpus.chunks_of(document.document_id) if known_hash is not None else []
         pending = Pending(
             document=document,
-            path=str(path),
+            path=self._names.name_of(str(path)),
             content_hash=content_hash,
             num_bytes=num_bytes,
             outcome=outcome_of(known_hash, content_hash),
@@ -232,6 +239,13 @@ class Ingest:
             found.append(chunk)
         return found
 
+    def _note(self, path: Path, source: Source | None) -> None:
+        """Queue what is known of a file; None forgets it."""
+        name = self._names.name_of(str(path))
+        self._batch.sources.append(
+            SourceUpdate(name, None if source is None else dataclasses.replace(source, path=name))
+        )
+
     def _finish_file(self, num_bytes: int) -> None:
         """Count a file as done: now, or with the batch that its documents wait for."""
         self._batch.num_files += 1
@@ -245,7 +259,7 @@ class Ingest:
             if found.covers(path) and (_is_gone(path) or found.ignores(path)):
                 self._counts["removed"] += len(known.get(path, ()))
                 self._batch.removed += known.get(path, ())
-                self._batch.sources.append(SourceUpdate(path, None))
+                self._note(Path(path), None)
 
     def _flush(self) -> None:
         """Embed and commit the batch."""
@@ -298,19 +312,19 @@ class Ingest:
 
 
 def documents_at(
-    targets: Sequence[str], known: Mapping[DocumentId, str]
+    targets: Sequence[str], known: Mapping[DocumentId, str], names: DocumentNames
 ) -> tuple[Collection[DocumentId], tuple[str, ...]]:
     """The documents that the targets of a `remove` stand for, and the targets that stand for none: of those that an
     interrupted run has removed already nothing is left.
 
     Args:
-        known: the file of each document.
+        known: the absolute path of each document's file.
 
     Raises:
         UsageError: a target is empty, which as a path would be the working folder.
         UnknownDocumentError: no target stands for any.
     """
-    found = {target: _documents_at(target, known) for target in targets}
+    found = {target: _documents_at(target, known, names) for target in targets}
     unknown = tuple(target for target, document_ids in found.items() if not document_ids)
     if unknown and len(unknown) == len(found):
         others = f" or the {len(unknown) - 1:,} others" if len(unknown) > 1 else ""
@@ -320,11 +334,11 @@ def documents_at(
     return dict.fromkeys(document_id for document_ids in found.values() for document_id in document_ids), unknown
 
 
-def _documents_at(target: str, known: Mapping[DocumentId, str]) -> list[DocumentId]:
+def _documents_at(target: str, known: Mapping[DocumentId, str], names: DocumentNames) -> list[DocumentId]:
     """The document of that id, else those of the file or folder."""
     if not target:
         raise UsageError("an empty target stands for no document; give a file, a folder or a document")
-    found = [document_id for document_id in _ids_meant(target) if document_id in known][:1]
+    found = [document_id for document_id in _ids_meant(target, names) if document_id in known][:1]
     if not found and not _leads_out_of_a_record(target):
         absolute = os.path.abspath(target)
         folder = os.path.join(absolute, "")
@@ -332,12 +346,12 @@ def _documents_at(target: str, known: Mapping[DocumentId, str]) -> list[Document
     return found
 
 
-def _ids_meant(target: str) -> Iterator[DocumentId]:
+def _ids_meant(target: str, names: DocumentNames) -> Iterator[DocumentId]:
     """As it stands, and with its file from the working folder. What follows a `#` is the name that a file gave to a
     record: no path, whatever it looks like."""
-    yield DocumentId(target)
+    yield DocumentId(names.name_of(target))
     for at in (at for at, letter in enumerate(target) if letter == "#"):
-        yield DocumentId(os.path.abspath(target[:at]) + target[at:])
+        yield DocumentId(names.name_of(os.path.abspath(target[:at])) + target[at:])
 
 
 def _leads_out_of_a_record(target: str) -> bool:

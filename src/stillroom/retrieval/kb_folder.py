@@ -20,6 +20,7 @@ from stillroom.core.clock import Clock
 from stillroom.core.folder_lock import FolderLock
 from stillroom.core.private_files import open_file
 from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
+from stillroom.retrieval.document_names import UPLOADS
 from stillroom.retrieval.manifest import SAME_MANIFEST
 
 MANIFEST = "manifest.json"
@@ -27,8 +28,6 @@ CORPUS = "corpus.sqlite3"
 PROJECTIONS = ("dense.npz", "dense.lists", "sparse", "qdrant")
 """What is made from the corpus, so that there was one where any of them is."""
 
-UPLOADS = "uploads"
-"""The folder of files that came as bytes, see `uploads`."""
 INCOMING = ".incoming"
 """In it: those that have no place yet."""
 

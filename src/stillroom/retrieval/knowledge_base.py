@@ -192,8 +192,9 @@ class KnowledgeBase:
             KnowledgeBaseBusyError: somebody else is writing.
         """
         with self._lock.held("remove"), keeping_up(self._indexes):
-            known = {one: path for path, document_ids in self._corpus.paths().items() for one in document_ids}
-            doomed, unknown = documents_at(targets, known)
+            names, paths = self._corpus.names, self._corpus.paths()
+            known = {one: names.path_of(name) for name, document_ids in paths.items() for one in document_ids}
+            doomed, unknown = documents_at(targets, known, names)
             return RemoveReport(len(doomed), self._corpus.remove(doomed), unknown)
 
     def writing(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -205,20 +206,24 @@ class KnowledgeBase:
         return self._corpus.documents(after, limit)
 
     def documents_of(self, name: str) -> list[DocumentInfo]:
-        """The document of that id, or those of the file of that path; none if there are none."""
-        return self._corpus.documents_of(name)
+        """The document of that id, public or not, or those of the file of that name or path; none if there are none."""
+        return self._corpus.documents_of(self._corpus.names.name_of(name))
+
+    def public_documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
+        """`documents`, by public id; those behind the public id `after`."""
+        return self._corpus.public_documents(after, limit)
 
     def paths(self) -> list[str]:
-        """Of files that there are documents of."""
+        """Names of files that there are documents of."""
         return list(self._corpus.paths())
 
     def content_hashes(self, path: str) -> dict[DocumentId, str]:
         """Of each document of a file: a hash of what it says."""
-        return self._corpus.document_ids(path)
+        return self._corpus.document_ids(self._corpus.names.name_of(path))
 
     def is_read(self, path: str) -> bool:
         """Whether a file was read to its end, and nothing of it was removed since."""
-        source = self._corpus.sources().get(path)
+        source = self._corpus.sources().get(self._corpus.names.name_of(path))
         return source is not None and source.size >= 0
 
     @property

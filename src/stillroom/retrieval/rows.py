@@ -4,18 +4,19 @@ The tables' own number (`PRAGMA user_version`) is `SCHEMA_VERSION`, or 0 as the 
 """
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk, DocumentInfo
-from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.core.ids import ChunkId, DocumentId, chunk_id_of, public_id
 from stillroom.core.metadata import Metadata, metadata_from_json, metadata_to_json
 
-SCHEMA_VERSION = 3
-"""2 had no names of commits."""
+SCHEMA_VERSION = 4
+"""2 had no names of commits; 3 named uploads by their absolute paths, and knew no public ids."""
 
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS state (
@@ -47,10 +48,13 @@ that a restored backup has undone. Columns that came since are in `ADDED_COLUMNS
 ADDED_COLUMNS = (
     ("sources", "metadata", "TEXT NOT NULL DEFAULT '{}'"),
     ("documents", "metadata", "TEXT NOT NULL DEFAULT '{}'"),
+    ("documents", "public_id", "TEXT NOT NULL DEFAULT ''"),
     ("chunks", "start_page", "INTEGER NOT NULL DEFAULT 0"),
     ("chunks", "end_page", "INTEGER NOT NULL DEFAULT 0"),
 )
 """Table, column, definition. What `add --meta` says of a file is in `sources`, and with it in `documents`."""
+
+INDEX_OF_ADDED = "CREATE INDEX IF NOT EXISTS documents_by_public_id ON documents (public_id)"
 
 CHUNK_COLUMNS = """c.chunk_id, c.document_id, c.ordinal, c.text, c.title, c.heading_path, c.num_tokens, c.start_line,
     c.end_line, c.record_id, c.start_page, c.end_page"""
@@ -61,7 +65,10 @@ SELECT_VECTORS = "SELECT chunk_id, vector FROM vectors WHERE chunk_id IN ({})"
 SELECT_EXISTING = "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})"
 _INFO = "SELECT document_id, title, num_chunks, num_bytes, added_at, metadata FROM documents"
 SELECT_INFOS = f"{_INFO} WHERE document_id > ? ORDER BY document_id LIMIT ?"
-SELECT_INFOS_OF = f"{_INFO} WHERE document_id = ? OR path = ? ORDER BY document_id"
+SELECT_PUBLIC_INFOS = f"{_INFO} WHERE public_id > ? ORDER BY public_id LIMIT ?"
+SELECT_INFOS_OF = f"{_INFO} WHERE document_id = :name OR path = :name OR public_id = :name ORDER BY document_id"
+SELECT_STORED = """SELECT document_id, path, record_id, title, content_hash, num_bytes, added_at, metadata
+    FROM documents WHERE path = ?"""
 SELECT_KNOWN_AS = "SELECT path, title, metadata, content_hash FROM documents WHERE document_id = ?"
 SELECT_SOURCES = "SELECT path, size, mtime_ns, content_hash, metadata FROM sources"
 UNREAD_SOURCES = "UPDATE sources SET size = -1, content_hash = ''"
@@ -76,7 +83,7 @@ SELECT_COUNTS = "SELECT generation, (SELECT count(*) FROM documents), (SELECT co
 SELECT_COMMIT = """SELECT c.commit_id FROM state s LEFT JOIN commits c ON c.generation = :generation
     WHERE s.generation >= :generation"""
 COUNT_ADDED = "SELECT count(*) FROM vectors WHERE generation > ?"
-PUT_DOCUMENT = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+PUT_DOCUMENT = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 PUT_CHUNK = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 MOVE_CHUNK = "UPDATE chunks SET start_line = ?, end_line = ?, start_page = ?, end_page = ? WHERE chunk_id = ?"
 
@@ -181,6 +188,33 @@ def document_row(document: StoredDocument, generation: int) -> tuple[object, ...
         document.added_at,
         generation,
         metadata_to_json(document.metadata),
+        public_id(document.document_id),
+    )
+
+
+def stored_document(
+    row: tuple[Any, ...], name: str, chunks: Sequence[Chunk], vectors: NDArray[np.float32]
+) -> StoredDocument:
+    """A document of `SELECT_STORED` whose file has another name now; its chunks are named after it.
+
+    Args:
+        vectors: of the chunks, [len(chunks), d].
+    """
+    document_id, path, record_id, title, content_hash, num_bytes, added_at, metadata = row
+    renamed = DocumentId(name + document_id.removeprefix(path))
+    return StoredDocument(
+        document_id=renamed,
+        path=name,
+        record_id=record_id,
+        title=title,
+        content_hash=content_hash,
+        num_bytes=num_bytes,
+        added_at=added_at,
+        chunks=tuple(
+            replace(one, document_id=renamed, chunk_id=chunk_id_of(renamed, one.ordinal, one.text)) for one in chunks
+        ),
+        vectors=vectors,
+        metadata=metadata_from_json(metadata),
     )
 
 

@@ -16,7 +16,7 @@ import shutil
 import unicodedata
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -25,9 +25,10 @@ from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
 from stillroom.core.private_files import make_folder, open_file
 from stillroom.errors import ChangeCancelledError, StorageError, UnknownDocumentError, UsageError
+from stillroom.retrieval.document_names import UPLOADS, is_upload
 from stillroom.retrieval.index_file import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
-from stillroom.retrieval.kb_folder import INCOMING, UPLOADS
+from stillroom.retrieval.kb_folder import INCOMING
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.loaders.metadata import SIDECAR
 
@@ -117,7 +118,7 @@ class Uploads:
 
     def find(self, name: str) -> list[DocumentInfo]:
         """The document of that id, or those of the file of that path or uploaded name; none if there are none."""
-        candidates = [name, os.path.join(self._folder, name)]
+        candidates = [name, f"{UPLOADS}/{name}"]
         for candidate in candidates:
             if found := self._kb.documents_of(candidate):
                 return found
@@ -147,15 +148,14 @@ class Uploads:
             return self._kb.remove(targets)
         finally:
             for path in before - self._indexed_files():
-                self._delete(Path(path))
+                self._delete(self._kb.path / path)
 
     def _indexed_files(self) -> set[str]:
         return {path for path in self._kb.paths() if self.name_of(DocumentId(path)) is not None}
 
     def name_of(self, document_id: DocumentId) -> str | None:
         """As it was uploaded, and `#record` for a record of a JSONL file; None for what came from elsewhere."""
-        prefix = os.path.join(self._folder, "")
-        return document_id.removeprefix(prefix) if document_id.startswith(prefix) else None
+        return document_id.removeprefix(f"{UPLOADS}/") if is_upload(document_id) else None
 
     def _receive(self, name: str, stream: BinaryIO, incoming: Path) -> _Stored:
         """On the disk, but not yet in its place."""
@@ -233,12 +233,17 @@ class Uploads:
             raise
         for one in kept:
             if reason := failures.get(str(one.path), ""):
-                one.reason = reason.replace(str(one.path), one.name)
+                one.reason = reason.replace(str(one.path), one.name).replace(f"{UPLOADS}/{one.name}", one.name)
                 self._undo(one)
         return [self._result(one, before.get(one.name, {})) for one in stored]
 
     def _added(self, paths: Sequence[Path], options: _Options) -> AddReport:
-        return self._kb.add(paths, progress=options.progress, metadata=options.metadata, stop=options.stop)
+        def tell(step: AddProgress) -> None:
+            if options.progress is not None:
+                name = os.path.relpath(step.current, self._folder) if step.current else ""
+                options.progress(replace(step, current=name))
+
+        return self._kb.add(paths, progress=tell, metadata=options.metadata, stop=options.stop)
 
     def _cancel(self, one: _Stored, before: dict[DocumentId, str]) -> None:
         """As it was before it came, unless it was indexed to its end, or records of what it replaced are gone."""

@@ -14,6 +14,7 @@ from fastapi.responses import PlainTextResponse
 
 from stillroom import __version__
 from stillroom.core.clock import SystemClock
+from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
 from stillroom.server import chat, errors, health, openapi
 from stillroom.server.admission import Admission
@@ -32,6 +33,7 @@ from stillroom.server.keys import KeyRing
 from stillroom.server.limits import Limits
 from stillroom.server.middleware import Observed
 from stillroom.server.payloads import Payload, search_payload
+from stillroom.server.privacy import served_name
 from stillroom.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SearchRequest
 from stillroom.server.replies import (
     ChatCompletion,
@@ -153,7 +155,7 @@ class _Api:
         if not conversation.question.strip():
             raise UsageError("messages hold no question; the last message of the role 'user' is the question")
         streams = await room.astreams(conversation.question, ask_options(body, conversation), n=body.n or 1)
-        model = room.model_name
+        model = served_name(room.model_name)
         if body.stream:
             return AnswerEvents(streams, chat.chat_events(streams, model, includes_usage=body.includes_usage))
         return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model))
@@ -176,12 +178,12 @@ class _Api:
             raise UsageError("input holds an empty text; every text needs at least one word")
         vectors = await self._workers.run(self._workers.embeddings, room.embed, body.texts)
         if body.dimensions not in (None, vectors.shape[1]):
-            raise UsageError(f"dimensions={body.dimensions}; {embedder!r} makes {vectors.shape[1]}")
+            raise UsageError(f"dimensions={body.dimensions}; {served_name(embedder)!r} makes {vectors.shape[1]}")
         data = [
             Embedding(index=index, embedding=_encode(vector, body.encoding_format))
             for index, vector in enumerate(vectors)
         ]
-        return EmbeddingList(data=data, model=embedder, usage=EmbeddingUsage())
+        return EmbeddingList(data=data, model=served_name(embedder), usage=EmbeddingUsage())
 
     async def models(self, request: Request) -> ModelList:
         """The generator and the embedder."""
@@ -202,7 +204,7 @@ class _Api:
         options = {"mode": body.mode, "top_k": body.top_k, "where": body.where}
         found = await self._workers.run(None, room.search, body.query, **options)
         mode = body.mode or room.config.search.mode
-        return search_payload(body.query, mode, found, time.perf_counter() - started)
+        return search_payload(body.query, mode, found, time.perf_counter() - started, public_id)
 
     async def healthz(self, request: Request) -> dict[str, Any]:
         """What is served, and how much room there is."""
@@ -217,7 +219,7 @@ class _Api:
             tiers["index_lists"] = {**on_devices, "ram": lists.num_lists_in_ram, "total": lists.num_lists}
         return {
             "status": "ok",
-            "model": room.model_name,
+            "model": served_name(room.model_name),
             "documents": num_documents,
             "kv_blocks": {"free": room.num_free_blocks, "total": room.num_blocks},
             **tiers,
@@ -229,12 +231,13 @@ class _Api:
         return Response(content, headers={"Content-Type": CONTENT_TYPE})
 
     def _describe(self, name: str) -> Model:
-        return Model(id=name, created=self._started_at)
+        return Model(id=served_name(name), created=self._started_at)
 
     def _check_model(self, model: str | None, served: list[str]) -> None:
         """An answer by another model than the one asked for would be a silent mistake."""
-        if model not in (None, ALIAS, *served):
-            raise model_not_served(str(model), served)
+        names = [served_name(name) for name in served]
+        if model not in (None, ALIAS, *served, *names):
+            raise model_not_served(str(model), names)
 
 
 def _names(room: "Stillroom") -> list[str]:

@@ -1,12 +1,14 @@
 """`/v1/chat/completions`: the last user message is the question; answers come whole or as a stream of events."""
 
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
-from stillroom.rag.answer import Answer, AskOptions, TokenScore
+from stillroom.rag.answer import Answer, AskOptions, Source, TokenScore
 from stillroom.server.answering import (
     DONE,
     LEAST_LOGPROB,
@@ -78,7 +80,7 @@ def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
         usage=usage_of(answers, len(answers)),
         stillroom=AnswerDetails(
             request_id=first.request_id,
-            sources=list(first.sources),
+            sources=_public(first.sources),
             timing=last.timing,
             reuse=last.reuse,
             speculation=last.speculation,
@@ -103,13 +105,18 @@ def completion_id(request_id: str) -> str:
     return f"chatcmpl-{request_id}"
 
 
+def _public(sources: Sequence[Source]) -> list[Source]:
+    """Sources with the ids that clients see."""
+    return [dataclasses.replace(source, document=public_id(source.document)) for source in sources]
+
+
 async def chat_events(
     streams: "Sequence[AsyncAnswerStream]", model: str, *, includes_usage: bool
 ) -> AsyncIterator[str]:
     """The response as server-sent events."""
     first = streams[0]
     chunks = _Chunks(first.request_id, model, includes_usage)
-    sources = [source_payload(source) for source in first.sources]
+    sources = [source_payload(source) for source in _public(first.sources)]
     for index in range(len(streams)):
         ours = {"request_id": first.request_id, "sources": sources} if index == 0 else None
         yield chunks.event(index, Delta(role="assistant", content=""), ours=ours)

@@ -20,6 +20,7 @@ from stillroom.server.answering import (
     slowest,
     usage_of,
 )
+from stillroom.server.privacy import served_name
 from stillroom.server.protocol import CompletionRequest
 from stillroom.server.replies import AnswerDetails, Completion, CompletionChoice, CompletionChunk, CompletionLogprobs
 
@@ -59,7 +60,7 @@ class Completions:
         except BaseException:
             cancel(streams)
             raise
-        return cls(streams, room.model_name, num_samples, echoes)
+        return cls(streams, served_name(room.model_name), num_samples, echoes)
 
     def whole(self, answers: Sequence[Answer]) -> Completion:
         """The whole response."""

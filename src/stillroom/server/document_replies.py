@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stillroom.core.document import Chunk, DocumentInfo
-from stillroom.core.ids import DocumentId, format_chunk_id
+from stillroom.core.ids import DocumentId, format_chunk_id, public_id
 from stillroom.errors import UnknownDocumentError
 from stillroom.retrieval.uploads import UploadResult
 from stillroom.server.errors import Refused, error_body
+from stillroom.server.privacy import without_folders
 from stillroom.server.replies import (
     DocumentChunk,
     DocumentObject,
@@ -25,7 +26,7 @@ UNREADABLE = "document_unreadable"
 
 def document_object(room: "Stillroom", info: DocumentInfo) -> DocumentObject:
     return DocumentObject(
-        id=info.document_id,
+        id=public_id(info.document_id),
         name=room.uploads.name_of(DocumentId(info.document_id)),
         title=info.title,
         num_chunks=info.num_chunks,
@@ -70,7 +71,7 @@ def _uploaded(room: "Stillroom", result: UploadResult) -> UploadedFile:
 
 
 def _unreadable(reason: str) -> ErrorDetail:
-    return ErrorDetail(**error_body(reason, "invalid_request_error", code=UNREADABLE)["error"])
+    return ErrorDetail(**error_body(without_folders(reason), "invalid_request_error", code=UNREADABLE)["error"])
 
 
 def _chunk(chunk: Chunk) -> DocumentChunk:

@@ -158,7 +158,7 @@ class DocumentRoutes:
     ) -> DocumentList:
         """Documents by id, a page at a time."""
         room = self._documents(request).room
-        found = await asyncio.to_thread(room.documents, after, limit + 1)
+        found = await asyncio.to_thread(room.public_documents, after, limit + 1)
         data = [document_object(room, info) for info in found[:limit]]
         return DocumentList(
             data=data,

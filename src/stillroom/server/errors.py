@@ -32,6 +32,7 @@ from stillroom.errors import (
     UnknownRequestError,
     UsageError,
 )
+from stillroom.server.privacy import without_folders
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
     for exception, status, kind, code, message in _KINDS:
         if isinstance(error, exception):
             if message is None:
-                return status, error_body(str(error), kind, code=code)
+                return status, error_body(without_folders(str(error)), kind, code=code)
             logger.log(logging.WARNING if status == 503 else logging.ERROR, "%s", error)
             return status, error_body(message.format(part=getattr(error, "part", "")), kind, code=code)
     return 500, error_body(_INTERNAL, "server_error", code="internal_error")

@@ -4,6 +4,7 @@ Plain dictionaries, standard library only: the command line imports this without
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stillroom.config.settings import SearchMode
@@ -16,12 +17,22 @@ if TYPE_CHECKING:  # the command line must answer --help without importing the e
 Payload = dict[str, Any]
 
 
-def search_payload(query: str, mode: SearchMode, found: SearchResult, total_seconds: float) -> Payload:
-    """A search: its results best first, and what it cost."""
+def search_payload(
+    query: str,
+    mode: SearchMode,
+    found: SearchResult,
+    total_seconds: float,
+    shown: Callable[[str], str] = lambda document_id: document_id,
+) -> Payload:
+    """A search: its results best first, and what it cost.
+
+    Args:
+        shown: what is shown of a document id.
+    """
     return {
         "query": query,
         "mode": mode,
-        "results": [_result(scored) for scored in found.results],
+        "results": [_result(scored) | {"document": shown(scored.chunk.document_id)} for scored in found.results],
         "timing": {
             "embed_seconds": found.embed_seconds,
             "search_seconds": found.search_seconds,

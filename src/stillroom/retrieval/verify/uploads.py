@@ -11,8 +11,9 @@ from pathlib import Path
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.errors import DocumentError
 from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.document_names import UPLOADS
 from stillroom.retrieval.intake.reading import look_at
-from stillroom.retrieval.kb_folder import INCOMING, UPLOADS
+from stillroom.retrieval.kb_folder import INCOMING
 from stillroom.retrieval.loaders.metadata import is_sidecar
 from stillroom.retrieval.verify.report import Finding, finding
 
@@ -22,8 +23,9 @@ def check_uploads(folder: Path, corpus: Corpus, config: DocumentsConfig) -> Iter
     sources, paths = corpus.sources(), corpus.paths()
     unknown, changed = [], []
     for path in _files(folder):
-        source = sources.get(str(path))
-        if source is None or (not source.content_hash and str(path) not in paths):
+        name = corpus.names.name_of(str(path))
+        source = sources.get(name)
+        if source is None or (not source.content_hash and name not in paths):
             unknown += [] if is_sidecar(path) else [path]
         elif source.content_hash and _hash(path, config) != source.content_hash:
             changed.append(path)  # without a hash, some of its records were removed

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from starlette.exceptions import HTTPException
 
+from stillroom.core.ids import public_id
 from stillroom.rag.records import RecordSummary
 from stillroom.server.tenants import room_of
 
@@ -76,7 +77,9 @@ def router() -> APIRouter:
 
     async def one_request(request_id: str, request: Request) -> dict[str, Any]:
         """All that is remembered of one."""
-        return await asyncio.to_thread(room_of(request).records.get, request_id)
+        found = await asyncio.to_thread(room_of(request).records.get, request_id)
+        sources = [source | {"document": public_id(source["document"])} for source in found["sources"]]
+        return found | {"sources": sources}
 
     router.add_api_route("/", page, methods=["GET", "HEAD"], include_in_schema=False)
     router.add_api_route("/console/{name}", file, methods=["GET", "HEAD"], include_in_schema=False)

@@ -1,0 +1,78 @@
+"""No id, name or error that leaves the server shows a folder of it."""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from filelock import FileLock
+
+from stillroom.errors import KnowledgeBaseBusyError
+from stillroom.rag.room import Stillroom
+from stillroom.server.errors import describe
+from stillroom.server.privacy import served_name, without_folders
+from tests.server.harness import serving
+
+ROUTE = "/v1/documents"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("/srv/kb/manifest.json is missing", "manifest.json is missing"),
+        ("somebody else is writing to /srv/kb: process 4 (add)", "somebody else is writing to kb: process 4 (add)"),
+        ("make one with: stillroom add PATH --kb /srv/kb", "make one with: stillroom add PATH --kb kb"),
+        ("'/srv/kb/a.md' and (/srv/kb/b.md)", "'a.md' and (b.md)"),
+        ("GET /v1/documents lists what there is; and/or http://127.0.0.1:8321/readyz", None),
+        ("name it notes/keys.md, not ./keys.md", None),
+    ],
+)
+def test_messages_show_names_and_no_folders(message: str, shown: str | None) -> None:
+    assert without_folders(message) == (message if shown is None else shown)
+    _, body = describe(KnowledgeBaseBusyError(message))
+    assert body["error"]["message"] == (message if shown is None else shown)
+
+
+def test_a_model_is_named_after_the_last_part_of_its_folder() -> None:
+    assert served_name("/srv/models/qwen/") == "qwen"
+    assert served_name("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+
+
+def test_clients_of_a_real_server_see_no_folder_of_it(tmp_path: Path) -> None:
+    outside = tmp_path / "outside" / "keys.md"
+    outside.parent.mkdir()
+    outside.write_text("# Keys\n\nRotate the keys twice a year.\n")
+    replies: list[httpx.Response] = []
+    with (
+        Stillroom.open(tmp_path / "kb") as room,
+        serving(room) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        room.add(outside)
+
+        def ask(method: str, path: str, **options: Any) -> httpx.Response:
+            replies.append(client.request(method, path, **options))
+            return replies[-1]
+
+        files = [("file", ("a/b.txt", b"Bread bakes.")), ("file", ("bad.txt", b"\0"))]
+        ask("POST", ROUTE, files=files)
+        ask("POST", ROUTE, files=files, headers={"accept": "text/event-stream"})
+        ask("GET", "/v1/models")
+        first = ask("GET", ROUTE, params={"limit": 1}).json()
+        second = ask("GET", ROUTE, params={"limit": 1, "after": first["last_id"]}).json()
+        ids = [one["id"] for page in (first, second) for one in page["data"]]
+        assert ids[0].startswith("files/") and ids[0].endswith("/keys.md") and ids[1] == "uploads/a/b.txt"
+        found = ask("POST", "/v1/search", json={"query": "rotate keys"}).json()["results"]
+        assert found[0]["document"] == ids[0]
+        answer = ask("POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Rotate keys?"}]})
+        assert answer.json()["stillroom"]["sources"][0]["document"] in ids
+        ask("GET", f"/v1/requests/{answer.json()['stillroom']['request_id']}")
+        with FileLock(tmp_path / "kb" / "write.lock"):
+            assert ask("DELETE", f"{ROUTE}/{quote(ids[0])}").status_code == 503
+        assert ask("GET", f"{ROUTE}/{quote(ids[0])}").json()["chunks"][0]["text"] == "Rotate the keys twice a year."
+        assert ask("DELETE", f"{ROUTE}/{quote(ids[0])}").json()["num_documents"] == 1
+        assert ask("GET", f"{ROUTE}/{quote(str(outside))}").status_code == 404
+    assert outside.exists()
+    for reply in replies[:-1]:
+        assert str(tmp_path) not in reply.text and "outside" not in reply.text
