@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from stillroom.server.loading import Loading
 from stillroom.server.run import HttpServer
 from tests.cli.harness import Opened, Run
 from tests.server.fakes import FakeRoom, as_room, until
@@ -22,6 +23,7 @@ from tests.server.test_leaving import streaming
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
+import threading
 from stillroom.cli import main, room
 from stillroom.config.settings import ServerConfig, StillroomConfig
 from tests.server.fakes import FakeRoom
@@ -47,14 +49,33 @@ main.main()
 
 
 @contextmanager
-def launched(*args: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-c", PROGRAM, *args]
+def launched(*args: str, program: str = PROGRAM) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-c", program, *args]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
         try:
             yield process
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_server_that_loads_at_once(number: signal.Signals) -> None:
+    endless = PROGRAM.replace(
+        "file=sys.stderr, flush=True)", "file=sys.stderr, flush=True); threading.Event().wait()", 1
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with launched("--port", str(port), program=endless) as process:
+        assert process.stderr
+        assert [process.stderr.readline() for _ in range(2)] == ["loading fake-model ...\n", "warming up\n"]
+        ready = httpx.get(f"http://127.0.0.1:{port}/readyz")
+        assert (ready.status_code, ready.json()["reasons"]) == (503, ["loading: loading the model and the indexes"])
+
+        process.send_signal(number)
+
+        assert process.wait(20) == 0
+        assert process.stderr.read().endswith("stopped while loading\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -154,7 +175,7 @@ def test_url_is_one_that_a_client_can_use(host: str, shown: str) -> None:
 def test_other_machines_are_warned_of(
     run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HttpServer, "run", lambda *_: None)
+    monkeypatch.setattr(HttpServer, "run_loading", lambda _, load, *__: load(Loading()))
 
     assert "no keys are asked for" in run("serve", "--host", "0.0.0.0", "--port", "0", "--insecure").err
     assert "no keys are asked for" not in run("serve", "--host", "127.0.0.1", "--port", "0").err
@@ -164,7 +185,7 @@ def test_a_server_may_come_before_its_documents(
     run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container has no knowledge base when it first starts."""
-    monkeypatch.setattr(HttpServer, "run", lambda *_: None)
+    monkeypatch.setattr(HttpServer, "run_loading", lambda _, load, *__: load(Loading()))
     monkeypatch.setattr(FakeRoom, "num_documents", 0)
 
     found = run("serve", "--kb", "new", "--port", "0")

@@ -2,11 +2,13 @@
 
 import contextlib
 import logging
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -29,10 +31,18 @@ from stillroom.cli.options import (
     help_text,
     index_goal,
 )
+from stillroom.config.settings import StillroomConfig
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from stillroom.server.doorway import Doorway
+    from stillroom.server.loading import Loading
 
 HELP = help_text(
     "Serve the knowledge base over HTTP, with OpenAI's routes.",
-    "The model is loaded before connections are accepted. Ctrl-C or SIGTERM stops the server: running answers get "
+    "Connections are accepted at once; until the model is loaded, /readyz says 503 and what is being loaded. Ctrl-C or "
+    "SIGTERM stops the server: running answers get "
     "`server.grace_s` (10 seconds) to finish, or a second Ctrl-C.",
     "Without --keys everybody may ask who reaches the address, so it must be one of this machine; --insecure allows "
     "others, for a network that is guarded otherwise.",
@@ -93,37 +103,63 @@ def serve(  # noqa: PLR0913  one parameter per flag
     for warning in doorway.warnings:
         say(f"warning: {warning}")
     server = HttpServer(settings.server.host, settings.server.port)  # a taken port is known before a model loads
-    try:
-        with contextlib.ExitStack() as ending, room.open_room(kb, settings, create=True) as opened:
-            from stillroom.server.app import create_app
-            from stillroom.server.tenants import Tenants
-            from stillroom.telemetry.spans import exporting
+    with contextlib.ExitStack() as opened:
+        opened.callback(server.close)
+        served = _Served(kb, settings, opened, say)
 
-            house = Tenants(opened, doorway.tenants_folder)
-            if not opened.num_documents:
-                say(f"{kb} has no documents yet: stillroom add PATH --kb {kb}, or upload them")
-            say(f"loading {opened.model_name} ...")
-            opened.warm_up()
+        def announce() -> None:
+            say(f"Stillroom listens on {server.url} (Ctrl-C stops it)")
+            if as_json:
+                print_json({"url": server.url, "port": server.port, "model": served.model_name}, indent=None)
 
-            def announce() -> None:
-                say(f"Stillroom listens on {server.url} (Ctrl-C stops it)")
-                if as_json:
-                    print_json({"url": server.url, "port": server.port, "model": opened.model_name}, indent=None)
+        if settings.server.access_log:
+            logging.getLogger("stillroom.server.access").setLevel(logging.INFO)
+        server.run_loading(lambda loading: served.load(doorway, loading), announce, settings.server)
+        if server.is_loading:
+            say("stopped while loading")
+            _end_process()
+        with _ignoring_signals():
+            opened.close()
+        say("stopped")
 
-            if settings.server.access_log:
-                logging.getLogger("stillroom.server.access").setLevel(logging.INFO)
-            try:
-                with exporting(settings.server.otlp_endpoint) as tracing:
-                    app = create_app(
-                        opened, tenants=house, keys=doorway.keys, host=settings.server.host, tracing=tracing
-                    )
-                    server.run(app, announce, settings.server)
-            finally:
-                ending.enter_context(_ignoring_signals())
-                house.close()
-            say("stopped")
-    finally:
-        server.close()
+
+class _Served:
+    """What a server loads."""
+
+    def __init__(
+        self, kb: Path, settings: StillroomConfig, opened: contextlib.ExitStack, say: Callable[[str], None]
+    ) -> None:
+        """`opened`: closes in the end what is opened here."""
+        self._kb, self._settings, self._opened, self._say = kb, settings, opened, say
+        self.model_name = ""
+
+    def load(self, doorway: "Doorway", loading: "Loading") -> "FastAPI":
+        """Open the knowledge base, load the model and make the application. Called in a thread of the server."""
+        from stillroom.server.app import create_app
+        from stillroom.server.tenants import Tenants
+        from stillroom.telemetry.spans import exporting
+
+        loading.step = "opening the knowledge base"
+        own = self._opened.enter_context(room.open_room(self._kb, self._settings, create=True))
+        house = Tenants(own, doorway.tenants_folder)
+        self._opened.callback(house.close)
+        self.model_name = own.model_name
+        if not own.num_documents:
+            self._say(f"{self._kb} has no documents yet: stillroom add PATH --kb {self._kb}, or upload them")
+        self._say(f"loading {own.model_name} ...")
+        loading.step = "loading the model and the indexes"
+        own.warm_up()
+        config = self._settings.server
+        tracing = self._opened.enter_context(exporting(config.otlp_endpoint))
+        return create_app(own, tenants=house, keys=doorway.keys, host=config.host, tracing=tracing)
+
+
+def _end_process() -> NoReturn:
+    """End it now, without unwinding: the loading thread may be in native code, for which the end of the interpreter
+    would wait, or abort. The files are as after a kill, which loses nothing (docs/durability.md)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextlib.contextmanager

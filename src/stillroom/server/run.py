@@ -1,14 +1,17 @@
-"""Run the application: bind first, so that a taken port is known before a model loads; listen when all is warm.
+"""Run the application: bind and listen first, so that a taken port is known before a model loads and probes are
+answered while it does (`loading`).
 
 The process's signals stop it gracefully (`draining`); a second one ends the grace.
 """
 
+import asyncio
 import contextlib
 import errno
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -19,6 +22,7 @@ from stillroom.errors import ConfigError, ServerError
 from stillroom.ops.teams import quick_handovers
 from stillroom.server.connections import ConnectionLimits, protocol_of
 from stillroom.server.draining import Draining
+from stillroom.server.loading import Frontage, Loading
 
 _CLOSING_SECONDS = 5
 """For connections to be closed when nothing runs any more."""
@@ -46,19 +50,35 @@ class HttpServer:
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
         return f"http://{f'[{name}]' if ':' in name and not name.startswith('[') else name}:{self.port}"
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether `load` of `run_loading` has not returned. It goes on in its thread if `run_loading` has."""
+        return self._server is not None and self._server.is_loading
+
     def run(self, app: FastAPI, on_ready: Callable[[], None], settings: ServerConfig | None = None) -> None:
-        """Serve until stopped; `on_ready` is called when connections are accepted.
+        """`run_loading` for an application of `create_app` that is loaded."""
+        self.run_loading(lambda _: app, on_ready, settings)
+
+    def run_loading(
+        self, load: Callable[[Loading], FastAPI], on_ready: Callable[[], None], settings: ServerConfig | None = None
+    ) -> None:
+        """Accept connections, load the application, and serve until stopped.
 
         Args:
-            app: of `create_app`.
+            load: returns what `create_app` made. Runs in a thread of its own, and is not waited for if the server is
+                stopped meanwhile (`is_loading`).
+            on_ready: called once the application answers.
             settings: limits of connections; None takes the defaults.
 
         Raises:
             ServerError: another process took the port in the meantime.
+            BaseException: whatever `load` or `on_ready` raised.
         """
+        loading = Loading()
+        frontage = Frontage(loading)
         limits = ConnectionLimits.of(settings or ServerConfig())
         config = uvicorn.Config(
-            app,
+            frontage,
             http=protocol_of(limits),
             ws="none",
             log_config=None,
@@ -67,20 +87,23 @@ class HttpServer:
             timeout_graceful_shutdown=_CLOSING_SECONDS,
             server_header=False,
         )
-        self._server = _DrainingServer(config, on_ready, app.state.draining)
+        self._server = _DrainingServer(config, frontage, partial(load, loading), on_ready)
         self._server.should_exit = self._is_stopping
         try:
             with self._signals(), quick_handovers():
                 try:
                     self._server.run(sockets=[self._socket])
                 finally:
-                    app.state.workers.close()  # a signal that came here would unwind the process under running threads
+                    if self._server.app is not None:  # a signal that came here would unwind the process under threads
+                        self._server.app.state.workers.close()
         except OSError as error:
             if self._server.started:
                 raise
             raise _explain(error, self._host, self.port) from error
         finally:
             self.close()
+        if self._server.failure is not None:
+            raise self._server.failure
 
     def stop(self) -> None:
         """Ask `run` to return; may be called from any thread, also before `run`. A second time ends the grace."""
@@ -108,13 +131,21 @@ class HttpServer:
 
 
 class _DrainingServer(uvicorn.Server):
-    """Says when it accepts connections, and goes on for a while when it is asked to stop."""
+    """Loads the application when it accepts connections, and goes on for a while when it is asked to stop."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], draining: Draining) -> None:
+    def __init__(
+        self, config: uvicorn.Config, frontage: Frontage, load: Callable[[], FastAPI], on_ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
+        self._frontage = frontage
+        self._load = load
         self._on_ready = on_ready
-        self._draining = draining
         self._is_hurrying = False
+        self.is_loading = False
+        self.app: FastAPI | None = None
+        """None until it is loaded."""
+        self.failure: BaseException | None = None
+        """Of loading it."""
 
     def stop(self) -> None:
         """From any thread, or a signal; a second time ends the grace."""
@@ -126,11 +157,38 @@ class _DrainingServer(uvicorn.Server):
         self.stop()
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) and self._draining.is_over(hurry=self._is_hurrying)
+        if not await super().on_tick(counter):
+            return False
+        draining: Draining | None = None if self.app is None else self.app.state.draining
+        return draining is None or draining.is_over(hurry=self._is_hurrying)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
-        self._on_ready()
+        if not self.should_exit:
+            self.is_loading = True
+            loop = asyncio.get_running_loop()
+            threading.Thread(target=self._load_in_thread, args=(loop,), name="stillroom-loading", daemon=True).start()
+
+    def _load_in_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            ended = partial(self._begin, self._load())
+        except BaseException as error:  # raised again where the server was started
+            ended = partial(self._fail, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server was stopped meanwhile
+            loop.call_soon_threadsafe(ended)
+
+    def _begin(self, app: FastAPI) -> None:
+        self.is_loading = False
+        self.app = self._frontage.app = app
+        try:
+            self._on_ready()
+        except BaseException as error:  # on stdout, say
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.is_loading = False
+        self.failure = error
+        self.should_exit = True
 
 
 def _bind(host: str, port: int) -> socket.socket:

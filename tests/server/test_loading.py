@@ -1,0 +1,102 @@
+"""A server whose application is not loaded yet, over real sockets."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from stillroom.server.app import create_app
+from stillroom.server.loading import Loading
+from stillroom.server.run import HttpServer
+from tests.server.fakes import FakeRoom, as_room, until
+
+
+class Loads:
+    """A server that loads until `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.server = HttpServer("127.0.0.1", 0)
+        self.go_on, self.is_ready = threading.Event(), threading.Event()
+        self.failure: BaseException | None = None
+        self.raised: BaseException | None = None
+
+    def load(self, loading: Loading) -> FastAPI:
+        loading.step = "loading the model"
+        assert self.go_on.wait(20)
+        if self.failure is not None:
+            raise self.failure
+        return create_app(as_room(FakeRoom()))
+
+    def run(self) -> None:
+        try:
+            self.server.run_loading(self.load, self.is_ready.set)
+        except BaseException as error:
+            self.raised = error
+
+
+@contextmanager
+def loading() -> Iterator[tuple[Loads, httpx.Client, threading.Thread]]:
+    loads = Loads()
+    thread = threading.Thread(target=loads.run)
+    thread.start()
+    try:
+        with httpx.Client(base_url=loads.server.url, timeout=20) as client:
+            until(lambda: answers(client))
+            yield loads, client, thread
+    finally:
+        loads.go_on.set()
+        loads.server.stop()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return "loading the model" in client.get("/readyz").text
+    except httpx.ConnectError:
+        return False
+
+
+def test_a_probe_can_tell_a_server_that_loads_from_one_that_is_dead() -> None:
+    with loading() as (loads, client, _):
+        alive, ready = client.get("/healthz"), client.get("/readyz")
+        assert (alive.status_code, alive.json()) == (200, {"status": "ok"})
+        assert client.head("/healthz").status_code == 200
+        assert (ready.status_code, ready.json()["reasons"]) == (503, ["loading: loading the model"])
+        assert not loads.is_ready.is_set()
+        loads.go_on.set()
+        assert loads.is_ready.wait(20)
+        assert client.get("/readyz").json()["status"] == "ready"
+        assert client.get("/healthz").json()["model"] == "fake-model"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/", "/nowhere", "/healthz/"])
+def test_other_routes_say_to_come_back_while_the_server_loads(path: str) -> None:
+    with loading() as (_, client, _thread):
+        found = client.get(path, headers={"x-request-id": "mine"})
+        asked = client.post("/v1/chat/completions", json={})
+    for response in (found, asked):
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "loading")
+        assert int(response.headers["retry-after"]) > 0
+    assert found.headers["x-request-id"] == "mine"
+
+
+def test_a_server_that_loads_stops_at_once() -> None:
+    with loading() as (loads, _, thread):
+        loads.server.stop()
+        thread.join(20)
+        assert not thread.is_alive() and loads.server.is_loading
+        assert loads.raised is None and not loads.is_ready.is_set()
+
+
+@pytest.mark.parametrize("failure", [ValueError("no such model"), KeyboardInterrupt(), SystemExit(3)])
+def test_what_loading_raises_ends_the_server_and_is_raised_there(failure: BaseException) -> None:
+    with loading() as (loads, _, thread):
+        loads.failure = failure
+        loads.go_on.set()
+        thread.join(20)
+        assert not thread.is_alive() and not loads.server.is_loading
+    assert loads.raised is failure
