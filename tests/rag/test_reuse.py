@@ -8,7 +8,7 @@ import pytest
 from stillroom.config.settings import ReuseConfig, SpeculationConfig, StillroomConfig, TraceConfig
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER
-from stillroom.rag.answer import Answer
+from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.room import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.kvstore.nodes import record, sealed
@@ -153,6 +153,32 @@ def test_a_document_is_reused_at_another_place_if_asked_for(tmp_path: Path) -> N
     found = log.get(other.request_id)
     log.close()
     assert found is not None and found[2]["reuse"]["num_recomputed_tokens"] == other.reuse.num_recomputed_tokens
+
+
+def placed(answer: Answer) -> set[str | None]:
+    return {segment.chunk_id for segment in answer.reuse.segments if segment.reason == "placed"}
+
+
+def test_a_filter_holds_for_what_kept_kv_has_seen_as_of_the_question(tmp_path: Path) -> None:
+    """Metadata may change after the KV was computed, in both directions."""
+    docs = tmp_path / "people"
+    docs.mkdir()
+    (docs / "pis.txt").write_text("Pis Jurs later moved to Ranholm . Pis Jurs studied grammar .")
+    (docs / "kala.txt").write_text("Kala Broster was born in Glanwick . By trade she was a clerk .")
+    (docs / "mulo.txt").write_text("Mulo Trallow bought the ship Pisent . Mulo Trallow was born in Sanwick .")
+    anywhere = ReuseConfig(mode="anywhere", load="always", recompute_ratio=0.0, audit_share=0.0)
+    config = StillroomConfig(reuse=anywhere, speculation=SpeculationConfig(mode="off"))
+    not_hr = AskOptions(where="team != hr")
+    with Stillroom.open(tmp_path / "kb", config=config) as room:
+        room.add(docs)
+        first = ask(room, "Where did Pis Jurs move later ?")
+        assert Path(first.sources[0].document).stem == "pis", "the others are computed behind it"
+        room.add(docs / "pis.txt", metadata={"team": "hr"})
+        filtered = room.ask("Where was Kala Broster born ?", not_hr)
+        assert {Path(source.document).stem for source in filtered.sources} == {"kala", "mulo"}
+        assert filtered.text == "Glanwick" and not placed(filtered)
+        room.add(docs / "pis.txt", metadata={"team": None})
+        assert placed(room.ask("Which ship did Mulo Trallow buy ?", not_hr))
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])

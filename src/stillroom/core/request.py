@@ -13,6 +13,9 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.errors import UsageError
 
+MaySee = Callable[[Collection[ChunkId]], bool]
+"""Whether a request's filter allows all of these chunks."""
+
 _INFINITY = float("inf")
 
 LEAST_TEMPERATURE = 1e-5
@@ -151,9 +154,9 @@ class Request:
     """When its answer must be complete, in seconds on the engine's monotonic clock; None: whenever it is."""
     may_place: bool = True
     """Whether KV of other places may be used for it, where that is configured at all."""
-    may_see: Callable[[Collection[ChunkId]], bool] | None = None
-    """Whether its filter allows all of these chunks: KV that has seen another one, outside this prompt, is not used for
-    it. None allows every chunk of its tenant. The engine's thread asks."""
+    may_see: MaySee | None = None
+    """KV that has seen a chunk outside this prompt which this does not allow is not used. None allows every chunk of
+    the tenant. The engine's thread asks."""
     constraint: TokenConstraint | None = None
     """At the beginning of an answer; never advanced, every sequence works on a copy."""
 

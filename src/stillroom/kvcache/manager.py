@@ -15,6 +15,7 @@ from stillroom.core.batch import BlockCopy, Masses
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
+from stillroom.core.request import MaySee
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable, num_blocks_for, runs_after
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
@@ -23,7 +24,7 @@ from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece, PrefixKeys
 from stillroom.kvcache.placement import AnywhereOptions, Placement
 from stillroom.kvcache.placing import account_repair, describe, keep_to_be_placed, place, plan_for
-from stillroom.kvcache.provenance import MaySee, View
+from stillroom.kvcache.provenance import View
 from stillroom.kvcache.reuse_plan import plan_reuse
 from stillroom.kvcache.reuse_report import Found, Placed, account, nothing_reused
 from stillroom.kvcache.weighing import Weigher

@@ -6,12 +6,13 @@ different provenance never share a name, and a set that does not belong to a cop
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NO_CONTENT, NodeKey
 from stillroom.core.prompt import SegmentKind
+from stillroom.core.request import MaySee
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
 
@@ -20,9 +21,6 @@ MAX_SEEN = 256
 removal of one document takes along."""
 
 _ALONE = b"anywhere"
-
-MaySee = Callable[[Collection[ChunkId]], bool]
-"""Whether a request may see all of these chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class View:
     def __init__(self, pieces: Sequence[Piece], may_see: MaySee | None) -> None:
         """
         Args:
-            may_see: None allows every chunk of the request's tenant.
+            may_see: of chunks outside the prompt; None allows every chunk of the request's tenant.
         """
         self._messages = {piece.content for piece in pieces if piece.chunk_id is None}
         self._own = {piece.chunk_id for piece in pieces if piece.chunk_id is not None}

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
-from stillroom.core.request import SamplingParams
+from stillroom.core.request import MaySee, SamplingParams
 from stillroom.engine.corpora import Corpus
 from stillroom.engine.events import Listener
 from stillroom.models.tokenizer import Tokenizer
@@ -28,6 +28,8 @@ class Sample:
     """As of `Request`; an engine elsewhere does not know it."""
     deadline: float | None = None
     """As of `Request`."""
+    may_see: MaySee | None = None
+    """As of `Request`; an engine elsewhere does not know it."""
 
 
 @dataclass(frozen=True, slots=True)

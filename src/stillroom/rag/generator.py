@@ -152,6 +152,7 @@ class Generator:
                 sampling=sample.sampling,
                 priority=sample.priority,
                 deadline=sample.deadline,
+                may_see=sample.may_see,
                 stop_token_ids=self.model.stop_token_ids,
                 constraint=constraint,
                 cache_salt=self.salt,

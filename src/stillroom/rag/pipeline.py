@@ -13,7 +13,7 @@ from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import RequestId
-from stillroom.core.request import SamplingParams, seed_of_sample
+from stillroom.core.request import MaySee, SamplingParams, seed_of_sample
 from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import (
@@ -211,13 +211,14 @@ class Pipeline:
 
         history = history_of(options.history, options.system, search, top_k)
         found_around = around(options.history, question, search)
+        may_see = self._may_see(options.where)
         room = self._room_for_prompt(options)
 
         def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
             chunks = [scored.chunk for scored in found]
             draft = self._backend.draft(chunks, question, room, options.json_schema, history)
             self._check_length(draft)
-            return Attempt(draft, self._wanted(draft, options, arrival, num_samples))
+            return Attempt(draft, self._wanted(draft, options, arrival, num_samples, may_see))
 
         found = self._speculator.find(stages, mode, attempt_with)
         sources = sources_of(found.attempt.draft.chunk_ids, found.result.results, history)
@@ -238,12 +239,22 @@ class Pipeline:
                 f"the prompt has {draft.num_tokens} tokens; {most} are allowed (generation.max_prompt_tokens)"
             )
 
-    def _wanted(self, draft: Draft, options: AskOptions, arrival: float, num_samples: int) -> list[Wanted]:
+    def _may_see(self, where: str) -> MaySee | None:
+        """Which documents' KV a question may be answered from: those that its filter allows now, not those that it
+        allowed when the KV was computed. None for all."""
+        if not where.strip() or self._config.reuse.mode != "anywhere":  # a prefix has seen nothing but the prompt
+            return None
+        allowed = self._kb.allowed(where)
+        return lambda chunk_ids: bool(allowed.has(list(chunk_ids)).all())
+
+    def _wanted(
+        self, draft: Draft, options: AskOptions, arrival: float, num_samples: int, may_see: MaySee | None = None
+    ) -> list[Wanted]:
         """The answers to a prompt: each has its own name and seed, and only the first computes the prompt."""
         name = RequestId(f"req-{uuid.uuid4().hex[:16]}")
         sampling = self._sampling(options, draft.max_answer_tokens)
         deadline = None if options.deadline_seconds is None else arrival + options.deadline_seconds
-        first = Wanted(name, sampling, options.priority, deadline)
+        first = Wanted(name, sampling, options.priority, deadline, may_see)
         others = (
             replace(
                 first,

@@ -20,7 +20,7 @@ from stillroom.config.settings import SearchMode, SpeculationConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason, SamplingParams
+from stillroom.core.request import FinishReason, MaySee, SamplingParams
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import SpeculationOutcome, SpeculationReport
@@ -53,6 +53,7 @@ class Wanted:
     priority: int = 0
     deadline: float | None = None
     """On the engine's clock."""
+    may_see: MaySee | None = None
 
 
 class _Held:
@@ -99,7 +100,7 @@ class Attempt:
         """Submit it. Raises as `Draft.start`."""
         self.draft.start(
             [
-                Sample(one.request_id, one.sampling, held, one.priority, one.deadline)
+                Sample(one.request_id, one.sampling, held, one.priority, one.deadline, one.may_see)
                 for one, held in zip(self.wanted, self._held, strict=True)
             ]
         )

@@ -86,6 +86,10 @@ class HybridSearch:
         """
         return next(self.search_staged(query, mode, top_k, 1, where))
 
+    def allowed(self, where: str) -> Allowed:
+        """The chunks that a filter allows now. Raises FilterError: it is none."""
+        return self._filters.allowed(where)
+
     def search_staged(
         self,
         query: str,

@@ -36,6 +36,7 @@ from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.digest import IndexDigest, index_digest
 from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.filters.allowed import Allowed
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.index.bm25 import DamagedPostingsError
 from stillroom.retrieval.index.indexes import Indexes
@@ -281,6 +282,14 @@ class KnowledgeBase:
         except DamagedPostingsError:
             self._repairs.mend_words()
             yield from self._search.search_staged(query, mode, top_k, 1, where)
+
+    def allowed(self, where: str) -> Allowed:
+        """The chunks of all documents that a filter allows now: what `search` finds some of.
+
+        Raises:
+            FilterError: it is no filter.
+        """
+        return self._search.allowed(where)
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
         """What dense and sparse search each find, with the scores of both for every candidate, not fused."""
