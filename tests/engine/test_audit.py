@@ -22,6 +22,7 @@ from stillroom.errors import NonFiniteError
 from stillroom.kvcache.placement import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
+from tests.engine.test_corpora import Library
 from tests.engine.test_reuse import House, question
 from tests.fakes import random_checkpoint
 
@@ -230,6 +231,23 @@ def test_an_audit_that_fails_is_not_tried_again(decoder: Decoder, monkeypatch: p
         running.submit(question("c", 1), lambda event: ended.set() if event.finish_reason else None)
         assert ended.wait(30)
     assert engine.audit is not None and engine.audit.figures.num_audited == 0
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_an_answer_from_a_removed_document_is_not_audited(decoder: Decoder, is_running: bool) -> None:
+    house = House(
+        decoder, None, blocks=80, mode="anywhere", load="always", recompute_ratio=0.0, audit_share=1.0, disk_tokens=0
+    )
+    engine, library = house.engine, Library(1, 2)
+    engine.follow("", library)
+    house.run(question("a", 1, 2))
+    house.run(question("b", 2, 1))
+    if is_running:
+        assert engine.tend() and engine.has_work
+    library.remove(1)
+    engine.catch_up()
+    assert not engine.has_work and not engine.tend()
+    engine.check_integrity()
 
 
 @pytest.fixture(scope="module")

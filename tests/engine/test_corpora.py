@@ -116,7 +116,6 @@ def test_what_another_process_removed_goes_with_the_next_question() -> None:
     reader.engine.follow("", library)
     reader.read("a", 1, 2)
     library.remove(2)
-    reader.clock.advance(1.0)
     reader.engine.submit(reader.request("b", 1))
     assert reader.tree.chunk_ids() == {ChunkId(1)}
 

@@ -1,6 +1,8 @@
 """The query cache over a search that counts its calls and a corpus that changes when told to."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,10 @@ from tests.server.knowledge import write_knowledge
 VECTORS = {"big cat": (1.0, 0.0), "large cat": (0.96, 0.28), "tax law": (0.0, 1.0)}
 
 
+class Said(str):
+    """A text that can be referred to weakly."""
+
+
 class World:
     """A corpus whose every search result names the generation it was made from."""
 
@@ -35,7 +41,7 @@ class World:
         if query in self.refused:
             raise UsageError("the filter is none")
         self.searches.append(query)
-        said = f"{query} {mode} {top_k}{where} at {self.generation}"
+        said = Said(f"{query} {mode} {top_k}{where} at {self.generation}")
         chunk = Chunk(ChunkId(1), DocumentId("d"), 0, said, num_tokens=10)
         yield from [SearchResult(())] * (num_stages - 1)
         yield SearchResult((ScoredChunk(chunk, 1.0),), 0.5, 0.5)
@@ -99,6 +105,17 @@ def test_any_change_of_the_corpus_ends_an_entry(world: World, caches: list[Query
     cache.search("big cat", "hybrid", 5)
     world.generation = 2
     assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
+
+
+def test_results_do_not_outlive_a_change_of_the_corpus(world: World, caches: list[QueryCache]) -> None:
+    """They hold the text of documents, which may be gone; nobody asks these questions again."""
+    cache = make(world, caches)
+    kept = [weakref.ref(cache.search(query, "hybrid", 5).results[0].chunk.text) for query in ("big cat", "tax law")]
+    assert all(text() is not None for text in kept)
+    world.generation = 2
+    cache.refresh_hot()
+    gc.collect()
+    assert [text() for text in kept] == [None, None]
 
 
 def test_a_filter_is_part_of_the_question(world: World, caches: list[QueryCache]) -> None:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from stillroom.core.ids import RequestId
+from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine.confidence_sequence import is_surely_above, is_surely_below, upper_bound
 from stillroom.engine.events import TokenEvent
@@ -130,6 +130,23 @@ class Audit:
             return None
         request, self._shadow = self._shadow[0], None
         return request.request_id
+
+    def forget_chunks(self, existing: Callable[[set[ChunkId]], set[ChunkId]], salt: str) -> RequestId | None:
+        """Drop audits of a tenant's prompts that hold chunks which are no more.
+
+        Args:
+            existing: those of some chunks that are still there.
+
+        Returns:
+            What is to be aborted, never to run again; None if no audit of such a prompt runs.
+        """
+
+        def is_whole(request: Request) -> bool:
+            chunk_ids = set(request.prompt.chunk_ids)
+            return request.cache_salt != salt or existing(chunk_ids) == chunk_ids
+
+        self._waiting = deque((one for one in self._waiting if is_whole(one[0])), _MAX_WAITING)
+        return None if self._shadow is None or is_whole(self._shadow[0]) else self.give_up()
 
     def _close(self, answer: _Answer, reason: FinishReason) -> None:
         del self._open[answer.request.request_id]

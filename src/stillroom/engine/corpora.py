@@ -1,7 +1,7 @@
 """Whose documents the prompts of an engine are made of, so that nothing is kept of those that are removed.
 
 A change that this process makes is told; one that another process makes is noticed by the number of changes, before
-anything is stored on disk and with the next question.
+anything is stored on disk and with the tenant's next question.
 """
 
 import logging
@@ -88,21 +88,26 @@ class Corpora:
                     logger.exception(_BLIND)
 
     def check(self, salt: str, chunk_ids: set[ChunkId]) -> bool:
-        """Whether all of the chunks are there; if not, the corpus is looked at again with the next `catch_up`."""
+        """Whether nothing has to be forgotten before a prompt of these chunks runs: they are there, and no document has
+        changed since the last `catch_up`. If not, the next one looks at the corpus again."""
         with self._lock:
             one = self._followed.get(salt)
             if one is None or not (chunk_ids or one.seen == _GONE):
                 return True
             try:
-                are_there = one.seen != _GONE and one.corpus.existing_chunks(chunk_ids) == chunk_ids
+                is_current = (
+                    one.seen != _GONE
+                    and one.corpus.num_changes == one.seen
+                    and one.corpus.existing_chunks(chunk_ids) == chunk_ids
+                )
             except KnowledgeBaseNotFoundError:
-                are_there = False
+                is_current = False
             except Exception:
                 logger.exception(_BLIND)
                 return True
-            if not are_there:
+            if not is_current:
                 one.seen = None
-            return are_there
+            return is_current
 
 
 def _num_changes(corpus: Corpus) -> int:

@@ -10,7 +10,7 @@ from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine.audit import Audit
-from stillroom.engine.corpora import Corpora, Corpus
+from stillroom.engine.corpora import Corpora, Corpus, Existing
 from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import DeviceLostError
@@ -145,7 +145,7 @@ class Engine:
     def catch_up(self) -> None:
         """Forget the chunks that are gone."""
         self._caught_up_at = self.clock.monotonic()
-        self._corpora.catch_up(self.scheduler.forget_chunks, self.scheduler.forget_owner)
+        self._corpora.catch_up(self._forget_chunks, self._forget_all)
 
     def give_up_audit(self) -> None:
         """A step failed, and whoever listens is told; nobody listens to an audit."""
@@ -158,11 +158,25 @@ class Engine:
         self.scheduler.check_integrity()
 
     def _add(self, request: Request, *samples: Request, now: float) -> None:
-        """Queue. A document may have been removed since it was found for the prompt."""
+        """Queue. Documents may have been removed: some since they were found for the prompt, others that only kept KV
+        has seen."""
         self.scheduler.add(request, *samples, now=now)
         chunk_ids = {segment.chunk_id for segment in request.prompt.segments if segment.chunk_id is not None}
         if not self._corpora.check(request.cache_salt, chunk_ids):
             self.catch_up()
+
+    def _forget_chunks(self, existing: Existing, salt: str) -> None:
+        self.scheduler.forget_chunks(existing, salt)
+        self._forget_audits(existing, salt)
+
+    def _forget_all(self, salt: str) -> None:
+        self.scheduler.forget_owner(salt)
+        self._forget_audits(lambda _: set(), salt)
+
+    def _forget_audits(self, existing: Existing, salt: str) -> None:
+        running = None if self.audit is None else self.audit.forget_chunks(existing, salt)
+        if running is not None:
+            self.scheduler.abort(running)
 
     def _interrupt_audit(self) -> None:
         """Audits are for idle moments."""

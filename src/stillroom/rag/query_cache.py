@@ -166,11 +166,13 @@ class QueryCache:
     def _keep(
         self, question: _Question, result: SearchResult, generation: Hashable, vector: NDArray[np.float32] | None
     ) -> None:
-        """`generation` was read before the search, so a change in between can only end the entry too early."""
+        """`generation` was read before the search, so a change in between can only end the entry too early. A result of
+        a generation that has passed meanwhile is not kept."""
         num_tokens = 1 + question.num_chars // _CHARS_PER_TOKEN
         num_tokens += sum(scored.chunk.num_tokens for scored in result.results)
         with self._lock:
-            self._entries.put(question, _Entry(result, generation, vector), num_tokens)
+            if generation == self._hot_generation:
+                self._entries.put(question, _Entry(result, generation, vector), num_tokens)
 
     # Hot questions
 
@@ -195,9 +197,12 @@ class QueryCache:
                     self._hot.pop(next(iter(self._hot)))
 
     def _take_stale(self, generation: Hashable) -> list[_Question]:
-        """The hot questions if this generation is new to them, once; under the lock."""
+        """The hot questions if this generation is new to them, once; under the lock. Results of another generation are
+        dropped: they hold the text of documents that may be gone."""
         if generation == self._hot_generation:
             return []
+        for question in [one for one in self._entries if self._entries.peek(one).generation != generation]:
+            self._entries.discard(question)
         is_first = self._hot_generation is None
         self._hot_generation = generation
         return [] if is_first else list(self._hot)
