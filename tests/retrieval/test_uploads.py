@@ -19,7 +19,8 @@ from stillroom.retrieval.document_names import UPLOADS
 from stillroom.retrieval.kb_folder import WriteLock
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.loaders.load import load
-from stillroom.retrieval.uploads import UploadResult, Uploads, checked_name
+from stillroom.retrieval.uploaded_files import checked_name
+from stillroom.retrieval.uploads import UploadResult, Uploads
 from tests.retrieval.conftest import OpenKb
 
 

@@ -34,7 +34,8 @@ from stillroom.rag.sources import sources_of
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
 from stillroom.retrieval.tiers.list_figures import ListFigures
-from stillroom.retrieval.uploads import UploadResult, checked_name
+from stillroom.retrieval.uploaded_files import checked_name
+from stillroom.retrieval.uploads import UploadResult
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
@@ -136,6 +137,8 @@ class FakeUploads:
     def find(self, name: str) -> list[DocumentInfo]:
         return [info for info in self._room.documents() if info.document_id in (name, f"uploads/{name}")]
 
+    find_any = find
+
     def name_of(self, document_id: str) -> str | None:
         return document_id.removeprefix("uploads/") if document_id.startswith("uploads/") else None
 
@@ -198,6 +201,9 @@ class FakeRoom:
         return [info for info in found if info.document_id > after][:limit]
 
     public_documents = documents
+
+    def complete_uploads(self, stop: Cancellation | None = None) -> int:
+        return 0
 
     def chunks_of(self, document_id: str, offset: int = 0, limit: int | None = None) -> list[Chunk]:
         return [_chunk(document_id, self.texts[document_id])][offset:][:limit]

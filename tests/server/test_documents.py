@@ -17,6 +17,7 @@ from starlette.datastructures import UploadFile
 from stillroom.config.settings import ServerConfig, StillroomConfig
 from stillroom.errors import KnowledgeBaseBusyError
 from stillroom.rag.room import Stillroom
+from stillroom.retrieval.knowledge_base import KnowledgeBase
 from tests.server.fakes import FakeRoom, as_room, until
 from tests.server.harness import events, serving
 
@@ -300,3 +301,34 @@ def test_a_real_knowledge_base_from_upload_to_deletion(tmp_path: Path) -> None:
         assert client.delete(path).json()["num_documents"] == 1
         assert client.post("/v1/search", json={"query": "rotate keys"}).json()["results"][0]["document"].endswith("txt")
         assert not (tmp_path / "kb/uploads/notes").exists()
+
+
+def test_uploads_that_were_killed_are_listed_deletable_and_completed_at_the_start(tmp_path: Path) -> None:
+    kb = KnowledgeBase.open(tmp_path / "kb", StillroomConfig(), create=True)
+    texts = {"lone.md": b"Of no upload that is known.", "begun.md": b"# Keys\n\nRotate keys."}
+    (kb.path / "uploads").mkdir()
+    for name, text in texts.items():
+        (kb.path / "uploads" / name).write_bytes(text)
+    with kb.writing("upload"):
+        kb.expect([str(kb.path / "uploads/begun.md")], {"team": "legal"})
+    kb.close()
+    with (
+        Stillroom.open(tmp_path / "kb") as room,
+        serving(room) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+
+        def listed() -> dict[str, str]:
+            found: dict[str, str] = {}
+            page: dict[str, Any] = {"has_more": True, "last_id": ""}
+            while page["has_more"]:
+                page = client.get(ROUTE, params={"limit": 1, "after": page["last_id"]}).json()
+                found |= {one["id"]: one["status"] for one in page["data"]}
+            return found
+
+        until(lambda: listed() == {"uploads/begun.md": "indexed", "uploads/lone.md": "not_indexed"})
+        shown = client.get(f"{ROUTE}/lone.md").json()
+        assert (shown["status"], shown["chunks"], shown["num_bytes"]) == ("not_indexed", [], len(texts["lone.md"]))
+        assert client.delete(f"{ROUTE}/uploads/lone.md").json()["num_documents"] == 0
+        assert listed() == {"uploads/begun.md": "indexed"}
+        assert client.get(f"{ROUTE}/begun.md").json()["metadata"] == {"team": "legal"}

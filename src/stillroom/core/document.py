@@ -101,3 +101,5 @@ class DocumentInfo:
     added_at: float
     """Unix time in seconds."""
     metadata: Metadata = field(default_factory=dict)
+    is_indexed: bool = True
+    """False of an uploaded file that searches do not find: its upload or removal was interrupted."""

@@ -18,7 +18,7 @@ from stillroom.core.arguments import text
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
-from stillroom.core.ids import DocumentId
+from stillroom.core.ids import DocumentId, public_id
 from stillroom.core.kv import salt_of
 from stillroom.errors import UsageError
 from stillroom.kvstore.owners import OwnerNote
@@ -171,8 +171,11 @@ class Stillroom:
         return self._kb.documents(after, limit)
 
     def public_documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
-        """`documents`, by the ids that clients of a server see (`core.ids.public_id`)."""
-        return self._kb.public_documents(after, limit)
+        """`documents`, by the ids that clients of a server see (`core.ids.public_id`), and uploaded files that are not
+        indexed."""
+        lone = [info for info in self.uploads.not_indexed() if info.document_id > after]
+        both = [*self._kb.public_documents(after, limit), *lone]
+        return sorted(both, key=lambda info: public_id(info.document_id))[:limit]
 
     def upload(
         self,
@@ -208,6 +211,13 @@ class Stillroom:
         """
         with self._changing():
             return self.uploads.remove(name)
+
+    def complete_uploads(self, stop: Cancellation | None = None) -> int:
+        """Index files of uploads that were killed (see `Uploads.complete`). Returns how many."""
+        if not self.uploads.are_incomplete:
+            return 0
+        with self._changing():
+            return self.uploads.complete(stop)
 
     def chunks_of(self, document_id: DocumentId, offset: int = 0, limit: int | None = None) -> list[Chunk]:
         """A document's chunks in order, as they are indexed; without the first `offset`, and at most `limit`."""

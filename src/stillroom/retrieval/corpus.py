@@ -137,6 +137,11 @@ class Corpus:
         with self._reading() as connection:
             return {row[0]: rows.source(row) for row in connection.execute(rows.SELECT_SOURCES)}
 
+    def pending(self) -> list[str]:
+        """Names of files whose upload has begun and not ended."""
+        with self._reading() as connection:
+            return [row[0] for row in connection.execute(rows.SELECT_PENDING)]
+
     def document_ids(self, path: str) -> dict[DocumentId, str]:
         """The documents of one file, with the hash of what each says."""
         with self._reading() as connection:

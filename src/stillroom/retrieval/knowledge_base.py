@@ -41,7 +41,7 @@ from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.index.bm25 import DamagedPostingsError
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport, documents_at
-from stillroom.retrieval.intake.reading import Failures, FileReader
+from stillroom.retrieval.intake.reading import Failures, FileReader, with_said
 from stillroom.retrieval.kb_folder import (
     CORPUS,
     MANIFEST,
@@ -54,6 +54,7 @@ from stillroom.retrieval.kb_writing import Following, keeping_up
 from stillroom.retrieval.loaders.metadata import said_metadata
 from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
 from stillroom.retrieval.repairing import Repairs
+from stillroom.retrieval.rows import PENDING, Source, SourceUpdate
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiers.list_figures import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
@@ -221,6 +222,34 @@ class KnowledgeBase:
     def content_hashes(self, path: str) -> dict[DocumentId, str]:
         """Of each document of a file: a hash of what it says."""
         return self._corpus.document_ids(self._corpus.names.name_of(path))
+
+    def expect(self, paths: Sequence[str], metadata: Mapping[str, object] | None) -> dict[str, Source | None]:
+        """Note files that are about to be indexed, with what is said of them: should this process be killed, another
+        one can complete it. Inside `writing`.
+
+        Returns:
+            What was known of each, by name, for `unexpect`.
+
+        Raises:
+            UsageError: the metadata is none.
+        """
+        said, known = said_metadata(metadata or {}), self._corpus.sources()
+        names = [self._corpus.names.name_of(path) for path in paths]
+        before = {name: known.get(name) for name in names}
+        noted = []
+        for name, source in before.items():
+            both = with_said({} if source is None else source.metadata, said)
+            noted.append(SourceUpdate(name, Source(name, PENDING, 0, "", both)))
+        self._corpus.commit(sources=noted)
+        return before
+
+    def unexpect(self, before: Mapping[str, Source | None]) -> None:
+        """Take back what `expect` noted, or forget files (None). Inside `writing`."""
+        self._corpus.commit(sources=[SourceUpdate(name, source) for name, source in before.items()])
+
+    def expected(self) -> list[str]:
+        """Names of files that `expect` noted and that were not indexed since."""
+        return self._corpus.pending()
 
     def is_read(self, path: str) -> bool:
         """Whether a file was read to its end, and nothing of it was removed since."""

@@ -71,6 +71,8 @@ SELECT_STORED = """SELECT document_id, path, record_id, title, content_hash, num
     FROM documents WHERE path = ?"""
 SELECT_KNOWN_AS = "SELECT path, title, metadata, content_hash FROM documents WHERE document_id = ?"
 SELECT_SOURCES = "SELECT path, size, mtime_ns, content_hash, metadata FROM sources"
+PENDING = -2
+SELECT_PENDING = f"SELECT path FROM sources WHERE size = {PENDING} ORDER BY path"
 UNREAD_SOURCES = "UPDATE sources SET size = -1, content_hash = ''"
 UNREAD_SOURCE = f"{UNREAD_SOURCES} WHERE path = ?"
 DELETE_EMPTY_SOURCE = "DELETE FROM sources WHERE path = ? AND NOT EXISTS (SELECT 1 FROM documents WHERE path = ?)"
@@ -94,7 +96,7 @@ class Source:
 
     path: str
     size: int
-    """Bytes of both; -1 if it has to be read again."""
+    """Bytes of both; -1 if it has to be read again, `PENDING` while an upload of it has not ended."""
     mtime_ns: int
     """Of both, added up."""
     content_hash: str

@@ -13,10 +13,9 @@ import errno
 import filecmp
 import os
 import shutil
-import unicodedata
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -24,16 +23,15 @@ from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
 from stillroom.core.private_files import make_folder, open_file
-from stillroom.errors import ChangeCancelledError, StorageError, UnknownDocumentError, UsageError
+from stillroom.errors import ChangeCancelledError, StillroomError, StorageError, UnknownDocumentError, UsageError
 from stillroom.retrieval.document_names import UPLOADS, is_upload
 from stillroom.retrieval.index_file import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.kb_folder import INCOMING
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.loaders.metadata import SIDECAR
+from stillroom.retrieval.rows import Source
+from stillroom.retrieval.uploaded_files import checked_name, unindexed_info, uploaded_files
 
-MAX_NAME_BYTES = 1024
-_MAX_PART_BYTES = 255
 _STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS})
 """What another name would not help against."""
 
@@ -63,6 +61,8 @@ class _Stored:
     is_new: bool = False
     reason: str = ""
     """Why it could not be written."""
+    before: dict[str, Source | None] = field(default_factory=dict)
+    """What the corpus knew of it, where that was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Uploads:
         try:
             stored = [self._receive(name, stream, incoming) for name, stream in named]
             with self._kb.writing("add"):
-                self._place_all(stored)
+                self._place_all(stored, metadata)
                 return self._index(stored, _Options(progress, metadata, stop or Cancellation()))
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
@@ -125,7 +125,8 @@ class Uploads:
         return []
 
     def remove(self, name: str) -> RemoveReport:
-        """Forget what `find` finds, and the uploaded file if nothing else comes from it. Other files stay on the disk.
+        """Forget what `find` finds, and the uploaded file if nothing else comes from it; or delete a file of
+        `not_indexed`. Other files stay on the disk.
 
         Raises:
             UnknownDocumentError: there is nothing of that name.
@@ -133,6 +134,10 @@ class Uploads:
         """
         with self._kb.writing("remove"):  # or the file could be one that somebody uploads just now
             found = self.find(name)
+            if not found and (lone := self._not_indexed(name)) is not None:
+                self._kb.unexpect({lone.document_id: None})
+                self._delete(self._kb.path / lone.document_id)
+                return RemoveReport(0, 0)
             if not found:
                 raise UnknownDocumentError(f"there is no document {name!r}; GET /v1/documents lists what there is")
             return self._remove([info.document_id for info in found])
@@ -149,6 +154,46 @@ class Uploads:
         finally:
             for path in before - self._indexed_files():
                 self._delete(self._kb.path / path)
+
+    def not_indexed(self) -> list[DocumentInfo]:
+        """Files that have their place and no documents, by name: their upload or removal was interrupted."""
+        indexed = self._indexed_files()
+        found = (unindexed_info(path, path.relative_to(self._kb.path)) for path in uploaded_files(self._kb.path))
+        return [info for info in found if info is not None and info.document_id not in indexed]
+
+    def _not_indexed(self, name: str) -> DocumentInfo | None:
+        return next((one for one in self.not_indexed() if one.document_id in (name, f"{UPLOADS}/{name}")), None)
+
+    def find_any(self, name: str) -> list[DocumentInfo]:
+        """As `find`, and else the file of that name that is not indexed."""
+        found = self.find(name)
+        lone = None if found else self._not_indexed(name)
+        return found if lone is None else [lone]
+
+    @property
+    def are_incomplete(self) -> bool:
+        """Whether there is something to `complete`; one cheap read."""
+        return bool(self._kb.expected())
+
+    def complete(self, stop: Cancellation | None = None) -> int:
+        """Index the files whose upload was killed after they had their places. One that cannot be read stays as it is
+        and is not tried again.
+
+        Returns:
+            How many files were indexed.
+
+        Raises:
+            KnowledgeBaseBusyError: somebody else is writing.
+            ChangeCancelledError: `stop` was cancelled; the rest is still to be completed.
+        """
+        if not self._kb.expected():
+            return 0
+        with self._kb.writing("complete uploads"):
+            names = self._kb.expected()
+            there = [name for name in names if (self._kb.path / name).is_file()]
+            failures = self._kb.add([self._kb.path / name for name in there], stop=stop).failures if there else ()
+            self._kb.unexpect(dict.fromkeys(self._kb.expected()))
+        return len(there) - len(failures)
 
     def _indexed_files(self) -> set[str]:
         return {path for path in self._kb.paths() if self.name_of(DocumentId(path)) is not None}
@@ -171,15 +216,26 @@ class Uploads:
             os.utime(incoming)  # however long it took, it is no leftover
         return one
 
-    def _place_all(self, stored: Sequence[_Stored]) -> None:
-        """All that came, or none where the disk is in the way."""
+    def _place_all(self, stored: Sequence[_Stored], metadata: Mapping[str, object] | None) -> None:
+        """All that came, or none where the disk is in the way. The corpus knows before of those that are new, so that
+        `complete` can index them if this process is killed."""
+        new = [one for one in stored if not one.reason and self._is_new(one)]
+        before = self._kb.expect([str(one.path) for one in new], metadata) if new else {}
+        for one in new:
+            one.before = {name: source for name, source in before.items() if name == f"{UPLOADS}/{one.name}"}
         try:
-            for one in stored:
-                if not one.reason:
-                    self._place(one)
+            for one in new:
+                self._place(one)
         except BaseException:
             self._undo_all(stored)
             raise
+
+    def _is_new(self, one: _Stored) -> bool:
+        """Whether it is another file than the one that has its place; that one keeps its time, and is not read."""
+        with self._storing(one):
+            self._check_place(one.path)
+            return not one.path.exists() or not filecmp.cmp(one.path, one.new, shallow=False)
+        return False
 
     def _place(self, one: _Stored) -> None:
         with self._storing(one):
@@ -187,8 +243,6 @@ class Uploads:
             if not one.path.exists():
                 one.is_new = True
                 make_folder_durably(one.path.parent)
-            elif filecmp.cmp(one.path, one.new, shallow=False):
-                return  # its time stays too, so that nobody reads it again
             else:
                 old = one.new.with_name(uuid.uuid4().hex)
                 _link_or_copy(one.path, old)
@@ -247,7 +301,7 @@ class Uploads:
 
     def _cancel(self, one: _Stored, before: dict[DocumentId, str]) -> None:
         """As it was before it came, unless it was indexed to its end, or records of what it replaced are gone."""
-        if self._kb.is_read(str(one.path)) and self._hashes(one) != before:
+        if self._kb.is_read(str(one.path)):
             return
         if one.is_new and self._hashes(one):
             self._kb.remove([str(one.path)])
@@ -276,6 +330,10 @@ class Uploads:
             elif one.is_new:
                 self._delete(one.path)
         one.replaced, one.is_new = None, False
+        if one.before:
+            with contextlib.suppress(StillroomError):  # it stays expected: the next `complete` looks at it
+                self._kb.unexpect(one.before)
+            one.before = {}
 
     def _delete(self, path: Path) -> None:
         """A file, and the folders that are empty without it."""
@@ -283,36 +341,6 @@ class Uploads:
         with contextlib.suppress(OSError):  # not empty
             for parent in _parents(path.relative_to(self._folder)):
                 (self._folder / parent).rmdir()
-
-
-def checked_name(name: str) -> str:
-    """The name of an uploaded file, in Unicode's composed form.
-
-    Raises:
-        UsageError: it is no path below a folder, or one that would be hidden or ambiguous there, or that of a file
-            that describes another one.
-    """
-    composed = unicodedata.normalize("NFC", name)
-    parts = composed.split("/")
-    try:
-        sizes = [len(part.encode()) for part in parts]
-    except UnicodeEncodeError:
-        sizes = [0]
-    if not all(sizes) or max(sizes) > _MAX_PART_BYTES or sum(sizes) + len(parts) > MAX_NAME_BYTES:
-        problem = f"each of its parts has 1 to {_MAX_PART_BYTES} bytes in UTF-8, and all together {MAX_NAME_BYTES}"
-    elif any(part.startswith(".") or part != part.strip() for part in parts):
-        problem = "no part may begin with a dot, or begin or end with a blank"
-    elif "\\" in name or "#" in name or any(unicodedata.category(char) in _UNWANTED for char in name):
-        problem = "it may not hold a backslash, '#' or control characters"
-    elif composed.endswith(SIDECAR):
-        problem = f"what ends with {SIDECAR} describes another file; give `metadata` with the upload of that file"
-    else:
-        return composed
-    raise UsageError(f"the name {name[:200]!r} is no path like notes/keys.md: {problem}")
-
-
-_UNWANTED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Control and formatting characters, which make one name look like another."""
 
 
 def _parents(path: Path) -> Iterator[Path]:

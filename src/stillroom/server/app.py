@@ -7,6 +7,7 @@ examples: docs/http.md
 import base64
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -90,11 +91,13 @@ def create_app(
     app.state.admission = admission
     app.state.readiness = readiness = _readiness(tenants, admission)
     app.state.draining = Draining(admission, workers, room.stop_generating, config.server.grace_s, clock)
+    documents = DocumentRoutes(workers)
+    app.state.begin = partial(documents.begin, tenants)
     routes = list(app.routes)
     for router in (
         _Api(workers).router(),
         console.router(),
-        DocumentRoutes(workers).router(),
+        documents.router(),
         health.router(readiness),
     ):
         app.include_router(router)

@@ -27,6 +27,7 @@ UNREADABLE = "document_unreadable"
 def document_object(room: "Stillroom", info: DocumentInfo) -> DocumentObject:
     return DocumentObject(
         id=public_id(info.document_id),
+        status="indexed" if info.is_indexed else "not_indexed",
         name=room.uploads.name_of(DocumentId(info.document_id)),
         title=info.title,
         num_chunks=info.num_chunks,
@@ -42,7 +43,7 @@ def document_json(room: "Stillroom", document: str, limit: int, offset: int) -> 
     Raises:
         UnknownDocumentError, Refused: there is none of that name, or there are several.
     """
-    found = room.uploads.find(document)
+    found = room.uploads.find_any(document)
     if not found:
         raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists what there is")
     if len(found) > 1:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -19,9 +19,10 @@ from starlette.types import Receive, Scope, Send
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.panics import ENDINGS
-from stillroom.errors import StillroomError
+from stillroom.errors import ChangeCancelledError, EngineClosedError, StillroomError
 from stillroom.retrieval.ingest import RemoveReport
-from stillroom.retrieval.uploads import UploadResult, checked_name
+from stillroom.retrieval.uploaded_files import checked_name
+from stillroom.retrieval.uploads import UploadResult
 from stillroom.server.answering import DONE, as_event, disconnected
 from stillroom.server.document_replies import document_json, document_object, upload_reply
 from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
@@ -35,10 +36,13 @@ from stillroom.server.replies import (
     DocumentWithChunks,
     UploadReply,
 )
-from stillroom.server.tenants import caller_of, room_of
+from stillroom.server.tenants import DEFAULT_TENANT, Tenants, caller_of, room_of
 from stillroom.server.upload_body import FORMS, Upload, read_upload, size_of
 from stillroom.server.upload_queue import Change, UploadQueue
 from stillroom.server.workers import Workers
+
+if TYPE_CHECKING:
+    from stillroom.rag.room import Stillroom
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +70,34 @@ class DocumentRoutes:
         self._clock = clock or SystemClock()
         self._tenants: dict[str, _Documents] = {}
 
+    def begin(self, tenants: Tenants) -> None:
+        """Complete what a killed server left of uploads: of the default tenant now, of each other when its room opens.
+        Called on the event loop."""
+        loop = asyncio.get_running_loop()
+
+        def opened(tenant: str, room: "Stillroom") -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._complete, tenant, room)
+
+        tenants.on_open = opened
+        self._complete(DEFAULT_TENANT, tenants.own)
+
+    def _complete(self, tenant: str, room: "Stillroom") -> None:
+        def ended(task: "asyncio.Task[int]") -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, (ChangeCancelledError, EngineClosedError)):
+                logger.warning("uploads that were interrupted are not completed: %s", error)
+            elif error is None and not task.cancelled() and task.result():
+                logger.info("%d uploads that were interrupted are completed", task.result())
+
+        self._of(tenant, room).start(room.complete_uploads).task.add_done_callback(ended)
+
     def _documents(self, request: Request) -> _Documents:
-        tenant = caller_of(request).tenant
+        return self._of(caller_of(request).tenant, room_of(request))
+
+    def _of(self, tenant: str, room: "Stillroom") -> _Documents:
         if tenant not in self._tenants:
-            self._tenants[tenant] = _Documents(room_of(request), self._workers)
+            self._tenants[tenant] = _Documents(room, self._workers)
             self._tenants[tenant].jobs = Jobs()
         return self._tenants[tenant]
 

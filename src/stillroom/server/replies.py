@@ -246,6 +246,9 @@ class DocumentObject(BaseModel):
 
     id: str
     object: Literal["document"] = "document"
+    status: Literal["indexed", "not_indexed"] = "indexed"
+    """`not_indexed`: an uploaded file that searches do not find, as its upload or removal was interrupted. Upload it
+    again, or delete it."""
     name: str | None
     """As it was uploaded, and `#record` for a record of a JSONL file; null for what came from elsewhere."""
     title: str

@@ -181,6 +181,7 @@ class _DrainingServer(uvicorn.Server):
         self.is_loading = False
         self.app = self._frontage.app = app
         try:
+            app.state.begin()
             self._on_ready()
         except BaseException as error:  # on stdout, say
             self._fail(error)

@@ -5,6 +5,7 @@ opens with its tenant's first request and stays open. Only tenants that a key na
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -66,6 +67,8 @@ class Tenants:
     """The default tenant's; the caller closes it."""
     folder: Path | None = None
     """Has the other tenants' knowledge bases, each in a folder of the tenant's name. None: there are none."""
+    on_open: "Callable[[str, Stillroom], None] | None" = None
+    """Told of each room that was opened."""
     _rooms: "dict[str, Stillroom]" = field(default_factory=dict)
     _opening: Lock = field(default_factory=Lock)
     _is_closed: bool = False
@@ -94,6 +97,8 @@ class Tenants:
                     del self._rooms[tenant]
                     found.close()
                 found = self._rooms[tenant] = self.own.beside(self._folder_of(tenant), tenant)
+                if self.on_open is not None:
+                    self.on_open(tenant, found)
             return found
 
     def has_place(self, tenant: str) -> bool:

@@ -58,6 +58,11 @@ class Change(Generic[T]):
         if self.give_up():
             self.task.cancel()
 
+    def abandon(self) -> None:
+        """Its task has ended: by itself, or with the event loop, and then its thread is to end too."""
+        self._stop.cancel()
+        self.give_up()
+
     def give_up(self) -> bool:
         """Have it never begin. Returns whether it had not begun."""
         is_first = self._claim.acquire(blocking=False)
@@ -124,7 +129,7 @@ class UploadQueue:
         def ended(task: "asyncio.Task[T]") -> None:
             self._running.discard(task)
             self._workers.changes.discard(change)
-            change.give_up()
+            change.abandon()
 
         change.task = asyncio.create_task(locked())
         self._running.add(change.task)

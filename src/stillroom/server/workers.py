@@ -74,6 +74,8 @@ class Workers:
 
     def close(self) -> None:
         """Returns when the pieces of work that had begun are done; the rest never begins."""
+        for change in list(self.changes):
+            change.cancel()
         for pool in (self.uploads, self.embeddings, self.probes):
             pool.shutdown(cancel_futures=True)
 

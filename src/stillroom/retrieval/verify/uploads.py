@@ -11,10 +11,8 @@ from pathlib import Path
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.errors import DocumentError
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.document_names import UPLOADS
 from stillroom.retrieval.intake.reading import look_at
-from stillroom.retrieval.kb_folder import INCOMING
-from stillroom.retrieval.loaders.metadata import is_sidecar
+from stillroom.retrieval.uploaded_files import uploaded_files
 from stillroom.retrieval.verify.report import Finding, finding
 
 
@@ -22,19 +20,19 @@ def check_uploads(folder: Path, corpus: Corpus, config: DocumentsConfig) -> Iter
     """Of the knowledge base in `folder`. A file that is gone is no finding: its text is in SQLite."""
     sources, paths = corpus.sources(), corpus.paths()
     unknown, changed = [], []
-    for path in _files(folder):
+    for path in uploaded_files(Path(os.path.abspath(folder))):
         name = corpus.names.name_of(str(path))
         source = sources.get(name)
         if source is None or (not source.content_hash and name not in paths):
-            unknown += [] if is_sidecar(path) else [path]
+            unknown.append(path)
         elif source.content_hash and _hash(path, config) != source.content_hash:
             changed.append(path)  # without a hash, some of its records were removed
     if unknown:
         yield finding(
             "uploads",
             "uploaded files that nothing was indexed of",
-            "searches do not find them by these paths: an upload or a removal was killed, or the folder "
-            "was moved. Upload them again, index them as they are (stillroom add FILE), or delete them",
+            "searches do not find them: an upload or a removal was killed. A server indexes those of uploads when it "
+            "starts. Upload them again, index them as they are (stillroom add FILE), or delete them",
             unknown,
         )
     if changed:
@@ -44,13 +42,6 @@ def check_uploads(folder: Path, corpus: Corpus, config: DocumentsConfig) -> Iter
             "searches find what they said before. Upload them again, or index them as they are: stillroom add FILE",
             changed,
         )
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """Those that have their place, sorted."""
-    for parent, folders, names in os.walk(os.path.join(os.path.abspath(folder), UPLOADS)):
-        folders[:] = sorted(name for name in folders if name != INCOMING)
-        yield from (Path(parent, name) for name in sorted(names))
 
 
 def _hash(path: Path, config: DocumentsConfig) -> str:
