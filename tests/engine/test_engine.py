@@ -126,7 +126,8 @@ def test_a_prompt_is_computed_once_for_all_samples_and_its_blocks_are_shared(fol
     while run.engine.has_work:
         used.append(pool.num_used)
         run.step()
-    assert [batch.num_scheduled_tokens for batch in scheduled[:2]] == [47, 4]
+    num_tokens = [sum(entry.num_scheduled_tokens for entry in batch.sequences) for batch in scheduled[:2]]
+    assert num_tokens == [47, 4]
     assert used[:3] == [0, 4, 7], "three of four copy the last block, the last to write keeps it"
     assert len(scheduled[1].copies) == 3
     assert len({tuple(tokens) for tokens in run.tokens.values()}) == 4

@@ -95,7 +95,7 @@ class House:
         self.reuse: dict[RequestId, PromptReuse] = {}
 
     def _counting(self, batch: Batch) -> StepResult:
-        self.num_computed += batch.num_scheduled_tokens
+        self.num_computed += sum(entry.num_scheduled_tokens for entry in batch.sequences)
         return self._execute(batch)
 
     @property

@@ -97,7 +97,6 @@ from stillroom.retrieval.embedder import Embedder
 embedder = Embedder(EmbedderConfig())
 assert embedder.count_tokens("rotate the keys") == 3
 assert (embedder.dimension, embedder.max_seq_length, len(embedder.fingerprint)) == (384, 256, 32)
-assert not embedder.is_loaded
 assert "torch" not in sys.modules and "sentence_transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

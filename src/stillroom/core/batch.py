@@ -110,10 +110,6 @@ class Batch:
     copies: tuple[BlockCopy, ...] = ()
     """Carried out before anything is computed. No source is the target of an earlier one."""
 
-    @property
-    def num_scheduled_tokens(self) -> int:
-        return sum(sequence.num_scheduled_tokens for sequence in self.sequences)
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -26,11 +26,6 @@ class SketchShape:
         return math.e / self.width
 
     @property
-    def delta(self) -> float:
-        """Probability that an estimate is further off than that."""
-        return math.exp(-self.depth)
-
-    @property
     def num_bytes(self) -> int:
         return 4 * self.width * self.depth
 

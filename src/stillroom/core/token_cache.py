@@ -117,10 +117,6 @@ class TokenCache(Generic[K, V]):
         self.total_tokens -= entry.num_tokens
         return True
 
-    def clear(self) -> None:
-        for key in list(self._entries):
-            self.discard(key)
-
     def check_integrity(self) -> None:
         """The books add up and stay within the budget."""
         self._order.check_integrity()

@@ -156,11 +156,6 @@ class DiskStore:
             self._forget(key)
             remove_file(path_of(self.folder, key))
 
-    def clear(self) -> None:
-        """Remove all records."""
-        for key in list(self._entries):
-            self.remove(key)
-
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read and check every record.
 

@@ -58,11 +58,6 @@ class Embedder:
         return ModelFiles(self._config.model)
 
     @property
-    def is_loaded(self) -> bool:
-        """Whether the weights are in memory."""
-        return self._weights.model is not None
-
-    @property
     def tokenizer(self) -> Tokenizer:
         """Without truncation and padding. Does not load the model."""
         return self._files.tokenizer

@@ -352,11 +352,6 @@ class KnowledgeBase:
         """As the dense index was made."""
         return self._config.index
 
-    @property
-    def dimension(self) -> int:
-        """Of embeddings."""
-        return self._dimension
-
     def dense_index(self) -> VectorIndex:
         """The dense index, brought up to date; for looking at and measuring, while nobody writes."""
         return self._indexes.current()[0]

@@ -98,6 +98,11 @@ def assert_same(found: Scored, expected: Scored) -> None:
     assert np.array_equal(found[1], np.sort(found[1])[::-1])
 
 
+def scan_alone(shard: DeviceShard, query: Any, num: int, probed: Any, nearness: Any) -> Any:
+    """Scan for one query."""
+    return shard.scan_batch(query[None], num, probed[None], nearness[None])[0]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_residual", [True, False])
 def test_a_shard_of_all_lists_scans_what_faiss_scans(queries: Any, device: str, is_residual: bool) -> None:
@@ -108,7 +113,7 @@ def test_a_shard_of_all_lists_scans_what_faiss_scans(queries: Any, device: str, 
     for num in (1, 10, 5000):
         for at, query in enumerate(queries):
             expected = first_arrays(*scan(index, query, num, lists[at], nearness[at]), num)
-            assert_same(first_arrays(*shard.scan(query, num, lists[at], nearness[at]), num), expected)
+            assert_same(first_arrays(*scan_alone(shard, query, num, lists[at], nearness[at]), num), expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,7 +140,7 @@ def test_any_lists_and_any_probes_give_what_faiss_gives(  # noqa: PLR0913  what 
     for at, part in enumerate(found):
         expected = first_arrays(*scan(index, queries[at], num, wanted[at], nearness[at]), num)
         assert_same(first_arrays(*part, num), expected)
-        assert_same(first_arrays(*shard.scan(queries[at], num, lists[at], nearness[at]), num), expected)
+        assert_same(first_arrays(*scan_alone(shard, queries[at], num, lists[at], nearness[at]), num), expected)
 
 
 @settings(max_examples=30, deadline=None)
@@ -188,13 +193,13 @@ def test_equal_codes_come_whole_and_in_the_order_of_id(queries: Any, device: str
     num_ties = 0
     for num in (1, 2, 3, 7):
         for at, query in enumerate(queries):
-            ids, scores = shard.scan(query, num, lists[at], nearness[at])
+            ids, scores = scan_alone(shard, query, num, lists[at], nearness[at])
             assert len(ids) >= num
             assert (scores[num - 1 :] == scores[num - 1]).all(), "more than were asked for only if they equal the last"
             equal = np.flatnonzero(scores[1:] == scores[:-1])
             assert (ids[equal] < ids[equal + 1]).all()
             num_ties += len(equal)
-            everything = shard.scan(query, index.ntotal, lists[at], nearness[at])
+            everything = scan_alone(shard, query, index.ntotal, lists[at], nearness[at])
             assert everything[0][: len(ids)].tolist() == ids.tolist()
     assert num_ties > 20
 
@@ -236,7 +241,7 @@ def test_nothing_held_or_nothing_probed_finds_nothing(index: Any, queries: Any) 
     assert len(empty) == 0
     assert all(len(ids) == 0 for ids, _ in empty.scan_batch(queries, 5, lists, nearness))
     full = DeviceShard(index, np.arange(NLIST), "cpu")
-    assert len(full.scan(queries[0], 5, np.full(3, -1), nearness[0])[0]) == 0
+    assert len(scan_alone(full, queries[0], 5, np.full(3, -1), nearness[0])[0]) == 0
     assert full.num_bytes > index.ntotal * 4
 
 

@@ -12,7 +12,6 @@ from stillroom.retrieval.tiers.hit_rates import (
     SearchTimes,
     expected_minimum,
     expected_minimum_by_paper,
-    throughput,
 )
 
 PMF = st.lists(st.floats(0.01, 1.0), min_size=2, max_size=6).map(lambda weights: np.array(weights) / sum(weights))
@@ -34,25 +33,29 @@ def test_the_papers_formula_counts_equal_draws_wrongly() -> None:
     assert expected_minimum_by_paper(fine, 4) == pytest.approx(expected_minimum(fine, 4), rel=0.01)
 
 
+def mean(rates: HitRates) -> float:
+    """Return eta_0, the share of fast lists over all queries."""
+    return rates.alpha / (rates.alpha + rates.beta)
+
+
 @pytest.mark.parametrize(("alpha", "beta"), [(2.0, 3.0), (8.0, 2.0), (0.5, 0.5)])
 def test_a_fit_finds_what_was_drawn(alpha: float, beta: float) -> None:
     rng = np.random.default_rng(0)
     drawn = rng.binomial(32, rng.beta(alpha, beta, size=20_000))
     fitted = HitRates.fit(drawn, 32)
-    assert fitted.mean == pytest.approx(alpha / (alpha + beta), rel=0.02)
+    assert mean(fitted) == pytest.approx(alpha / (alpha + beta), rel=0.02)
     assert [fitted.alpha, fitted.beta] == pytest.approx([alpha, beta], rel=0.1)
-    assert fitted.pmf().sum() == pytest.approx(1.0) and fitted.cdf()[-1] == pytest.approx(1.0)
+    assert fitted.pmf().sum() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("num_fast", [[3, 3, 3, 3], [0, 0], [8, 8], [0, 8]])
 def test_a_fit_of_extremes_is_a_distribution(num_fast: list[int]) -> None:
     fitted = HitRates.fit(np.array(num_fast), 8)
     assert fitted.alpha > 0 and fitted.beta > 0
-    assert fitted.mean == pytest.approx(np.mean(num_fast) / 8, abs=1e-5)
+    assert mean(fitted) == pytest.approx(np.mean(num_fast) / 8, abs=1e-5)
 
 
 def test_times_by_hand() -> None:
     times = SearchTimes((1, 4), (1.0, 2.5), (4.0, 10.0), dispatch_seconds=0.25)
     assert (times.coarse(2), times.scan(2), times.scan(6)) == (1.5, 6.0, 14.0)
     assert times.batch_seconds(4, 0.5) == 2.5 + 5.0 + 1.0
-    assert throughput(times, HitRates(1, 1e9, 1e-6), 4) == pytest.approx(4 / 3.5)

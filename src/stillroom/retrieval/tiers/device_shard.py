@@ -75,17 +75,14 @@ class DeviceShard:
         tensors = (self._codes_MN, self._centroids_MCS, self._sizes_L, self._starts_L)
         return sum(tensor.nbytes for tensor in tensors)
 
-    def scan(self, query: Vectors, num: int, probed: Lists, nearness: Nearness) -> Scored:
-        """The best `num` for a query [d], and those that equal the last of them, in lists [p] whose centres are as near
-        as `nearness` [p]; -1 is no list, and a list that it does not hold is empty."""
-        return self.scan_batch(query.reshape(1, -1), num, probed.reshape(1, -1), nearness.reshape(1, -1))[0]
-
     def scan_batch(
         self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None
     ) -> list[Scored]:
-        """The same for each of queries [q, d], in lists [q, p] as near as `nearness` [q, p].
+        """Return the best `num` for each of queries [q, d], and those that equal the last of them.
 
         Args:
+            probed: lists [q, p]; -1 is no list, and a list that the shard does not hold is empty.
+            nearness: [q, p], of the query and the centre of each list.
             allowed: an IDSelectorBitmap of faiss; None allows every id.
         """
         return self._best(queries, num, probed, nearness, None if allowed is None else self._mask(allowed))

@@ -21,20 +21,11 @@ class HitRates:
     alpha: float
     beta: float
 
-    @property
-    def mean(self) -> float:
-        """eta_0: share of fast lists, over all queries."""
-        return self.alpha / (self.alpha + self.beta)
-
     def pmf(self) -> Floats:
         """Probability of k = 0..n fast lists: [n + 1]."""
         counts = np.arange(self.num_probes + 1)
         found: Floats = stats.betabinom.pmf(counts, self.num_probes, self.alpha, self.beta)
         return found
-
-    def cdf(self) -> Floats:
-        """Probability of at most k: [n + 1]."""
-        return np.minimum(np.cumsum(self.pmf()), 1.0)
 
     @classmethod
     def fit(cls, num_fast: NDArray[np.int64], num_probes: int) -> "HitRates":
@@ -91,12 +82,6 @@ class SearchTimes:
         """T_search (Eq. 5), and dispatching."""
         slow = (1.0 - least_hit_rate) * self.scan(batch_size)
         return self.coarse(batch_size) + slow + batch_size * self.dispatch_seconds
-
-
-def throughput(times: SearchTimes, hits: HitRates, batch_size: int) -> float:
-    """Queries per second (Eq. 6), by the exact minimum."""
-    least = expected_minimum(hits.pmf(), batch_size) / hits.num_probes
-    return batch_size / times.batch_seconds(batch_size, least)
 
 
 def _along(sizes: tuple[int, ...], seconds: tuple[float, ...], size: float) -> float:
