@@ -32,10 +32,10 @@ def faulty(house: House) -> House:
 def kill_everywhere(house: House, kind: str, num_kills: int, num_faults: int, rng: random.Random) -> int:
     """In every scene of one kind: so many kills, and so many full or failing disks. Returns how many kills struck."""
     num_struck = 0
-    for scene in house.scenes(kind):
+    for number_of_scene, scene in enumerate(house.scenes(kind)):
         for at in spread(num_kills, scene.num_operations, rng):
             num_struck += house.strike(scene, {"fault": ["kill", at]})["signal"] == 9
-        for number, at in enumerate(spread(num_faults, scene.num_operations, rng)):
+        for number, at in enumerate(spread(num_faults, scene.num_operations, rng), number_of_scene):
             ended = house.strike(scene, {"fault": [("full", "failing")[number % 2], at]})
             assert last(ended, "done") or last(ended, "message")
     return num_struck

@@ -12,10 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+from stillroom.cli import main
 from stillroom.core.clock import SystemClock
+from stillroom.rag.room import Stillroom
 from stillroom.retrieval.kb_folder import WriteLock
 from tests.crash import oracle
 from tests.crash.house import House, Worker, check_done, last, word, write_docs
+from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge
 
 PROGRAM = [sys.executable, "-m", "stillroom.cli.main"]
@@ -95,6 +98,28 @@ def test_two_that_make_the_same_knowledge_base_make_one(house: House, readers: l
     check_done(house.worker.run("add", **job))
     assert len(oracle.documents(tmp_path / "kb")) == 36
     oracle.check_projections(tmp_path / "kb")
+
+
+def test_a_running_server_sees_what_the_command_line_adds_and_removes_beside_it(tmp_path: Path) -> None:
+    docs, kb = write_knowledge(tmp_path / "docs"), tmp_path / "kb"
+
+    def run(*args: object) -> None:
+        assert main.run([*map(str, args), "--kb", str(kb), "--quiet"]) == 0
+
+    run("add", docs)
+    with Stillroom.open(kb) as room, serving(room) as url:
+
+        def found() -> str:
+            body = {"query": "lighthouse of Perint", "mode": "sparse", "top_k": 1}
+            reply = httpx.post(f"{url}/v1/search", json=body, timeout=60)
+            return Path(reply.json()["results"][0]["document"]).name
+
+        assert found() == "people.md"
+        (docs / "new.md").write_text("# Lights\n\nThe lighthouse of Perint is painted red.\n")
+        run("add", docs)
+        assert found() == "new.md"
+        run("remove", docs / "new.md")
+        assert found() == "people.md"
 
 
 @pytest.mark.slow
