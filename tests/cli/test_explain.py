@@ -183,6 +183,7 @@ def test_a_diary_that_cannot_be_written_stops_nobody(run: Run) -> None:
     log.add("req-1", 0.0, {})
     log.add("req-2", 0.0, {})
     log.close()
+    assert not Path("missing").exists() and log.recent(9) == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stillroom.core.request import FinishReason, Request
 from stillroom.errors import UsageError
-from stillroom.models.json_constraint import JsonConstraints
+from stillroom.models.json_constraint import JsonConstraint, JsonConstraints
 from stillroom.models.tokenizer import Tokenizer
 from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
 from tests.fakes import byte_tokenizer, random_checkpoint
@@ -140,14 +140,31 @@ def test_schemas_that_cannot_be_enforced_are_refused(
         constraints.compile(schema)
 
 
+def accepts(constraint: JsonConstraint, tokenizer: Tokenizer, text: str) -> bool:
+    """Return whether this text may be a whole answer."""
+
+    def is_allowed(token: int) -> bool:
+        return bool(constraint.allowed()[token // 32] >> (token % 32) & 1)
+
+    for token in tokenizer.encode_text(text):
+        if not is_allowed(token):
+            return False
+        constraint.advance(token)
+    return constraint.is_complete or is_allowed(EOS)
+
+
 @pytest.mark.parametrize("multiple", [0.01, 60, 1000, 4096, 1_000_000])
-def test_usual_multiples_are_enforced(constraints: JsonConstraints, multiple: float) -> None:
-    constraints.compile({"type": "number", "multipleOf": multiple})
+def test_usual_multiples_are_enforced(constraints: JsonConstraints, tokenizer: Tokenizer, multiple: float) -> None:
+    constraint = constraints.compile({"type": "number", "multipleOf": multiple})
+    assert accepts(constraint.copy(), tokenizer, json.dumps(3 * multiple))
+    assert not accepts(constraint, tokenizer, json.dumps(3.5 * multiple))
 
 
-def test_what_is_no_rule_is_no_multiple(constraints: JsonConstraints) -> None:
-    constraints.compile({"const": {"multipleOf": True}})
-    constraints.compile({"properties": {"multipleOf": {"type": "string"}}})
+def test_what_is_no_rule_is_no_multiple(constraints: JsonConstraints, tokenizer: Tokenizer) -> None:
+    constant = constraints.compile({"const": {"multipleOf": True}})
+    assert accepts(constant, tokenizer, '{"multipleOf": true}')
+    named = constraints.compile({"properties": {"multipleOf": {"type": "string"}}})
+    assert accepts(named, tokenizer, '{"multipleOf": "ab"}')
 
 
 def test_an_answer_whose_schema_becomes_too_complex_ends_alone_and_says_so(

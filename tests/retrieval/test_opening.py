@@ -228,10 +228,12 @@ def test_threads_search_while_documents_come_and_go(open_kb: OpenKb, three: Path
     assert errors == []
 
 
-def test_closing_twice_does_no_harm(open_kb: OpenKb) -> None:
+def test_closing_twice_does_no_harm(open_kb: OpenKb, three: Path) -> None:
     kb = open_kb()
+    kb.add([three])
     kb.close()
     kb.close()
+    assert open_kb().num_documents == 3
 
 
 def test_who_is_refused_learns_who_writes_and_a_stale_note_is_not_believed(open_kb: OpenKb, three: Path) -> None:
