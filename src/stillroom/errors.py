@@ -29,7 +29,7 @@
     |   |-- RequestTimeoutError         the request took too long, twice
     |   |   `-- DeadlineExceededError   it took longer than it said that it may
     |   |-- NonFiniteError              the model computed NaN or an infinity; nothing of the answer is kept
-    |   |-- DeviceLostError             the device's memory is gone; what it held is computed or loaded again
+    |   |-- DeviceLostError             the device has failed, and could not be recovered for this request
     |   `-- RequestAbortedError         the request was cancelled before it finished
     `-- ServerError                     the HTTP server cannot listen
 
@@ -162,7 +162,8 @@ class DeadlineExceededError(RequestTimeoutError):
 
 
 class DeviceLostError(EngineError):
-    """The device's memory is gone. The engine recovers; nobody else sees this."""
+    """The device that the model runs on has failed. Requests end with it only where the device could not be recovered,
+    or failed again and again while they ran; asking again later can help."""
 
 
 class NonFiniteError(EngineError):

@@ -57,6 +57,13 @@ def test_a_first_burst_of_internal_errors_fires_and_passes(tmp_path: Path) -> No
         assert not firing(tmp_path, burst, "30m", "StillroomFails")
 
 
+def test_a_lost_device_fires_and_passes(tmp_path: Path) -> None:
+    losses = {"stillroom_device_losses_total": "0x10 1x60"}
+    assert not firing(tmp_path, losses, "9m", "StillroomDeviceLost")
+    assert firing(tmp_path, losses, "12m", "StillroomDeviceLost")
+    assert not firing(tmp_path, losses, "30m", "StillroomDeviceLost")
+
+
 def test_a_server_whose_requests_all_run_out_of_time_fires(tmp_path: Path) -> None:
     probes = {'stillroom_http_requests_total{path="/metrics",status="200"}': "0+6x60"}
     assert firing(tmp_path, probes | {CHATS % 504: "0+1x60"}, "30m", "StillroomTooLate")

@@ -11,11 +11,18 @@ from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
+from stillroom.engine import recovery
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.backlog import Backlog
-from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
-from stillroom.errors import DeadlineExceededError, EngineClosedError, EngineError, PromptTooLongError, QueueFullError
+from stillroom.errors import (
+    DeadlineExceededError,
+    DeviceLostError,
+    EngineClosedError,
+    EngineError,
+    PromptTooLongError,
+    QueueFullError,
+)
 from stillroom.runner.torch_runner import Runner
 from tests.engine.harness import Run, engine_on, request
 from tests.engine.modelled import ask, modelled_engine
@@ -87,30 +94,37 @@ def test_close_aborts_what_runs_and_refuses_what_comes(folder: Path) -> None:
         engine.submit(request("late", [[3]]), events.put)
 
 
-def test_a_failing_step_aborts_its_requests_and_the_engine_goes_on(folder: Path) -> None:
+class Failing:
+    """A runner that cannot run one request."""
+
+    def __init__(self, runner: Runner, name: str, error: BaseException) -> None:
+        self._runner, self._name, self._error = runner, name, error
+
+    def execute(self, batch: Batch) -> StepResult:
+        if any(entry.request_id == self._name for entry in batch.sequences):
+            raise self._error
+        return self._runner.execute(batch)
+
+    def recover(self) -> None:
+        self._runner.recover()
+
+
+class Panic(BaseException):
+    """As a library written in Rust raises it."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), Panic("index out of bounds")])
+def test_a_request_that_cannot_run_ends_and_the_engine_goes_on(folder: Path, error: BaseException) -> None:
     inner = engine_on(folder)
-    real = inner.runner
-
-    class FailsOnce:
-        failed = False
-
-        def execute(self, batch: Batch) -> StepResult:
-            if not self.failed:
-                self.failed = True
-                raise RuntimeError("out of memory")
-            return real.execute(batch)
-
-        def recover(self) -> None:
-            real.recover()
-
-    with AsyncEngine(Engine(inner.scheduler, FailsOnce(), inner.clock)) as engine:
+    inner.runner = Failing(inner.runner, "unlucky", error)
+    with AsyncEngine(inner) as engine:
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         engine.submit(request("unlucky", [[3, 4]]), events.put)
         last = read_all(events)[-1]
-        assert isinstance(last.error, EngineError) and "out of memory" in str(last.error)
+        assert isinstance(last.error, EngineError) and str(error) in str(last.error)
         engine.submit(request("lucky", [[3, 4]], max_tokens=5), events.put)
         assert read_all(events)[-1].finish_reason is FinishReason.LENGTH
-        assert engine.num_free_blocks == engine.num_blocks
+        assert engine.num_free_blocks == engine.num_blocks and engine.num_failed_steps == 1
 
 
 def is_accepted(engine: AsyncEngine, one: Request, listener: Callable[[TokenEvent], object]) -> bool:
@@ -165,12 +179,15 @@ def test_a_command_that_fails_costs_nobody_else_anything(monkeypatch: pytest.Mon
             assert [event.request_id for event in read_all(events)] == ["good"] * 5, "though the other one goes on"
 
 
-def test_whoever_waits_is_told_when_the_engine_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [MemoryError(), Panic()])
+def test_whoever_waits_is_told_when_the_engine_itself_fails(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     inner = modelled_engine(seats=1)
     runner = inner.runner = Halting(inner.runner)
 
     def broken(*_: object) -> None:
-        raise MemoryError
+        raise error
 
     events = {name: queue.SimpleQueue[TokenEvent]() for name in ("runs", "queued")}
     engine = AsyncEngine(inner)
@@ -180,14 +197,83 @@ def test_whoever_waits_is_told_when_the_engine_itself_fails(monkeypatch: pytest.
     engine.submit(ask("queued"), events["queued"].put)  # a command that nobody has carried out yet
     for name in ("give_up_audit", "cancel"):
         monkeypatch.setattr(inner, name, broken)
-    monkeypatch.setattr(runner, "_runner", None)
+    monkeypatch.setattr(inner.scheduler, "update", broken)
     runner.may_go_on.release()
     for waiting in events.values():
         assert "engine has failed" in str(read_all(waiting)[-1].error)
     with pytest.raises(EngineClosedError):
         engine.submit(ask("late"), events["runs"].put)
-    assert (was_alive, engine.is_alive) == (True, False)
+    assert (was_alive, engine.is_alive, engine.has_failed) == (True, False, True)
     engine.close()
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_an_engine_goes_on_after_a_decision_that_failed_only_if_its_blocks_add_up(
+    monkeypatch: pytest.MonkeyPatch, is_sound: bool
+) -> None:
+    inner = modelled_engine()
+    schedule = inner.scheduler.schedule
+
+    def broken(now: float) -> Batch | None:
+        monkeypatch.setattr(inner.scheduler, "schedule", schedule)
+        schedule(now)
+        if not is_sound:
+            inner.scheduler.kv.pool.try_allocate(1)
+        raise RuntimeError("undecided")
+
+    monkeypatch.setattr(inner.scheduler, "schedule", broken)
+    with AsyncEngine(inner) as engine:
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        engine.submit(ask("one"), events.put)
+        assert "undecided" in str(read_all(events)[-1].error)
+        until(lambda: is_sound or engine.has_failed)
+        if is_sound:
+            engine.submit(ask("two", max_tokens=5), events.put)
+            assert read_all(events)[-1].finish_reason is FinishReason.LENGTH
+            assert engine.is_alive and engine.num_failed_steps == 1
+        else:
+            with pytest.raises(EngineClosedError):
+                engine.submit(ask("two"), events.put)
+
+
+class Unplugged:
+    """A runner whose device is lost, until it is plugged in again."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.is_plugged = threading.Event()
+
+    def execute(self, batch: Batch) -> StepResult:
+        self._check()
+        return self._runner.execute(batch)
+
+    def recover(self) -> None:
+        self._check()
+        self._runner.recover()
+
+    def _check(self) -> None:
+        if not self.is_plugged.is_set():
+            raise RuntimeError("CUDA error: no CUDA-capable device is detected")
+
+
+def test_an_engine_tries_its_lost_device_again_while_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = modelled_engine()
+    inner.clock = SystemClock()
+    monkeypatch.setattr(recovery, "LONGEST_PAUSE", 0.005)
+    inner._recovery = recovery.Recovery(lambda: inner.runner.recover(), inner.clock)
+    monkeypatch.setattr(inner._recovery, "_pause", 0.005)
+    inner.runner = runner = Unplugged(inner.runner)
+    with AsyncEngine(inner) as engine:
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        engine.submit(ask("one"), events.put)
+        assert isinstance(read_all(events)[-1].error, DeviceLostError)
+        with pytest.raises(DeviceLostError):
+            engine.submit(ask("two"), events.put)
+        assert engine.is_alive and engine.device_problem is not None and engine.num_device_losses == 1
+        runner.is_plugged.set()
+        until(lambda: engine.device_problem is None)
+        engine.submit(ask("three", max_tokens=5), events.put)
+        assert read_all(events)[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_a_broken_listener_costs_only_its_own_request(folder: Path) -> None:

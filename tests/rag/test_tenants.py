@@ -11,6 +11,7 @@ import pytest
 from stillroom.config.settings import QueryCacheConfig, ReuseConfig, SpeculationConfig, StillroomConfig
 from stillroom.core.kv import NO_TENANT, owner_of
 from stillroom.engine.engine import Engine
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER, record_paths, usage
 from stillroom.rag.answer import Answer, AskOptions
@@ -193,6 +194,7 @@ def test_no_room_is_ready_once_their_engine_has_failed(
     def broken(_: Engine) -> bool:
         raise MemoryError
 
+    monkeypatch.setattr(KnowledgeTree, "tend", lambda _: False)
     with Stillroom.open(tmp_path / "own") as own, own.beside(tmp_path / "a", "a") as a:
         for room in (own, a):
             assert not room.is_ready
@@ -202,3 +204,4 @@ def test_no_room_is_ready_once_their_engine_has_failed(
         monkeypatch.setattr(Engine, "has_work", property(broken))
         own.remove(str(docs / f"{next(iter(TEXTS))}.txt"))  # wakes it
         until(lambda: not own.is_ready and not a.is_ready)
+    assert not list((tmp_path / "own" / KV_FOLDER).rglob("*.kv")), "nothing is stored of what it may have mixed up"

@@ -279,6 +279,10 @@ class FakeRoom:
         self.is_warm = True
 
     @property
+    def device_problem(self) -> None:
+        return None
+
+    @property
     def is_ready(self) -> bool:
         return not self.is_closed
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from stillroom.errors import StillroomError
-from stillroom.telemetry.figures import AuditMetrics, CacheFigures, IndexFigures
+from stillroom.telemetry.figures import AuditMetrics, CacheFigures, EngineFigures, IndexFigures
 from stillroom.telemetry.metrics import SPECS, Metrics, reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -190,6 +190,7 @@ def test_nothing_else_is_rendered() -> None:
     metrics = Metrics()
     metrics.watch_cache(lambda: FIGURES)
     metrics.watch_index(lambda: LISTS)
+    metrics.watch_engine(lambda: EngineFigures(device_losses=1, failed_steps=2))
     observe(metrics, num_generated_tokens=2)
 
     names = {family.name for family in text_string_to_metric_families(metrics.render().decode())}

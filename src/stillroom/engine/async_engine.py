@@ -2,6 +2,7 @@
 
 All state of the scheduler is touched by that one thread only; others talk to it through a queue of commands. Every
 submitted request gets exactly one last event, whatever happens: a finish, a cancellation or the engine's own failure.
+Failures are caught as `BaseException`: libraries written in Rust panic with one that is no `Exception`.
 """
 
 import logging
@@ -34,13 +35,28 @@ class AsyncEngine:
         self._listeners: dict[RequestId, Listener] = {}
         self._closing = threading.Lock()  # orders every submit before, or after, the final None
         self._is_closed = False
+        self.has_failed = False
+        """Whether its thread has ended by an error. What it says is on the device may be something else."""
         self._thread = threading.Thread(target=self._run, name="stillroom-engine", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still takes requests: it was not closed, and has not failed."""
-        return not self._is_closed
+        """Whether its thread runs: it was not closed, and has not failed."""
+        return not self._is_closed and self._thread.is_alive()
+
+    @property
+    def device_problem(self) -> str | None:
+        """Why it takes no requests for now; None if its device can be used."""
+        return self._engine.device_problem
+
+    @property
+    def num_device_losses(self) -> int:
+        return self._engine.num_device_losses
+
+    @property
+    def num_failed_steps(self) -> int:
+        return self._engine.num_failed_steps
 
     @property
     def num_blocks(self) -> int:
@@ -71,7 +87,9 @@ class AsyncEngine:
             UsageError: there are more samples than can run at the same time.
             QueueFullError: as many requests wait as may, and its tenant has its share of them.
             EngineClosedError: the engine was closed.
+            DeviceLostError: the device is lost, and could not be recovered yet.
         """
+        self._engine.check_device()
         self._engine.scheduler.check(request, 1 + len(samples))
         now = self._engine.clock.monotonic()
 
@@ -82,7 +100,9 @@ class AsyncEngine:
             self._listeners.update(listeners)
             try:
                 self._engine.submit(request, *(one for one, _ in samples))
-            except Exception as error:  # no thread for it, say, or no memory
+            except EngineError as error:
+                self._abort(listeners, error)
+            except BaseException as error:  # no thread for it, say, or no memory
                 logger.exception("%s could not be started", request.request_id)
                 self._abort(listeners, EngineError(f"the request could not be started: {error}"))
             finally:
@@ -134,11 +154,11 @@ class AsyncEngine:
         error: EngineError = EngineClosedError("the engine was closed before the answer was complete")
         try:
             self._serve()
-        except Exception:
-            logger.exception("the engine has failed; it answers nothing more")
+        except BaseException:
+            logger.critical("the engine has failed; it answers nothing more", exc_info=True)
             error = EngineError("the engine has failed, the log says why; start Stillroom again")
             with self._closing:
-                self._is_closed = True
+                self._is_closed = self.has_failed = True
             while not self._commands.empty():  # whoever came before has a listener too
                 self._carry_out(self._commands.get())
         self._abort(list(self._listeners), error)
@@ -148,10 +168,13 @@ class AsyncEngine:
         while self._take_commands():
             try:
                 events = self._engine.step()
-            except Exception as error:  # a failed step must not strand those who wait for its tokens
+            except BaseException as error:  # a failed step must not strand those who wait for its tokens
                 logger.exception("a step failed; its requests are aborted")
+                for event in self._engine.take_events():
+                    self._dispatch(event)
                 self._engine.give_up_audit()
                 self._abort(list(self._listeners), EngineError(f"generation failed: {error}"))
+                self._engine.check_integrity()  # an engine that does not know who has which block must not go on
                 continue
             for event in events:
                 self._dispatch(event)
@@ -163,8 +186,8 @@ class AsyncEngine:
         while True:
             try:
                 is_idle = not self._engine.has_work
-                timeout = None if is_idle else pause
-                command = self._commands.get(pause > 0 or (is_idle and not self._tend()), timeout)
+                may_wait = not self._tend() if is_idle else pause > 0
+                command = self._commands.get(may_wait, self._engine.retry_in if is_idle else pause)
             except queue.Empty:
                 if is_idle:
                     continue
@@ -179,7 +202,7 @@ class AsyncEngine:
             return
         try:
             command()
-        except Exception:  # nobody waits for it, and others must still be answered
+        except BaseException:  # nobody waits for it, and others must still be answered
             logger.exception("a command failed")
 
     def _tend(self) -> bool:
@@ -188,7 +211,7 @@ class AsyncEngine:
             return True
         try:
             return self._engine.tend()
-        except Exception:  # whoever asks next must still be answered
+        except BaseException:  # whoever asks next must still be answered
             logger.exception("work in an idle moment failed")
             return False
 
@@ -213,7 +236,7 @@ class AsyncEngine:
         for request_id in request_ids:
             try:
                 self._engine.cancel(request_id)
-            except Exception:  # its listener is told all the same
+            except BaseException:  # its listener is told all the same
                 logger.exception("%s could not be cancelled", request_id)
             self._dispatch(TokenEvent(request_id, None, FinishReason.ABORTED, now, error))
 

@@ -4,8 +4,11 @@
 """
 
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
@@ -13,9 +16,12 @@ from stillroom.engine.audit import Audit
 from stillroom.engine.corpora import Corpora, Corpus, Existing
 from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.events import TokenEvent
-from stillroom.errors import DeviceLostError
+from stillroom.engine.isolation import Isolation, Suspects
+from stillroom.engine.recovery import Recovery
+from stillroom.errors import DeviceLostError, EngineError
+from stillroom.runner.device_errors import first_line, is_device_loss
 from stillroom.runner.torch_runner import Runner
-from stillroom.scheduler.scheduler import Scheduler
+from stillroom.scheduler.scheduler import Scheduler, SequenceUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +50,35 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
+        self.num_failed_steps = 0
+        self._recovery = Recovery(lambda: self.runner.recover(), clock)
+        self._isolation = Isolation(lambda batch: self.runner.execute(batch), scheduler.kv.pool.block_size)
+        self._suspects = Suspects()
+        self._events: list[TokenEvent] = []  # not handed out yet
         self._deadlines = Deadlines(timeout_seconds)
         self._corpora = Corpora()
         self._caught_up_at = float("-inf")
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._events)
+
+    @property
+    def device_problem(self) -> str | None:
+        """Why nothing can be computed now; None if it can. Any thread may ask."""
+        return self._recovery.problem
+
+    @property
+    def num_device_losses(self) -> int:
+        """Any thread may ask."""
+        return self._recovery.num_losses
+
+    @property
+    def retry_in(self) -> float | None:
+        """Seconds until `tend` tries a lost device again; None if the device is not lost."""
+        if self._recovery.problem is None:
+            return None
+        return max(0.0, self._recovery.retry_at - self.clock.monotonic())
 
     @property
     def pause(self) -> float:
@@ -58,13 +86,19 @@ class Engine:
         until = self.scheduler.holds_until
         return 0.0 if until is None else max(0.0, min(until, self._deadlines.next_at) - self.clock.monotonic())
 
+    def check_device(self) -> None:
+        """Raises DeviceLostError: the device is lost, and could not be recovered yet. Any thread may ask."""
+        self._recovery.check()
+
     def submit(self, request: Request, *samples: Request) -> None:
         """Queue a request, with further samples of the same prompt, which then is computed once.
 
         Raises:
             PromptTooLongError: it can never run.
             UsageError: there are more samples than can run at the same time.
+            DeviceLostError: as of `check_device`.
         """
+        self.check_device()
         now = self.clock.monotonic()
         if now - self._caught_up_at >= _CATCH_UP_SECONDS:
             self.catch_up()
@@ -79,59 +113,38 @@ class Engine:
     def cancel(self, request_id: RequestId) -> TokenEvent | None:
         """Forget a request; its blocks are free from now on. None if it had ended already, maybe in a step that failed
         afterwards, so that nobody heard of it."""
-        event = TokenEvent(request_id, None, FinishReason.ABORTED, self.clock.monotonic())
-        self._deadlines.end(request_id)
-        if self.audit is not None:
-            self.audit.hear(event)
-        return event if self.scheduler.abort(request_id) else None
+        event, is_here, _ = self._end(request_id)
+        return event if is_here else None
 
     def step(self) -> list[TokenEvent]:
         """Run one step; nothing if there is nothing to run.
 
-        If the device's memory is lost in it (RAGCache 6), everybody starts again from what is kept elsewhere.
+        If the device is lost in it, requests go on from their tokens and from what host and disk keep (RAGCache 6); if
+        it cannot be recovered, they end with a DeviceLostError. If the step fails otherwise, the requests at fault end.
         """
-        expired = self._expire()
-        batch = self.scheduler.schedule(self.clock.monotonic())
-        if batch is None:
-            return expired
-        began = self.clock.monotonic()
-        try:
-            result = self.runner.execute(batch)
-        except DeviceLostError:
-            logger.warning("the device's memory is lost; requests go on from what is kept on host and disk")
-            self.scheduler.lose_device()
-            self.runner.recover()  # last: nobody may take what is gone for KV
-            return expired
-        now = self.clock.monotonic()
-        events = [
-            TokenEvent(
-                update.request_id,
-                update.token_id,
-                update.finish_reason,
-                now,
-                update.error,
-                logprobs=update.logprobs,
-                reuse=update.reuse,
-                admission=update.admission,
-            )
-            for update in self.scheduler.update(batch, result, began)
-        ]
-        for event in events:
-            if event.finish_reason is not None:
-                self._deadlines.end(event.request_id)
-        if self.audit is not None:
-            events = [event for event in events if not self.audit.hear(event)]
-        return expired + events
+        self._events += self._expire()
+        if self._recovery.problem is None:
+            try:
+                with self._noticing_loss():
+                    self._step()
+            except BaseException:
+                self.num_failed_steps += 1
+                raise
+        return self.take_events()
+
+    def take_events(self) -> list[TokenEvent]:
+        """Return what `step` has not handed out yet; for a caller in whose step something was raised."""
+        events, self._events = self._events, []
+        return events
 
     def tend(self) -> bool:
-        """Something useful in an idle moment; False if there is nothing left to do."""
-        self.catch_up()
-        if self.scheduler.kv.tend():
-            return True
-        shadow = None if self.audit is None else self.audit.next()
-        if shadow is not None:
-            self._add(shadow, now=0.0)
-        return shadow is not None
+        """Something useful in an idle moment, such as trying a lost device again; False if there is nothing to do."""
+        if self._recovery.problem is not None:
+            self._recovery.retry()
+            return self._recovery.problem is None
+        with self._noticing_loss():
+            return self._tend()
+        return True
 
     def follow(self, salt: str, corpus: Corpus) -> None:
         """The requests of this salt are about these documents, which may have changed: of chunks that are gone nothing
@@ -145,7 +158,8 @@ class Engine:
     def catch_up(self) -> None:
         """Forget the chunks that are gone."""
         self._caught_up_at = self.clock.monotonic()
-        self._corpora.catch_up(self._forget_chunks, self._forget_all)
+        with self._noticing_loss():
+            self._corpora.catch_up(self._forget_chunks, self._forget_all)
 
     def give_up_audit(self) -> None:
         """A step failed, and whoever listens is told; nobody listens to an audit."""
@@ -156,6 +170,109 @@ class Engine:
     def check_integrity(self) -> None:
         """Every block is accounted for; see `Scheduler.check_integrity`."""
         self.scheduler.check_integrity()
+
+    @contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """Turn every error of the device into its loss, wherever it comes up; others are raised."""
+        try:
+            yield
+        except Exception as error:
+            if not is_device_loss(error):
+                raise
+            self._lose_device(error)
+
+    def _lose_device(self, error: BaseException) -> None:
+        """Forget what was on the device, then recover it; in this order, so that nobody takes what is gone for KV."""
+        logger.warning("the device is lost: %s; requests go on from what host and disk keep", first_line(error))
+        for request_id in self.scheduler.lose_device():
+            text = "the model's device was lost; this answer was computed from placed KV and cannot go on as it began"
+            self._fail(request_id, DeviceLostError(f"{text}: ask again"))
+        blamed = self._suspects.blame(self._isolation.take_executing())
+        for request_id in blamed:
+            self._fail(request_id, DeviceLostError("the model's device was lost twice while this request ran"))
+        if blamed:
+            self._recovery.end_streak()
+        if not self._recovery.lose(error):
+            for request_id in self.scheduler.request_ids:
+                self._fail(request_id, DeviceLostError(self._recovery.problem))
+
+    def _step(self) -> None:
+        batch = self.scheduler.schedule(self.clock.monotonic())
+        if batch is None:
+            return
+        began = self.clock.monotonic()
+        batch, result = self._execute(batch)
+        now = self.clock.monotonic()
+        updates = self.scheduler.update(batch, result, began)
+        self._recovery.end_streak()
+        self._events += self._events_of(updates, now)
+
+    def _execute(self, batch: Batch) -> tuple[Batch, StepResult]:
+        """Run a batch; returns the part of it that ran. Of the rest, requests end or start again."""
+        outcome = self._isolation.execute(batch, one_by_one=self._suspects.are_in(batch))
+        self.num_failed_steps += bool(outcome.failed or outcome.interrupted)
+        failed = dict(outcome.failed)
+        for request_id in self._suspects.blame(outcome.interrupted):
+            failed[request_id] = outcome.interrupted.pop(request_id)
+        for request_id in outcome.interrupted:
+            self.scheduler.restart(request_id)
+        for request_id, error in failed.items():
+            logger.error("%s failed", request_id, exc_info=error)
+            self._fail(request_id, EngineError(f"generation failed: {first_line(error)}"))
+        return outcome.batch, outcome.result
+
+    def _events_of(self, updates: Iterable[SequenceUpdate], now: float) -> Iterator[TokenEvent]:
+        for update in updates:
+            event = TokenEvent(
+                update.request_id,
+                update.token_id,
+                update.finish_reason,
+                now,
+                update.error,
+                logprobs=update.logprobs,
+                reuse=update.reuse,
+                admission=update.admission,
+            )
+            self._suspects.clear(event.request_id)
+            if event.finish_reason is not None:
+                self._deadlines.end(event.request_id)
+            if not self._is_of_audit(event):
+                yield event
+
+    def _tend(self) -> bool:
+        self.catch_up()
+        if self.scheduler.kv.tend():
+            return True
+        shadow = None if self.audit is None else self.audit.next()
+        if shadow is not None:
+            self._add(shadow, now=0.0)
+        return shadow is not None
+
+    def _fail(self, request_id: RequestId, error: Exception) -> None:
+        """End a request; whoever listens is told with the events of this step."""
+        event, is_here, is_audit = self._end(request_id, error)
+        if is_here and not is_audit:
+            self._events.append(event)
+
+    def _end(self, request_id: RequestId, error: Exception | None = None) -> tuple[TokenEvent, bool, bool]:
+        """Abort a request; returns its last event, whether it was here, and whether it was an audit."""
+        event = TokenEvent(request_id, None, FinishReason.ABORTED, self.clock.monotonic(), error)
+        self._deadlines.end(request_id)
+        self._suspects.clear(request_id)
+        is_audit = self._is_of_audit(event)
+        return event, self.scheduler.abort(request_id), is_audit
+
+    def _is_of_audit(self, event: TokenEvent) -> bool:
+        """Tell the audit of an event; returns whether nobody else listens to its request. An audit that fails ends."""
+        if self.audit is None:
+            return False
+        try:
+            return self.audit.hear(event)
+        except Exception:
+            logger.exception("the audit of placed KV failed; nothing is audited until the next start")
+            self.give_up_audit()
+            self.audit = None
+            return False
 
     def _add(self, request: Request, *samples: Request, now: float) -> None:
         """Queue. Documents may have been removed: some since they were found for the prompt, others that only kept KV

@@ -54,9 +54,8 @@ class DeviceStore:
         self.shape = shape
         self.block_size = block_size
         self.scratch_slot = num_blocks * block_size
-        size = (shape.num_layers, (num_blocks + 1) * block_size, shape.num_kv_heads, shape.head_dim)
-        self.k_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
-        self.v_LSGD = torch.empty(size, dtype=shape.dtype, device=device)
+        self._device = device
+        self.k_LSGD, self.v_LSGD = self._allocated()
         self.is_lost = False
         """Whether what was written here is gone; see `lose`."""
         self._is_on_host = device.type == "cpu"
@@ -96,9 +95,14 @@ class DeviceStore:
         self.is_lost = True
 
     def reset(self) -> None:
-        """Ready for use again, empty."""
+        """Ready for use again, empty, in memory that is allocated anew. If there is none, this raises and all stays
+        lost."""
         if self._copies is not None:
             self._copies.drop()
+        self.is_lost = True
+        nothing = torch.empty(0, dtype=self.shape.dtype)
+        self.k_LSGD, self.v_LSGD = nothing, nothing  # so that their memory can be had again
+        self.k_LSGD, self.v_LSGD = self._allocated()
         self.is_lost = False
 
     @property
@@ -232,6 +236,13 @@ class DeviceStore:
 
         cpu_kernels.use_threads()
         self._carry_out(copy)
+
+    def _allocated(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for K and V, each [L, S, G, D]."""
+        num_slots = self.scratch_slot + self.block_size
+        size = (self.shape.num_layers, num_slots, self.shape.num_kv_heads, self.shape.head_dim)
+        k_LSGD, v_LSGD = (torch.empty(size, dtype=self.shape.dtype, device=self._device) for _ in range(2))
+        return k_LSGD, v_LSGD
 
     @property
     def _has_kernels(self) -> bool:

@@ -140,7 +140,9 @@ class Answering:
     def is_ready(self) -> bool:
         """Whether a question finds everything loaded, open and at work."""
         backend = self.backend
-        return self._pipeline is not None and not self._is_closed and backend is not None and backend.is_alive
+        if self._pipeline is None or self._is_closed or backend is None:
+            return False
+        return backend.is_alive and backend.device_problem is None
 
     @property
     def is_open(self) -> bool:

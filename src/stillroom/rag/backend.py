@@ -14,7 +14,7 @@ from stillroom.engine.corpora import Corpus
 from stillroom.engine.events import Listener
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.conversation import NOTHING, History
-from stillroom.telemetry.figures import CacheFigures
+from stillroom.telemetry.figures import CacheFigures, EngineFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,12 @@ class Backend(Protocol):
         ...
 
     @property
+    def device_problem(self) -> str | None:
+        """Why it computes nothing for now, fit for callers without a key; None if it can, and if the engine is
+        elsewhere."""
+        ...
+
+    @property
     def load(self) -> Load: ...
 
     @property
@@ -135,6 +141,11 @@ class Backend(Protocol):
     @property
     def cache_figures(self) -> CacheFigures | None:
         """What its KV cache holds and did; None if there is none of ours."""
+        ...
+
+    @property
+    def engine_figures(self) -> EngineFigures | None:
+        """What went wrong in its engine; None if the engine is elsewhere."""
         ...
 
     def beside(self, salt: str) -> "Backend":

@@ -48,7 +48,7 @@ from stillroom.rag.threads import tune_threads
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.policy import POLICIES
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
-from stillroom.telemetry.figures import CacheFigures
+from stillroom.telemetry.figures import CacheFigures, EngineFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,10 @@ class Generator:
     @property
     def is_alive(self) -> bool:
         return self.engine.is_alive
+
+    @property
+    def device_problem(self) -> str | None:
+        return self.engine.device_problem
 
     @property
     def load(self) -> Load:
@@ -128,7 +132,7 @@ class Generator:
     def close(self) -> None:
         if self.owns_engine:
             self.engine.close()
-            self.cache.close()
+            self.cache.close(keeps_device=not self.engine.has_failed)
         self.engine.leave(self.salt)
 
     def documents_changed(self, corpus: Corpus) -> bytes | None:
@@ -139,6 +143,10 @@ class Generator:
     @property
     def cache_figures(self) -> CacheFigures | None:
         return self.cache.figures()
+
+    @property
+    def engine_figures(self) -> EngineFigures:
+        return EngineFigures(device_losses=self.engine.num_device_losses, failed_steps=self.engine.num_failed_steps)
 
     def _constraint(self, schema: Mapping[str, Any] | None) -> TokenConstraint | None:
         return None if schema is None else self.constraints.compile(schema)

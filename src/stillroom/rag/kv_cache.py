@@ -4,6 +4,7 @@ What the parts promise is said where they are; here is only who is given what, a
 closes a knowledge base.
 """
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,10 @@ from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import Defect
 from stillroom.kvstore.tiered import TieredStore
 from stillroom.models.decoder import Decoder
+from stillroom.runner.device_errors import first_line, is_device_loss
 from stillroom.telemetry.figures import AuditMetrics, CacheFigures
+
+logger = logging.getLogger(__name__)
 
 _DEFECTS = (
     (Tier.DEVICE, Defect.NON_FINITE),
@@ -97,11 +101,32 @@ class KVCache:
             recompute_ratio=1.0 if audit.options is None else audit.options.level,
         )
 
-    def close(self) -> None:
-        """Bring to disk what has room there, and let go of it. Nobody may use the cache any more."""
-        if self.tree is not None and self.tiers is not None:
-            self.tree.flush()
+    def close(self, *, keeps_device: bool = True) -> None:
+        """Bring to disk what has room there, and let go of it. Precondition: nobody uses the cache any more.
+
+        Args:
+            keeps_device: False stores nothing, as it is not known what is on the device.
+        """
+        if self.tree is None or self.tiers is None:
+            return
+        try:
+            if keeps_device:
+                self._flush(self.tree)
+        finally:
             self.tiers.close()
+
+    def _flush(self, tree: KnowledgeTree) -> None:
+        """Of a device that is lost, by now or while it is read, only what the host has is stored."""
+        if self.device.is_lost:
+            tree.lose_device()
+        try:
+            tree.flush()
+        except Exception as error:
+            if not is_device_loss(error):
+                raise
+            logger.warning("the device is lost: %s; only KV that the host has is stored", first_line(error))
+            tree.lose_device()
+            tree.flush()
 
 
 def build_device(decoder: Decoder, config: RuntimeConfig) -> tuple[BlockPool, DeviceStore]:

@@ -58,6 +58,10 @@ class RemoteGenerator:
         return self._engine.is_alive
 
     @property
+    def device_problem(self) -> None:
+        return None
+
+    @property
     def load(self) -> Load:
         return Load(self._engine.num_waiting, self._engine.num_running)
 
@@ -97,6 +101,10 @@ class RemoteGenerator:
 
     @property
     def cache_figures(self) -> None:
+        return None
+
+    @property
+    def engine_figures(self) -> None:
         return None
 
     def beside(self, salt: str) -> "RemoteGenerator":

@@ -83,6 +83,7 @@ class Stillroom:
         """What was asked before."""
         if guest is None:
             metrics.watch_cache(lambda: answering.backend.cache_figures if answering.backend else None)
+            metrics.watch_engine(lambda: answering.backend.engine_figures if answering.backend else None)
             metrics.watch_index(lambda: None if (figures := kb.list_figures) is None else figures.by_tier())
         metrics.watch_corpora(str(kb.path), lambda: {str(kb.path): (kb.num_documents, kb.num_chunks)})
         self._closing = Closing(self, answering, metrics, (self._search.close, self._traces.close, kb.close), kb.path)
@@ -388,6 +389,11 @@ class Stillroom:
     def is_there(self) -> bool:
         """Whether the knowledge base's folder is still the one that was opened: not removed, and not replaced."""
         return self._opened_kb.is_there
+
+    @property
+    def device_problem(self) -> str | None:
+        """Why the model computes nothing for now; None if it can, before it is loaded, and with an engine elsewhere."""
+        return backend.device_problem if (backend := self._answering.backend) else None
 
     def stop_generating(self) -> None:
         """Every answer under way, of this room and those beside it, ends with an EngineClosedError; so does every new

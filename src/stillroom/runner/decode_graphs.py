@@ -74,8 +74,11 @@ class StaticDecoding:
 
     def __init__(self, decoder: Decoder, store: DeviceStore) -> None:
         self._decoder, self._store = decoder, store
-        num_slots = max(_SLOTS_PER_KV_SLOT * store.scratch_slot, decoder.spec.max_positions)
-        self._input = StaticInput(num_slots, store.scratch_slot, decoder.device)
+        self._input = self._new_input()
+
+    def reset(self) -> None:
+        """Use the store's tensors of now, in place of those that it had before it was lost."""
+        self._input = self._new_input()
 
     def takes(self, batch: Batch) -> bool:
         """Whether every sequence runs one token and samples the next, and all of them fit."""
@@ -90,6 +93,10 @@ class StaticDecoding:
         num_rows = len(batch.sequences)
         self._input.fill(batch)
         return self._run(next(size for size in SIZES if size >= num_rows))[:num_rows]
+
+    def _new_input(self) -> StaticInput:
+        num_slots = max(_SLOTS_PER_KV_SLOT * self._store.scratch_slot, self._decoder.spec.max_positions)
+        return StaticInput(num_slots, self._store.scratch_slot, self._decoder.device)
 
     def _run(self, num_rows: int) -> torch.Tensor:
         return self._compute(self._packed(num_rows))
@@ -113,6 +120,12 @@ class DecodeGraphs(StaticDecoding):
     def of(cls, decoder: Decoder, store: DeviceStore) -> "DecodeGraphs | None":
         """None where attention has no kernel that reads lengths from the device."""
         return cls(decoder, store) if has_kernels(decoder.device) else None
+
+    def reset(self) -> None:
+        """See `StaticDecoding.reset`; every graph is captured again."""
+        self._graphs.clear()
+        self._memory = None
+        super().reset()
 
     def _run(self, num_rows: int) -> torch.Tensor:
         if num_rows not in self._graphs:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import PROBE_LAYERS, Batch, Masses, SampleSpec, ScheduledSequence, StepResult
 from stillroom.core.ids import RequestId
+from stillroom.core.request import SamplingParams
 from stillroom.errors import DeviceLostError
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
@@ -29,15 +30,19 @@ class Runner(Protocol):
     """Whatever can execute a step: the real decoder, or a model of its cost."""
 
     def execute(self, batch: Batch) -> StepResult:
-        """Compute the batch's tokens, write their KV, and sample where asked.
+        """Compute the batch's tokens, write their KV, and sample where asked. A batch may consist of copies only.
 
         Raises:
-            DeviceLostError: the KV on the device is gone.
+            DeviceLostError: the KV on the device is gone. `device_errors.is_device_loss` knows what else says so.
         """
         ...
 
     def recover(self) -> None:
-        """Be ready for steps again after the device was lost, with no KV on it."""
+        """Be ready for steps again after the device was lost, with no KV on it.
+
+        Raises:
+            Exception: the device cannot be used yet.
+        """
         ...
 
 
@@ -53,20 +58,20 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """See `Runner.execute`."""
-        if self.store.is_lost:
-            raise DeviceLostError("the KV on the device is gone")
+        self._check_store()
         if batch.copies:
             self.store.copy_blocks(batch.copies)
         deviations = {one.request_id: self._probe(one) for one in batch.sequences if one.is_probe}
         if deviations:
             batch = Batch(tuple(one for one in batch.sequences if not one.is_probe))
-            if not batch.sequences:
-                return StepResult({}, deviations=deviations, non_finite=_not_finite(deviations))
+        if not batch.sequences:
+            return StepResult({}, deviations=deviations, non_finite=_not_finite(deviations))
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
         attention: dict[RequestId, NDArray[np.float32]] = {}
         masses: dict[RequestId, Masses] = {}
         if self.decoding is not None and self.decoding.takes(batch):
             self.store.settle()  # a graph asks for no layers
+            self._check_store()
             logits_BV = self.decoding.logits(batch)
         else:
             packed = self._pack(batch.sequences)
@@ -87,8 +92,25 @@ class TorchRunner:
         return replace(picked, attention=attention, deviations=deviations, masses=masses, non_finite=non_finite)
 
     def recover(self) -> None:
-        """See `Runner.recover`."""
+        """See `Runner.recover`. KV gets memory anew, and one token is computed to see whether the model still works."""
         self.store.reset()
+        if self.decoding is not None:
+            self.decoding.reset()
+        self._try_out()
+
+    @torch.inference_mode()
+    def _try_out(self) -> None:
+        """Compute a token in the store's scratch slot."""
+        spec = SampleSpec(RequestId("trial"), SamplingParams(), 0.0, np.zeros(1, np.int64), 1)
+        slots = np.array([self.store.scratch_slot])
+        packed = self._pack([ScheduledSequence(spec.request_id, spec.token_ids, 0, slots, (spec,))])
+        logits_BV = self.decoder.logits(self.decoder.hidden_states(packed, self.store.layer))
+        if not bool(logits_BV.isfinite().all()):
+            raise DeviceLostError("the model's weights on the device are damaged")
+
+    def _check_store(self) -> None:
+        if self.store.is_lost:
+            raise DeviceLostError("the KV on the device is gone")
 
     def _probe(self, sequence: ScheduledSequence) -> NDArray[np.float32]:
         """Squared distance of each token's values in the second layer, before and after that layer has run over it."""

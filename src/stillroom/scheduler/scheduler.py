@@ -105,6 +105,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def request_ids(self) -> list[RequestId]:
+        """Of all requests here, running or waiting, with their samples."""
+        leaders = chain(self._running.values(), self._waiting)
+        return [one.request_id for leader in leaders for one in (leader, *leader.followers)]
+
     def check(self, request: Request, num_samples: int = 1) -> None:
         """Whether the request could ever run. Reads only constants, so any thread may ask.
 
@@ -172,13 +178,23 @@ class Scheduler:
         """Keep nothing of a tenant, not of requests under way either; returns how many nodes went."""
         return self.kv.forget_owner(owner_of(salt), self._leases())
 
-    def lose_device(self) -> None:
-        """The device's KV is gone (RAGCache 6): everybody waits again, with the tokens generated so far.
+    def lose_device(self) -> list[RequestId]:
+        """The device's KV is gone (RAGCache 6): every request waits again, with the tokens generated so far.
 
-        What has a copy on host or disk is loaded when its turn comes, the rest is computed again."""
+        What has a copy on host or disk is loaded when its turn comes, the rest is computed again.
+
+        Returns:
+            The requests whose answers would not go on as they began: they have tokens that were computed from placed
+            KV, which no later placement makes again.
+        """
+        running = self._running.values()
+        inexact = [one.request_id for one in running if one.num_generated and one.lease.placements]
         for sequence in list(reversed(self._running.values())):
             self._preempt(sequence)
         self.kv.lose_device()
+        for sequence in self._waiting:  # one whose admission failed is not expected any more
+            self.kv.expect(sequence.lease)
+        return inexact
 
     def schedule(self, now: float = 0.0) -> Batch | None:
         """The next step, or None if there is nothing to run, or not yet (`holds_until`)."""
@@ -203,17 +219,19 @@ class Scheduler:
     def update(self, batch: Batch, result: StepResult, began: float = 0.0) -> list[SequenceUpdate]:
         """Record that a step ran; returns what became of each sequence that sampled a token.
 
+        What may need the device comes first. If that raises, no sequence has got a token.
+
         Args:
             began: when its computing began.
         """
+        recorded = [(entry, self._record(entry, result, began)) for entry in batch.sequences]
         updates = []
-        for entry in batch.sequences:
+        for entry, error in recorded:
             sequence = self._running[entry.request_id]
-            sequence.began_at = began if sequence.began_at is None else sequence.began_at
-            try:
-                updates += self._record(sequence, entry, result)
-            except NonFiniteError as error:
+            if error is not None:
                 updates += self._refuse(sequence, error)
+            elif entry.samples:
+                updates += [self._advance(branch, result) for branch in [sequence, *self._fork(sequence)]]
         return updates
 
     def check_integrity(self) -> None:
@@ -234,24 +252,23 @@ class Scheduler:
             assert not (sequence.followers and sequence.num_generated), sequence.request_id
             assert sequence.num_tokens - sequence.table.num_slots <= 1, sequence.request_id
 
-    def _record(self, sequence: Sequence, entry: ScheduledSequence, result: StepResult) -> list[SequenceUpdate]:
-        """What a step did to one sequence, and to those that fork from it now.
-
-        Raises:
-            NonFiniteError: NaN or an infinity was computed for it.
-        """
+    def _record(self, entry: ScheduledSequence, result: StepResult, began: float) -> NonFiniteError | None:
+        """Take note of what a step computed of a sequence; returns an error if it is NaN or an infinity."""
+        sequence = self._running[entry.request_id]
+        sequence.began_at = began if sequence.began_at is None else sequence.began_at
         if entry.request_id in result.non_finite:
-            raise NonFiniteError
+            return NonFiniteError()
         if entry.request_id in result.masses:
             self.kv.weigh(sequence.lease, entry.all_positions, result.masses[entry.request_id])
-        if sequence.lease.repair is not None:
-            if not self._advance_repair(sequence, entry, result):
-                return []
-        else:
-            sequence.num_computed += entry.num_scheduled_tokens
-        self.kv.commit(sequence.lease, sequence.num_computed)
-        branches = [sequence, *self._fork(sequence)] if entry.samples else []
-        return [self._advance(branch, result) for branch in branches]
+        try:
+            if sequence.lease.repair is None:
+                sequence.num_computed += entry.num_scheduled_tokens
+            elif not self._advance_repair(sequence, entry, result):
+                return None
+            self.kv.commit(sequence.lease, sequence.num_computed)
+        except NonFiniteError as error:
+            return error
+        return None
 
     def _refuse(self, sequence: Sequence, error: NonFiniteError) -> list[SequenceUpdate]:
         """End a request and the samples that would fork from it, and drop the kept KV that it has used."""

@@ -116,6 +116,7 @@ def _readiness(tenants: Tenants, admission: Admission) -> Readiness:
 
     readiness = Readiness()
     readiness.add("model", lambda: None if tenants.own.is_ready else "the model is not loaded, or its engine failed")
+    readiness.add("device", lambda: tenants.own.device_problem)
     readiness.add("queue", problem_of_queue)
     readiness.add("open", lambda: "the server is shutting down" if admission.is_closing else None)
     return readiness

@@ -48,6 +48,14 @@ class CacheFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures:
+    """What went wrong in an engine. Counts only grow."""
+
+    device_losses: int
+    failed_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexFigures:
     """What a tiered index holds and did, by tier: `device`, `ram`, `disk`. Counts only grow, or begin anew."""
 

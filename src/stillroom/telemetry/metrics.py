@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from stillroom.errors import StillroomError
 from stillroom.telemetry.exposition import MetricSpec, Series, Watched, WithoutCreated
-from stillroom.telemetry.figures import CacheFigures, IndexFigures
+from stillroom.telemetry.figures import CacheFigures, EngineFigures, IndexFigures
 
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -133,6 +133,10 @@ SPECS = (
     ),
     MetricSpec("stillroom_kv_blocks", "gauge", "KV blocks, by state: free or used.", ("state",)),
     MetricSpec("stillroom_active_requests", "gauge", "Questions now, by state: waiting or running.", ("state",)),
+    MetricSpec("stillroom_device_losses_total", "counter", "Times that the model's device was lost."),
+    MetricSpec(
+        "stillroom_failed_steps_total", "counter", "Steps of the engine that failed for another reason than the device."
+    ),
     MetricSpec(
         "stillroom_index_lists",
         "gauge",
@@ -276,6 +280,10 @@ class Metrics:
         """Ask for these whenever somebody looks."""
         self._watch(lambda: _cache_series(figures()))
 
+    def watch_engine(self, figures: Callable[[], EngineFigures | None]) -> None:
+        """Ask for these whenever somebody looks."""
+        self._watch(lambda: _engine_series(figures()))
+
     def watch_index(self, figures: Callable[[], IndexFigures | None]) -> None:
         """Ask for these whenever somebody looks."""
         self._watch(lambda: _index_series(figures()))
@@ -346,6 +354,15 @@ def _cache_series(figures: CacheFigures | None) -> Mapping[str, Series]:
         found["stillroom_audit_disagreement_bound_ratio"] = {(): audit.disagreement_bound}
         found["stillroom_recompute_ratio"] = {(): audit.recompute_ratio}
     return found
+
+
+def _engine_series(figures: EngineFigures | None) -> Mapping[str, Series]:
+    if figures is None:
+        return {}
+    return {
+        "stillroom_device_losses_total": {(): figures.device_losses},
+        "stillroom_failed_steps_total": {(): figures.failed_steps},
+    }
 
 
 def _index_series(figures: IndexFigures | None) -> Mapping[str, Series]:

@@ -1,0 +1,50 @@
+"""Tells the loss of a device from a call that failed.
+
+After some errors of a device nothing in its memory can be relied on, and a CUDA context often answers every later call
+with the same error. After others (no memory left, impossible arguments) only the call has failed. torch raises both as
+a RuntimeError and reports some of them at a later call, so the first line of the message decides.
+"""
+
+import re
+
+import torch
+
+from stillroom.errors import DeviceLostError
+
+_OF_THE_DEVICE = re.compile(
+    r"\b(CUDA|HIP|CUDA driver|cuDNN|MIOpen|cuBLAS) error\b|Triton Error|\b(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_",
+    re.IGNORECASE,
+)
+_OF_ONE_CALL = re.compile(
+    r"out of memory|invalid (argument|configuration argument|device function|resource handle)|no kernel image"
+    r"|too many resources requested|invalid device ordinal|captur"
+    r"|STATUS_(ALLOC_FAILED|BAD_PARAM\w*|INVALID_VALUE|NOT_SUPPORTED\w*|ARCH_MISMATCH)",
+    re.IGNORECASE,
+)
+"""Errors of the device after which the next call may succeed."""
+
+
+def is_device_loss(error: BaseException) -> bool:
+    """Return whether an exception, or one that it was raised from, says that the device's memory cannot be used."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if _is_loss(cause):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, without the advice that torch adds to it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _is_loss(error: BaseException) -> bool:
+    if isinstance(error, DeviceLostError):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    text = first_line(error)
+    accelerator_error = getattr(torch, "AcceleratorError", ())  # since torch 2.8
+    is_of_device = isinstance(error, accelerator_error) or _OF_THE_DEVICE.search(text) is not None
+    return is_of_device and _OF_ONE_CALL.search(text) is None
