@@ -18,7 +18,8 @@
     |   |-- ChangeCancelledError        an upload was cancelled before it was complete
     |   |-- StorageError                its disk is full, fails or may not be written
     |   |-- IndexUnavailableError       the server that holds its dense index cannot be reached, or refuses
-    |   `-- EmptyKnowledgeBaseError     it holds no documents yet
+    |   |-- EmptyKnowledgeBaseError     it holds no documents yet
+    |   `-- NothingFoundError           no document was found for a question
     |-- DocumentError                   one document could not be read; the others go on
     |   `-- ReaderUnavailableError      nothing could read it just now; another time it may be read
     |-- EngineError                     generation failed
@@ -119,6 +120,10 @@ class IndexUnavailableError(KnowledgeBaseError):
 
 class EmptyKnowledgeBaseError(KnowledgeBaseError):
     """The knowledge base holds no documents yet."""
+
+
+class NothingFoundError(KnowledgeBaseError):
+    """No document was found for a question, so there is nothing to answer from."""
 
 
 class DocumentError(StillroomError):

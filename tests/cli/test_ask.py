@@ -93,6 +93,19 @@ def test_question_that_cannot_be_answered_does_not_stop_the_others(run: Run, ope
     assert last == "some questions were not answered; see above"
 
 
+def test_a_question_that_finds_nothing_is_no_answer(run: Run, opened: Opened, fake: FakeRoom) -> None:
+    result = run("ask", QUESTION, "--where", "team = nothing")
+    assert (result.code, result.out) == (1, "") and "no document was found" in result.err
+    result = run("ask", QUESTION, "--where", "team = nothing", "--json")
+    assert result.out == "" and json.loads(result.err)["error"]["type"] == "NothingFoundError"
+
+
+def test_minus_one_is_taken_for_limits_and_seed(run: Run, opened: Opened, fake: FakeRoom) -> None:
+    assert run("ask", QUESTION, *["--max-tokens", "-1", "--sample-top-k", "-1", "--seed", "-1"]).code == 0
+    [(_, options)] = fake.asked
+    assert (options.max_tokens, options.sample_top_k, options.seed) == (-1, -1, -1)
+
+
 def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeRoom) -> None:
     flags = "-k 3 --mode dense --max-tokens 7 --temperature 0.5 --top-p 0.9 --seed 5 --stop a --stop b --model m"
 

@@ -15,8 +15,9 @@ import pytest
 
 from stillroom.config.settings import RuntimeConfig, StillroomConfig
 from stillroom.core.ids import DocumentId
-from stillroom.errors import EngineClosedError, ModelError, UsageError
+from stillroom.errors import EngineClosedError, ModelError, NothingFoundError, PromptTooLongError, UsageError
 from stillroom.rag.answer import AskOptions
+from stillroom.rag.conversation import Exchange
 from stillroom.rag.room import Stillroom
 from tests.fakes import byte_tokenizer, random_checkpoint
 from tests.server.fakes import until
@@ -126,6 +127,31 @@ def test_an_answer_without_limit_takes_no_more_than_the_kv_pool_has(knowledge: P
         num_tokens = small.num_blocks * config.runtime.block_size
         answer = small.ask(QUESTION, AskOptions(max_tokens=-1, logit_bias={1: -100.0}, temperature=50.0, seed=1))
         assert len(answer.token_ids) + answer.reuse.num_prompt_tokens <= num_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [(AskOptions(where="type = pdf"), "leave out the filter"), (AskOptions(mode="sparse"), "mode hybrid")],
+)
+def test_a_question_that_finds_nothing_is_refused(room: Stillroom, options: AskOptions, remedy: str) -> None:
+    question = "zyzzyva" if options.mode else QUESTION
+    with pytest.raises(NothingFoundError, match=f"nothing was generated.*{remedy}"):
+        room.ask(question, options)
+    with pytest.raises(NothingFoundError):
+        asyncio.run(_awaited(room.astream(question, options)))
+    assert room.num_free_blocks == room.num_blocks
+
+
+def test_a_question_for_which_no_document_has_room_is_refused(room: Stillroom) -> None:
+    num_tokens = room.ask(QUESTION, AskOptions(top_k=1, max_tokens=1)).reuse.num_prompt_tokens
+    with pytest.raises(PromptTooLongError, match="no document that was found fits"):
+        room.ask(QUESTION, AskOptions(top_k=1, max_tokens=2049 - num_tokens))
+
+
+def test_a_turn_that_finds_nothing_by_itself_is_answered_from_the_conversation(room: Stillroom) -> None:
+    earlier = (Exchange(QUESTION, ANSWER),)
+    answer = room.ask("zyzzyva", AskOptions(mode="sparse", history=earlier, max_tokens=2))
+    assert answer.sources
 
 
 def test_a_stream_is_read_piece_by_piece(room: Stillroom) -> None:

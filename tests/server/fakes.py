@@ -22,6 +22,7 @@ from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.errors import (
     EmptyKnowledgeBaseError,
     EngineClosedError,
+    NothingFoundError,
     RequestAbortedError,
     StillroomError,
     UnknownDocumentError,
@@ -250,6 +251,8 @@ class FakeRoom:
             raise UsageError("the question is empty")
         if not self.texts:
             raise EmptyKnowledgeBaseError("the knowledge base is empty; add documents first: stillroom add PATH")
+        if "nothing" in options.where:
+            raise NothingFoundError("no document was found for the question")
         found = self.search(question, mode=options.mode, top_k=options.top_k).results
         sources = sources_of([scored.chunk.chunk_id for scored in found], found, NOTHING)
         return FakeStream(self, question, options, sources)

@@ -221,6 +221,13 @@ def test_failure_in_the_middle_of_a_stream_is_an_error_event(client: httpx.Clien
     assert room.num_free_blocks == NUM_BLOCKS
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_question_that_finds_nothing_is_404_and_not_an_answer(any_client: httpx.Client, is_streamed: bool) -> None:
+    change = {"stream": is_streamed, "stillroom": {"where": "team = nothing"}}
+    response = any_client.post("/v1/chat/completions", json=QUESTION | change)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "nothing_found")
+
+
 def test_minus_one_as_clients_of_other_servers_send_it_is_taken(client: httpx.Client, room: FakeRoom) -> None:
     change = {"max_tokens": -1, "top_k": -1, "seed": -1}
     assert client.post("/v1/chat/completions", json=QUESTION | change).status_code == 200

@@ -45,7 +45,7 @@ from stillroom.cli.sampling import (
     TemperatureOption,
     TopPOption,
 )
-from stillroom.errors import UsageError
+from stillroom.errors import NothingFoundError, StillroomError, UsageError
 
 if TYPE_CHECKING:
     from stillroom.rag.answer import Answer, AskOptions
@@ -57,6 +57,7 @@ HELP = help_text(
     "Answer questions from the documents.",
     "The answer is printed as it is generated, then its sources and one line of timing. Several questions in one call "
     "are answered in turn by one loaded model; - reads questions from stdin, one a line.",
+    "Where no document is found, nothing is generated: exit code 1 (of several questions 2, after the others).",
     "With --json, one question prints one indented object; several print one object a line (JSON Lines).",
     examples=(
         "stillroom ask 'How do I rotate keys?' --kb ./kb",
@@ -151,13 +152,13 @@ def ask(  # noqa: PLR0913  one parameter per flag
         json_schema=None if json_schema is None else _read_schema(json_schema),
     )
     style = _Style(as_json, quiet, is_series=len(questions) > 1 or STDIN in questions)
-    failure: UsageError | None = None
+    failure: StillroomError | None = None
     with room.open_room(kb, settings) as opened:
         opened.warm_up()  # so that the first question's timing is that of a question, not of loading
         for question in _each(questions):
             try:
                 _answer(opened, question, options, style)
-            except UsageError as error:  # of this question only; the others can still be answered
+            except (UsageError, NothingFoundError) as error:  # of this question only; the others can still be answered
                 if not style.is_series:
                     raise
                 message = f"{question}: {error}"

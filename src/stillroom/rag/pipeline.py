@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from stillroom.config.settings import StillroomConfig
+from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import RequestId
@@ -18,6 +18,7 @@ from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import (
     EmptyKnowledgeBaseError,
+    NothingFoundError,
     PromptTooLongError,
     UsageError,
 )
@@ -108,6 +109,7 @@ class Pipeline:
         Raises:
             UsageError: the question is empty, an option is out of range, or the prompt does not fit the model.
             EmptyKnowledgeBaseError: there is nothing to search.
+            NothingFoundError: neither this search nor those of earlier turns found a document. Nothing is generated.
             QueueFullError: as many questions wait as may.
         """
         prepared = self._prepare(question, options, num_samples)
@@ -222,6 +224,10 @@ class Pipeline:
 
         found = self._speculator.find(stages, mode, attempt_with)
         sources = sources_of(found.attempt.draft.chunk_ids, found.result.results, history)
+        if not sources:
+            found.attempt.cancel(self._backend)
+            was_found = bool(found.result.results) or any(turn.found for turn in history.turns)
+            raise _no_room(found.attempt.draft) if was_found else _nothing_found(options.where, mode)
         return self._prepared(question, found.attempt, options, arrival, found.ended_at, sources, found.report)
 
     def _room_for_prompt(self, options: AskOptions) -> int | None:
@@ -363,6 +369,21 @@ def _num_answer_tokens(asked: int | None, default: int, most: int | None) -> int
     if most is None:
         raise UsageError("max_tokens=-1: this engine does not say how much room it has; name a number of tokens")
     return most
+
+
+def _no_room(draft: Draft) -> PromptTooLongError:
+    return PromptTooLongError(
+        f"no document that was found fits beside the {draft.num_tokens} tokens of the rest of the prompt; "
+        "lower max_tokens, shorten the question, or raise generation.max_prompt_tokens"
+    )
+
+
+def _nothing_found(where: str, mode: SearchMode) -> NothingFoundError:
+    allowed = f"of those that the filter allows ({where.strip()})" if where.strip() else "of the knowledge base"
+    remedy = "change or leave out the filter" if where.strip() else "ask in other words"
+    if mode == "sparse":
+        remedy += ", or search by meaning too (mode hybrid)"
+    return NothingFoundError(f"no document {allowed} was found for the question, so nothing was generated; {remedy}")
 
 
 def _check(options: AskOptions) -> None:

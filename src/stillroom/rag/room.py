@@ -293,6 +293,7 @@ class Stillroom:
         Raises:
             UsageError: the question is empty, an option is out of range, or the prompt does not fit the model.
             EmptyKnowledgeBaseError: there is nothing to search.
+            NothingFoundError: nothing was found, so nothing is generated.
             ModelError: the model cannot be loaded.
             EngineError: generation failed, or the engine elsewhere cannot be reached or refuses.
         """

@@ -23,6 +23,7 @@ from stillroom.errors import (
     KnowledgeBaseBusyError,
     KnowledgeBaseNotFoundError,
     NonFiniteError,
+    NothingFoundError,
     PromptTooLongError,
     QueueFullError,
     RequestAbortedError,
@@ -61,6 +62,7 @@ _KINDS: tuple[tuple[type[StillroomError], int, str, str, str | None], ...] = (
     (UnknownRequestError, 404, _INVALID, "request_not_found", None),
     (UsageError, 400, _INVALID, "invalid_value", None),
     (EmptyKnowledgeBaseError, 409, "conflict_error", "knowledge_base_empty", None),
+    (NothingFoundError, 404, _INVALID, "nothing_found", None),
     (ChangeCancelledError, 409, "conflict_error", "upload_cancelled", None),
     (
         KnowledgeBaseNotFoundError,
