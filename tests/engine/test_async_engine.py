@@ -127,7 +127,7 @@ def test_a_request_that_cannot_run_ends_and_the_engine_goes_on(folder: Path, err
         assert engine.num_free_blocks == engine.num_blocks and engine.num_failed_steps == 1
 
 
-def is_accepted(engine: AsyncEngine, one: Request, listener: Callable[[TokenEvent], object]) -> bool:
+def is_accepted(engine: AsyncEngine, one: Request, listener: Callable[[TokenEvent], None]) -> bool:
     """Submit a request; return whether there was room for it."""
     try:
         engine.submit(one, listener)

@@ -98,9 +98,10 @@ def assert_same(found: Scored, expected: Scored) -> None:
     assert np.array_equal(found[1], np.sort(found[1])[::-1])
 
 
-def scan_alone(shard: DeviceShard, query: Any, num: int, probed: Any, nearness: Any) -> Any:
+def scan_alone(shard: DeviceShard, query: Any, num: int, probed: Any, nearness: Any) -> tuple[Any, Any]:
     """Scan for one query."""
-    return shard.scan_batch(query[None], num, probed[None], nearness[None])[0]
+    (found,) = shard.scan_batch(query[None], num, probed[None], nearness[None])
+    return found
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -33,17 +33,12 @@ def test_the_papers_formula_counts_equal_draws_wrongly() -> None:
     assert expected_minimum_by_paper(fine, 4) == pytest.approx(expected_minimum(fine, 4), rel=0.01)
 
 
-def mean(rates: HitRates) -> float:
-    """Return eta_0, the share of fast lists over all queries."""
-    return rates.alpha / (rates.alpha + rates.beta)
-
-
 @pytest.mark.parametrize(("alpha", "beta"), [(2.0, 3.0), (8.0, 2.0), (0.5, 0.5)])
 def test_a_fit_finds_what_was_drawn(alpha: float, beta: float) -> None:
     rng = np.random.default_rng(0)
     drawn = rng.binomial(32, rng.beta(alpha, beta, size=20_000))
     fitted = HitRates.fit(drawn, 32)
-    assert mean(fitted) == pytest.approx(alpha / (alpha + beta), rel=0.02)
+    assert fitted.mean == pytest.approx(alpha / (alpha + beta), rel=0.02)
     assert [fitted.alpha, fitted.beta] == pytest.approx([alpha, beta], rel=0.1)
     assert fitted.pmf().sum() == pytest.approx(1.0)
 
@@ -52,7 +47,7 @@ def test_a_fit_finds_what_was_drawn(alpha: float, beta: float) -> None:
 def test_a_fit_of_extremes_is_a_distribution(num_fast: list[int]) -> None:
     fitted = HitRates.fit(np.array(num_fast), 8)
     assert fitted.alpha > 0 and fitted.beta > 0
-    assert mean(fitted) == pytest.approx(np.mean(num_fast) / 8, abs=1e-5)
+    assert fitted.mean == pytest.approx(np.mean(num_fast) / 8, abs=1e-5)
 
 
 def test_times_by_hand() -> None:

@@ -21,6 +21,11 @@ class HitRates:
     alpha: float
     beta: float
 
+    @property
+    def mean(self) -> float:
+        """eta_0: share of fast lists, over all queries."""
+        return self.alpha / (self.alpha + self.beta)
+
     def pmf(self) -> Floats:
         """Probability of k = 0..n fast lists: [n + 1]."""
         counts = np.arange(self.num_probes + 1)
