@@ -1,0 +1,285 @@
+"""What kept KV has seen, beside a memory whose every slot remembers it by itself, from what was computed over it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stillroom.core.ids import BlockId, ChunkId
+from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.kvcache.block_pool import BlockPool
+from stillroom.kvcache.cost_model import linear_profile
+from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.manager import KVCacheManager, Reuse
+from stillroom.kvcache.node import Node
+from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.provenance import MAX_SEEN
+from stillroom.kvcache.tiered_nodes import TreeOptions
+from tests.fakes import ManualClock
+
+SIZE = 4
+"""Tokens per block, and per document."""
+QUESTION, SYSTEM, TURN = 90, 100, 200
+"""Tokens; those of documents are below, and each text has one token of its own."""
+DOCUMENTS = range(1, 8)
+
+Seen = frozenset[int]
+
+
+def text_of(document: int) -> int:
+    """The last document reads like the first one."""
+    return 1 if document == DOCUMENTS[-1] else document
+
+
+class SeenMemory:
+    """Implements `KVMover`: a slot holds the texts that its KV has seen."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Seen] = {}
+        self.lower: dict[Tier, dict[NodeKey, list[Seen]]] = {Tier.HOST: {}, Tier.DISK: {}}
+        self.records: dict[NodeKey, NodeRecord] = {}
+
+    def of(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[int]:
+        return [block * SIZE + offset for block in block_ids for offset in range(SIZE)][:num_tokens]
+
+    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+        return False
+
+    def unexpect(self, key: NodeKey) -> None:
+        raise AssertionError("nothing is read ahead")
+
+    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        self.lower[Tier.HOST][key] = [self.slots[slot] for slot in self.of(block_ids, num_tokens)]
+        return True
+
+    def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        self.slots.update(zip(self.of(block_ids, num_tokens), self.lower[source][key], strict=True))
+        return True
+
+    def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
+        if copy.tier is Tier.DEVICE:
+            held = [self.slots[slot] for slot in self.of(copy.block_ids, copy.num_tokens)]
+        else:
+            held = self.lower[copy.tier][copy.key]
+        self.slots.update(zip(self.of(block_ids, copy.num_tokens), held, strict=True))
+        return True
+
+    def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
+        self.records[record.key] = record
+        if source is Tier.DEVICE:
+            self.lower[Tier.DISK][record.key] = [self.slots[slot] for slot in self.of(block_ids, record.num_tokens)]
+        else:
+            self.lower[Tier.DISK][record.key] = self.lower[Tier.HOST][record.key]
+        return True
+
+    def has(self, key: NodeKey, tier: Tier) -> bool:
+        return key in self.lower[tier]
+
+    def drop(self, key: NodeKey, tier: Tier) -> None:
+        del self.lower[tier][key]
+
+    def held(self, node: Node) -> list[Seen]:
+        """What every copy of a node has seen."""
+        found = [one for tier in self.lower.values() for one in tier.get(node.key, ())]
+        return found + [self.slots[slot] for slot in self.of(node.block_ids or (), node.num_tokens)]
+
+
+@dataclass
+class Reader:
+    """A manager over such a memory, and the documents that are there."""
+
+    ratio: float
+    alive: set[int] = field(default_factory=lambda: set(DOCUMENTS))
+    under_way: list[Lease] = field(default_factory=list)
+    num_placed: int = 0
+
+    def __post_init__(self) -> None:
+        self.memory = SeenMemory()
+        self.open()
+
+    def open(self) -> None:
+        self.pool = BlockPool(20, SIZE)
+        options = TreeOptions(host_bytes=8 * SIZE, disk_bytes=20 * SIZE, replicates_system=False)
+        clock = ManualClock()
+        self.tree = KnowledgeTree(self.pool, self.memory, linear_profile(0.0, 1.0, 0.0), options, clock.monotonic)
+        anywhere = AnywhereOptions(self.ratio, "random")
+        self.manager = KVCacheManager(self.pool, Reuse(self.tree, PrefixKeys(b"m", SIZE), True, anywhere))
+
+    def restart(self) -> None:
+        while self.under_way:
+            self.end(0)
+        self.tree.flush()
+        on_disk = self.memory.lower[Tier.DISK]
+        self.memory.slots.clear()
+        self.memory.lower[Tier.HOST].clear()
+        self.open()
+        for key in self.tree.restore([one for key, one in self.memory.records.items() if key in on_disk]):
+            self.memory.drop(key, Tier.DISK)
+
+    def begin(self, documents: Sequence[int], system: int, turn_at: int | None, allowed: set[int] | None) -> None:
+        """Let a request with a filter be admitted, and look at every slot that it need not compute."""
+        segments = [Segment(SegmentKind.CHUNK, (text_of(one),) * SIZE, ChunkId(one)) for one in documents]
+        if turn_at is not None and turn_at <= len(segments):
+            segments.insert(turn_at, Segment(SegmentKind.TURN, (TURN,) * SIZE))
+        segments.insert(0, Segment(SegmentKind.SYSTEM, (SYSTEM + system,) * SIZE))
+        prompt = SegmentedPrompt((*segments, Segment(SegmentKind.QUESTION, (QUESTION, QUESTION))))
+        may_see = None if allowed is None else (lambda ids: set(ids) <= {ChunkId(one) for one in allowed})
+        lease = self.manager.new_lease(prompt, prompt.num_tokens + 4, may_see=may_see)
+        assert self.manager.num_reusable(lease, prompt.num_tokens) < prompt.num_tokens
+        num_cached = self.manager.try_admit(lease, [len(segment.token_ids) for segment in segments] + [2])
+        if num_cached is None:
+            return
+        own, others = set(prompt.token_ids), self.alive if allowed is None else self.alive & allowed
+        exact = [self.memory.slots[slot] for slot in lease.table.slots[:num_cached].tolist()]
+        placed = [self.memory.slots[slot] for slot in self._placed_slots(lease)]
+        assert all(seen <= own for seen in exact), "an exact prefix has seen more than the prompt"
+        assert all(seen <= own | {text_of(one) for one in others} for seen in placed)
+        self.num_placed += len(lease.placements)
+        self.under_way.append(lease)
+
+    def end(self, index: int) -> None:
+        """Compute the rest of a prompt under way, and give it back."""
+        lease = self.under_way.pop(index)
+        tokens, slots = lease.prompt.token_ids, lease.table.slots.tolist()
+        todo: Sequence[int] = range(sum(node.num_tokens for node in lease.nodes), len(tokens))
+        if lease.repair is not None:
+            assert lease.repair.is_planned
+            todo = lease.repair.to_compute(len(tokens)).tolist()
+        for position in todo:
+            before = [self.memory.slots[slot] for slot in slots[:position]]
+            self.memory.slots[slots[position]] = frozenset({tokens[position]}.union(*before))
+        if lease.repair is not None:
+            self.manager.end_repair(lease)
+        self.manager.commit(lease, len(tokens))
+        self.manager.release(lease)
+
+    def remove(self, document: int) -> None:
+        self.alive.discard(document)
+        existing = {ChunkId(one) for one in self.alive}
+        self.manager.forget_chunks(lambda chunk_ids: chunk_ids & existing, self.under_way)
+
+    def check(self) -> None:
+        self.manager.check_integrity(self.under_way)
+        texts = {text_of(document) for document in self.alive}
+        for node in self.tree:
+            assert node.seen <= self.alive, "it names what is gone"
+            named = {text_of(chunk_id) for chunk_id in node.seen}
+            for seen in self.memory.held(node):
+                documents = {token for token in seen if token < QUESTION}
+                assert documents <= named, "it has seen what it does not name"
+                assert documents <= texts, "it has seen what is gone"
+        kept = {node.key for node in self.tree}
+        assert all(key in kept for tier in self.memory.lower.values() for key in tier), "a copy outlives its node"
+
+    def _placed_slots(self, lease: Lease) -> list[int]:
+        pieces = [lease.pieces[placement.piece_index] for placement in lease.placements]
+        return [slot for piece in pieces for slot in lease.table.slots[piece.start : piece.end].tolist()]
+
+
+documents = st.sampled_from(DOCUMENTS)
+asks = st.tuples(
+    st.just("ask"),
+    st.lists(documents, min_size=1, max_size=4, unique=True),
+    st.integers(0, 1),
+    st.none() | st.integers(0, 3),
+    st.none() | st.sets(documents, min_size=2),
+)
+ends = st.tuples(st.just("end"), st.integers(0, 9))
+changes = st.tuples(st.sampled_from(["remove", "add"]), documents)
+restarts = st.tuples(st.just("restart"))
+
+
+def run(ratio: float, steps: Sequence[tuple[Any, ...]]) -> Reader:
+    reader = Reader(ratio)
+    for name, *rest in steps:
+        if name == "ask":
+            chosen, system, turn_at, allowed = rest
+            found = [one for one in chosen if one in reader.alive and (allowed is None or one in allowed)]
+            reader.begin(found, system, turn_at, allowed)
+        elif name == "end" and reader.under_way:
+            reader.end(rest[0] % len(reader.under_way))
+        elif name == "remove":
+            reader.remove(rest[0])
+        elif name == "add":
+            reader.alive.add(rest[0])
+        elif name == "restart":
+            reader.restart()
+        reader.check()
+    while reader.under_way:
+        reader.end(0)
+        reader.check()
+    return reader
+
+
+def ask(*documents: int, system: int = 0, turn_at: int | None = None, allowed: set[int] | None = None) -> list[Any]:
+    return [("ask", list(documents), system, turn_at, allowed), ("end", 0)]
+
+
+BEHIND = [*ask(1, 2), *ask(2, 3)]
+"""2 is placed from behind 1, and 3 is computed behind it."""
+
+
+@given(st.sampled_from([0.0, 0.4]), st.lists(asks | asks | ends | ends | changes | restarts, max_size=40))
+@example(0.0, [*BEHIND, ("ask", [3, 5], 0, None, None), ("remove", 1), ("end", 0)])
+@example(0.0, [*ask(1, 2, turn_at=1), *ask(2, 4, turn_at=2), *ask(5, 4)])
+@settings(max_examples=150, deadline=None)
+def test_no_request_uses_kv_that_has_seen_what_is_gone_or_what_it_may_not_see(
+    ratio: float, steps: list[tuple[Any, ...]]
+) -> None:
+    run(ratio, steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_placed"),
+    [
+        (ask(4, 3), 1),
+        ([("restart",), *ask(4, 3)], 1),
+        ([("remove", 1), *ask(4, 3)], 0),
+        ([("restart",), ("remove", 1), *ask(4, 3)], 0),
+        (ask(4, 3, allowed={3, 4}), 0),
+        (ask(4, 3, allowed={2, 3, 4}), 0),
+        (ask(4, 3, allowed={1, 2, 3, 4}), 1),
+        ([("restart",), *ask(4, 3, allowed={2, 3, 4})], 0),
+        (ask(4, 3, 1, 2, allowed={1, 2, 3, 4}), 3),
+        (ask(4, 3, system=1), 0),
+    ],
+)
+def test_a_copy_is_placed_only_where_all_that_it_has_seen_may_be_seen(steps: list[Any], num_placed: int) -> None:
+    assert run(0.0, [*BEHIND, *steps]).num_placed == 1 + num_placed
+
+
+def test_a_request_that_finds_only_copies_it_may_not_use_keeps_one_of_its_own() -> None:
+    steps = [*BEHIND, *ask(4, 5), *ask(5, 3, allowed={3, 4, 5}), *ask(6, 3, allowed={3, 4, 5, 6})]
+    reader = run(0.0, steps)
+    seen = sorted(sorted(node.seen) for node in reader.tree if node.chunk_id == 3)
+    assert seen == [[1, 2, 3], [3, 4, 5]], "two copies of 3, each with its own provenance"
+    assert reader.num_placed == 3, "the last one is placed from the second"
+
+
+@pytest.mark.parametrize(("turn_at", "num_placed"), [(1, 1), (None, 0), (2, 1)])
+def test_a_copy_that_has_seen_a_turn_is_placed_only_in_a_prompt_with_that_turn(
+    turn_at: int | None, num_placed: int
+) -> None:
+    reader = run(0.0, [*ask(1, 2, turn_at=1), *ask(3, 2, 4, turn_at=turn_at)])
+    assert reader.num_placed == num_placed
+    alone = [node.chunk_id for node in reader.tree if node.seen_alone]
+    assert not alone, "behind a turn, or behind what has seen one, nothing is kept to be placed"
+
+
+def test_what_has_seen_too_much_is_not_kept() -> None:
+    """Each copy is placed before the next is computed, so that each has seen all before it."""
+    reader, last = Reader(0.0), MAX_SEEN + 20
+    reader.alive = set(range(1000, 1000 + last + 2))
+    most = []
+    for one, other in pairwise(range(1000, 1000 + last)):
+        reader.begin([one, other], 0, None, None)
+        reader.end(0)
+        most.append(max(len(node.seen) for node in reader.tree))
+    assert max(most) == MAX_SEEN
