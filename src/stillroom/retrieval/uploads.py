@@ -232,10 +232,11 @@ class Uploads:
 
     def _is_new(self, one: _Stored) -> bool:
         """Whether it is another file than the one that has its place; that one keeps its time, and is not read."""
+        is_new = False
         with self._storing(one):
             self._check_place(one.path)
-            return not one.path.exists() or not filecmp.cmp(one.path, one.new, shallow=False)
-        return False
+            is_new = not one.path.exists() or not filecmp.cmp(one.path, one.new, shallow=False)
+        return is_new
 
     def _place(self, one: _Stored) -> None:
         with self._storing(one):

@@ -1,10 +1,13 @@
 """HTML: every text node once, in blocks."""
 
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from stillroom.retrieval.loaders.html import parse_html
+from tests.retrieval.loaders.make import parsed
 
 PAGE = """<!DOCTYPE html>
 <html><head><title>The Vault | Docs</title><style>p {}</style></head>
@@ -120,3 +123,38 @@ def test_blocks_of_a_pre_are_lines() -> None:
 
 def texts(page: str) -> list[str]:
     return [paragraph.text for paragraph in parse_html(Path("/x/page.html"), page).paragraphs]
+
+
+@pytest.mark.parametrize("mark", ["<a ", "<a b=", "<a b='", "<p a=b "])
+def test_tags_that_are_never_closed_are_not_read_to_the_end_each(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    check = HTMLParser.check_for_whole_start_tag
+
+    def counted(parser: HTMLParser, start: int) -> int:
+        looks.append(start)
+        return int(check(parser, start))
+
+    monkeypatch.setattr(HTMLParser, "check_for_whole_start_tag", counted)
+    document = parsed("a.html", f"<p>Kept</p>{mark * 2000}")
+    assert document.paragraphs[0].text.startswith("Kept")
+    assert len(looks) < 10
+
+
+def test_titles_of_nested_drawings_are_looked_at_once_each() -> None:
+    def num_calls(depth: int) -> int:
+        calls = 0
+
+        def count(_: object, event: str, __: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            document = parsed("a.html", "<svg>" + "<title>" * depth + "x</svg>" + "<p>Kept.</p>")
+        finally:
+            sys.setprofile(None)
+        assert document.title == "a"
+        return calls
+
+    num_calls(10)  # what is imported with the first file
+    assert num_calls(1000) < 3 * num_calls(500)

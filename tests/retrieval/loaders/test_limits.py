@@ -44,10 +44,10 @@ def test_a_record_of_a_jsonl_file_has_the_same_limits(tmp_path: Path) -> None:
 
 def test_rows_of_a_wide_table_are_not_made_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """60,000 names before the cells of every row: the reader stops with the row that is too much."""
-    made, labelled = [], labelled_rows.labelled
+    made: list[Any] = []
 
     def counted(rows: Any) -> Iterator[Any]:
-        for row in labelled(rows):
+        for row in labelled_rows.labelled(rows):
             made.append(row)
             yield row
 

@@ -32,6 +32,8 @@ _TECHNICAL = frozenset(
 _CELLS = frozenset({"td", "th"})
 _PERMALINKS = frozenset({"headerlink", "header-anchor"})
 """Classes of the links to itself that a heading ends with."""
+_MAX_OPEN_TAGS = 100
+"""Marks `<` without `>` that are left to the parser."""
 _HEADING = re.compile(r"h[1-6]\Z")
 
 
@@ -40,7 +42,7 @@ def parse_html(path: Path, text: str) -> Document:
     soup = soup_of(text)
     outline = Outline()
     read_html(outline, soup)
-    own = next((title for title in soup("title") if title.find_parent("svg") is None), None)
+    own = _own_title(soup)
     title, paragraphs = outline.finish(" ".join(own.get_text().split()) if own else "", path.stem)
     return Document(DocumentId(str(path)), title, paragraphs, metadata=_metadata(soup))
 
@@ -50,7 +52,28 @@ def soup_of(text: str) -> BeautifulSoup:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", XMLParsedAsHTMLWarning)
         # it would else make one newline of any between two elements, and lines would no longer be those of the file
-        return BeautifulSoup(text, "html.parser", preserve_whitespace_tags={BeautifulSoup.ROOT_TAG_NAME})
+        return BeautifulSoup(
+            _without_open_tags(text), "html.parser", preserve_whitespace_tags={BeautifulSoup.ROOT_TAG_NAME}
+        )
+
+
+def _without_open_tags(text: str) -> str:
+    """A page whose marks `<` without `>` are text, where there are many: the parser reads to the end for each."""
+    first, *parts = text.split("<")
+    if sum(">" not in part for part in parts) <= _MAX_OPEN_TAGS:
+        return text
+    return first + "".join(("<" if ">" in part else "&lt;") + part for part in parts)
+
+
+def _own_title(soup: BeautifulSoup) -> Tag | None:
+    """The title of the page, not of a drawing in it."""
+    num_drawings = 0
+    for element, is_end in walk(soup):
+        if isinstance(element, Tag) and element.name == "svg":
+            num_drawings += -1 if is_end else 1
+        elif isinstance(element, Tag) and element.name == "title" and not num_drawings:
+            return element
+    return None
 
 
 def read_html(outline: Outline, soup: BeautifulSoup, *, keep_lines: bool = True) -> None:
