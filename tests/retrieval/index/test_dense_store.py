@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -390,3 +391,25 @@ def test_nobody_who_searches_by_words_waits_for_a_dense_search(opened: Open, mon
         assert len(indexes.search_sparse("first 7", 3)) == 3 and not dense.done()
         go_on.set()
         assert len(dense.result(30)) == 5
+
+
+@pytest.mark.parametrize("share", [0.15, 0.5, 0.8])
+@pytest.mark.parametrize("search", [found, found_together])
+def test_lists_overwritten_in_place_after_they_were_read_are_not_searched(
+    opened: Open,
+    oracle: Callable[[], list[Ranking]],
+    tmp_path: Path,
+    share: float,
+    search: Callable[[Indexes], list[Ranking]],
+) -> None:
+    opened().write()
+    indexes = opened(dataclasses.replace(TIERED, hot_bytes=1))
+    assert found(indexes) == (expected := oracle()), "everything that these questions need was read and verified"
+    path = tmp_path / "dense.lists"
+    before = path.stat().st_mtime_ns
+    with path.open("r+b") as stream:
+        stream.seek(int(share * path.stat().st_size))
+        stream.write(b"\x7f" * (path.stat().st_size // 10))
+    os.utime(path, ns=(before + 1, before + 1))  # the clock of some file systems is coarse
+
+    assert search(indexes) == expected

@@ -230,10 +230,16 @@ class DenseStore:
             raise ValueError("it shows another corpus, or another state of it")
 
     def _follow(self, index: TieredIvfPqIndex) -> None:
-        """Take over what somebody has written since, so that what came since the old file leaves RAM."""
+        """Take over what somebody has written since, so that what came since the old file leaves RAM.
+
+        Raises:
+            CorruptKnowledgeBaseError: the mapped file itself has changed. A writer replaces it and never does that.
+        """
         identity = _identity(self._lists_path)
         if identity is None or identity == self._seen:
             return
+        if self._seen is not None and identity[0] == self._seen[0]:
+            raise CorruptKnowledgeBaseError(f"{self._lists_path} was changed in place; the index will be rebuilt")
         with contextlib.suppress(FileNotFoundError, CorruptKnowledgeBaseError, ValueError):
             file = self._open_lists()
             index.show(file, self._load_heat(file) if index.heat is None else None)
