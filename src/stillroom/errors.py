@@ -6,7 +6,7 @@
     |   |-- PromptTooLongError          the prompt and its answer do not fit the model
     |   |-- UnknownDocumentError        no such document in the knowledge base
     |   |-- UnknownRequestError         no such question is remembered
-    |   `-- FilterError                 a filter cannot be read
+    |   `-- FilterError                 a filter cannot be read, or asks for fields that no document has
     |-- ModelError                      a checkpoint could not be used
     |   |-- ModelNotFoundError          no such folder, hub name or file
     |   `-- UnsupportedModelError       the checkpoint needs something that is not implemented

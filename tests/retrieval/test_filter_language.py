@@ -7,6 +7,7 @@ import re
 import sqlite3
 import typing
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stillroom.cli.console import short_path
 from stillroom.core.metadata import Metadata, clean_metadata
 from stillroom.errors import FilterError, UsageError
 from stillroom.retrieval.corpus import Corpus
@@ -287,7 +289,6 @@ def corpus(tmp_path: Path) -> Corpus:
         ("team=legal", "a"),
         ("team!=legal", "b"),
         ("nothing!=legal", "ab"),
-        ("nothing=legal or nothing<5", ""),
         ("tags=x and tags=3", "a"),
         ("tags!=x", "b"),
         ("n>2 and n<100", "a"),
@@ -300,11 +301,18 @@ def corpus(tmp_path: Path) -> Corpus:
         ("path ~ docs/A", "a"),
         ("path = own", "b"),
         (f'team = "{INJECTION}"', "b"),
-        ("""`x" OR 1=1 --` = 1""", ""),
+        ("""`x" OR 1=1 --` = 1 or team=nobody""", None),
+        ("nothing=legal or nothing<5", None),
+        ("team=nobody", ""),
+        ("path = /docs/a.pdf", "a"),
         ("title = T and added < 1971", "ab"),
     ],
 )
-def test_examples(corpus: Corpus, where: str, names: str) -> None:
+def test_examples(corpus: Corpus, where: str, names: str | None) -> None:
+    if names is None:
+        with pytest.raises(FilterError, match="no document"):
+            FilteredChunks(corpus).allowed(where)
+        return
     ids = FilteredChunks(corpus).allowed(where).ids.tolist()
     found = {Path(chunk.document_id).stem for chunk in corpus.chunks(ids).values()}
     assert found == set(names)
@@ -326,6 +334,50 @@ def test_examples(corpus: Corpus, where: str, names: str) -> None:
 def test_what_may_be_said_can_be_searched(corpus: Corpus, where: str) -> None:
     assert corpus.matching(condition_of(parse_filter(where)))[0] == 1
     corpus.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("taem = legal", "none has the field 'taem'; known fields are team"),
+        ("type = md and (not teem = x and halb = 1)", "any of the fields 'halb', 'teem'; known fields are half, team"),
+        ("zzz = 1", "known fields are path, title, type, added, half, id, n, ok, path, tags"),
+    ],
+)
+def test_a_field_that_no_document_has_is_named_where_nothing_is_allowed(
+    corpus: Corpus, where: str, message: str
+) -> None:
+    filters = FilteredChunks(corpus)
+    for _ in range(2):
+        with pytest.raises(FilterError, match=re.escape(message)):
+            filters.allowed(where)
+    corpus.commit([dataclasses.replace(stored("/docs/c.md", "three"), metadata={"taem": "legal", "zzz": 1})])
+    assert len(filters.allowed("taem = legal or zzz = 1")) == 1
+    corpus.close()
+
+
+def test_an_empty_knowledge_base_has_no_fields_to_miss(tmp_path: Path) -> None:
+    with closing(Corpus(tmp_path / "corpus.sqlite3")) as corpus:
+        assert len(FilteredChunks(corpus).allowed("team = legal")) == 0
+
+
+def test_a_path_is_found_as_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`list` and sources name documents by `short_path`: relative to the current folder where that is shorter."""
+    monkeypatch.chdir(tmp_path)
+    names = [str(tmp_path / "docs" / "a.md"), f"{tmp_path / 'docs' / 'b.jsonl'}#7", "uploads/c.md"]
+    with closing(Corpus(tmp_path / "corpus.sqlite3")) as corpus:
+        for name in names:
+            path = name.partition("#")[0]
+            corpus.commit([dataclasses.replace(stored(name, name), path=path)])
+        filters = FilteredChunks(corpus)
+        for name in names:
+            printed = short_path(name)
+            assert printed == name or not printed.startswith("/")
+            for operator in (f"path = '{printed}'", f"path in ('{printed}', other)"):
+                [chunk] = corpus.chunks(filters.allowed(operator).ids.tolist()).values()
+                assert chunk.document_id == name
+            assert len(filters.allowed(f"path != '{printed}'")) == 2
+        assert len(filters.allowed("path = docs/b.jsonl")) == 1, "all records of a file"
 
 
 def test_what_a_filter_allows_is_found_once_per_generation(corpus: Corpus) -> None:

@@ -226,6 +226,11 @@ class Corpus:
         ids.sort()
         return generation, ids
 
+    def field_names(self, limit: int) -> list[str]:
+        """Names of metadata fields that documents have, at most `limit`, in order."""
+        with self._file.reporting(), read_beside(self._file.path) as connection:
+            return [row[0] for row in connection.execute(rows.SELECT_FIELDS, (limit,))]
+
     # Changing it
 
     def commit(

@@ -76,6 +76,7 @@ SELECT_PENDING = f"SELECT path FROM sources WHERE size = {PENDING} ORDER BY path
 UNREAD_SOURCES = "UPDATE sources SET size = -1, content_hash = ''"
 UNREAD_SOURCE = f"{UNREAD_SOURCES} WHERE path = ?"
 DELETE_EMPTY_SOURCE = "DELETE FROM sources WHERE path = ? AND NOT EXISTS (SELECT 1 FROM documents WHERE path = ?)"
+SELECT_FIELDS = "SELECT DISTINCT key FROM documents, json_each(documents.metadata) ORDER BY key LIMIT ?"
 SELECT_MATCHING = """SELECT c.chunk_id FROM chunks c
     WHERE c.document_id IN (SELECT d.document_id FROM documents d WHERE {})"""
 SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? AND generation <= ? ORDER BY generation, chunk_id"

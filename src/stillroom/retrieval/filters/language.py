@@ -67,6 +67,18 @@ class AnyOf:
 
 Filter = Comparison | Not | AllOf | AnyOf
 
+
+def fields_of(where: Filter) -> set[str]:
+    """Names of all fields that a filter compares."""
+    match where:
+        case Comparison(field):
+            return {field}
+        case Not(inner):
+            return fields_of(inner)
+        case AllOf(parts) | AnyOf(parts):
+            return set().union(*map(fields_of, parts))
+
+
 _TOKEN = re.compile(
     r"""(?P<space>\s+)
     |(?P<sign><=|>=|!=|==|[=<>~(),])

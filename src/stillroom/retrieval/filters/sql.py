@@ -13,7 +13,7 @@ from stillroom.retrieval.filters.language import AllOf, AnyOf, Comparison, Filte
 from stillroom.retrieval.filters.values import Span, contains, instant_in, number_in, number_of, span_of, truth_of
 
 BUILT_IN = {
-    "path": "SELECT 'text' AS type, d.path AS atom",
+    "path": "SELECT 'text' AS type, d.path AS atom UNION ALL SELECT 'text', d.document_id",
     "title": "SELECT 'text' AS type, d.title AS atom",
     "type": "SELECT 'text' AS type, stillroom_type(d.path) AS atom",
     "added": "SELECT 'instant' AS type, CAST(d.added_at * 1000000 AS INTEGER) AS atom",
@@ -62,7 +62,7 @@ def _test(test: Comparison) -> Condition:
         return Condition(f"NOT {equal.sql}", equal.parameters)
     if '"' in test.field or "\\" in test.field:  # no document has such a field, and a path cannot say it
         return Condition("0")
-    holds = _joined("OR", [_holds(test.operator, value) for value in test.values])
+    holds = _joined("OR", [_holds(test.operator, value) for value in _as_printed(test)])
     path = f'$."{test.field}"'
     own = Condition(f"EXISTS (SELECT 1 FROM ({_VALUES}) WHERE {holds.sql})", (path, *holds.parameters))
     if test.field not in BUILT_IN:
@@ -72,6 +72,14 @@ def _test(test: Comparison) -> Condition:
         f"CASE WHEN json_type(d.metadata, ?) IS NULL THEN {ours} ELSE {own.sql} END",
         (path, *holds.parameters, *own.parameters),
     )
+
+
+def _as_printed(test: Comparison) -> tuple[Value, ...]:
+    """Values of `path`, also as absolute paths: `stillroom list` prints paths relative to the current folder."""
+    if test.field != "path" or test.operator != "=":
+        return test.values
+    absolute = (Value(os.path.abspath(value.text), is_quoted=True) for value in test.values)
+    return (*test.values, *absolute)
 
 
 def _joined(operator: str, conditions: Sequence[Condition]) -> Condition:
