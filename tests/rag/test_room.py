@@ -154,6 +154,13 @@ def test_a_turn_that_finds_nothing_by_itself_is_answered_from_the_conversation(r
     assert answer.sources
 
 
+def test_an_answer_that_has_begun_is_continued(room: Stillroom) -> None:
+    first, rest = ANSWER.split(" ", 1)
+    assert room.ask(QUESTION, AskOptions(answer_start=first)).text.strip() == rest
+    with pytest.raises(UsageError, match="answer_start"):
+        AskOptions(answer_start=first, json_schema={})
+
+
 def test_a_stream_is_read_piece_by_piece(room: Stillroom) -> None:
     stream = room.stream(QUESTION)
     assert "".join([next(stream), *stream]) == stream.answer.text == ANSWER

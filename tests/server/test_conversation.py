@@ -27,7 +27,9 @@ def said(*messages: tuple[str, str | None]) -> list[ChatMessage]:
         ),
         ([("assistant", "hello"), ("user", "a")], Conversation("a", (), "")),
         ([("user", "a"), ("assistant", None), ("user", "b")], Conversation("b", (Exchange("a", ""),), "")),
-        ([("user", "a"), ("assistant", "prefilled")], Conversation("a", (), "")),
+        ([("user", "a"), ("assistant", "begun")], Conversation("a", (), "", "begun")),
+        ([("user", "a"), ("assistant", "")], Conversation("a", (), "")),
+        ([("assistant", "hello")], Conversation("", (), "")),
         ([("system", "s"), ("user", "a"), ("developer", "t")], Conversation("a", (), "s\n\nt")),
         ([("tool", "x"), ("user", "a"), ("function", "y")], Conversation("a", (), "")),
         ([("system", " ")], Conversation("", (), "")),
@@ -55,3 +57,31 @@ def test_history_and_system_reach_the_room(client: httpx.Client, room: FakeRoom,
 
     [(question, options)] = room.asked
     assert (question, options.system, options.history) == ("second", "Be brief.", (Exchange("first", "answer"),))
+
+
+PREFILLED = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer is"}]}
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}]
+)
+def test_a_last_message_of_the_assistant_is_continued(
+    client: httpx.Client, room: FakeRoom, flags: dict[str, bool]
+) -> None:
+    assert client.post("/v1/chat/completions", json=PREFILLED | flags).status_code == 200
+    [(question, options)] = room.asked
+    assert (question, options.answer_start, options.history) == ("a", "The answer is", ())
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (PREFILLED | {"add_generation_prompt": True}, "continue_final_message to true"),
+        (PREFILLED | {"continue_final_message": False}, "end with a message of the user"),
+        (PREFILLED | {"response_format": {"type": "json_object"}}, "json_schema"),
+        ({"messages": [{"role": "user", "content": "a"}], "continue_final_message": True}, "must be of the assistant"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(any_client: httpx.Client, body: dict[str, Any], named: str) -> None:
+    response = any_client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400 and named in response.json()["error"]["message"]

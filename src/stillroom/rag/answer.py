@@ -57,6 +57,8 @@ class AskOptions:
     (docs/conversations.md)."""
     system: str = ""
     """Stands behind our own instructions."""
+    answer_start: str = ""
+    """How the answer begins: the model continues it, and the answer's text is what comes behind it."""
     logprobs: int | None = None
     """Report each token's log probability, and those of this many most likely tokens (up to 20)."""
 
@@ -69,10 +71,12 @@ class AskOptions:
         integer("priority", self.priority)
         if self.deadline_seconds is not None:
             number("deadline_seconds", self.deadline_seconds)
-        for name in ("where", "system"):
+        for name in ("where", "system", "answer_start"):
             text(name, getattr(self, name))
         if not isinstance(self.json_schema, Mapping | None):
             raise UsageError(f"json_schema={self.json_schema!r}; it must be a mapping")
+        if self.json_schema is not None and self.answer_start:
+            raise UsageError("json_schema is of a whole answer; leave out answer_start (the last message's text)")
         self._check_lists()
 
     def _check_lists(self) -> None:

@@ -42,10 +42,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All that stands before a question."""
+    """All that stands around a question."""
 
     turns: tuple[Turn, ...] = ()
     system: str = ""
+    answer_start: str = ""
+    """How the answer begins; it stands behind the question, and the model continues it."""
 
     def without(self, num_turns: int) -> "History":
         """Without the oldest turns."""

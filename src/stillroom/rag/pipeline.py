@@ -212,6 +212,7 @@ class Pipeline:
                 yield replace(found, results=alternate(found.results, found_around, top_k)) if found_around else found
 
         history = history_of(options.history, options.system, search, top_k)
+        history = replace(history, answer_start=options.answer_start)
         found_around = around(options.history, question, search)
         may_see = self._may_see(options.where)
         room = self._room_for_prompt(options)

@@ -139,7 +139,7 @@ def render(prompt_format: PromptFormat, chunks: Sequence[Chunk], question: str, 
     parts = [form.system, *(["\n\n", history.system] if history.system else ()), form.opening]
     for turn, added in zip(history.turns, earlier, strict=True):
         parts += [_user_text(form, added, turn.exchange.question), turn.exchange.answer, form.next_turn]
-    return "".join([*parts, _user_text(form, last, question)])
+    return "".join([*parts, _user_text(form, last, question), history.answer_start])
 
 
 def raw_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ class PromptBuilder:
 
         Without any chunk the prompt may still be longer: the scheduler then says so.
         """
-        system, last = self._system_with(history.system), self._question(question)
+        system, last = self._system_with(history.system), self._question(question, history.answer_start)
         room = math.inf if max_tokens is None else max_tokens - len(system.token_ids) - len(last.token_ids)
 
         @cache
@@ -229,10 +229,9 @@ class PromptBuilder:
         ids = self._wrap(self._format.chunk_start, _text_of(chunk, self._format), self._format.chunk_end)
         return Segment(SegmentKind.CHUNK, ids, chunk.chunk_id)
 
-    def _question(self, question: str) -> Segment:
-        return Segment(
-            SegmentKind.QUESTION, self._wrap(self._format.question_start, question, self._format.question_end)
-        )
+    def _question(self, question: str, answer_start: str) -> Segment:
+        asked = self._wrap(self._format.question_start, question, self._format.question_end)
+        return Segment(SegmentKind.QUESTION, (*asked, *self._tokenizer.encode_text(answer_start)))
 
     def _wrap(self, start: str, text: str, end: str) -> tuple[int, ...]:
         tokenizer = self._tokenizer

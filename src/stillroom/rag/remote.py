@@ -182,6 +182,11 @@ def _in_order(chunks: Sequence[Chunk], history: History) -> tuple[ChunkId, ...]:
 
 
 def _chat(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:
+    if history.answer_start:
+        raise UsageError(
+            "an engine elsewhere that is sent messages cannot continue an answer; end with a message of the user, or "
+            "set engine.prompt to text or tokens"
+        )
     system = f"{INSTRUCTIONS}\n\n{history.system}" if history.system else INSTRUCTIONS
     *earlier, last = user_messages(chunks, question, history)
     answers = (turn.exchange.answer for turn in history.turns)

@@ -48,17 +48,37 @@ def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskO
     """
     if body.top_logprobs and not body.logprobs:
         raise UsageError("top_logprobs needs logprobs: true")
+    _check_continuation(body, conversation)
     extension = body.stillroom or SearchOptions()
     return replace(
         generation_options(body),
         history=conversation.history,
         system=conversation.system,
+        answer_start=conversation.answer_start,
         mode=extension.mode,
         where=extension.where,
         top_k=extension.top_k,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+
+
+def _check_continuation(body: ChatCompletionRequest, conversation: Conversation) -> None:
+    """An answer that has begun is continued; nothing else can follow it.
+
+    Raises:
+        UsageError: the request wants something else.
+    """
+    is_refused = body.continue_final_message is False or body.add_generation_prompt is True
+    if conversation.answer_start and is_refused:
+        raise UsageError(
+            "messages: the last one is of the assistant, so it is continued; set continue_final_message to true and "
+            "add_generation_prompt to false, or end with a message of the user"
+        )
+    if body.continue_final_message and not conversation.answer_start:
+        raise UsageError("continue_final_message: the last message must be of the assistant, and not empty")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise UsageError("continue_final_message and add_generation_prompt exclude each other")
 
 
 def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:

@@ -17,11 +17,13 @@ class Conversation:
     """What the user said last; empty if that was nothing."""
     history: tuple[Exchange, ...]
     system: str
+    answer_start: str = ""
+    """What the assistant says behind the question: the beginning of the answer, to be continued."""
 
 
 def read_messages(messages: Sequence[ChatMessage]) -> Conversation:
     """What the user says before the assistant speaks is one question, what the assistant says before the user does one
-    answer. What follows the last user message is not read, and neither are other roles."""
+    answer. What the assistant says behind the last user message is how the answer begins. Other roles are not read."""
     system = [message.text for message in messages if message.role in _SYSTEM]
     turns: list[tuple[list[str], list[str]]] = [([], [])]
     for message in messages:
@@ -32,11 +34,12 @@ def read_messages(messages: Sequence[ChatMessage]) -> Conversation:
             asked.append(message.text)
         elif message.role == "assistant":
             answered.append(message.text)
-    *earlier, (last, _) = turns
+    *earlier, (last, begun) = turns
     return Conversation(
         question="\n".join(last),
         history=tuple(
             Exchange("\n".join(asked), "\n".join(answered)) for asked, answered in earlier if "".join(asked).strip()
         ),
         system="\n\n".join(text for text in system if text.strip()),
+        answer_start="\n".join(begun) if last else "",
     )

@@ -216,6 +216,10 @@ class CompletionRequest(GenerationRequest):
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    continue_final_message: bool | None = None
+    """As vLLM's. A last message of the assistant is continued with or without it; false is refused there."""
+    add_generation_prompt: bool | None = None
+    """As vLLM's; the opposite of the one before."""
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
