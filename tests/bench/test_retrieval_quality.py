@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from stillroom.bench.fusion_arms import OURS, RULES, distribution_based, scaled, standardised
+from stillroom.bench.loads.beir import read_judged_queries
 from stillroom.bench.retrieval_quality import HELD_OUT, LEARNED, TRANSFERRED, run_quality
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.ids import ChunkId
@@ -52,6 +53,19 @@ def test_easy_queries_are_answered_by_every_rule(tmp_path: Path) -> None:
     assert len(list((tmp_path / "work").iterdir())) == 2, "the knowledge base was kept"
 
 
+def test_judgements_lie_where_beir_has_them(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "set")
+    (dataset / "qrels").mkdir()
+    (dataset / "qrels.tsv").rename(dataset / "qrels" / "test.tsv")
+    (dataset / "qrels" / "dev.tsv").write_text("query-id\tcorpus-id\tscore\nq2\tbread\t1\n")
+    assert set(read_judged_queries(dataset)[0]) == {"q1", "q2"}
+    assert set(read_judged_queries(dataset, "dev")[0]) == {"q2"}
+    with pytest.raises(UsageError, match=r"qrels/train\.tsv is missing"):
+        read_judged_queries(dataset, "train")
+    result = run_quality([dataset], tmp_path / "work", StillroomConfig(), split="dev")
+    assert result.samples.of(f"set/{OURS}", "ndcg_at_10") == [1.0]
+
+
 def test_sets_of_one_name_are_refused(tmp_path: Path) -> None:
     sets = [tmp_path / "one" / "test", tmp_path / "two" / "test"]
     with pytest.raises(UsageError, match="two data sets have the same name"):
@@ -90,7 +104,7 @@ def test_scalings_by_hand() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "error", "message"),
     [
-        ("qrels.tsv", None, UsageError, r"qrels\.tsv is missing"),
+        ("qrels.tsv", None, UsageError, r"qrels/test\.tsv is missing"),
         ("qrels.tsv", "q1 cats 1\n", DocumentError, r"qrels\.tsv:1"),
         ("qrels.tsv", "q9\tcats\t1\n", UsageError, "do the ids agree"),
         ("queries.jsonl", '{"_id": "q1"}\n', DocumentError, r"queries\.jsonl:1"),

@@ -25,11 +25,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         work_dir: Path,
         config: StillroomConfig,
         *,
+        split: str,
         seed: int,
         on_step: Callable[[str], None],
     ) -> BenchResult:
         if any(dataset.name == "broken" for dataset in datasets):
             raise UsageError("corpus.jsonl is missing")
+        assert split in ("test", "dev")
         seen.append(([dataset.name for dataset in datasets], work_dir, seed))
         on_step("indexing")
         tables = {"ndcg_at_10 per set": [{"rule": "RRF", "first": 0.25}]}

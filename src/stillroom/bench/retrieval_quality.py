@@ -21,7 +21,7 @@ from stillroom.bench.instrument.harness import Samples
 from stillroom.bench.instrument.report import BenchResult
 from stillroom.bench.instrument.statistics import holm, paired_tests
 from stillroom.bench.ir_metrics import METRICS, Qrels, evaluate
-from stillroom.bench.loads.beir import open_knowledge_base, read_judged_queries
+from stillroom.bench.loads.beir import DEFAULT_SPLIT, open_knowledge_base, read_judged_queries
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
@@ -68,10 +68,14 @@ def run_quality(
     work_dir: Path,
     config: StillroomConfig,
     *,
+    split: str = DEFAULT_SPLIT,
     seed: int = 0,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
     """Measure all rules on all sets.
+
+    Args:
+        split: as of `read_judged_queries`.
 
     Raises:
         UsageError: a folder is no data set, or two have the same name.
@@ -83,7 +87,7 @@ def run_quality(
     loaded = []
     for path in datasets:
         on_step(f"{path.name}: indexing (kept in {work_dir}) and searching")
-        loaded.append(_search(path, work_dir, config))
+        loaded.append(_search(path, work_dir, config, split))
     on_step("fusing and testing")
     values = {dataset.name: {name: dataset.measure(rule) for name, rule in RULES.items()} for dataset in loaded}
     notes = []
@@ -104,7 +108,7 @@ def run_quality(
     )
     if len(loaded) > 1:
         tables["mean of the sets: nDCG@10 differences, stratified z-test, Holm-corrected"] = _stratified(values)
-    parameters = {"datasets": [d.name for d in loaded], "num_candidates": NUM_CANDIDATES, "seed": seed}
+    parameters = {"datasets": [d.name for d in loaded], "split": split, "num_candidates": NUM_CANDIDATES, "seed": seed}
     return BenchResult(
         "stillroom bench retrieval",
         environment,
@@ -116,8 +120,8 @@ def run_quality(
     )
 
 
-def _search(path: Path, work_dir: Path, config: StillroomConfig) -> _Dataset:
-    queries, qrels = read_judged_queries(path)
+def _search(path: Path, work_dir: Path, config: StillroomConfig, split: str) -> _Dataset:
+    queries, qrels = read_judged_queries(path, split)
     with open_knowledge_base(path, work_dir, config) as kb:
         found = {query: kb.candidates(text, NUM_CANDIDATES) for query, text in queries.items()}
         ids = sorted({chunk_id for candidates in found.values() for chunk_id in candidates.cosines})

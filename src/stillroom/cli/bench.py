@@ -49,8 +49,8 @@ app.add_typer(pipeline, name="pipeline", help="Measure scheduling, and search th
 
 RETRIEVAL_HELP = help_text(
     "Measure how well searches find what people judged relevant, for every way to fuse dense and sparse results.",
-    "A data set is a folder in BEIR layout: corpus.jsonl, queries.jsonl and qrels.tsv. Its index is built by the first "
-    "run, which may take minutes, and kept in the work folder for the next ones.",
+    "A data set is a folder in BEIR layout: corpus.jsonl, queries.jsonl, and qrels/test.tsv or qrels.tsv. Its index is "
+    "built by the first run, which may take minutes, and kept in the work folder for the next ones.",
     "Prints nDCG@10, Recall@5, Recall@10, Recall@100 and MRR@10 per set and rule, with significance.",
     examples=(
         "stillroom bench retrieval --dataset data/nfcorpus",
@@ -116,6 +116,9 @@ def top() -> None:
 @app.command("retrieval", help=RETRIEVAL_HELP)
 def retrieval(  # noqa: PLR0913  one parameter per flag
     datasets: DatasetsOption,
+    split: Annotated[
+        str, typer.Option("--split", metavar="NAME", help="Judgements to use: qrels/NAME.tsv, such as dev.")
+    ] = "test",
     work_dir: WorkDirOption = None,
     seed: SeedOption = 0,
     output: OutputOption = None,
@@ -129,7 +132,8 @@ def retrieval(  # noqa: PLR0913  one parameter per flag
     from stillroom.bench.retrieval_quality import run_quality
 
     on_step = (lambda _: None) if quiet else note
-    result = run_quality(datasets, work_dir or cache_root() / "bench", settings, seed=seed, on_step=on_step)
+    folder = work_dir or cache_root() / "bench"
+    result = run_quality(datasets, folder, settings, split=split, seed=seed, on_step=on_step)
     deliver(result, Delivery(as_json, output, html, compare))
 
 

@@ -1,4 +1,7 @@
-"""Data sets in BEIR layout: corpus.jsonl, queries.jsonl, qrels.tsv; and a knowledge base of one, kept between runs."""
+"""Data sets in BEIR layout: corpus.jsonl, queries.jsonl, and judgements in qrels/test.tsv or qrels.tsv.
+
+Also a knowledge base of a data set, kept between runs.
+"""
 
 import hashlib
 import json
@@ -10,27 +13,34 @@ from stillroom.config.settings import StillroomConfig
 from stillroom.errors import DocumentError, UsageError
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 
-_FILES = ("corpus.jsonl", "queries.jsonl", "qrels.tsv")
+_FILES = ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv (or qrels.tsv)")
+DEFAULT_SPLIT = "test"
 
 
-def read_judged_queries(dataset: Path) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+def read_judged_queries(dataset: Path, split: str = DEFAULT_SPLIT) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
     """The text of every query that has a relevant document, and all judgements: query -> document -> grade.
+
+    Args:
+        split: which judgements of the folder `qrels`, such as `dev`; `test` may also be the file `qrels.tsv`.
 
     Raises:
         UsageError: a file is missing, or no query has a relevant document.
         DocumentError: a line cannot be read.
     """
-    for name in _FILES:
-        if not (dataset / name).is_file():
-            raise UsageError(f"{dataset / name} is missing; a data set has {', '.join(_FILES)}")
-    qrels = _read_qrels(dataset / "qrels.tsv")
+    judgements = dataset / "qrels" / f"{split}.tsv"
+    if split == DEFAULT_SPLIT and (dataset / "qrels.tsv").is_file():
+        judgements = dataset / "qrels.tsv"
+    for path in (dataset / "corpus.jsonl", dataset / "queries.jsonl", judgements):
+        if not path.is_file():
+            raise UsageError(f"{path} is missing; a data set has {', '.join(_FILES)}")
+    qrels = _read_qrels(judgements)
     queries = {
         query: text
         for query, text in _read_queries(dataset / "queries.jsonl")
         if any(grade > 0 for grade in qrels.get(query, {}).values())
     }
     if not queries:
-        raise UsageError(f"no query of {dataset} has a relevant document in qrels.tsv; do the ids agree?")
+        raise UsageError(f"no query of {dataset} has a relevant document in {judgements.name}; do the ids agree?")
     return queries, qrels
 
 
