@@ -34,7 +34,8 @@ class LoadedModel:
     stop_token_ids: frozenset[int]
     fingerprint: bytes
     """Equal for two models exactly if their KV is: weights, how they are read and computed with, and everything in
-    `ModelSpec` but how long a sequence may be."""
+    `ModelSpec` but how long a sequence may be. Kept KV is named by this and `NUMERICS_VERSION`; a calibration profile,
+    which only measures time, by this alone."""
 
 
 def load_model(

@@ -7,7 +7,6 @@ kept profile a quick pass of about a second stands in.
 
 import hashlib
 import json
-import math
 import os
 import platform
 import shutil
@@ -170,10 +169,9 @@ def check_numbers(bench: Bench) -> None:
         ModelError: what it computes is no number, and so would be all that it says.
     """
     tokens = np.arange(min(bench.num_slots, bench.max_model_len, bench.step_tokens, 8), dtype=np.int64)
-    sample = _sample(tokens)._replace(params=SamplingParams(max_tokens=1, logprobs=0))
+    sample = _sample(tokens)
     sequence = ScheduledSequence(sample.request_id, tokens, 0, tokens, (sample,))
-    found = bench.runner.execute(Batch((sequence,))).logprobs[sample.request_id]
-    if not math.isfinite(found.logprob):
+    if bench.runner.execute(Batch((sequence,))).non_finite:
         raise ModelError(
             "the model computes NaN: its weights are damaged, or runtime.dtype is too narrow for them; download the "
             "checkpoint again, or choose float32"

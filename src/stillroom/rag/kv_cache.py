@@ -31,6 +31,7 @@ from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import Defect
 from stillroom.kvstore.tiered import TieredStore
 from stillroom.models.decoder import Decoder
+from stillroom.models.numerics import kv_fingerprint
 from stillroom.runner.device_errors import first_line, is_device_loss
 from stillroom.telemetry.figures import AuditMetrics, CacheFigures
 
@@ -178,6 +179,7 @@ def build_cache(  # noqa: PLR0913  the parts, once
     """
     if config.mode == "off" or profile is None:
         return KVCache(KVCacheManager(pool), device)
+    fingerprint = kv_fingerprint(fingerprint)
     disk = DiskStore(folder, fingerprint) if folder is not None and config.disk_bytes else None
     if disk is not None and folder is not None and disk.is_writer:
         others = make_room_beside(folder, fingerprint, config.disk_bytes // 2)
