@@ -231,7 +231,7 @@ def test_while_a_device_cannot_be_recovered_requests_are_refused_and_it_is_tried
         error = house.last[RequestId(name)].error
         assert isinstance(error, DeviceLostError) and "illegal memory access" in str(error)
         assert house.last[RequestId(name)].finish_reason is FinishReason.ABORTED and not house.tokens[RequestId(name)]
-    assert house.engine.device_problem is not None and "restart Stillroom" in house.engine.device_problem
+    assert "restart Stillroom" in str(house.engine.device_problem)
     with pytest.raises(DeviceLostError, match="illegal memory access"):
         house.engine.submit(later)
     assert house.engine.scheduler.num_waiting == 0
@@ -310,7 +310,7 @@ def test_recovering_gives_kv_new_memory_and_tries_the_model(decoder: Decoder, mo
     addresses = decoding._input
     device.lose()
     runner.recover()
-    assert not device.is_lost and device.k_LSGD is not before and device.k_LSGD.shape == before.shape
+    assert not bool(device.is_lost) and device.k_LSGD is not before and device.k_LSGD.shape == before.shape
     assert decoding._input is not addresses, "a graph would read from memory that is gone"
 
     device.lose()

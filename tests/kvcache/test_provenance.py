@@ -79,6 +79,9 @@ class SeenMemory:
             self.lower[Tier.DISK][record.key] = self.lower[Tier.HOST][record.key]
         return True
 
+    def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        return True
+
     def has(self, key: NodeKey, tier: Tier) -> bool:
         return key in self.lower[tier]
 

@@ -67,7 +67,7 @@ def _records(root: Path, fingerprint: bytes) -> list[NodeRecord]:
 
 
 def _seen(records: Iterable[NodeRecord]) -> dict[NodeKey, frozenset[ChunkId]]:
-    """The chunks that each record's KV has seen: its own, and those before it in the prompt.
+    """The chunks that each record's KV has seen: those that it names, and those before it in the prompt.
 
     A record whose parent is gone is left out: what it has seen is not known.
     """
@@ -75,5 +75,6 @@ def _seen(records: Iterable[NodeRecord]) -> dict[NodeKey, frozenset[ChunkId]]:
     for record in sorted(records, key=lambda record: record.first_position):  # a parent comes before its children
         before = frozenset[ChunkId]() if record.parent == record.key else found.get(record.parent)
         if before is not None:
-            found[record.key] = before if record.chunk_id is None else before | {record.chunk_id}
+            own = set() if record.chunk_id is None else {record.chunk_id}
+            found[record.key] = before.union(record.seen, own)
     return found
