@@ -500,6 +500,21 @@ def test_a_probe_measures_how_far_values_are_from_those_computed_here(decoder: D
     assert house.num_computed - before == 34 + 8 + 3, "a probe of everything, in two layers, then the pass"
 
 
+def test_what_a_slot_held_before_its_token_was_computed_does_not_matter_to_a_probe(decoder: Decoder) -> None:
+    """Memory of the device holds anything, NaN too, until it is written."""
+    found = []
+    for garbage in (0.0, float("nan"), 3e38):
+        house = new_house(decoder, ratio=0.25, selector="deviation")
+        for kv in (house.cache.device.k_LSGD, house.cache.device.v_LSGD):
+            kv.fill_(garbage)
+        house.run(question("a", 1, 2, 3))
+        house.submit(question("b", 2, 3))
+        house.finish()
+        assert house.last[RequestId("b")].error is None, garbage
+        found.append(house.tokens[RequestId("b")])
+    assert found[0] == found[1] == found[2]
+
+
 def test_keys_that_are_not_turned_are_wrong(decoder: Decoder, oracle: Oracle) -> None:
     """What Cache-Craft's Table 3 shows: with nothing computed again, the exact answer needs turned keys."""
     house = new_house(decoder, ratio=0.0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,11 +105,11 @@ def test_copies_that_were_not_damaged_are_stored_and_served(decoder: Decoder, or
 NAN = float("nan")
 
 
-def poison(house: House, node: Node, which: str = "v_LSGD") -> None:
+def poison(house: House, node: Node, which: str = "v_LSGD", layer: int = 0) -> None:
     """Write one NaN into a kept node's KV on the device."""
     assert node.block_ids is not None
     slot = node.block_ids[0] * BLOCK + 1
-    getattr(house.cache.device, which)[0, slot, 0, 2] = NAN
+    getattr(house.cache.device, which)[layer, slot, 0, 2] = NAN
 
 
 def node_of(house: House, document: int) -> Node:
@@ -172,11 +173,13 @@ def test_a_nan_in_a_kept_document_ends_all_samples_and_no_other_request(decoder:
     assert house.engine.scheduler.num_running == 0
 
 
-def test_a_nan_in_a_placed_document_drops_its_source(decoder: Decoder, tmp_path: Path) -> None:
-    house = House(decoder, tmp_path, blocks=60, mode="anywhere", load="always", recompute_ratio=0.3)
+@pytest.mark.parametrize("selector", ["question", "deviation"])
+def test_a_nan_in_a_placed_document_drops_its_source(decoder: Decoder, tmp_path: Path, selector: str) -> None:
+    changes: dict[str, Any] = {"mode": "anywhere", "load": "always", "recompute_ratio": 0.3, "token_selector": selector}
+    house = House(decoder, tmp_path, blocks=60, **changes)
     house.run(question("a", 1, 2, 3))
     source = node_of(house, 3)
-    poison(house, source)
+    poison(house, source, layer=1)  # which no probe writes before it reads it
     house.submit(question("b", 3, 2, 1))
     house.finish()
     assert_refused(house, "b")

@@ -236,7 +236,7 @@ def test_while_a_device_cannot_be_recovered_requests_are_refused_and_it_is_tried
         house.engine.submit(later)
     assert house.engine.scheduler.num_waiting == 0
 
-    while house.engine.device_problem is not None:
+    while house.engine.retry_in is not None:
         house.clock.advance(0.25)
         house.engine.tend()
         house.engine.check_integrity()
@@ -310,7 +310,7 @@ def test_recovering_gives_kv_new_memory_and_tries_the_model(decoder: Decoder, mo
     addresses = decoding._input
     device.lose()
     runner.recover()
-    assert not bool(device.is_lost) and device.k_LSGD is not before and device.k_LSGD.shape == before.shape
+    assert not is_lost(house) and device.k_LSGD is not before and device.k_LSGD.shape == before.shape
     assert decoding._input is not addresses, "a graph would read from memory that is gone"
 
     device.lose()
@@ -318,14 +318,18 @@ def test_recovering_gives_kv_new_memory_and_tries_the_model(decoder: Decoder, mo
         patch.setattr(torch, "empty", failing(torch.OutOfMemoryError("CUDA out of memory")))
         with pytest.raises(torch.OutOfMemoryError):
             runner.recover()
-    assert device.is_lost
+    assert is_lost(house)
     with monkeypatch.context() as patch:
         logits = decoder.logits
         patch.setattr(decoder, "logits", lambda hidden: logits(hidden) * float("nan"))
         with pytest.raises(DeviceLostError, match="weights"):
             runner.recover()
     runner.recover()
-    assert not device.is_lost
+    assert not is_lost(house)
+
+
+def is_lost(house: House) -> bool:
+    return house.cache.device.is_lost
 
 
 def failing(error: BaseException) -> Callable[..., Any]:

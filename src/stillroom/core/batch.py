@@ -132,9 +132,10 @@ class StepResult:
     """Of looks, shape [layers, 2, k]: the share of attention that each slot of the context got from the last token, and
     from the last few in the mean; means over heads."""
     deviations: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
-    """Of probes, shape [n]: squared distance of each token's values, before and now."""
+    """Of probes, shape [n]: squared distance of each token's values, before and now; anything, NaN too, for a token
+    that had no KV before."""
     masses: Mapping[RequestId, Masses] = field(default_factory=dict)
     """Where it was asked for."""
     non_finite: frozenset[RequestId] = frozenset()
-    """Requests whose logits, attention or deviations hold NaN or an infinity. What is said of them elsewhere here means
+    """Requests whose logits or attention hold NaN or an infinity. What is said of them elsewhere here means
     nothing."""

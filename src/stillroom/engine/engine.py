@@ -142,10 +142,10 @@ class Engine:
         if self._recovery.problem is not None:
             self._recovery.retry()
             return self._recovery.problem is None
-        is_done = False
+        is_done = True  # where a loss was noticed, and the device is back
         with self._noticing_loss():
-            is_done = not self._tend()
-        return not is_done
+            is_done = self._tend()
+        return is_done
 
     def follow(self, salt: str, corpus: Corpus) -> None:
         """The requests of this salt are about these documents, which may have changed: of chunks that are gone nothing

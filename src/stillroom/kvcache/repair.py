@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.errors import NonFiniteError
 from stillroom.kvcache.chunk_scores import num_to_recompute
 from stillroom.kvcache.focus import FocusFinder
 from stillroom.kvcache.placement import AnywhereOptions, Reusability
@@ -85,6 +86,9 @@ class Repair:
 
         Args:
             num_tokens: of prompt and answer so far.
+
+        Raises:
+            NonFiniteError: values of placed tokens, before or now, hold NaN or an infinity.
         """
         self._deviations.append(deviation)
         self.needs_probe = self._num_exact + sum(map(len, self._deviations)) < num_tokens
@@ -139,6 +143,8 @@ class Repair:
         deviation_N = None
         if self._deviations:
             deviation_N = np.concatenate(self._deviations)[self._placed - self._num_exact]
+            if not np.isfinite(deviation_N).all():
+                raise NonFiniteError
         seen = Seen(
             lengths,
             self._budgets,

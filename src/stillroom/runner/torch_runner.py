@@ -65,7 +65,7 @@ class TorchRunner:
         if deviations:
             batch = Batch(tuple(one for one in batch.sequences if not one.is_probe))
         if not batch.sequences:
-            return StepResult({}, deviations=deviations, non_finite=_not_finite(deviations))
+            return StepResult({}, deviations=deviations)
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
         attention: dict[RequestId, NDArray[np.float32]] = {}
         masses: dict[RequestId, Masses] = {}
@@ -79,10 +79,9 @@ class TorchRunner:
             hidden_BM = self.decoder.hidden_states(packed, self.store.layer, watching.watch)
             attention, masses = watching.results()
             if not sampling:
-                non_finite = _not_finite(attention) | _not_finite(deviations)
-                return StepResult({}, {}, attention, deviations, masses, non_finite)
+                return StepResult({}, {}, attention, deviations, masses, _not_finite(attention))
             logits_BV = self.decoder.logits(hidden_BM)
-        non_finite = _not_finite(attention) | _not_finite(deviations)
+        non_finite = _not_finite(attention)
         if broken := non_finite_rows(logits_BV):
             non_finite |= {spec.request_id for row in broken for spec in sampling[row]}
             logits_BV = logits_BV.index_fill(0, torch.tensor(broken, device=logits_BV.device), 0.0)
