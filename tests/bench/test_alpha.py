@@ -49,7 +49,7 @@ OVERRIDDEN = {"kv_bytes", "mode", "audit_share", "load", "host_bytes", "disk_byt
 
 @pytest.mark.parametrize("section", ["runtime", "reuse"])
 def test_every_other_setting_reaches_the_engine_that_is_measured(section: str) -> None:
-    default: RuntimeConfig | ReuseConfig = RuntimeConfig() if section == "runtime" else ReuseConfig()
+    default: Any = RuntimeConfig() if section == "runtime" else ReuseConfig()
     for field in fields(default):
         value = getattr(default, field.name)
         if isinstance(value, bool):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stillroom.bench.answer_metrics import exact_match, word_f1
 from stillroom.bench.loads.chunk_questions import ChunkQuestion, load_questions
-from stillroom.bench.quality import Outcome, Scope, ask_all
+from stillroom.bench.quality import Outcome, Scope, ask_all, bench_runtime
 from stillroom.bench.quality_arms import FULL, NONE, OURS, PREFIX, QualityArm, arm_name
 from stillroom.config.settings import RuntimeConfig
 from stillroom.core.clock import SystemClock
@@ -106,8 +106,7 @@ def ask_with_reuse(
 
     Chunks are kept behind a chunk of another question, as `stillroom bench quality` does it.
     """
-    runtime = RuntimeConfig(model=checkpoint, device="cpu", dtype="float32", max_num_batched_tokens=8192)
-    scope = Scope(path, limit, runtime, max_tokens=MAX_ANSWER_TOKENS)
+    scope = Scope(path, limit, bench_runtime(checkpoint), max_tokens=MAX_ANSWER_TOKENS)
     arms = [
         QualityArm(NONE, AnywhereOptions(0.0, "first")),
         QualityArm(arm_name(OURS, REPAIRED), AnywhereOptions(REPAIRED, OURS)),

@@ -57,6 +57,11 @@ Context = Literal["foreign", "shuffled"]
 another order."""
 
 
+def bench_runtime(model: str) -> RuntimeConfig:
+    """Settings of a comparison of arms: float32 on the CPU, and every prompt in one step."""
+    return RuntimeConfig(model=model, device="cpu", dtype="float32", max_num_batched_tokens=8192)
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
     """What is asked, and of whom."""
@@ -64,9 +69,7 @@ class Scope:
     questions: Path
     num_questions: int | None = None
     """At most; None: all in the file."""
-    runtime: RuntimeConfig = field(
-        default_factory=lambda: RuntimeConfig(device="cpu", dtype="float32", max_num_batched_tokens=8192)
-    )
+    runtime: RuntimeConfig = field(default_factory=lambda: bench_runtime("bundled"))
     reuse: ReuseConfig = field(default_factory=lambda: ReuseConfig(token_selector="context"))
     """Which tokens are weighed follows from its selector: `context` weighs all. The arms choose the rest."""
     ratios: tuple[float, ...] = RATIOS

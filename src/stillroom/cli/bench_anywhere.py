@@ -124,9 +124,8 @@ def quality(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.bench.quality import Scope, run_quality
+    from stillroom.bench.quality import Scope, bench_runtime, run_quality
     from stillroom.bench.quality_arms import RATIOS, SELECTORS
-    from stillroom.config.settings import RuntimeConfig
 
     def on_progress(done: int, total: int) -> None:
         if not quiet and (done % 25 == 0 or done == total):
@@ -137,7 +136,7 @@ def quality(  # noqa: PLR0913  one parameter per flag
     scope = Scope(
         questions,
         limit,
-        RuntimeConfig(model=model, device="cpu", dtype="float32", max_num_batched_tokens=8192),
+        bench_runtime(model),
         ratios=tuple(ratios or RATIOS),
         selectors=tuple(cast("list[TokenSelector]", selectors or SELECTORS)),
         alphas=tuple(alphas or ()),
