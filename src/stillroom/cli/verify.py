@@ -1,5 +1,6 @@
 """`stillroom verify`: whether SQLite, vectors and postings of a knowledge base are whole and agree. Needs no model."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,14 +41,23 @@ def verify(
         report = opened.verify(repair=repair, progress=tell)
     swept, records = _records(kb, is_quiet=quiet or as_json) if kv else (0, [])
     failures = [failure for one in records for failure in one["failures"]]
+    command = _repair_command(kb, config) if report.needs_repair and not repair else None
     if as_json:
-        print_json({**report.to_json(), **({"kv": records, "num_swept": swept} if kv else {})})
+        kept = {"kv": records, "num_swept": swept} if kv else {}
+        print_json({**report.to_json(), "repair_command": command, **kept})
     else:
         _show(report)
+        if command is not None:
+            line(f"to repair: {command}")
         for failure in failures:
             line(f"kv: {failure['record']} is damaged: {failure['reason']}")
     if failures or not report.is_clean:
         raise typer.Exit(1)
+
+
+def _repair_command(kb: Path, config: Path | None) -> str:
+    words = ["stillroom", "verify", "--repair", "--kb", str(kb)]
+    return shlex.join(words if config is None else [*words, "--config", str(config)])
 
 
 def _show(report: "VerifyReport") -> None:

@@ -4,6 +4,7 @@ SQLite first, for the others are compared with it; uploaded files last. Repairin
 index that differs anew. The caller holds the write lock, unless it may not write and only looks.
 """
 
+import dataclasses
 import sqlite3
 from pathlib import Path
 
@@ -95,4 +96,4 @@ def _third(tell: Tell, number: int) -> Tell:
 
 
 def _marked(finding: Finding, is_repaired: bool) -> Finding:
-    return Finding(finding.part, finding.problem, finding.meaning, finding.num, finding.examples, is_repaired)
+    return dataclasses.replace(finding, is_repaired=is_repaired)

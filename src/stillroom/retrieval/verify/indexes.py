@@ -35,7 +35,8 @@ def check_dense(store: DenseStore | CollectionStore, folder: Path, corpus: Corpu
         yield finding("dense", f"the index is damaged: {error}", _REBUILD)
         return
     except IndexUnavailableError as error:
-        yield finding("dense", f"the index cannot be reached: {error}", "see that the server runs, and check again")
+        meaning = "see that the server runs, and check again"
+        yield finding("dense", f"the index cannot be reached: {error}", meaning, is_repairable=False)
         return
     yield from _differences("dense", wrong)
 

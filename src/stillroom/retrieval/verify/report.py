@@ -26,6 +26,8 @@ class Finding:
     examples: tuple[str, ...] = ()
     """Some of them."""
     is_repaired: bool = False
+    is_repairable: bool = True
+    """Whether repairing can help."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dumps`."""
@@ -36,6 +38,7 @@ class Finding:
             "num": self.num,
             "examples": list(self.examples),
             "is_repaired": self.is_repaired,
+            "is_repairable": self.is_repairable,
         }
 
 
@@ -52,6 +55,11 @@ class VerifyReport:
     def is_clean(self) -> bool:
         """Whether SQLite, vectors, postings and uploaded files agree, and all of it is as it was written."""
         return not self.findings
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether repairing can help against anything that was found and not repaired."""
+        return any(finding.is_repairable and not finding.is_repaired for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dumps`."""
@@ -76,6 +84,9 @@ class Steps:
         self._tell(self._done, self._total)
 
 
-def finding(part: Part, problem: str, meaning: str, of: Sequence[object] = ()) -> Finding:
+def finding(
+    part: Part, problem: str, meaning: str, of: Sequence[object] = (), *, is_repairable: bool = True
+) -> Finding:
     """One about these things; at least one where none is named."""
-    return Finding(part, problem, meaning, max(1, len(of)), tuple(str(one) for one in of[:_MAX_EXAMPLES]))
+    examples = tuple(str(one) for one in of[:_MAX_EXAMPLES])
+    return Finding(part, problem, meaning, max(1, len(of)), examples, is_repairable=is_repairable)

@@ -34,6 +34,7 @@ def check_uploads(folder: Path, corpus: Corpus, config: DocumentsConfig) -> Iter
             "searches do not find them: an upload or a removal was killed. A server indexes those of uploads when it "
             "starts. Upload them again, index them as they are (stillroom add FILE), or delete them",
             unknown,
+            is_repairable=False,
         )
     if changed:
         yield finding(
@@ -41,6 +42,7 @@ def check_uploads(folder: Path, corpus: Corpus, config: DocumentsConfig) -> Iter
             "uploaded files that are not as they were indexed",
             "searches find what they said before. Upload them again, or index them as they are: stillroom add FILE",
             changed,
+            is_repairable=False,
         )
 
 
