@@ -26,6 +26,7 @@ from stillroom.engine.events import TokenEvent
 from stillroom.errors import RequestTimeoutError
 from stillroom.kvcache.cost_model import CostProfile, linear_profile
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvstore.files import size_on_disk
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom.rag.generator import build_engine
@@ -64,12 +65,16 @@ class House:
         *,
         blocks: int = 40,
         host_tokens: int = 80,
-        disk_tokens: int = 120,
+        disk_records: int = 12,
         timeout: float = 0.0,
         profile: CostProfile = PROFILE,
         **changes: Any,
     ) -> None:
-        """Args: changes: to the reuse configuration."""
+        """
+        Args:
+            disk_records: room for so many records of 10 tokens.
+            changes: to the reuse configuration.
+        """
         spec = decoder.spec
         self.bytes_per_token = per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
         config = RuntimeConfig(
@@ -79,7 +84,7 @@ class House:
             max_num_batched_tokens=33,
             request_timeout_s=timeout,
         )
-        host_bytes, disk_bytes = host_tokens * per_token, disk_tokens * per_token
+        host_bytes, disk_bytes = host_tokens * per_token, disk_records * size_on_disk(10 * per_token)
         reuse = ReuseConfig(host_bytes=host_bytes, disk_bytes=disk_bytes, tail_blocks=1, **changes)
         self.clock = ManualClock()
         self.engine: Engine
@@ -162,6 +167,18 @@ class Oracle:
                 found += [event.token_id for event in self._engine.step() if event.token_id is not None]
             self._known[prompt] = found
         return self._known[prompt][: request.sampling.max_tokens]
+
+
+def test_files_of_kept_kv_never_take_more_than_their_budget(decoder: Decoder, tmp_path: Path) -> None:
+    """Of a record so small, its header is most."""
+    house = House(decoder, tmp_path, disk_records=4)
+    budget = 4 * size_on_disk(10 * house.bytes_per_token)
+    for number in range(8):
+        house.run(question(f"q{number}", number % 7, number % 5, max_tokens=1))
+        while house.engine.tend():
+            pass
+        taken = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*.kv"))
+        assert 0 < taken <= house.tree.num_bytes(Tier.DISK) <= budget
 
 
 def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int, **changes: Any) -> House:

@@ -28,13 +28,14 @@ from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import PromptTooLongError, RequestTimeoutError
 from stillroom.kvcache.cost_model import linear_profile
+from stillroom.kvstore.files import size_on_disk
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom.rag.generator import build_engine
 from stillroom.runner.torch_runner import Runner
 from tests.fakes import ManualClock, random_checkpoint
 
-BLOCK, NUM_BLOCKS, HOST_TOKENS, DISK_TOKENS = 8, 48, 100, 150
+BLOCK, NUM_BLOCKS, HOST_TOKENS, DISK_RECORDS = 8, 48, 100, 15
 WINDOW = 8
 STEP_SECONDS, TIMEOUT = 0.01, 0.6
 """On the engine's clock: sixty steps, then once more."""
@@ -113,6 +114,7 @@ class House:
     def __init__(self, decoder: Decoder, folder: Path) -> None:
         spec = decoder.spec
         self.bytes_per_token = per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+        self.disk_bytes = DISK_RECORDS * size_on_disk(10 * per_token)
         runtime = RuntimeConfig(
             block_size=BLOCK,
             kv_bytes=NUM_BLOCKS * BLOCK * per_token,
@@ -121,7 +123,7 @@ class House:
             scheduling="cache_first",
             starvation_window=WINDOW,
         )
-        reuse = ReuseConfig(host_bytes=HOST_TOKENS * per_token, disk_bytes=DISK_TOKENS * per_token, tail_blocks=1)
+        reuse = ReuseConfig(host_bytes=HOST_TOKENS * per_token, disk_bytes=self.disk_bytes, tail_blocks=1)
         clock = ManualClock()
         profile = linear_profile(1e-3, 1e-4, 1e-7)  # loading costs nothing, so what is kept is used
         inner, self.cache = build_engine(
@@ -171,7 +173,7 @@ class House:
         tree, tiers = self.cache.tree, self.cache.tiers
         assert tree is not None and tiers is not None and tiers.disk is not None
         assert tiers.host.num_bytes == tree.num_bytes(Tier.HOST) <= HOST_TOKENS * self.bytes_per_token
-        assert tree.num_bytes(Tier.DISK) <= DISK_TOKENS * self.bytes_per_token
+        assert tree.num_bytes(Tier.DISK) <= self.disk_bytes
         assert len(tiers.disk.records()) == tree.num_nodes(Tier.DISK)
 
 

@@ -100,8 +100,9 @@ class ReuseConfig:
     host_bytes: int = 2 * 1024**3
     """Host memory for KV that had to leave the device (`runtime.kv_bytes`); taken as it fills. 0: none."""
     disk_bytes: int = 4 * 1024**3
-    """Disk for KV, in the folder `kv` of the knowledge base; it survives restarts. What other models have left there
-    takes at most half of it. 0: none."""
+    """Disk for KV, in the folder `kv` of the knowledge base; it survives restarts. Counts whole files, with their
+    headers of 4 KiB and what the last block leaves empty. What other models have left there takes at most half of it.
+    0: none."""
     prefetch_bytes: int = 256 * 1024**2
     """Host memory into which KV is read from disk while the question that will use it waits. 0: none."""
     preload: Preload = "off"

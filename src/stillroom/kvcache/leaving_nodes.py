@@ -55,7 +55,7 @@ class LeavingNodes(TieredNodes):
         return True
 
     def _has_host_room(self, node: Node) -> bool:
-        size, capacity, leaves = self._size(node), self._capacity[Tier.HOST], self._leaves[Tier.HOST]
+        size, capacity, leaves = self._size(node, Tier.HOST), self._capacity[Tier.HOST], self._leaves[Tier.HOST]
         if size > capacity:
             return False
         while self._used[Tier.HOST] + size > capacity:
@@ -104,7 +104,7 @@ class LeavingNodes(TieredNodes):
         return True
 
     def _has_disk_room(self, node: Node) -> bool:
-        size, capacity, leaves = self._size(node), self._capacity[Tier.DISK], self._leaves[Tier.DISK]
+        size, capacity, leaves = self._size(node, Tier.DISK), self._capacity[Tier.DISK], self._leaves[Tier.DISK]
         if size > capacity:
             return False
         while self._used[Tier.DISK] + size > capacity:
@@ -118,7 +118,7 @@ class LeavingNodes(TieredNodes):
 
     def _fits_on_disk(self, node: Node) -> bool:
         """Whether there is room for it and those above it that are not there."""
-        size = sum(map(self._size, self._missing_on_disk(node)))
+        size = sum(self._size(one, Tier.DISK) for one in self._missing_on_disk(node))
         return self._used[Tier.DISK] + size <= self._capacity[Tier.DISK]
 
     def _is_less_popular(self, node: Node, victim: Node) -> bool:

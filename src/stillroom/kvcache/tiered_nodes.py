@@ -35,6 +35,8 @@ class TreeOptions:
     is_disk_read_only: bool = False
     """Another process writes to it: what is there is used, nothing is stored or removed."""
     bytes_per_token: int = 1
+    size_on_disk: Callable[[int], int] = int
+    """Bytes that a record takes on disk, from those of its KV."""
     policy: Policy = prefix_heat
     window_seconds: float = float("inf")
     """Frequency counts uses this far back."""
@@ -152,7 +154,7 @@ class TieredNodes:
             if node.block_ids is not None:
                 assert all(self.pool.ref_count(block_id) > 0 for block_id in node.block_ids)
             for where in Tier:
-                used[where] += self._size(node) if node.is_in(where) else 0
+                used[where] += self._size(node, where) if node.is_in(where) else 0
                 num_copies[where] += node.is_in(where)
                 count = sum(child.is_in(where) for child in node.children.values())
                 assert node.num_children_in[where] == count
@@ -249,8 +251,9 @@ class TieredNodes:
         with_it = self.profile.prefill_seconds(first_position + num_tokens, 1)
         return max(self.profile.prefill_seconds(first_position, num_tokens + 1) - with_it, 1e-12) / num_tokens
 
-    def _size(self, node: Node) -> int:
-        return node.num_tokens * self.options.bytes_per_token
+    def _size(self, node: Node, tier: Tier) -> int:
+        num_bytes = node.num_tokens * self.options.bytes_per_token
+        return self.options.size_on_disk(num_bytes) if tier is Tier.DISK else num_bytes
 
     def _priority(self, node: Node, tier: Tier) -> float:
         return self.options.policy(
@@ -347,7 +350,7 @@ class TieredNodes:
         if self._changed is not None:
             self._changed |= {node.key, node.content}
         self._num_copies[tier] += by
-        self._used[tier] += by * self._size(node)
+        self._used[tier] += by * self._size(node, tier)
         if node.parent is not None:
             node.parent.num_children_in[tier] += by
             self._reorder(node.parent, (tier,))

@@ -29,6 +29,7 @@ from stillroom.kvstore.files import (
     read_payload,
     record_paths,
     remove_file,
+    size_on_disk,
     temporary_paths,
 )
 from stillroom.kvstore.record import (
@@ -279,7 +280,8 @@ def _sized(paths: Iterable[Path]) -> Iterator[tuple[float, int, Path]]:
     for path in paths:
         with contextlib.suppress(OSError):
             status = path.stat()
-            yield status.st_mtime, status.st_size, path
+            payload_size = max(0, status.st_size - HEADER_SIZE - TRAILER_SIZE)
+            yield status.st_mtime, size_on_disk(payload_size), path
 
 
 def _locked(folder: Path) -> FolderLock | None:

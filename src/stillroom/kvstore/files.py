@@ -21,6 +21,8 @@ KV_FOLDER = "kv"
 """The root's name in a knowledge base's folder."""
 SUFFIX = ".kv"
 TEMPORARY_SUFFIX = ".tmp"
+_BLOCK_BYTES = 4096
+"""As file systems allocate, or a multiple of it."""
 _RECORD = re.compile(r"[0-9a-f]{64}\.kv")
 _TEMPORARY = re.compile(r"[0-9a-f]{64}\.tmp")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
@@ -34,6 +36,11 @@ class FolderUsage:
     fingerprint: bytes
     num_records: int
     num_bytes: int
+
+
+def size_on_disk(payload_size: int) -> int:
+    """Bytes that a record's file takes: header, payload and checksum, in whole blocks of the file system."""
+    return -(-(HEADER_SIZE + payload_size + TRAILER_SIZE) // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def folder_of(root: Path, fingerprint: bytes) -> Path:

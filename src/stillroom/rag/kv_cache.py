@@ -27,6 +27,7 @@ from stillroom.kvcache.tiered_nodes import TreeOptions
 from stillroom.kvcache.weighing import weighs_every
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore, make_room_beside
+from stillroom.kvstore.files import size_on_disk
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import Defect
 from stillroom.kvstore.tiered import TieredStore
@@ -210,6 +211,7 @@ def tree_options(
         disk_bytes=config.disk_bytes if has_disk else 0,
         is_disk_read_only=is_disk_read_only,
         bytes_per_token=bytes_per_token,
+        size_on_disk=size_on_disk,
         policy=POLICIES[config.policy],
         window_seconds=config.window_s,
         looks_ahead=config.looks_ahead,
