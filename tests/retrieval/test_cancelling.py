@@ -49,6 +49,19 @@ def test_a_record_of_too_many_chunks_leaves_nothing_of_its_file(open_kb: OpenKb,
     assert kb.num_documents == 0
 
 
+def test_a_document_that_is_far_too_large_is_refused_without_being_cut(
+    open_kb: OpenKb, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counting tokens takes seconds where cutting takes minutes."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("cut")
+
+    monkeypatch.setattr(Chunker, "each_chunk", refuse)
+    [(_, reason)] = open_kb(FEW).add([make_file("large.txt", "word " * 1000)]).failures
+    assert "documents.max_chunks (3)" in reason
+
+
 def test_a_refused_document_is_not_cut_again_while_its_file_stays(
     open_kb: OpenKb, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

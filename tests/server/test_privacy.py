@@ -25,7 +25,7 @@ ROUTE = "/v1/documents"
         ("make one with: stillroom add PATH --kb /srv/kb", "make one with: stillroom add PATH --kb kb"),
         ("'/srv/kb/a.md' and (/srv/kb/b.md)", "'a.md' and (b.md)"),
         ("GET /v1/documents lists what there is; and/or http://127.0.0.1:8321/readyz", None),
-        ("name it notes/keys.md, not ./keys.md", None),
+        ("name it notes/keys.md, not ./keys.md; <b>as written</b>", None),
     ],
 )
 def test_messages_show_names_and_no_folders(message: str, shown: str | None) -> None:

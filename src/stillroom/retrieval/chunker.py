@@ -72,6 +72,11 @@ class Chunker:
         """The document's chunks in reading order."""
         return list(self.each_chunk(document))
 
+    def token_counts(self, document: Document) -> Iterator[int]:
+        """Tokens of each stretch of the document's text; far quicker than cutting it."""
+        for paragraph in document.paragraphs:
+            yield from (self._count(one.text) for one in _stretches(paragraph, _MAX_STRETCH_CHARS))
+
     def each_chunk(self, document: Document) -> Iterator[Chunk]:
         """`chunks` one by one: the caller can stop in between."""
         title, *_ = self._fit((document.title,))

@@ -40,9 +40,9 @@ _MAX_PENDING_DOCUMENTS = 1000
 _EMBEDDED_TOGETHER = 2048
 """Chunks given to the embedder at a time: it tokenises them all before it computes."""
 
-_CHUNKED_TWICE = 8
-"""A record with more bytes of text than `max_chunks` times the tokens of a chunk divided by this may have too many
-chunks. It is cut once before anything of its file is taken over."""
+_BYTES_SHARE = 8
+"""A document with more bytes of text than `max_chunks` times the tokens of a chunk divided by this may have too many
+chunks: its tokens are counted before it is cut. A record is cut before anything of its file is taken over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Ingest:
         if is_jsonl(path):
             for document in looked.documents():  # a bad record at the end must not leave half of the file behind
                 self._watch.check()
-                if _num_text_bytes(document) > self._reader.max_chunks * self._chunker.max_tokens // _CHUNKED_TWICE:
+                if self._may_be_too_large(document):
                     self._chunks(document)
         known_hashes = self._corpus.document_ids(self._names.name_of(str(path)))
         said = {**sidecar_metadata(path), **source.metadata}
@@ -226,18 +226,30 @@ class Ingest:
             self._flush()
         return num_bytes
 
+    def _may_be_too_large(self, document: Document) -> bool:
+        return _num_text_bytes(document) > self._reader.max_chunks * self._chunker.max_tokens // _BYTES_SHARE
+
     def _chunks(self, document: Document) -> list[Chunk]:
         """Raises DocumentError: there are more than `documents.max_chunks`."""
+        if self._may_be_too_large(document):
+            num_tokens = 0
+            for count in self._chunker.token_counts(document):
+                self._watch.check()
+                num_tokens += count
+                self._check_num_chunks(document, -(-num_tokens // self._chunker.max_tokens))
         found: list[Chunk] = []
         for chunk in self._chunker.each_chunk(document):
             self._watch.check()
-            if len(found) == self._reader.max_chunks:
-                raise DocumentError(
-                    f"{document.document_id}: more chunks than documents.max_chunks ({self._reader.max_chunks:,}); "
-                    "split it, make it a JSONL file, or raise the limit"
-                )
             found.append(chunk)
+            self._check_num_chunks(document, len(found))
         return found
+
+    def _check_num_chunks(self, document: Document, at_least: int) -> None:
+        if at_least > self._reader.max_chunks:
+            raise DocumentError(
+                f"{document.document_id}: more chunks than documents.max_chunks ({self._reader.max_chunks:,}); "
+                "split it, make it a JSONL file, or raise the limit"
+            )
 
     def _note(self, path: Path, source: Source | None) -> None:
         """Queue what is known of a file; None forgets it."""

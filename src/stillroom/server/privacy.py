@@ -3,7 +3,7 @@
 import re
 
 _PATH = re.compile(
-    r"""(?<![\w./:~\-])/(?!v1/|v1\b|healthz|readyz|metrics|console/)  # none of the server's own routes
+    r"""(?<![\w./:~<\-])/(?!v1/|v1\b|healthz|readyz|metrics|console/)  # none of the server's own routes
         (?:[^\s/'"`;,:()]+/)*([^\s/'"`;,:()]+)""",
     re.VERBOSE,
 )
