@@ -41,6 +41,15 @@ def test_only_loops_that_say_so_are_parallel(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN], env=environment, check=True, timeout=300)
 
 
+def test_starting_numba_leaves_the_number_of_threads_as_it_was() -> None:
+    code = (
+        "import torch\nfrom stillroom.ops.cpu_kernels import use_threads\n"
+        "assert [use_threads(), use_threads(), torch.get_num_threads()] == [1, 1, 1]"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+
+
 def test_options_are_those_of_every_kernel() -> None:
     kernels: list[Any] = [cpu_kernels.rms_norm, cpu_kernels.attend_rows, cpu_products.linear_scaled]
     intended = dict.fromkeys(ParallelOptions.__slots__, False) | {"enabled": True, "prange": True}

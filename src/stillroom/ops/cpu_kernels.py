@@ -28,9 +28,16 @@ _MANTISSA = np.int32(23)
 
 
 def use_threads() -> int:
-    """Make this thread's kernels run on as many threads as its torch operators; returns how many."""
-    num_threads = min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
+    """Make this thread's kernels run on as many threads as its torch operators; returns how many.
+
+    The first call in a process starts numba's threads. That sets OpenMP's number for the calling thread, which torch
+    shares, to all cores; so torch's own number is set again.
+    """
+    of_torch = torch.get_num_threads()
+    num_threads = min(of_torch, int(numba.config.NUMBA_NUM_THREADS))
     numba.set_num_threads(num_threads)
+    if torch.get_num_threads() != of_torch:
+        torch.set_num_threads(of_torch)
     return num_threads
 
 
