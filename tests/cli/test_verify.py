@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from stillroom.config.settings import StillroomConfig
-from stillroom.retrieval.kb_folder import CORPUS, UPLOADS
+from stillroom.retrieval.document_names import UPLOADS
+from stillroom.retrieval.kb_folder import CORPUS
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from tests.cli.harness import Run
 

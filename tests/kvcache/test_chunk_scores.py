@@ -235,3 +235,10 @@ CELLS = [AlphaCell(1.0, 0.2, 0.70), AlphaCell(2.0, 0.35, 0.80), AlphaCell(3.0, 0
 )
 def test_alpha_recomputes_least_at_the_desired_quality(desired: float, alpha: float | None) -> None:
     assert choose_alpha(CELLS, desired) == choose_alpha(reversed(CELLS), desired) == alpha
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_the_length_of_notes_is_known_before_they_are_written(has_tokens: bool) -> None:
+    tokens = (np.ones(7, np.float32), np.ones(7, np.float32)) if has_tokens else (None, None)
+    mass = ContextMass(7, (bytes(32), bytes(32)), (3, 4), np.ones(2, np.float32), 0.5, *tokens)
+    assert mass.num_bytes == len(mass.to_bytes())

@@ -50,6 +50,12 @@ class ContextMass:
         parts += [np.array(self.prefix_lengths, "<u4").tobytes(), self.inter.astype("<f4").tobytes()]
         return b"".join([*parts, tokens])
 
+    @property
+    def num_bytes(self) -> int:
+        """Length of `to_bytes`."""
+        num_numbers = 0 if self.token_inter is None or self.received is None else 2 * self.num_tokens
+        return _NOTES.size + (_NAME + 8) * len(self.prefix) + 4 * num_numbers
+
     @classmethod
     def from_bytes(cls, data: bytes) -> "ContextMass":
         """The inverse of `to_bytes`."""

@@ -53,6 +53,7 @@ class Node:
         "cost_alone",
         "cost_here",
         "depth",
+        "disk_bytes",
         "first_position",
         "frequency",
         "heat",
@@ -104,6 +105,8 @@ class Node:
         """Its blocks on the device, which the tree holds one reference to; None if it is not there."""
         self.is_lower = {Tier.HOST: False, Tier.DISK: False}
         """Whether there is a copy on host and disk."""
+        self.disk_bytes = 0
+        """Size of the copy on disk, while there is one."""
         self.num_users = 0
         """Running sequences whose prompt begins with this path. Nothing of a node in use is evicted."""
         self.num_children_in = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 0}

@@ -35,8 +35,8 @@ class TreeOptions:
     is_disk_read_only: bool = False
     """Another process writes to it: what is there is used, nothing is stored or removed."""
     bytes_per_token: int = 1
-    size_on_disk: Callable[[int], int] = int
-    """Bytes that a record takes on disk, from those of its KV."""
+    size_on_disk: Callable[[int, int, int], int] = lambda payload_size, num_seen, notes_size: payload_size
+    """Bytes that a record takes on disk, from those of its KV, the chunks it has seen and the bytes of its notes."""
     policy: Policy = prefix_heat
     window_seconds: float = float("inf")
     """Frequency counts uses this far back."""
@@ -253,7 +253,11 @@ class TieredNodes:
 
     def _size(self, node: Node, tier: Tier) -> int:
         num_bytes = node.num_tokens * self.options.bytes_per_token
-        return self.options.size_on_disk(num_bytes) if tier is Tier.DISK else num_bytes
+        if tier is not Tier.DISK:
+            return num_bytes
+        if node.is_lower[Tier.DISK]:  # what was written then, whatever was measured since
+            return node.disk_bytes
+        return self.options.size_on_disk(num_bytes, len(node.seen), 0 if node.mass is None else node.mass.num_bytes)
 
     def _priority(self, node: Node, tier: Tier) -> float:
         return self.options.policy(
@@ -330,6 +334,8 @@ class TieredNodes:
         self._reorder(node, (Tier.DEVICE,))
 
     def _add_copy(self, node: Node, tier: Tier) -> None:
+        if tier is Tier.DISK:
+            node.disk_bytes = self._size(node, tier)
         node.is_lower[tier] = True
         self._book(node, tier, 1)
         self._rank(node, tier)
@@ -339,8 +345,8 @@ class TieredNodes:
         Args:
             is_dropped: the mover has done it already.
         """
-        node.is_lower[tier] = False
         self._book(node, tier, -1)
+        node.is_lower[tier] = False
         self._reorder(node, (tier,))
         if not is_dropped:
             self.mover.drop(node.key, tier)

@@ -23,13 +23,13 @@ from stillroom.kvstore.files import (
     TEMPORARY_SUFFIX,
     fingerprints,
     folder_of,
+    in_blocks,
     key_of,
     path_of,
     read_header,
     read_payload,
     record_paths,
     remove_file,
-    size_on_disk,
     temporary_paths,
 )
 from stillroom.kvstore.record import (
@@ -280,8 +280,7 @@ def _sized(paths: Iterable[Path]) -> Iterator[tuple[float, int, Path]]:
     for path in paths:
         with contextlib.suppress(OSError):
             status = path.stat()
-            payload_size = max(0, status.st_size - HEADER_SIZE - TRAILER_SIZE)
-            yield status.st_mtime, size_on_disk(payload_size), path
+            yield status.st_mtime, in_blocks(status.st_size), path
 
 
 def _locked(folder: Path) -> FolderLock | None:

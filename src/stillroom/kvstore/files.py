@@ -15,7 +15,7 @@ from pathlib import Path
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NO_TENANT, NodeKey, OwnerTag
-from stillroom.kvstore.record import PAGE_SIZE, Defect, Header, header_size, inspect, is_intact
+from stillroom.kvstore.record import PAGE_SIZE, Defect, Header, header_size, header_size_for, inspect, is_intact
 
 KV_FOLDER = "kv"
 """The root's name in a knowledge base's folder."""
@@ -38,9 +38,14 @@ class FolderUsage:
     num_bytes: int
 
 
-def size_on_disk(payload_size: int) -> int:
-    """Bytes that a record's file takes: header, payload and checksum, in whole blocks of the file system."""
-    return -(-(HEADER_SIZE + payload_size + TRAILER_SIZE) // _BLOCK_BYTES) * _BLOCK_BYTES
+def size_on_disk(payload_size: int, num_seen: int = 1, notes_size: int = 0) -> int:
+    """Bytes that a record's file takes: header and payload, in whole blocks of the file system."""
+    return in_blocks(header_size_for(num_seen, notes_size) + payload_size)
+
+
+def in_blocks(num_bytes: int) -> int:
+    """As many bytes in whole blocks of the file system."""
+    return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def folder_of(root: Path, fingerprint: bytes) -> Path:

@@ -82,7 +82,12 @@ def checksum_of(payload: Buffer) -> bytes:
 
 def header_size_of(record: NodeRecord) -> int:
     """Bytes of its header: a whole number of pages."""
-    size = _FIELDS.size + _ID_SIZE * len(record.seen) + len(record.notes) + _CHECKSUM_SIZE
+    return header_size_for(len(record.seen), len(record.notes))
+
+
+def header_size_for(num_seen: int, notes_size: int) -> int:
+    """Bytes of the header of a record that has seen so many chunks and has notes of so many bytes."""
+    size = _FIELDS.size + _ID_SIZE * num_seen + notes_size + _CHECKSUM_SIZE
     return -(-size // PAGE_SIZE) * PAGE_SIZE
 
 
