@@ -62,6 +62,10 @@ class RuntimeConfig:
     fill a step before. 0: not at all."""
     max_num_batched_tokens: int = 512
     """Token budget of one step. Larger: faster prefill, longer gaps between the tokens of running requests."""
+    fixed_shapes: bool = False
+    """Compute each piece of a prompt (system prompt, document, 64 tokens of the question) in a step of its own. Then
+    reuse of exact prefixes changes nothing bit for bit in bfloat16 too, while one request runs at a time. Slower:
+    small documents do not fill a step, and prompts are not computed together (docs/knowledge-tree.md)."""
     request_timeout_s: float = 600.0
     """Seconds a request may take. One that takes longer is started again once, with its tokens and its kept KV, and
     given up after as long again. 0: no limit."""
@@ -72,9 +76,10 @@ class ReuseConfig:
     """KV that is kept for the next prompt that begins alike. See docs/knowledge-tree.md."""
 
     mode: ReuseMode = "exact"
-    """`exact`: KV is reused where the same tokens stood after the same tokens; no answer changes. `anywhere`: beyond
-    that, a document's KV is reused wherever it stands in a prompt, and a share of its tokens is computed again; answers
-    may change (docs/chunk-reuse.md). `off`: every prompt is computed."""
+    """`exact`: KV is reused where the same tokens stood after the same tokens. In float32 no token changes; in bfloat16
+    near ties can (2 of 500 answers), unless `runtime.fixed_shapes` is on. `anywhere`: beyond that, a document's KV is
+    reused wherever it stands in a prompt, and a share of its tokens is computed again; answers may change
+    (docs/chunk-reuse.md). `off`: every prompt is computed."""
     recompute_ratio: float = 0.15
     """With `anywhere`: share of the tokens of documents reused at another place that is computed again, in [0, 1]. More
     is slower and closer to computing everything, which 1 is."""

@@ -42,6 +42,17 @@ class Piece:
         return self.start + self.num_tokens
 
 
+def piece_ends(prompt: SegmentedPrompt, tail_tokens: int) -> list[int]:
+    """Where the pieces of a prompt end: each segment but the last is one piece, and the last is cut into pieces of
+    `tail_tokens`, which leave at least its last token uncovered."""
+    ends, start = [], 0
+    for segment in prompt.segments[:-1]:
+        start += len(segment.token_ids)
+        ends.append(start)
+    num_pieces = (len(prompt.segments[-1].token_ids) - 1) // tail_tokens
+    return ends + [start + tail_tokens * number for number in range(1, num_pieces + 1)]
+
+
 class PrefixKeys:
     """Names pieces for one model."""
 

@@ -303,7 +303,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
     """
     pool, device = build_device(decoder, config)
     runner = TorchRunner(decoder, device)
-    limits = _limits(decoder, config)
+    limits = _limits(decoder, config, reuse)
     bench = _bench(runner, pool, limits, clock)
     check_numbers(bench)
     if tunes_threads:
@@ -352,12 +352,14 @@ def load_configured(runtime: RuntimeConfig) -> LoadedModel:
     )
 
 
-def _limits(decoder: Decoder, config: RuntimeConfig) -> SchedulerLimits:
+def _limits(decoder: Decoder, config: RuntimeConfig, reuse: ReuseConfig | None = None) -> SchedulerLimits:
+    tail_blocks = ReuseConfig().tail_blocks if reuse is None else reuse.tail_blocks
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
         max_model_len=decoder.spec.max_positions,
         batch_delay_s=config.batch_delay_ms / 1000,
+        fixed_tail_tokens=tail_blocks * config.block_size if config.fixed_shapes else 0,
     )
 
 

@@ -22,6 +22,7 @@ from stillroom.core.reuse import PromptReuse
 from stillroom.errors import NonFiniteError, PromptTooLongError, UsageError
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager
+from stillroom.kvcache.pieces import piece_ends
 from stillroom.scheduler.policy import Outlook, Policy, first_come
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
@@ -42,6 +43,9 @@ class SchedulerLimits:
     """Prompt plus answer, in tokens."""
     batch_delay_s: float = 0.0
     """How long the oldest that waits does so for company, while nothing runs."""
+    fixed_tail_tokens: int = 0
+    """If not 0, shapes are fixed: each piece of a prompt is computed in a step of its own, whether the pieces before it
+    were kept or computed. The last segment is cut into pieces of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Scheduler:
             kv.watch_changes()
         self._running: dict[RequestId, Sequence] = {}  # in order of admission
         self._num_arrivals = 0
+        self._was_prefill = False  # the last step, where shapes are fixed
         self.holds_until: float | None = None
         """By the last decision: nothing runs before then, unless others come; None if nobody waits for company."""
 
@@ -201,6 +206,8 @@ class Scheduler:
         self.holds_until = self._hold(now)
         if self.holds_until is not None:
             return None
+        if self.limits.fixed_tail_tokens:
+            return self._schedule_apart(now)
         num_running_before = len(self._running)
         copies: list[BlockCopy] = []
         scheduled = self._decodes(copies)
@@ -214,6 +221,24 @@ class Scheduler:
         while budget > 0 and not has_preempted and (admitted := self._try_admit(now)) is not None:
             scheduled.append(take(admitted, budget))
             budget -= scheduled[-1].num_scheduled_tokens
+        return Batch(tuple(scheduled), tuple(copies)) if scheduled else None
+
+    def _schedule_apart(self, now: float) -> Batch | None:
+        """With fixed shapes: all decodes, or a piece of one prompt; in turns where there are both."""
+        for is_prefill in (not self._was_prefill, self._was_prefill):
+            batch = self._one_prefill(now) if is_prefill else self._all_decodes()
+            if batch is not None:
+                self._was_prefill = is_prefill
+                return batch
+        return None
+
+    def _one_prefill(self, now: float) -> Batch | None:
+        sequence = next((one for one in self._running.values() if not one.is_decoding), None) or self._try_admit(now)
+        return None if sequence is None else Batch((take(sequence, self.limits.max_num_batched_tokens),))
+
+    def _all_decodes(self) -> Batch | None:
+        copies: list[BlockCopy] = []
+        scheduled = self._decodes(copies)
         return Batch(tuple(scheduled), tuple(copies)) if scheduled else None
 
     def update(self, batch: Batch, result: StepResult, began: float = 0.0) -> list[SequenceUpdate]:
@@ -315,7 +340,9 @@ class Scheduler:
         lease = self.kv.new_lease(
             request.prompt, num_tokens, request.cache_salt, may_place=request.may_place, may_see=request.may_see
         )
-        return Sequence(request, lease, self._num_arrivals, now)
+        tail_tokens = self.limits.fixed_tail_tokens
+        cuts = piece_ends(request.prompt, tail_tokens) if tail_tokens else []
+        return Sequence(request, lease, self._num_arrivals, now, cuts)
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The followers of a sequence whose prompt has just run, now running themselves."""

@@ -5,6 +5,8 @@ sequence decodes when exactly one token is left to run and it was sampled; other
 prompt are repaired, what must run is not all of that but `to_compute`, and num_computed stays until it is done.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence as Positions
 from enum import StrEnum
 
 import numpy as np
@@ -35,6 +37,7 @@ class Sequence:
         "arrived_at",
         "began_at",
         "constraint",
+        "cuts",
         "finish_reason",
         "followers",
         "lease",
@@ -46,7 +49,9 @@ class Sequence:
         "to_compute",
     )
 
-    def __init__(self, request: Request, lease: Lease, arrival: int, arrived_at: float = 0.0) -> None:
+    def __init__(
+        self, request: Request, lease: Lease, arrival: int, arrived_at: float = 0.0, cuts: Positions[int] = ()
+    ) -> None:
         self.request = request
         self.arrival = arrival
         """Number of the request, in the order in which they came."""
@@ -56,6 +61,8 @@ class Sequence:
         """When it first got its turn."""
         self.began_at: float | None = None
         """When computing it began first."""
+        self.cuts = cuts
+        """Positions at which its prefill is cut, ascending: no step computes tokens of both sides."""
         self.lease = lease
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
@@ -117,6 +124,11 @@ class Sequence:
         lengths = [len(segment.token_ids) for segment in self.request.prompt.segments]
         lengths[-1] += self.num_generated
         return lengths
+
+    def next_cut(self, start: int) -> int:
+        """The first cut behind this position; all its tokens if there is none."""
+        index = bisect_right(self.cuts, start)
+        return self.cuts[index] if index < len(self.cuts) else self.num_tokens
 
     def tokens(self, start: int, end: int) -> NDArray[np.int64]:
         """Shape [end - start]: a view of the tokens at these positions."""

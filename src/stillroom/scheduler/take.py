@@ -14,7 +14,7 @@ def take(sequence: Sequence, budget: int) -> ScheduledSequence:
     if sequence.lease.repair is not None:
         return _take_repair(sequence, sequence.lease.repair, budget)
     start = sequence.num_computed
-    end = min(start + budget, sequence.num_tokens)
+    end = min(start + budget, sequence.next_cut(start))
     samples = _samples(sequence) if end == sequence.num_tokens else ()
     token_ids, slots = sequence.tokens(start, end), sequence.table.slots[:end]
     weighing = _weighing(sequence, np.arange(start, end)) if sequence.lease.weigher is not None else None

@@ -1,0 +1,130 @@
+"""With fixed shapes reuse changes nothing bit for bit in bfloat16 too: kept or computed, a piece has the same rows."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from stillroom.config.runtime_settings import ReuseMode
+from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.core.batch import Batch, StepResult, TokenLogprobs
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import Request, SamplingParams
+from stillroom.engine.engine import Engine
+from stillroom.kvcache.cost_model import linear_profile
+from stillroom.models.decoder import Decoder
+from stillroom.models.loader import load_model
+from stillroom.rag.generator import build_engine
+from tests.fakes import ManualClock
+
+PAIRS = ((0, 1), (0, 1), (0, 2), (3, 0), (3, 1), (0, 2))
+"""Documents of each question."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return load_model("bundled", device="cpu", dtype="bfloat16").decoder
+
+
+def questions(vocab_size: int) -> list[Request]:
+    """Two documents each, the longest longer than a step."""
+    randomness = np.random.RandomState(0)
+    documents = [tuple(randomness.randint(4, vocab_size, size).tolist()) for size in (40, 130, 33, 90)]
+    found = []
+    for number, pair in enumerate(PAIRS):
+        segments = [Segment(SegmentKind.SYSTEM, tuple(range(5, 15)))]
+        segments += [Segment(SegmentKind.CHUNK, documents[one], ChunkId(one)) for one in pair]
+        asked = tuple(randomness.randint(4, vocab_size, randomness.randint(1, 50)).tolist())
+        segments.append(Segment(SegmentKind.QUESTION, asked))
+        sampling = SamplingParams(max_tokens=4, logprobs=20)
+        found.append(request(f"q{number}", segments, sampling))
+    return found
+
+
+def request(name: str, segments: Sequence[Segment], sampling: SamplingParams) -> Request:
+    return Request(request_id=RequestId(name), prompt=SegmentedPrompt(tuple(segments)), sampling=sampling)
+
+
+class House:
+    """An engine that answers one request after the other."""
+
+    def __init__(self, decoder: Decoder, mode: ReuseMode, *, fixed_shapes: bool = True) -> None:
+        config = RuntimeConfig(block_size=8, kv_bytes=2**22, max_num_batched_tokens=64, fixed_shapes=fixed_shapes)
+        reuse = ReuseConfig(mode=mode, tail_blocks=2, load="always")
+        profile = linear_profile(1e-3, 1e-4, 1e-7)
+        self.engine, _ = build_engine(
+            decoder, config, ManualClock(), reuse=reuse, fingerprint=b"m" * 32, profile=profile
+        )
+        self.batches: list[Batch] = []
+        self._execute = self.engine.runner.execute
+        self.engine.runner.execute = self._noting  # type: ignore[method-assign]
+
+    def _noting(self, batch: Batch) -> StepResult:
+        self.batches.append(batch)
+        return self._execute(batch)
+
+    @property
+    def num_computed(self) -> int:
+        return sum(batch.num_scheduled_tokens for batch in self.batches)
+
+    def answer(self, one: Request) -> list[tuple[int, TokenLogprobs]]:
+        self.engine.submit(one)
+        return run(self.engine)
+
+
+def run(engine: Engine) -> list[tuple[int, TokenLogprobs]]:
+    found = []
+    while engine.has_work:
+        for event in engine.step():
+            if event.token_id is not None and event.logprobs is not None:
+                found.append((event.token_id, event.logprobs))
+        engine.check_integrity()
+    return found
+
+
+def test_in_bfloat16_reuse_changes_no_bit_of_any_logprob(decoder: Decoder) -> None:
+    exact, off = House(decoder, "exact"), House(decoder, "off")
+    for one in questions(decoder.spec.vocab_size):
+        assert exact.answer(one) == off.answer(one), one.request_id
+    assert exact.num_computed < 0.8 * off.num_computed, "much of it was kept"
+
+
+def ends_of(batches: Sequence[Batch]) -> list[int]:
+    return [one.first_position + one.num_scheduled_tokens for batch in batches for one in batch.sequences]
+
+
+def test_each_piece_is_computed_by_itself(decoder: Decoder) -> None:
+    house = House(decoder, "off")
+    lengths = 10, 100, 20
+    segments = [Segment(SegmentKind.CHUNK, (7,) * length) for length in lengths]
+    segments.append(Segment(SegmentKind.QUESTION, (8,) * 40))
+    house.answer(request("q", segments, SamplingParams(max_tokens=1)))
+    assert ends_of(house.batches) == [10, 74, 110, 130, 146, 162, 170], "64 at a time, and pieces of 16 of the question"
+
+
+def test_a_prompt_shares_no_step_and_decodes_take_turns_with_it(decoder: Decoder) -> None:
+    house = House(decoder, "exact")
+    first, second = questions(decoder.spec.vocab_size)[:2]
+    house.engine.submit(first)
+    while not house.batches or not house.batches[-1].sequences[0].samples:
+        house.engine.step()
+    house.engine.submit(second)
+    run(house.engine)
+    kinds = []
+    for batch in house.batches:
+        is_prefill = any(one.num_scheduled_tokens > 1 for one in batch.sequences)
+        assert not is_prefill or len(batch.sequences) == 1
+        kinds.append((batch.sequences[0].request_id, is_prefill))
+    assert kinds.count((first.request_id, False)) + kinds.count((second.request_id, False)) >= 4
+    begun = kinds.index((second.request_id, True))
+    assert (first.request_id, False) in kinds[begun : begun + 3], "who decodes does not wait for the whole prompt"
