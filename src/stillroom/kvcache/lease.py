@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import SegmentedPrompt
+from stillroom.core.request import MaySee
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.block_table import BlockTable
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.placement import Placement
-from stillroom.kvcache.provenance import NOTHING_KEPT, View
+from stillroom.kvcache.provenance import View
 from stillroom.kvcache.repair import Repair
 from stillroom.kvcache.weighing import Weigher
 
@@ -43,8 +44,10 @@ class Lease:
     """As it was first admitted, or last if chunks were placed; None before."""
     may_place: bool = True
     """Whether KV of other places may be used."""
-    view: View = NOTHING_KEPT
-    """Which of it."""
+    may_see: MaySee | None = None
+    """Of which chunks outside the prompt; None: of all of its tenant's."""
+    view: View = field(init=False)
+    """Which copies that leaves."""
     placements: tuple[Placement, ...] = ()
     """Pieces whose KV was taken from another place; behind the first of them nothing is exact."""
     repair: Repair | None = None
@@ -55,6 +58,9 @@ class Lease:
     """Whether the tree was told that its pieces will be used."""
     read_ahead: list[NodeKey] = field(default_factory=list)
     """Nodes that are read from disk for it while it waits."""
+
+    def __post_init__(self) -> None:
+        self.view = View(self.pieces, self.may_see)
 
     def seen(self) -> Iterator[tuple[int, set[ChunkId]]]:
         """Which chunks each piece has seen by itself, as text of the prompt or through a copy that was placed, by its

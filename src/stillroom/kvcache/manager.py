@@ -24,7 +24,6 @@ from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece, PrefixKeys
 from stillroom.kvcache.placement import AnywhereOptions, Placement
 from stillroom.kvcache.placing import account_repair, describe, keep_to_be_placed, place, plan_for
-from stillroom.kvcache.provenance import View
 from stillroom.kvcache.reuse_plan import plan_reuse
 from stillroom.kvcache.reuse_report import Found, Placed, account, nothing_reused
 from stillroom.kvcache.weighing import Weigher
@@ -83,8 +82,8 @@ class KVCacheManager:
             may_see: of which chunks; None: of all of its tenant's.
         """
         pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
-        lease = Lease(prompt, BlockTable(self.pool.block_size, max_tokens), pieces, may_place=may_place)
-        lease.view = View(pieces, may_see)
+        table = BlockTable(self.pool.block_size, max_tokens)
+        lease = Lease(prompt, table, pieces, may_place=may_place, may_see=may_see)
         lease.watched = tuple(piece.key for piece in pieces)
         if may_place and self.reuse and self.reuse.anywhere is not None:
             lease.watched += tuple(dict.fromkeys(piece.content for piece in pieces))

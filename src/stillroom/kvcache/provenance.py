@@ -85,7 +85,3 @@ class View:
                 return False
         others = node.seen - self._own
         return self._may_see is None or not others or self._may_see(others)
-
-
-NOTHING_KEPT = View((), None)
-"""Of a request without pieces, for which nothing can be placed."""
