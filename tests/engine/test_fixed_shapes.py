@@ -75,7 +75,7 @@ class House:
 
     @property
     def num_computed(self) -> int:
-        return sum(batch.num_scheduled_tokens for batch in self.batches)
+        return sum(one.num_scheduled_tokens for batch in self.batches for one in batch.sequences)
 
     def answer(self, one: Request) -> list[tuple[int, TokenLogprobs]]:
         self.engine.submit(one)
