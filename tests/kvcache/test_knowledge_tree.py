@@ -5,13 +5,15 @@ import pytest
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeRecord, Tier
 from stillroom.core.reuse import Reason
+from stillroom.errors import NonFiniteError
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import Link, linear_profile
 from stillroom.kvcache.eviction import POLICIES, Use, gdsf, lfu, lru, pgdsf, prefix_heat, reusability, tamm
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.placement import reusability as context_of
 from stillroom.kvcache.provenance import Context
-from tests.kvcache.kitchen import SIZE, Kitchen
+from tests.kvcache.kitchen import SIZE, Kitchen, S
+from tests.kvcache.prefix_memory import prefix_hash
 
 
 def reasons(lease: Lease) -> list[tuple[Tier | None, Reason]]:
@@ -30,6 +32,22 @@ def test_the_second_question_computes_only_itself() -> None:
     assert again.reuse is not None and again.reuse.num_cached_tokens == 12
     assert again.reuse.saved_seconds == pytest.approx(12.0)  # a second per token, and nothing else
     assert kitchen.tree.stats.hit_tokens == {Tier.DEVICE: 12}
+
+
+def test_kv_that_is_not_finite_is_kept_by_no_tier_and_takes_what_was_used_with_it() -> None:
+    kitchen = Kitchen(host_bytes=100, disk_bytes=100)
+    kitchen.serve(1)
+    kitchen.serve(3)
+    lease = kitchen.lease(1, 2)
+    assert kitchen.admit(lease) == 2 * SIZE, "the system prompt and document 1 are kept"
+    kitchen.memory.poisoned.add(prefix_hash([S] * SIZE + [1] * SIZE + [2]))
+    with pytest.raises(NonFiniteError):
+        kitchen.compute(lease)
+    assert kitchen.node(1, 2) is None
+    assert kitchen.manager.distrust(lease) == 3, "document 3 hangs from the same system prompt"
+    kitchen.manager.release(lease)
+    kitchen.check()
+    assert len(kitchen.tree) == kitchen.pool.num_used == 0
 
 
 def test_another_order_is_another_path_and_says_so() -> None:

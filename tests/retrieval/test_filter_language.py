@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.cli.console import short_path
+from stillroom.core.ids import public_id
 from stillroom.core.metadata import Metadata, clean_metadata
 from stillroom.errors import FilterError, UsageError
 from stillroom.retrieval.corpus import Corpus
@@ -377,6 +378,7 @@ def test_a_path_is_found_as_it_is_printed(tmp_path: Path, monkeypatch: pytest.Mo
                 [chunk] = corpus.chunks(filters.allowed(operator).ids.tolist()).values()
                 assert chunk.document_id == name
             assert len(filters.allowed(f"path != '{printed}'")) == 2
+            assert len(filters.allowed(f"path = '{public_id(name)}'")) == 1, "as a server names it"
         assert len(filters.allowed("path = docs/b.jsonl")) == 1, "all records of a file"
 
 

@@ -13,7 +13,10 @@ from stillroom.retrieval.filters.language import AllOf, AnyOf, Comparison, Filte
 from stillroom.retrieval.filters.values import Span, contains, instant_in, number_in, number_of, span_of, truth_of
 
 BUILT_IN = {
-    "path": "SELECT 'text' AS type, d.path AS atom UNION ALL SELECT 'text', d.document_id",
+    "path": (
+        "SELECT 'text' AS type, d.path AS atom UNION ALL SELECT 'text', d.document_id "
+        "UNION ALL SELECT 'text', d.public_id"
+    ),
     "title": "SELECT 'text' AS type, d.title AS atom",
     "type": "SELECT 'text' AS type, stillroom_type(d.path) AS atom",
     "added": "SELECT 'instant' AS type, CAST(d.added_at * 1000000 AS INTEGER) AS atom",
