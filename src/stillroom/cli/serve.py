@@ -135,11 +135,11 @@ class _Served:
 
     def load(self, doorway: "Doorway", loading: "Loading") -> "FastAPI":
         """Open the knowledge base, load the model and make the application. Called in a thread of the server."""
+        loading.step = "opening the knowledge base"
         from stillroom.server.app import create_app
         from stillroom.server.tenants import Tenants
         from stillroom.telemetry.spans import exporting
 
-        loading.step = "opening the knowledge base"
         own = self._opened.enter_context(room.open_room(self._kb, self._settings, create=True))
         house = Tenants(own, doorway.tenants_folder)
         self._opened.callback(house.close)

@@ -4,14 +4,16 @@ A segment's file ends with JSON that holds the CRC-32 of what stands before it, 
 number. tantivy does not check the CRC itself: on damaged files a search may panic, and a commit may abort the process.
 """
 
+import contextlib
 import errno
 import json
+import os
 import re
 import struct
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import tantivy
 
@@ -30,16 +32,21 @@ class SegmentFiles:
         self._whole: frozenset[_Identity] = frozenset()
 
     def damaged(self) -> list[str]:
-        """Return the names of files that are damaged. Reads every file that is new or changed."""
-        files = {path: _identity(path) for path in sorted(self._folder.glob("*.*")) if _is_segment(path)}
-        bad = {path for path, identity in files.items() if identity not in self._whole and not _is_whole(path)}
-        self._whole = frozenset(identity for path, identity in files.items() if path not in bad)
-        return [path.name for path in files if path in bad]
-
-
-def _identity(path: Path) -> _Identity:
-    status = path.stat()
-    return path.name, status.st_ino, status.st_size, status.st_mtime_ns
+        """Return the names of files that are damaged. Reads every file that is new or changed; one that a writer
+        removes meanwhile is none."""
+        whole, damaged = set(), []
+        for path in sorted(self._folder.glob("*.*")):
+            if not _is_segment(path):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                identity = path.name, status.st_ino, status.st_size, status.st_mtime_ns
+                if identity in self._whole or _is_whole(path):
+                    whole.add(identity)
+                else:
+                    damaged.append(path.name)
+        self._whole = frozenset(whole)
+        return damaged
 
 
 def _is_segment(path: Path) -> bool:
@@ -47,22 +54,27 @@ def _is_segment(path: Path) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    with path.open("rb") as stream:
-        try:
-            end = stream.seek(-_END.size, 2)
+    """Raises FileNotFoundError."""
+    try:
+        with path.open("rb") as stream:
+            end = stream.seek(-_END.size, os.SEEK_END)
             size, magic = _END.unpack(stream.read())
             end = stream.seek(end - size)
             crc = json.loads(stream.read(size))["crc"]
-        except (OSError, struct.error, ValueError, KeyError, TypeError):
-            return False
-        stream.seek(0)
-        found, rest = 0, end
-        while rest > 0:
-            block = stream.read(min(rest, _BLOCK))
-            if not block:
-                return False
-            found, rest = zlib.crc32(block, found), rest - len(block)
-    return bool(magic == _MAGIC and found == crc)
+            return bool(magic == _MAGIC and _crc_of(stream, end) == crc)
+    except FileNotFoundError:
+        raise
+    except (OSError, struct.error, ValueError, KeyError, TypeError):
+        return False
+
+
+def _crc_of(stream: BinaryIO, num_bytes: int) -> int:
+    """Of the first bytes of a file."""
+    stream.seek(0)
+    found = 0
+    for start in range(0, num_bytes, _BLOCK):
+        found = zlib.crc32(stream.read(min(_BLOCK, num_bytes - start)), found)
+    return found
 
 
 def identity_of(path: Path) -> tuple[int, int] | None:
