@@ -1,15 +1,14 @@
 """The command that measures `runtime.fixed_shapes`."""
 
-import pytest
-
-from stillroom.bench.fixed_shapes import main, questions
+from stillroom.bench.fixed_shapes import questions, run_fixed_shapes
 
 
-def test_with_fixed_shapes_it_finds_no_bit_that_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--questions", "2"])
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["| no", "| yes"]
-    assert rows[1][1:4] == ["0 of 2", "0 of 2", "0"]
+def test_with_fixed_shapes_no_bit_differs() -> None:
+    result = run_fixed_shapes(num_questions=2, repeat=1)
+    [rows] = result.tables.values()
+    assert [row["fixed shapes"] for row in rows] == ["no", "yes"]
+    assert rows[1]["log probabilities that differ"] == rows[1]["answers that differ"] == 0
+    assert set(result.samples.values) == {"off", "exact", "off, fixed shapes", "exact, fixed shapes"}
 
 
 def test_the_same_seed_asks_the_same_questions() -> None:

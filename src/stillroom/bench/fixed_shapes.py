@@ -1,18 +1,20 @@
-"""What `runtime.fixed_shapes` gives and costs: `python -m stillroom.bench.fixed_shapes --help`.
+"""`stillroom bench fixed-shapes`: what `runtime.fixed_shapes` gives and costs.
 
-Asks the same questions, one at a time, of an engine that reuses exact prefixes and of one that computes everything,
-with and without fixed shapes. Says how many answers differ, by how much their first token's log probability does, and
-the median time to first token of both.
+The same questions, one at a time, go to an engine that reuses exact prefixes and to one that computes everything, with
+and without fixed shapes. The result says how many answers differ, by how much the log probability of their first token
+does, and the time to first token of each.
 """
 
-import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any
 
 import numpy as np
 
+from stillroom.bench.instrument.environment import record_environment
+from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom.bench.instrument.report import BenchResult
 from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.clock import SystemClock
@@ -75,41 +77,72 @@ def answer(engine: Engine, question: Request) -> Reply:
     return Reply(token_ids, logprobs, first)
 
 
-def replies(decoder: Decoder, asked: Sequence[Request], *, reuses: bool, fixed_shapes: bool) -> list[Reply]:
+def run_fixed_shapes(
+    model: str = "bundled",
+    *,
+    dtype: Dtype = "bfloat16",
+    num_questions: int = 200,
+    repeat: int = 5,
+    seed: int = 0,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Ask every question of every engine, `repeat` times, each time of new engines.
+
+    Raises:
+        ModelError: the checkpoint cannot be used.
+    """
+    environment = record_environment()
+    decoder = load_model(model, dtype=dtype).decoder
+    asked = questions(decoder.spec.vocab_size, num_questions, seed)
+    found: dict[str, list[Reply]] = {}
+
+    def arm(name: str, mode: ReuseConfig, runtime: RuntimeConfig) -> Arm:
+        def run(_: int) -> Metrics:
+            found[name] = _replies(decoder, asked, runtime, mode)
+            return {"time_to_first_token_seconds": statistics.median(one.first_token_seconds for one in found[name])}
+
+        return Arm(name, run)
+
+    off, exact = ReuseConfig(mode="off"), ReuseConfig(mode="exact")
+    shapes = {"": RuntimeConfig(), ", fixed shapes": RuntimeConfig(fixed_shapes=True)}
+    arms = [
+        arm(name + suffix, mode, runtime)
+        for suffix, runtime in shapes.items()
+        for name, mode in (("off", off), ("exact", exact))
+    ]
+    samples = run_arms(arms, repeat=repeat, on_run=lambda name, at: on_progress(f"{name}, run {at}"), only_own=True)
+    rows = [
+        {"fixed shapes": "yes" if suffix else "no"} | _differences(found["exact" + suffix], found["off" + suffix])
+        for suffix in shapes
+    ]
+    return BenchResult(
+        "stillroom bench fixed-shapes",
+        environment,
+        {"model": model, "dtype": dtype, "num_questions": num_questions, "repeat": repeat, "seed": seed},
+        samples,
+        "off",
+        tables={"exact reuse against none": rows},
+    )
+
+
+def _replies(decoder: Decoder, asked: Sequence[Request], runtime: RuntimeConfig, reuse: ReuseConfig) -> list[Reply]:
     """Of a new engine, which is asked the first question twice to warm up."""
-    config, reuse = RuntimeConfig(fixed_shapes=fixed_shapes), ReuseConfig(mode="exact" if reuses else "off")
-    engine, cache = build_engine(decoder, config, SystemClock(), reuse=reuse, fingerprint=bytes(32))
+    engine, cache = build_engine(decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32))
     answer(engine, asked[0])
     found = [answer(engine, one) for one in asked]
     cache.close()
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(prog="python -m stillroom.bench.fixed_shapes", description=main.__doc__)
-    parser.add_argument("--model", default="bundled")
-    parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16")
-    parser.add_argument("--questions", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args(arguments)
-    decoder = load_model(chosen.model, dtype=chosen.dtype).decoder
-    asked = questions(decoder.spec.vocab_size, chosen.questions, chosen.seed)
-    print(
-        "| fixed shapes | answers that differ | bits that differ | first logprob, at most | first token, exact | off |"
-    )
-    print("|---|---|---|---|---|---|")
-    for is_fixed in (False, True):
-        kept, computed = (replies(decoder, asked, reuses=one, fixed_shapes=is_fixed) for one in (True, False))
-        pairs = list(zip(kept, computed, strict=True))
-        num_other = sum(one.token_ids != other.token_ids for one, other in pairs)
-        num_bits = sum((one.token_ids, one.logprobs) != (other.token_ids, other.logprobs) for one, other in pairs)
-        by = max(abs(one.logprobs[0].logprob - other.logprobs[0].logprob) for one, other in pairs)
-        seconds = [statistics.median(reply.first_token_seconds for reply in side) for side in (kept, computed)]
-        times = " | ".join(f"{1000 * each:.1f} ms" for each in seconds)
-        name, total = "yes" if is_fixed else "no", len(pairs)
-        print(f"| {name} | {num_other} of {total} | {num_bits} of {total} | {by:.3g} | {times} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def _differences(kept: Sequence[Reply], computed: Sequence[Reply]) -> dict[str, Any]:
+    pairs = list(zip(kept, computed, strict=True))
+    return {
+        "questions": len(pairs),
+        "answers that differ": sum(one.token_ids != other.token_ids for one, other in pairs),
+        "log probabilities that differ": sum(
+            (one.token_ids, one.logprobs) != (other.token_ids, other.logprobs) for one, other in pairs
+        ),
+        "first log probability, at most by": max(
+            abs(one.logprobs[0].logprob - other.logprobs[0].logprob) for one, other in pairs
+        ),
+    }

@@ -17,6 +17,7 @@ from stillroom.cli.bench_anywhere import (
 )
 from stillroom.cli.bench_convergence import CONVERGENCE_HELP, convergence
 from stillroom.cli.bench_filters import FILTERS_HELP, filters
+from stillroom.cli.bench_fixed_shapes import FIXED_SHAPES_HELP, fixed_shapes
 from stillroom.cli.bench_reordering import REORDERING_HELP, reordering
 from stillroom.cli.bench_report import (
     CompareOption,
@@ -311,6 +312,7 @@ def runtime(  # noqa: PLR0913  one parameter per flag
 
 app.command("convergence", help=CONVERGENCE_HELP)(convergence)
 app.command("filters", help=FILTERS_HELP)(filters)
+app.command("fixed-shapes", help=FIXED_SHAPES_HELP)(fixed_shapes)
 pipeline.command("speculation", help=SPECULATION_HELP)(speculation)
 app.command("reuse", help=REUSE_HELP)(reuse)
 pipeline.command("reordering", help=REORDERING_HELP)(reordering)
