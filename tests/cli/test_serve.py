@@ -91,7 +91,7 @@ def test_server_says_when_it_is_ready_and_stops_on_a_signal(number: signal.Signa
         process.send_signal(number)
 
         assert process.wait(20) == 0
-        assert process.stderr.read() == "stopped\nroom closed\n"
+        assert process.stderr.read() == "room closed\nstopped\n"
         assert process.stdout.read() == ""
 
 

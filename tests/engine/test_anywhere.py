@@ -80,7 +80,7 @@ def new_house(
         folder,
         blocks=blocks,
         host_tokens=host_tokens,
-        disk_tokens=600,
+        disk_records=60,
         mode="anywhere",
         load="always",  # with a ratio of 1 nothing is worth placing
         recompute_ratio=ratio,
@@ -431,7 +431,7 @@ def chosen_again(house: House, *documents: int) -> list[int]:
 
 
 def test_tokens_of_a_long_document_are_chosen_alike_after_a_restart(long_decoder: Decoder, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"blocks": 400, "host_tokens": 3000, "disk_tokens": 3000}
+    sizes: dict[str, Any] = {"blocks": 400, "host_tokens": 3000, "disk_records": 300}
     settings: dict[str, Any] = {"mode": "anywhere", "load": "always", "token_selector": "context"}
     stays = House(long_decoder, None, **sizes, **settings)
     chosen_again(stays, 1, 0)

@@ -211,7 +211,7 @@ def test_a_ratio_that_keeps_failing_is_tried_ever_less_often() -> None:
 
 def test_an_audit_that_fails_is_not_tried_again(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     house = House(
-        decoder, None, blocks=80, mode="anywhere", load="always", recompute_ratio=0.0, audit_share=1.0, disk_tokens=0
+        decoder, None, blocks=80, mode="anywhere", load="always", recompute_ratio=0.0, audit_share=1.0, disk_records=0
     )
     house.run(question("a", 1, 2))
     house.run(question("b", 2, 1))
@@ -236,7 +236,7 @@ def test_an_audit_that_fails_is_not_tried_again(decoder: Decoder, monkeypatch: p
 @pytest.mark.parametrize("is_running", [False, True])
 def test_an_answer_from_a_removed_document_is_not_audited(decoder: Decoder, is_running: bool) -> None:
     house = House(
-        decoder, None, blocks=80, mode="anywhere", load="always", recompute_ratio=0.0, audit_share=1.0, disk_tokens=0
+        decoder, None, blocks=80, mode="anywhere", load="always", recompute_ratio=0.0, audit_share=1.0, disk_records=0
     )
     engine, library = house.engine, Library(1, 2)
     engine.follow("", library)

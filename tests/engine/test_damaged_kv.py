@@ -57,7 +57,7 @@ def flip_host_copies(house: House) -> None:
 
 def on_host_only(decoder: Decoder, folder: Path | None) -> House:
     """A house whose kept documents are on the host, and not on the device."""
-    house = House(decoder, folder, host_tokens=400, disk_tokens=400)
+    house = House(decoder, folder, host_tokens=400, disk_records=40)
     house.run(question("a", 1, 2))
     house.tree.make_room(house.cache.manager.pool.num_blocks)
     assert house.tree.num_nodes(Tier.HOST) > 2 and house.tree.num_nodes(Tier.DEVICE) == 0
@@ -84,7 +84,7 @@ def test_flipped_bits_in_host_memory_are_never_stored(decoder: Decoder, oracle: 
     flip_host_copies(house)
     house.cache.close()
     assert not list(tmp_path.rglob("*.kv"))
-    again = House(decoder, tmp_path, host_tokens=400, disk_tokens=400)
+    again = House(decoder, tmp_path, host_tokens=400, disk_records=40)
     one = question("b", 1, 2)
     tokens, reuse = again.run(one)
     assert tokens == oracle.answer(one) and reuse.num_cached_tokens == 0
@@ -93,7 +93,7 @@ def test_flipped_bits_in_host_memory_are_never_stored(decoder: Decoder, oracle: 
 def test_copies_that_were_not_damaged_are_stored_and_served(decoder: Decoder, oracle: Oracle, tmp_path: Path) -> None:
     house = on_host_only(decoder, tmp_path)
     house.cache.close()
-    again = House(decoder, tmp_path, host_tokens=400, disk_tokens=400)
+    again = House(decoder, tmp_path, host_tokens=400, disk_records=40)
     one = question("b", 1, 2)
     tokens, reuse = again.run(one)
     assert tokens == oracle.answer(one) and reuse.num_cached_tokens > 0

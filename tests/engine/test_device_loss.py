@@ -144,7 +144,7 @@ def test_a_device_lost_at_any_phase_costs_no_token(
     owner, method = PHASES[phase]
 
     def run(folder: Path, fails: Callable[[int], bool]) -> Outage:
-        house = House(decoder, folder, blocks=16, host_tokens=60, disk_tokens=400)
+        house = House(decoder, folder, blocks=16, host_tokens=60, disk_records=40)
         outage = Outage(house, fails)
         with pytest.MonkeyPatch.context() as patch:
             outage.put_into(patch, owner(house), method)

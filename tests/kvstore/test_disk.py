@@ -17,7 +17,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
 from stillroom.kvstore import disk
 from stillroom.kvstore.disk import DiskStore, make_room_beside
-from stillroom.kvstore.files import folder_of, path_of, remove_file
+from stillroom.kvstore.files import folder_of, path_of, remove_file, size_on_disk
 from stillroom.kvstore.record import PAGE_SIZE, VERSION, Defect, header_size_of
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record, sealed
 
@@ -320,7 +320,7 @@ def test_the_disk_store_needs_no_torch() -> None:
 
 
 def test_other_models_make_room_the_one_stored_longest_ago_first(tmp_path: Path) -> None:
-    size = 1000 + OVERHEAD
+    size = size_on_disk(1000)
     for seconds, model in enumerate((b"a" * 32, b"b" * 32), start=1):
         store = DiskStore(tmp_path, model)
         for n in range(3):

@@ -104,7 +104,10 @@ def test_the_queue_is_bounded_and_readiness_says_when_it_is_full() -> None:
         assert client.get("/readyz").status_code == 200
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
     assert int(refused.headers["retry-after"]) >= 1
-    assert (ready.status_code, ready.json()["checks"]) == (503, {"model": True, "queue": False, "open": True})
+    assert (ready.status_code, ready.json()["checks"]) == (
+        503,
+        {"model": True, "device": True, "queue": False, "open": True},
+    )
 
 
 def test_a_house_without_its_model_lives_but_is_not_ready() -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from filelock import FileLock
 
-from stillroom.errors import KnowledgeBaseBusyError
+from stillroom.errors import UsageError
 from stillroom.rag.room import Stillroom
 from stillroom.server.errors import describe
 from stillroom.server.privacy import served_name, without_folders
@@ -30,7 +30,7 @@ ROUTE = "/v1/documents"
 )
 def test_messages_show_names_and_no_folders(message: str, shown: str | None) -> None:
     assert without_folders(message) == (message if shown is None else shown)
-    _, body = describe(KnowledgeBaseBusyError(message))
+    _, body = describe(UsageError(message))
     assert body["error"]["message"] == (message if shown is None else shown)
 
 

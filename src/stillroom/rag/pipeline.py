@@ -228,7 +228,11 @@ class Pipeline:
         if not sources:
             found.attempt.cancel(self._backend)
             was_found = bool(found.result.results) or any(turn.found for turn in history.turns)
-            raise _no_room(found.attempt.draft) if was_found else _nothing_found(options.where, mode)
+            raise (
+                _no_room(found.attempt.draft, self._room_for_prompt(options))
+                if was_found
+                else _nothing_found(options.where, mode)
+            )
         return self._prepared(question, found.attempt, options, arrival, found.ended_at, sources, found.report)
 
     def _room_for_prompt(self, options: AskOptions) -> int | None:
@@ -372,10 +376,11 @@ def _num_answer_tokens(asked: int | None, default: int, most: int | None) -> int
     return most
 
 
-def _no_room(draft: Draft) -> PromptTooLongError:
+def _no_room(draft: Draft, room: int | None) -> PromptTooLongError:
     return PromptTooLongError(
-        f"no document that was found fits beside the {draft.num_tokens} tokens of the rest of the prompt; "
-        "lower max_tokens, shorten the question, or raise generation.max_prompt_tokens"
+        f"no document that was found fits beside the {draft.num_tokens} tokens of the rest of the prompt: beside the "
+        f"answer there is room for {room} tokens; lower max_tokens, shorten the question, or raise "
+        "generation.max_prompt_tokens"
     )
 
 

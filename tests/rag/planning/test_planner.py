@@ -6,6 +6,7 @@ import pytest
 
 from stillroom.cli.plan_report import show
 from stillroom.errors import UsageError
+from stillroom.kvstore.files import size_on_disk
 from stillroom.rag.planning.as_json import plan_as_json
 from stillroom.rag.planning.choice import Option, Target, choose
 from stillroom.rag.planning.constraints import Sufficient
@@ -16,7 +17,9 @@ from stillroom.rag.planning.workload import Questions
 from tests.rag.planning.made import LIST_BYTES, NUM_LISTS, scene, with_costs
 
 ALL = NUM_LISTS * LIST_BYTES
-BUDGETS = Budgets(device=512, ram=ALL + 300, disk=2 * ALL)
+KV_ON_DISK = 6 * size_on_disk(112)
+"""Room for six documents."""
+BUDGETS = Budgets(device=512, ram=ALL + 300, disk=ALL + KV_ON_DISK)
 EASY = Target(100.0, 95.0)
 
 
@@ -52,7 +55,9 @@ def test_equals_are_settled_for_kv() -> None:
 
 def test_a_target_that_is_met_says_up_to_which_rate() -> None:
     forecaster = Forecaster(scene(rate=1.0))
-    seconds = 2 * forecaster.forecast(Split(device_kv=512, host_kv=300, disk_kv=ALL, ram_lists=ALL)).percentile(95)
+    seconds = 2 * forecaster.forecast(Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, ram_lists=ALL)).percentile(
+        95
+    )
     plan = make_plan(forecaster, BUDGETS, Target(seconds, 95.0))
     assert plan.is_feasible and plan.sustained_rate >= 1.0
     just = forecaster.forecast(plan.chosen.split, Variation(rate=plan.sustained_rate))
@@ -94,11 +99,11 @@ def test_the_highest_rate_that_is_tried_is_no_limit(capsys: pytest.CaptureFixtur
 def test_what_binds() -> None:
     slow = make_plan(Forecaster(with_costs(scene(), 0.1)), BUDGETS, Target(0.05, 95.0)).binding
     assert slow is not None and slow.constraint == "prefill"
-    on_disk = Budgets(device=512, ram=0, disk=2 * ALL)
+    on_disk = Budgets(device=512, ram=0, disk=ALL + KV_ON_DISK)
     searched = make_plan(Forecaster(with_costs(scene(), 1e-6)), on_disk, Target(0.05, 95.0)).binding
     assert searched is not None and searched.constraint == "search"
     forecaster = Forecaster(scene(rate=100.0))
-    split = Split(device_kv=512, host_kv=300, disk_kv=ALL, ram_lists=ALL, disk_lists=ALL)
+    split = Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, ram_lists=ALL, disk_lists=ALL)
     alone = forecaster.forecast(split, Variation(is_alone=True)).percentile(95)
     crowded = make_plan(forecaster, BUDGETS, Target(1.5 * alone, 95.0))
     assert crowded.binding is not None and crowded.binding.constraint == "load"
@@ -117,7 +122,7 @@ def test_a_device_that_holds_no_prompt() -> None:
 
 def test_every_choice_is_varied_and_purchases_come_best_first() -> None:
     forecaster = Forecaster(scene(rate=4.0))
-    now = Split(device_kv=512, host_kv=300, disk_kv=ALL, ram_lists=ALL)
+    now = Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, ram_lists=ALL)
     plan = make_plan(forecaster, BUDGETS, EASY, now)
     names = [effect.name for effect in plan.sensitivity]
     parts = ("the lists in RAM", "the KV on the device", "the KV in host memory", "the KV on disk", "the probes")
@@ -148,7 +153,7 @@ def test_progress_ends_where_it_said() -> None:
 
 def on_one_device(device: int, ram: int = 0) -> Budgets:
     """Which the model shares."""
-    return Budgets(device=device, ram=ram, disk=2 * ALL, device_lists=device, shares_device=True)
+    return Budgets(device=device, ram=ram, disk=ALL + KV_ON_DISK, device_lists=device, shares_device=True)
 
 
 def test_the_choice_is_the_best_of_all_splits_with_devices() -> None:
@@ -190,7 +195,7 @@ def test_lists_leave_room_for_the_longest_prompt() -> None:
 
 def test_lists_on_devices_are_varied_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     forecaster = Forecaster(scene(rate=4.0, num_requests=10, num_devices=2))
-    now = Split(device_kv=512, host_kv=300, disk_kv=ALL, disk_lists=ALL, device_lists=64, num_devices=2)
+    now = Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, disk_lists=ALL, device_lists=64, num_devices=2)
     plan = make_plan(forecaster, on_one_device(700), EASY, now)
     assert {"half the lists on devices", "twice the lists on devices"} < {effect.name for effect in plan.sensitivity}
     assert "twice the device memory" in [effect.name for effect in plan.purchases]
