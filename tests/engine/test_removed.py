@@ -21,6 +21,7 @@ from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvstore.files import folder_of, read_header, record_paths
 from stillroom.kvstore.record import Header
 from stillroom.models.loader import LoadedModel, load_model
+from stillroom.models.numerics import kv_fingerprint
 from stillroom.rag.conversation import NOTHING, History
 from stillroom.rag.generator import build_engine
 from stillroom.rag.prompt import PromptBuilder, format_for
@@ -140,7 +141,8 @@ def unaware(model: LoadedModel) -> list[str]:
 
 
 def seen_on_disk(folder: Path) -> set[ChunkId]:
-    headers = [read_header(path, MODEL) for path in record_paths(folder_of(folder, MODEL))]
+    kv = kv_fingerprint(MODEL)
+    headers = [read_header(path, kv) for path in record_paths(folder_of(folder, kv))]
     return {chunk_id for header in headers if isinstance(header, Header) for chunk_id in header.record.seen}
 
 

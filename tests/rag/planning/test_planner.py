@@ -17,8 +17,8 @@ from stillroom.rag.planning.workload import Questions
 from tests.rag.planning.made import LIST_BYTES, NUM_LISTS, scene, with_costs
 
 ALL = NUM_LISTS * LIST_BYTES
-KV_ON_DISK = 6 * size_on_disk(112)
-"""Room for six documents."""
+KV_ON_DISK = 7 * size_on_disk(112)
+"""Room for the system prompt and six documents."""
 BUDGETS = Budgets(device=512, ram=ALL + 300, disk=ALL + KV_ON_DISK)
 EASY = Target(100.0, 95.0)
 
@@ -141,7 +141,7 @@ def test_every_choice_is_varied_and_purchases_come_best_first() -> None:
 def test_an_index_without_lists_is_planned_for_kv_alone() -> None:
     plan = make_plan(Forecaster(scene(has_lists=False)), BUDGETS, EASY)
     assert len(plan.options) == 1 and plan.rule is None
-    assert plan.chosen.split == Split(device_kv=512, host_kv=ALL + 300, disk_kv=2 * ALL)
+    assert plan.chosen.split == Split(device_kv=512, host_kv=ALL + 300, disk_kv=BUDGETS.disk)
     assert not any("probes" in effect.name or "lists" in effect.name for effect in plan.sensitivity)
 
 
