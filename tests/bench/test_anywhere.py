@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from stillroom.bench.anywhere import FULL, run_anywhere
-from stillroom.bench.anywhere_house import Scope
-from stillroom.bench.anywhere_replies import Answers, Reply
+from stillroom.bench.anywhere_house import AnywhereScope
+from stillroom.bench.anywhere_replies import Answers, PromptReply
 from stillroom.bench.runtime import Shape
 from stillroom.errors import UsageError
 
 TINY = Shape(
     vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
-SCOPE = Scope(
+SCOPE = AnywhereScope(
     num_chunks=3,
     chunk_tokens=20,
     question_tokens=8,
@@ -58,7 +58,7 @@ def test_answers_are_compared_with_their_own_runtimes() -> None:
     answers = Answers()
     for arm, *replies in (("full", (1, 2), (3, 4), (5, 6)), ("ours", (1, 2), (3, 0), (0, 6))):
         for repetition, token_ids in enumerate(replies, start=-1):
-            answers.add(arm, repetition, Reply(0.1, tuple(token_ids), 0))
+            answers.add(arm, repetition, PromptReply(0.1, tuple(token_ids), 0))
     row = {"arm": "ours", "same first token": "1 of 2", "same 4 tokens": "0 of 2"}
     assert answers.rows({"ours": "full"}) == [row], "warming up does not count"
 
@@ -121,4 +121,4 @@ def test_impossible_peers_are_refused(tmp_path: Path) -> None:
 
 def test_too_few_documents_are_refused_before_anything_runs() -> None:
     with pytest.raises(UsageError, match="3 documents are too few for prompts of 5"):
-        Scope(num_lasting=100, num_documents=3)
+        AnywhereScope(num_lasting=100, num_documents=3)

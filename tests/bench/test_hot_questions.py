@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.hot_questions import CONFIGS, OURS, Traffic, ask_all, asked, asked_before, run_questions
+from stillroom.bench.hot_questions import CONFIGS, OURS, HotTraffic, ask_all, asked, asked_before, run_questions
 from stillroom.config.settings import StillroomConfig
 from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.embedder import Embedder, Vectors
@@ -15,7 +15,7 @@ from tests.bench.test_retrieval_quality import QUERIES, make_dataset
 
 def test_traffic_is_seeded_and_unequal() -> None:
     questions = [f"question {n}" for n in range(50)]
-    traffic = Traffic(num_questions=2000, per_second=10.0, zipf_exponent=1.0)
+    traffic = HotTraffic(num_questions=2000, per_second=10.0, zipf_exponent=1.0)
     stream, gaps = asked(questions, traffic, seed=1)
     assert (stream, gaps) == asked(questions, traffic, seed=1) != asked(questions, traffic, seed=2)
     counts = [count for _, count in Counter(stream).most_common(2)]
@@ -39,7 +39,7 @@ def test_the_corpus_changes_between_the_questions() -> None:
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # in the caller's thread, so that each refresh ends before the next question
     monkeypatch.setattr(QueryCache, "_start_refresh", QueryCache._refresh)
-    traffic = Traffic(num_questions=24, per_second=1000.0, change_every=12)
+    traffic = HotTraffic(num_questions=24, per_second=1000.0, change_every=12)
     dataset = make_dataset(tmp_path / "set")
     result = run_questions(dataset, tmp_path / "work", StillroomConfig(), traffic=traffic, repeat=1)
     found = result.samples
@@ -61,7 +61,7 @@ def test_every_arm_waits_for_embeddings(tmp_path: Path, monkeypatch: pytest.Monk
         return embed(self, texts)
 
     monkeypatch.setattr(Embedder, "embed_queries", noted)
-    traffic = Traffic(num_questions=24, per_second=1000.0, change_every=12)
+    traffic = HotTraffic(num_questions=24, per_second=1000.0, change_every=12)
     dataset = make_dataset(tmp_path / "set")
     begin = lambda *_: embedded.append(set())  # noqa: E731
     run_questions(dataset, tmp_path / "work", StillroomConfig(), traffic=traffic, repeat=2, on_run=begin)

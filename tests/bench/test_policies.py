@@ -13,15 +13,15 @@ from stillroom.bench.loads.reuse_workloads import (
     MMLU_LIKE,
     SYSTEM_TOKENS,
     Ask,
-    Workload,
+    ReuseWorkload,
     document_ask,
     made_workload,
     retrieved_workload,
     trace_workload,
     zipf_exponent,
 )
-from stillroom.bench.policies import ARMS, BELADY, DEFAULT, Scope, losses, run_policies
-from stillroom.bench.policy_replay import Capacity, Outcome, Setup, replay
+from stillroom.bench.policies import ARMS, BELADY, DEFAULT, PoliciesScope, losses, run_policies
+from stillroom.bench.policy_replay import Capacity, PolicyOutcome, Setup, replay
 from stillroom.core.kv import NodeKey
 from stillroom.errors import UsageError
 from stillroom.kvcache.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
@@ -31,13 +31,13 @@ SIZE = 32
 BESIDE = (SYSTEM_TOKENS + QUESTION_TOKENS) // SIZE
 
 
-def workload(*requests: str) -> Workload:
+def workload(*requests: str) -> ReuseWorkload:
     """Each letter is a document."""
     asks = tuple(document_ask([(letter, SIZE) for letter in request]) for request in requests)
-    return Workload("by hand", asks, block_size=SIZE)
+    return ReuseWorkload("by hand", asks, block_size=SIZE)
 
 
-def hits(requests: Workload, num_documents: int, setup: Setup) -> list[int]:
+def hits(requests: ReuseWorkload, num_documents: int, setup: Setup) -> list[int]:
     """Documents found, by request, where `num_documents` fit beside the system prompt and a question."""
     share = (num_documents + BESIDE) / requests.num_distinct_blocks
     return [tokens // SIZE for tokens in replay(requests, Capacity(share), setup).hits]
@@ -58,7 +58,7 @@ def test_documents_count_only_after_the_same_documents() -> None:
     assert hits(workload("AB", "AB", "BA", "AC"), 9, Setup()) == [0, 2, 0, 1]
 
 
-def best_possible(requests: Workload, num_documents: int) -> int:
+def best_possible(requests: ReuseWorkload, num_documents: int) -> int:
     """The most documents that can be found, over every way to evict: dynamic programming over what is kept."""
     paths = [[piece.key for piece in ask.pieces[1:]] for ask in requests.asks]
 
@@ -125,7 +125,7 @@ def test_replaying_twice_gives_the_same() -> None:
         assert one.hits == again.hits and one.saved_seconds == again.saved_seconds
 
 
-def unbounded_hit_rate(requests: Workload) -> float:
+def unbounded_hit_rate(requests: ReuseWorkload) -> float:
     """Return the share of document tokens that a cache without limits would have."""
     seen: set[NodeKey] = set()
     hits = 0
@@ -150,7 +150,7 @@ def test_traces(tmp_path: Path) -> None:
     retrieved = retrieved_workload(tmp_path / "rag_x.json", 2, 10)
     assert unbounded_hit_rate(retrieved) == pytest.approx(3 / 8)
     (tmp_path / "other").write_text("[1]")
-    readers: list[Callable[[Path], Workload]] = [
+    readers: list[Callable[[Path], ReuseWorkload]] = [
         lambda path: trace_workload(path, 9),
         lambda path: retrieved_workload(path, 2, 9),
     ]
@@ -162,9 +162,9 @@ def test_traces(tmp_path: Path) -> None:
 def test_the_report_says_who_won_and_where_the_default_did_not(tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
     with pytest.raises(UsageError, match="has no rag_"):
-        run_policies(Scope(), data=tmp_path)
+        run_policies(PoliciesScope(), data=tmp_path)
     (tmp_path / "traces" / "rag_x.json").write_text(json.dumps({"retrieved_docs": [["a b", "c"], ["a b", "d"]]}))
-    result = run_policies(Scope(60, (1,), (0.1, 0.4), 2), data=tmp_path)
+    result = run_policies(PoliciesScope(60, (1,), (0.1, 0.4), 2), data=tmp_path)
     rows = result.tables["Token hit rate"]
     assert [(row["workload"], row["fits"]) for row in rows][::2] == [
         ("mmlu-like, k=1", "10%"),
@@ -177,8 +177,8 @@ def test_the_report_says_who_won_and_where_the_default_did_not(tmp_path: Path) -
 
 
 def test_a_loss_is_told() -> None:
-    def outcome(num_hit_tokens: int) -> list[Outcome]:
-        return [Outcome(100, num_hit_tokens)]
+    def outcome(num_hit_tokens: int) -> list[PolicyOutcome]:
+        return [PolicyOutcome(100, num_hit_tokens)]
 
     requests = workload("A")
     cell = dict.fromkeys(ARMS, outcome(40)) | {"lfu": outcome(41), BELADY: outcome(90)}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom.bench.anywhere_house import Scope
+from stillroom.bench.anywhere_house import AnywhereScope
 from stillroom.bench.preloading import PLACES, run_preloading
 from tests.bench.test_anywhere import TINY
 
@@ -21,7 +21,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_every_place_way_and_moment_is_measured(tmp_path: Path) -> None:
-    scope = Scope(num_chunks=3, chunk_tokens=20, question_tokens=8, ratios=(0.25,), dtype="float32", repeat=2)
+    scope = AnywhereScope(num_chunks=3, chunk_tokens=20, question_tokens=8, ratios=(0.25,), dtype="float32", repeat=2)
     result = run_preloading(scope, tmp_path, shape=TINY)
     arms = {
         f"{moment}/{place.label}, {way.label}"

@@ -6,7 +6,7 @@ import pytest
 
 from stillroom.bench.instrument.harness import Samples
 from stillroom.bench.instrument.report import to_markdown
-from stillroom.bench.loads.reuse_traffic import CURVES, Traffic, budget_for, made_pool
+from stillroom.bench.loads.reuse_traffic import CURVES, ReuseTraffic, budget_for, made_pool
 from stillroom.bench.reordering import (
     ANSWERED,
     BASELINE,
@@ -23,8 +23,8 @@ from stillroom.bench.runtime import Shape
 from stillroom.config.settings import ReuseConfig
 from stillroom.errors import UsageError
 from stillroom.kvcache.cost_model import linear_profile
-from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import System
+from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import EnginePolicy
 
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 SMALL = ReorderingOptions(windows=(0, 8), num_requests=12, num_warm=3, num_documents=20, repeat=2, loads=(3.0,))
@@ -33,10 +33,10 @@ SMALL = ReorderingOptions(windows=(0, 8), num_requests=12, num_warm=3, num_docum
 def test_arms() -> None:
     reuse = ReuseConfig()
     assert systems(reuse, (8, 1, 8)) == {
-        BASELINE: System(reuse=reuse),
-        "cache first, window 1": System(reuse=reuse, scheduling="cache_first", window=1),
-        "cache first, window 8": System(reuse=reuse, scheduling="cache_first", window=8),
-        "shortest first, window 8": System(reuse=reuse, scheduling="shortest_first", window=8),
+        BASELINE: EnginePolicy(reuse=reuse),
+        "cache first, window 1": EnginePolicy(reuse=reuse, scheduling="cache_first", window=1),
+        "cache first, window 8": EnginePolicy(reuse=reuse, scheduling="cache_first", window=8),
+        "shortest first, window 8": EnginePolicy(reuse=reuse, scheduling="shortest_first", window=8),
     }
 
 
@@ -75,10 +75,10 @@ def test_impossible_wishes_are_refused() -> None:
 @pytest.mark.parametrize("curve", CURVES)
 def test_where_nearly_nothing_fits_the_order_finds_more_and_answers_sooner(curve: str) -> None:
     """What the command measures, on a modelled machine."""
-    traffic = Traffic(made_pool(60, 97, seed=0), curve, 1, "drawn", 0)
+    traffic = ReuseTraffic(made_pool(60, 97, seed=0), curve, 1, "drawn", 0)
     prompts = traffic.prompts(100, 0)
     budget = budget_for(traffic.pool, prompts, 1, device_share=0.0, host_share=0.0)
-    plant = Plant(
+    plant = HardwareModel(
         costs=linear_profile(0.02, 7e-4, 0.0),
         bytes_per_token=64,
         num_layers=2,

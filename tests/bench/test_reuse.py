@@ -14,10 +14,10 @@ import pytest
 
 from stillroom.bench.instrument.report import to_markdown
 from stillroom.bench.instrument.statistics import ratio_of_means
-from stillroom.bench.loads.reuse_traffic import Traffic, budget_for, made_pool
+from stillroom.bench.loads.reuse_traffic import ReuseTraffic, budget_for, made_pool
 from stillroom.bench.reuse import ReuseOptions, run_reuse
 from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS, RATIOS, OurRuntime
-from stillroom.bench.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Cell, Figures, sustained_rate
+from stillroom.bench.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Figures, LoadCell, sustained_rate
 from stillroom.bench.reuse_index import LEAST_VECTORS
 from stillroom.bench.reuse_search import FaissSearch, Searched
 from stillroom.bench.reuse_worker import common_prefix
@@ -121,7 +121,7 @@ def test_sustained_rate() -> None:
 def test_figures_by_hand() -> None:
     figures = Figures(slo_seconds=2.0, num_tokens=5)
     prompts = [((1, 2), (3, 4, 5), (6,))] * 2
-    off, lru = Cell("mmlu", 1, UNLOADED, "off"), Cell("mmlu", 1, UNLOADED, "lru")
+    off, lru = LoadCell("mmlu", 1, UNLOADED, "off"), LoadCell("mmlu", 1, UNLOADED, "lru")
 
     def answer(seconds: float, cached: list[list[int]]) -> dict[str, Any]:
         return {
@@ -158,9 +158,9 @@ def test_figures_by_hand() -> None:
 
 
 def test_ratios_are_of_the_runs_that_both_have() -> None:
-    figures, off, peer = Figures(), Cell("mmlu", 1, UNLOADED, "off"), Cell("mmlu", 1, UNLOADED, "vllm")
+    figures, off, peer = Figures(), LoadCell("mmlu", 1, UNLOADED, "off"), LoadCell("mmlu", 1, UNLOADED, "vllm")
 
-    def add(cell: Cell, repetition: int, seconds: float) -> None:
+    def add(cell: LoadCell, repetition: int, seconds: float) -> None:
         answer = {
             "seconds": [seconds] * 2,
             "response_seconds": [seconds] * 2,
@@ -178,7 +178,7 @@ def test_ratios_are_of_the_runs_that_both_have() -> None:
 
 
 def test_answers_of_one_token_have_no_time_per_further_token() -> None:
-    figures, off = Figures(), Cell("mmlu", 1, UNLOADED, "off")
+    figures, off = Figures(), LoadCell("mmlu", 1, UNLOADED, "off")
     figures.add(
         off, 0, [((1,), (2,))], {"seconds": [1], "response_seconds": [1], "cached": [[0] * 3], "wall_seconds": 1}
     )
@@ -201,7 +201,7 @@ def test_ratio_of_means_keeps_neighbours_together() -> None:
 @pytest.mark.parametrize("arm", ARMS)
 def test_each_arm_keeps_what_it_should(arm: str, tmp_path: Path) -> None:
     pool = made_pool(20, 97, seed=0)
-    prompts = Traffic(pool, "mmlu", 2, "drawn", 0).prompts(12, 0)
+    prompts = ReuseTraffic(pool, "mmlu", 2, "drawn", 0).prompts(12, 0)
     budget = budget_for(pool, prompts, 2)
     settings: dict[str, Any] = {"device": budget.device, "host": budget.host, "disk": budget.disk}
     settings |= {"max_seqs": 4, "step_tokens": 512, "max_tokens": 2, "scratch": str(tmp_path / "kv")}

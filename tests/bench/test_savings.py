@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from stillroom.bench.loads.retrieved_traces import QUESTION_TOKENS, Retrieved, count_tokens, read_retrieved
 from stillroom.bench.loads.reuse_workloads import SYSTEM_TOKENS
-from stillroom.bench.savings import FULL, PREFIX, SET, Outcome, Strategy, Trace, full_recompute, replay, run_savings
+from stillroom.bench.savings import (
+    FULL,
+    PREFIX,
+    SET,
+    SavingsOutcome,
+    Strategy,
+    Trace,
+    full_recompute,
+    replay,
+    run_savings,
+)
 from stillroom.errors import UsageError
 
 WORDS = {"A": 10, "B": 20, "C": 37, "D": 3, "E": 16}
@@ -25,11 +35,11 @@ def trace(*requests: str) -> Trace:
     return Trace("by hand", tuple(Retrieved(tuple(TEXTS[letter] for letter in one), None) for one in requests))
 
 
-def twin(requests: list[str], strategy: Strategy) -> Outcome:
+def twin(requests: list[str], strategy: Strategy) -> SavingsOutcome:
     """With room for everything: which paths were computed exactly, and which passages were seen."""
     exact: set[str] = set()
     seen: set[str] = set()
-    outcome = Outcome()
+    outcome = SavingsOutcome()
     for number, request in enumerate(requests):
         order = request
         if strategy.reorders:
@@ -65,13 +75,15 @@ def test_by_hand() -> None:
     requests = trace("AB", "BA", "ABC")
     total = 3 * (64 + 32) + 3 * (13 + 26) + 48
     full = full_recompute(requests)
-    assert full == Outcome(total, total, 2 * (13 + 26), 2 * (13 + 26))
+    assert full == SavingsOutcome(total, total, 2 * (13 + 26), 2 * (13 + 26))
     beside = 64 + 3 * 32  # the system prompt once, each question
-    assert replay(requests, Strategy(), None) == Outcome(total, beside + 2 * (13 + 26) + 48, 2 * (13 + 26), 13 + 26)
-    assert replay(requests, Strategy(reorders=True), None) == Outcome(total, beside + 13 + 26 + 48, 78, 0)
-    assert replay(requests, Strategy(ratio=0.0), None) == Outcome(total, beside + 13 + 26 + 48, 78, 0)
+    assert replay(requests, Strategy(), None) == SavingsOutcome(
+        total, beside + 2 * (13 + 26) + 48, 2 * (13 + 26), 13 + 26
+    )
+    assert replay(requests, Strategy(reorders=True), None) == SavingsOutcome(total, beside + 13 + 26 + 48, 78, 0)
+    assert replay(requests, Strategy(ratio=0.0), None) == SavingsOutcome(total, beside + 13 + 26 + 48, 78, 0)
     half = replay(requests, Strategy(ratio=0.5), None)  # 20 of the second request's 39, behind a look
-    assert half == Outcome(total, beside + 13 + 26 + 48 + 20 + 32, 78, 20)
+    assert half == SavingsOutcome(total, beside + 13 + 26 + 48 + 20 + 32, 78, 20)
 
 
 @given(

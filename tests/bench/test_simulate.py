@@ -7,7 +7,7 @@ import pytest
 
 from stillroom.bench import simulate
 from stillroom.bench.instrument.report import to_markdown
-from stillroom.bench.loads.reuse_traffic import Traffic
+from stillroom.bench.loads.reuse_traffic import ReuseTraffic
 from stillroom.bench.runtime import Shape
 from stillroom.bench.simulate import EXPERIMENTS, run_simulate
 from stillroom.bench.simulate_validation import run_validation
@@ -16,12 +16,12 @@ from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
 from stillroom.errors import UsageError
 from stillroom.kvcache.cost_model import Link, linear_profile
-from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import System
+from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import EnginePolicy
 
 TINY = SimulateOptions(num_requests=5, num_warm=4, num_documents=40)
 COSTS = linear_profile(1.0, 0.01, 0.0, {Tier.HOST: Link(0.0, 100.0)})
-PLANT = Plant(costs=COSTS, bytes_per_token=1, num_layers=2, device_bytes=320, max_model_len=300)
+PLANT = HardwareModel(costs=COSTS, bytes_per_token=1, num_layers=2, device_bytes=320, max_model_len=300)
 PROMPT = ((1,) * 16, (2,) * 64, (3,) * 32, (4,) * 8)
 
 
@@ -54,10 +54,10 @@ def test_who_waits_for_company_has_it_when_it_comes(num_seats: int, waited: floa
 def test_host_is_worth_its_link() -> None:
     """Another prompt drives the first one out; it comes back as long as loading is faster than computing."""
     other = ((1,) * 16, *(((5,) * 96,) * 2), (6,) * 8)
-    tiers = System(reuse=ReuseConfig(policy="lru", host_bytes=1000, disk_bytes=0))
+    tiers = EnginePolicy(reuse=ReuseConfig(policy="lru", host_bytes=1000, disk_bytes=0))
     fast, slow = (
         SimulatedRuntime(
-            Plant(
+            HardwareModel(
                 costs=linear_profile(1.0, 0.01, 0.0, {Tier.HOST: Link(0.0, rate)}),
                 bytes_per_token=1,
                 num_layers=2,
@@ -92,7 +92,7 @@ def test_experiments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompts_fit_the_model_whatever_k_is() -> None:
     for k in (1, 2, 5):
         case = ragcache_case("llama2-7b-a10g", "nq", k, TINY)
-        assert isinstance(case.traffic, Traffic)
+        assert isinstance(case.traffic, ReuseTraffic)
         longest = max(sum(map(len, prompt)) for prompt in case.traffic.prompts(20, 0))
         assert longest + case.plant.max_tokens <= case.plant.max_model_len
 

@@ -7,7 +7,7 @@ import pytest
 
 from stillroom.bench import speculation
 from stillroom.bench.loads.workloads import RealData
-from stillroom.bench.speculation import MODES, Scope, run_speculation
+from stillroom.bench.speculation import MODES, SpeculationScope, run_speculation
 from tests.bench.test_anywhere import TINY
 
 
@@ -18,7 +18,7 @@ def test_every_arm_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     texts = tuple(f"keys rotate word{at % 7} cats{at % 3} sleep" for at in range(200))
     real = RealData(texts, tuple(map(str, range(30))), vectors[:200], vectors[200:])
     monkeypatch.setattr(speculation, "load_real_data", lambda *_: real)
-    scope = Scope(size=2600, nbits=6, num_questions=4, shares=(0.5, 1.0), num_clients=(1, 2), repeat=2)
+    scope = SpeculationScope(size=2600, nbits=6, num_questions=4, shares=(0.5, 1.0), num_clients=(1, 2), repeat=2)
     result = run_speculation([Path("data/tiny")], tmp_path, scope, shape=TINY)
 
     groups = ("50% of lists, one client", "100% of lists, one client", "50% of lists, 2 clients")

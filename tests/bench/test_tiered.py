@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.tiered import SKEWS, Scope, run_tiered
+from stillroom.bench.tiered import SKEWS, TieredScope, run_tiered
 from stillroom.errors import UsageError
 
 
 def test_every_arm_is_measured(tmp_path: Path) -> None:
-    scope = Scope(size=8000, nlist=64, nprobe=2, shares=(0.25,), batch_sizes=(1, 4), num_batches=2, repeat=2)
+    scope = TieredScope(size=8000, nlist=64, nprobe=2, shares=(0.25,), batch_sizes=(1, 4), num_batches=2, repeat=2)
     result = run_tiered(tmp_path, scope)
     groups = [f"{skew}, batch {size}" for skew in SKEWS for size in (1, 4)]
     arms = ("all on disk", "25% of lists in RAM", "all in RAM")
@@ -29,4 +29,4 @@ def test_every_arm_is_measured(tmp_path: Path) -> None:
 
 def test_too_few_vectors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too few"):
-        run_tiered(tmp_path, Scope(size=1000, nlist=64))
+        run_tiered(tmp_path, TieredScope(size=1000, nlist=64))

@@ -9,22 +9,22 @@ import pytest
 
 from stillroom.bench.reuse_search import Asked
 from stillroom.bench.runtime import Shape
-from stillroom.bench.tiered import Questions, Scope, made_lists
+from stillroom.bench.tiered import SkewedQuestions, TieredScope, made_lists
 from stillroom.bench.tiered_answers import Alone, AnswerScope, BatchedSearch, plan_for, run_answers
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, written
 
-SCOPE = Scope(size=8000, nlist=64, nprobe=4, repeat=2)
+SCOPE = TieredScope(size=8000, nlist=64, nprobe=4, repeat=2)
 SHAPE = Shape(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2)
 
 
 @pytest.fixture(scope="module")
-def questions() -> Questions:
-    return Questions(made_lists(SCOPE), 0.8, SCOPE)
+def questions() -> SkewedQuestions:
+    return SkewedQuestions(made_lists(SCOPE), 0.8, SCOPE)
 
 
 @pytest.fixture(scope="module")
-def profile(questions: Questions, tmp_path_factory: pytest.TempPathFactory) -> SearchProfile:
+def profile(questions: SkewedQuestions, tmp_path_factory: pytest.TempPathFactory) -> SearchProfile:
     effort = Effort(batch_sizes=(1, 4), num_queries=8)
     lists = made_lists(SCOPE)
     return measure_profile(lists, questions.draw(200, -2), SCOPE.nprobe, tmp_path_factory.mktemp("disk"), effort)
@@ -56,7 +56,7 @@ def test_a_tighter_target_needs_no_fewer_lists_in_ram(profile: SearchProfile) ->
 
 
 @pytest.mark.parametrize("dispatches", [True, False])
-def test_all_that_wait_are_searched_as_one_batch(questions: Questions, tmp_path: Path, dispatches: bool) -> None:
+def test_all_that_wait_are_searched_as_one_batch(questions: SkewedQuestions, tmp_path: Path, dispatches: bool) -> None:
     tiers = TieredLists(written(made_lists(SCOPE), tmp_path / "lists"), np.arange(20))
     asked: queue.SimpleQueue[Asked] = queue.SimpleQueue()
     for number in range(5):

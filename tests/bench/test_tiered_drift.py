@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from stillroom.bench.tiered import Scope
+from stillroom.bench.tiered import TieredScope
 from stillroom.bench.tiered_drift import DriftScope, run_drift
 
 
 def test_exchanging_recovers_and_the_first_choice_does_not(tmp_path: Path) -> None:
-    scope = Scope(size=8000, nlist=64, nprobe=2, repeat=1)
+    scope = TieredScope(size=8000, nlist=64, nprobe=2, repeat=1)
     drift = DriftScope(num_before=256, num_after=2048, window=64, drop_every=64, half_lives=(50.0,))
     result = run_drift(tmp_path, scope, drift)
     moving, staying = "exchanging, half-life 50", "first choice stays"

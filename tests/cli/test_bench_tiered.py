@@ -9,7 +9,7 @@ from stillroom.bench import tiered, tiered_answers, tiered_drift, tiered_model
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Samples
 from stillroom.bench.instrument.report import BenchResult
-from stillroom.bench.tiered import Scope
+from stillroom.bench.tiered import TieredScope
 from stillroom.bench.tiered_drift import DriftScope
 from tests.cli.harness import Run
 
@@ -38,7 +38,7 @@ def test_each_benchmark_gets_its_flags(run: Run, calls: list[Any]) -> None:
     assert run("bench", "tiered", "--answers", "--probes", "256").code == 0
     assert run("bench", "tiered", "--predict", "--batch", "3").code == 0
     assert [name for name, *_ in calls] == ["run_tiered", "run_drift", "run_answers", "run_prediction"]
-    assert calls[0][1] == Scope(shares=(0.2, 0.3), batch_sizes=(2,))
+    assert calls[0][1] == TieredScope(shares=(0.2, 0.3), batch_sizes=(2,))
     assert calls[1][2] == DriftScope(share=0.3, half_lives=(9.0,))
     assert calls[2][1].nprobe == 256 and calls[3][1].batch_sizes == (3,)
 

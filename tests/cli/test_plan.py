@@ -14,7 +14,7 @@ from stillroom.config.settings import GenerationConfig, IndexConfig, RuntimeConf
 from stillroom.core.clock import SystemClock
 from stillroom.rag import generator
 from stillroom.rag.planning.scene import measure_scene
-from stillroom.rag.planning.workload import Questions, Workload
+from stillroom.rag.planning.workload import PlannedWorkload, QuestionCounts
 from stillroom.rag.room import Stillroom
 from stillroom.retrieval.index import ivf_pq
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
@@ -67,9 +67,9 @@ def test_a_plan_sends_the_prompts_that_are_allowed_and_waits_for_company_as_conf
     config = StillroomConfig(
         runtime=RuntimeConfig(kv_bytes=2**26, batch_delay_ms=20.0), generation=GenerationConfig(max_prompt_tokens=60)
     )
-    asked = Questions((QUESTION,), (1,), "one")
+    asked = QuestionCounts((QUESTION,), (1,), "one")
     with closing(KnowledgeBase.open(kb, config, clock=SystemClock())) as opened:
-        scene = measure_scene(opened, config, asked, Workload((0,), (0,), (0.0,), 1.0), 2, SystemClock())
+        scene = measure_scene(opened, config, asked, PlannedWorkload((0,), (0,), (0.0,), 1.0), 2, SystemClock())
     assert 40 < sum(map(len, scene.found[0].prompt)) <= 60
     assert scene.plant.batch_delay_seconds == 0.02
 
@@ -99,12 +99,12 @@ def test_a_plan_searches_as_hard_as_the_goal_asks_and_copies_no_full_vectors(
 ) -> None:
     goal = IndexConfig(kind="ivf_pq", nlist=16, nprobe=1, ann_recall=0.9, hot_bytes=hot_bytes)
     config = StillroomConfig(runtime=RuntimeConfig(kv_bytes=2**26), index=goal)
-    asked = Questions(("key 7 of town 58", "key 9 of town 30"), (1, 1), "two")
+    asked = QuestionCounts(("key 7 of town 58", "key 9 of town 30"), (1, 1), "two")
     with closing(KnowledgeBase.open(lists_kb, config, clock=SystemClock())) as opened:
         index = opened.dense_index()
         assert isinstance(index, TieredIvfPqIndex) == bool(hot_bytes)
         monkeypatch.delattr(type(index), "to_arrays")
-        workload = Workload((0, 1), (0, 1), (0.0, 1.0), 1.0)
+        workload = PlannedWorkload((0, 1), (0, 1), (0.0, 1.0), 1.0)
         scene = measure_scene(opened, config, asked, workload, 2, SystemClock())
         effort = opened.search_effort()
     assert scene.index is not None and scene.index.nprobe == effort and effort > 1

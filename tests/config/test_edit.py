@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.config.edit import Change, edit_file, with_settings
+from stillroom.config.edit import SettingChange, edit_file, with_settings
 from stillroom.config.load import load_config
 from stillroom.errors import ConfigError
 
@@ -33,10 +33,10 @@ def test_a_file_keeps_everything_else(tmp_path: Path) -> None:
     changes = edit_file(file, {"reuse.host_bytes": 5, "reuse.disk_bytes": 6, "runtime.kv_bytes": 7, "server.port": 80})
 
     assert changes == [
-        Change("reuse.host_bytes", "1GiB", 5),
-        Change("reuse.disk_bytes", None, 6),
-        Change("runtime.kv_bytes", None, 7),
-        Change("server.port", None, 80),
+        SettingChange("reuse.host_bytes", "1GiB", 5),
+        SettingChange("reuse.disk_bytes", None, 6),
+        SettingChange("runtime.kv_bytes", None, 7),
+        SettingChange("server.port", None, 80),
     ]
     expected = WRITTEN.replace('host_bytes = "1GiB" # old', "host_bytes = 5 # old")
     expected = expected.replace("[reuse]\n", "[reuse]\ndisk_bytes = 6\n").replace(

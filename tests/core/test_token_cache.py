@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.core.token_cache import Policy, TokenCache, Use, gdsf, lru, tamm
+from stillroom.core.token_cache import EntryUse, Policy, TokenCache, gdsf, lru, tamm
 
 
 class SlowCache:
@@ -35,7 +35,7 @@ class SlowCache:
 
     def touch(self, key: int, value: str, tokens: int, uses: int) -> None:
         self.accesses += 1
-        priority = self.policy(Use(self.accesses, tokens, uses + 1, self.clock))
+        priority = self.policy(EntryUse(self.accesses, tokens, uses + 1, self.clock))
         self.entries[key] = (value, tokens, uses + 1, priority)
 
 

@@ -13,10 +13,10 @@ import pytest
 from stillroom.config.settings import EngineConfig
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SamplingParams
-from stillroom.engine.events import TokenEvent, Usage
+from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteRequest
-from stillroom.engine.openai_server import OpenAIServer
+from stillroom.engine.openai_server import OpenAIClient
 from stillroom.errors import (
     DeadlineExceededError,
     EngineClosedError,
@@ -91,7 +91,7 @@ def talking(*replies: Reply, model: str = "m", **settings: object) -> Iterator[T
             slept.append(seconds)
 
         clock = ManualClock()
-        with OpenAIEngine(OpenAIServer(config, clock, sleep=sleep, uniform=lambda: 0.5), model, clock) as engine:
+        with OpenAIEngine(OpenAIClient(config, clock, sleep=sleep, uniform=lambda: 0.5), model, clock) as engine:
             yield Talk(engine, server, slept)
 
 
@@ -100,7 +100,7 @@ def test_pieces_arrive_and_the_last_event_has_reason_and_usage() -> None:
         *pieces, last = talk.ask()
 
     assert [piece.text for piece in pieces] == ["Twice ", "a year."]
-    assert (last.finish_reason, last.usage) == (FinishReason.STOP, Usage(9, 4, 2))
+    assert (last.finish_reason, last.usage) == (FinishReason.STOP, RemoteUsage(9, 4, 2))
 
 
 def test_what_is_sent() -> None:
@@ -239,7 +239,7 @@ def test_nobody_there_is_told_with_the_address() -> None:
         config = EngineConfig(kind="openai", base_url=f"http://127.0.0.1:{port}", max_retries=0)
         told = f"http://127.0.0.1:{port}/v1 cannot be reached.*is the server run"
         with (
-            OpenAIEngine(OpenAIServer(config, ManualClock()), "", ManualClock()) as engine,
+            OpenAIEngine(OpenAIClient(config, ManualClock()), "", ManualClock()) as engine,
             pytest.raises(EngineUnavailableError, match=told),
         ):
             engine.find_model()

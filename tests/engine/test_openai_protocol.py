@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.core.request import FinishReason, SamplingParams
-from stillroom.engine.events import Usage
-from stillroom.engine.openai_protocol import Progress, SseDecoder, read_event, sampling_fields
+from stillroom.engine.events import RemoteUsage
+from stillroom.engine.openai_protocol import EventDelta, SseDecoder, read_event, sampling_fields
 from stillroom.engine.openai_server import base_url
 from stillroom.errors import EngineError, UsageError
 
@@ -33,19 +33,19 @@ def test_event_without_end_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("data", "progress"),
     [
-        ('{"choices": [{"delta": {"role": "assistant"}}]}', Progress()),
-        ('{"choices": [{"delta": {"content": null, "reasoning_content": "hm"}}]}', Progress()),
-        ('{"choices": [{"text": "a", "finish_reason": null}]}', Progress("a")),
-        ('{"choices": [{"text": "", "finish_reason": "length"}]}', Progress("", FinishReason.LENGTH)),
-        ('{"choices": [{"delta": {}, "finish_reason": "eos"}]}', Progress("", FinishReason.STOP)),
-        ('{"choices": [], "usage": {"prompt_tokens": 3}}', Progress(usage=Usage(3, 0, 0))),
+        ('{"choices": [{"delta": {"role": "assistant"}}]}', EventDelta()),
+        ('{"choices": [{"delta": {"content": null, "reasoning_content": "hm"}}]}', EventDelta()),
+        ('{"choices": [{"text": "a", "finish_reason": null}]}', EventDelta("a")),
+        ('{"choices": [{"text": "", "finish_reason": "length"}]}', EventDelta("", FinishReason.LENGTH)),
+        ('{"choices": [{"delta": {}, "finish_reason": "eos"}]}', EventDelta("", FinishReason.STOP)),
+        ('{"choices": [], "usage": {"prompt_tokens": 3}}', EventDelta(usage=RemoteUsage(3, 0, 0))),
         (
             '{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": null}}',
-            Progress(usage=Usage(3, 0, 1)),
+            EventDelta(usage=RemoteUsage(3, 0, 1)),
         ),
     ],
 )
-def test_events(data: str, progress: Progress) -> None:
+def test_events(data: str, progress: EventDelta) -> None:
     assert read_event(data) == progress
 
 

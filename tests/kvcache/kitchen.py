@@ -22,7 +22,7 @@ S, Q = 100, 101
 """The token of the system prompt and of questions; documents are named by their token."""
 
 
-class Kitchen:
+class TreeFixture:
     """A tree with a manager in front and a simulated memory behind."""
 
     def __init__(

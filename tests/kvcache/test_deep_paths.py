@@ -6,15 +6,15 @@ import pytest
 
 from stillroom.core.kv import Tier
 from stillroom.kvcache.block_pool import BlockPool
-from tests.kvcache.kitchen import SIZE, Kitchen
+from tests.kvcache.kitchen import SIZE, TreeFixture
 
 DEPTH = sys.getrecursionlimit() + 100
 NUM_TOKENS = DEPTH * SIZE
 
 
-def deep(*, host_bytes: int = 0, disk_bytes: int = 0) -> Kitchen:
+def deep(*, host_bytes: int = 0, disk_bytes: int = 0) -> TreeFixture:
     """One prompt of that many pieces was served."""
-    kitchen = Kitchen(DEPTH + 10, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    kitchen = TreeFixture(DEPTH + 10, host_bytes=host_bytes, disk_bytes=disk_bytes)
     kitchen.serve(question=NUM_TOKENS - SIZE + 1)
     assert len(kitchen.tree) == DEPTH
     return kitchen

@@ -8,7 +8,7 @@ import pytest
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeCopy, NodeKey, Tier
 from stillroom.kvcache.placement import AnywhereOptions
-from tests.kvcache.kitchen import SIZE, Kitchen
+from tests.kvcache.kitchen import SIZE, TreeFixture
 from tests.kvcache.prefix_memory import PrefixMemory
 
 
@@ -39,8 +39,8 @@ class Narrow(PrefixMemory):
             raise MemoryError(move)
 
 
-def narrow() -> tuple[Kitchen, Narrow]:
-    kitchen = Kitchen(8, host_bytes=20 * SIZE, disk_bytes=20 * SIZE)
+def narrow() -> tuple[TreeFixture, Narrow]:
+    kitchen = TreeFixture(8, host_bytes=20 * SIZE, disk_bytes=20 * SIZE)
     kitchen.memory = memory = Narrow(SIZE)
     kitchen.open()
     return kitchen, memory
@@ -80,7 +80,7 @@ def test_a_request_whose_placement_fails_holds_nothing() -> None:
 
 @pytest.mark.parametrize("is_placed", [False, True])
 def test_a_request_for_which_reading_ahead_fails_holds_nothing(is_placed: bool) -> None:
-    kitchen = Kitchen(8, disk_bytes=20 * SIZE)
+    kitchen = TreeFixture(8, disk_bytes=20 * SIZE)
     kitchen.memory = memory = Narrow(SIZE)
     kitchen.open()
     assert kitchen.manager.reuse is not None

@@ -8,11 +8,11 @@ from stillroom.core.reuse import Reason
 from stillroom.errors import NonFiniteError
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import Link, linear_profile
-from stillroom.kvcache.eviction import POLICIES, Use, gdsf, lfu, lru, pgdsf, prefix_heat, reusability, tamm
+from stillroom.kvcache.eviction import POLICIES, NodeUse, gdsf, lfu, lru, pgdsf, prefix_heat, reusability, tamm
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.placement import reusability as context_of
 from stillroom.kvcache.provenance import Context
-from tests.kvcache.kitchen import SIZE, Kitchen, S
+from tests.kvcache.kitchen import SIZE, S, TreeFixture
 from tests.kvcache.prefix_memory import prefix_hash
 
 
@@ -25,7 +25,7 @@ NEW, TAIL = (None, Reason.NEVER_SEEN), (None, Reason.TAIL)
 
 
 def test_the_second_question_computes_only_itself() -> None:
-    kitchen = Kitchen()
+    kitchen = TreeFixture()
     assert reasons(kitchen.serve(1, 2)) == [NEW, NEW, NEW, TAIL]
     again = kitchen.serve(1, 2)
     assert reasons(again) == [(Tier.DEVICE, Reason.HIT)] * 3 + [TAIL]
@@ -35,7 +35,7 @@ def test_the_second_question_computes_only_itself() -> None:
 
 
 def test_kv_that_is_not_finite_is_kept_by_no_tier_and_takes_what_was_used_with_it() -> None:
-    kitchen = Kitchen(host_bytes=100, disk_bytes=100)
+    kitchen = TreeFixture(host_bytes=100, disk_bytes=100)
     kitchen.serve(1)
     kitchen.serve(3)
     lease = kitchen.lease(1, 2)
@@ -51,13 +51,13 @@ def test_kv_that_is_not_finite_is_kept_by_no_tier_and_takes_what_was_used_with_i
 
 
 def test_another_order_is_another_path_and_says_so() -> None:
-    kitchen = Kitchen()
+    kitchen = TreeFixture()
     kitchen.serve(1, 2)
     assert reasons(kitchen.serve(2, 1)) == [(Tier.DEVICE, Reason.HIT), *[(None, Reason.ORDER_DIFFERS)] * 2, TAIL]
 
 
 def test_a_long_question_is_kept_in_pieces_but_for_its_last_token() -> None:
-    kitchen = Kitchen(12)
+    kitchen = TreeFixture(12)
     kitchen.serve(1, question=9)
     again = kitchen.serve(1, question=12)
     assert again.reuse is not None and again.reuse.num_cached_tokens == 8 + 8
@@ -69,7 +69,7 @@ def test_pgdsf_is_algorithm_1_by_hand() -> None:
 
     The first computes 10 tokens in 12 s, every later one with S cached 6 in 8 s: per token 1.2 and 4/3.
     """
-    kitchen = Kitchen(8, profile=linear_profile(2.0, 1.0, 0.0), policy=pgdsf)
+    kitchen = TreeFixture(8, profile=linear_profile(2.0, 1.0, 0.0), policy=pgdsf)
     kitchen.serve(1)  # 1.2 x 1 use
     kitchen.serve(2)  # 4/3 x 1 use
     kitchen.serve(1)  # a hit: 1.2 x 2 uses
@@ -85,7 +85,7 @@ def test_pgdsf_is_algorithm_1_by_hand() -> None:
 
 
 def test_only_leaves_of_the_device_leave_it() -> None:
-    kitchen = Kitchen(8)
+    kitchen = TreeFixture(8)
     kitchen.serve(1, 2)
     for _ in range(5):
         kitchen.serve(1)  # S and 1 are used far more often than 2
@@ -96,7 +96,7 @@ def test_only_leaves_of_the_device_leave_it() -> None:
 
 
 def test_swap_out_only_once() -> None:
-    kitchen = Kitchen(4, host_bytes=100)
+    kitchen = TreeFixture(4, host_bytes=100)
     for _ in range(4):
         kitchen.serve(1)
         kitchen.tree.make_room(4)
@@ -106,7 +106,7 @@ def test_swap_out_only_once() -> None:
 
 
 def test_a_full_host_sends_its_leaf_of_least_priority_to_disk() -> None:
-    kitchen = Kitchen(8, host_bytes=2 * SIZE, disk_bytes=100)
+    kitchen = TreeFixture(8, host_bytes=2 * SIZE, disk_bytes=100)
     kitchen.serve(1)
     kitchen.serve(2)
     kitchen.tree.make_room(8)
@@ -116,7 +116,7 @@ def test_a_full_host_sends_its_leaf_of_least_priority_to_disk() -> None:
 
 
 def test_without_a_lower_tier_what_leaves_is_gone_and_said_to_be_evicted() -> None:
-    kitchen = Kitchen(4)
+    kitchen = TreeFixture(4)
     kitchen.serve(1)
     kitchen.tree.make_room(4)
     assert reasons(kitchen.serve(1)) == [*[(None, Reason.EVICTED)] * 2, TAIL]
@@ -124,7 +124,7 @@ def test_without_a_lower_tier_what_leaves_is_gone_and_said_to_be_evicted() -> No
 
 
 def test_what_is_in_use_stays_and_a_request_that_finds_no_room_waits() -> None:
-    kitchen = Kitchen(5)
+    kitchen = TreeFixture(5)
     lease = kitchen.lease(1, 2)
     assert kitchen.admit(lease) == 0
     kitchen.compute(lease)
@@ -137,7 +137,7 @@ def test_what_is_in_use_stays_and_a_request_that_finds_no_room_waits() -> None:
 
 
 def test_a_request_that_has_to_wait_evicts_nothing_meanwhile() -> None:
-    kitchen = Kitchen(8)
+    kitchen = TreeFixture(8)
     kitchen.serve(1)
     lease = kitchen.lease(2, 3)
     assert kitchen.admit(lease) == SIZE
@@ -149,7 +149,7 @@ def test_a_request_that_has_to_wait_evicts_nothing_meanwhile() -> None:
 
 
 def test_two_at_once_compute_the_same_and_end_up_with_one_copy() -> None:
-    kitchen = Kitchen(16)
+    kitchen = TreeFixture(16)
     leases = [kitchen.lease(1, 2) for _ in range(2)]
     for lease in leases:
         assert kitchen.admit(lease) == 0
@@ -165,7 +165,7 @@ def test_two_at_once_compute_the_same_and_end_up_with_one_copy() -> None:
 def test_loading_that_takes_longer_than_computing_is_not_done() -> None:
     slow = linear_profile(0.0, 1.0, 0.0, {Tier.HOST: Link(100.0, 1e9)})
     for always_loads, source in ((False, (None, Reason.CHEAPER)), (True, (Tier.HOST, Reason.HIT))):
-        kitchen = Kitchen(4, profile=slow, host_bytes=100, always_loads=always_loads)
+        kitchen = TreeFixture(4, profile=slow, host_bytes=100, always_loads=always_loads)
         kitchen.serve(1)
         kitchen.tree.make_room(4)
         assert reasons(kitchen.serve(1)) == [source, source, TAIL]
@@ -174,7 +174,7 @@ def test_loading_that_takes_longer_than_computing_is_not_done() -> None:
 
 
 def test_a_damaged_record_is_a_miss_and_what_stands_on_it_goes_too() -> None:
-    kitchen = Kitchen(8, disk_bytes=1000)
+    kitchen = TreeFixture(8, disk_bytes=1000)
     kitchen.serve(1, 2)
     kitchen.tree.make_room(8)
     node = kitchen.node(1)
@@ -186,7 +186,7 @@ def test_a_damaged_record_is_a_miss_and_what_stands_on_it_goes_too() -> None:
 
 
 def test_a_disk_that_cannot_be_written_costs_only_hits() -> None:
-    kitchen = Kitchen(8, host_bytes=SIZE, disk_bytes=1000)
+    kitchen = TreeFixture(8, host_bytes=SIZE, disk_bytes=1000)
     kitchen.memory.is_disk_full = True
     kitchen.serve(1)
     kitchen.tree.make_room(8)
@@ -195,7 +195,7 @@ def test_a_disk_that_cannot_be_written_costs_only_hits() -> None:
 
 
 def test_what_was_flushed_is_there_after_a_restart_least_valuable_first_to_go() -> None:
-    kitchen = Kitchen(12, disk_bytes=3 * SIZE)
+    kitchen = TreeFixture(12, disk_bytes=3 * SIZE)
     kitchen.serve(1)
     for _ in range(3):
         kitchen.serve(2, 3)
@@ -210,7 +210,7 @@ def test_what_was_flushed_is_there_after_a_restart_least_valuable_first_to_go() 
 
 
 def test_records_that_no_path_leads_to_are_named() -> None:
-    kitchen = Kitchen(12, disk_bytes=1000)
+    kitchen = TreeFixture(12, disk_bytes=1000)
     kitchen.serve(1, 2)
     kitchen.tree.flush()
     records = {record.chunk_id: record for record in kitchen.memory.records.values()}
@@ -222,7 +222,7 @@ def test_records_that_no_path_leads_to_are_named() -> None:
 
 def test_a_chunk_of_unknown_context_fits_into_no_other_after_a_restart() -> None:
     """The first is exact where nothing is before it; the second was computed behind something nobody knows."""
-    kitchen = Kitchen(12, disk_bytes=1000)
+    kitchen = TreeFixture(12, disk_bytes=1000)
     lease = kitchen.lease(1, 2)
     assert kitchen.admit(lease) == 0
     kitchen.compute(lease)
@@ -239,7 +239,7 @@ def test_a_chunk_of_unknown_context_fits_into_no_other_after_a_restart() -> None
 
 
 def test_a_record_that_cannot_be_read_just_now_is_computed_and_stays() -> None:
-    kitchen = Kitchen(12, disk_bytes=1000)
+    kitchen = TreeFixture(12, disk_bytes=1000)
     kitchen.serve(1, 2)
     assert kitchen.tree.make_room(12)
     kitchen.memory.unreadable = set(kitchen.memory.records)
@@ -250,7 +250,7 @@ def test_a_record_that_cannot_be_read_just_now_is_computed_and_stays() -> None:
 
 
 def test_idle_moments_bring_everything_to_disk() -> None:
-    kitchen = Kitchen(12, disk_bytes=1000)
+    kitchen = TreeFixture(12, disk_bytes=1000)
     kitchen.serve(1, 2)
     assert sum(1 for _ in iter(kitchen.tree.tend, False)) == 3
     assert kitchen.tree.num_nodes(Tier.DISK) == 3
@@ -259,7 +259,7 @@ def test_idle_moments_bring_everything_to_disk() -> None:
 
 def test_what_is_seldom_asked_for_does_not_displace_what_is_popular() -> None:
     for admits_by_frequency in (True, False):
-        kitchen = Kitchen(8, disk_bytes=2 * SIZE, admits_by_frequency=admits_by_frequency)
+        kitchen = TreeFixture(8, disk_bytes=2 * SIZE, admits_by_frequency=admits_by_frequency)
         for _ in range(4):
             kitchen.serve(1)
         kitchen.tree.make_room(8)
@@ -271,7 +271,7 @@ def test_what_is_seldom_asked_for_does_not_displace_what_is_popular() -> None:
 
 def test_what_a_waiting_request_will_use_leaves_last() -> None:
     for looks_ahead in (True, False):
-        kitchen = Kitchen(8, looks_ahead=looks_ahead)
+        kitchen = TreeFixture(8, looks_ahead=looks_ahead)
         kitchen.serve(1)
         for _ in range(3):
             kitchen.serve(2)
@@ -284,7 +284,7 @@ def test_what_a_waiting_request_will_use_leaves_last() -> None:
 
 
 def test_only_a_removed_document_goes_and_what_stands_behind_it() -> None:
-    kitchen = Kitchen(16, disk_bytes=1000)
+    kitchen = TreeFixture(16, disk_bytes=1000)
     kitchen.serve(1, 2)
     kitchen.serve(3, 1)
     kitchen.tree.flush()
@@ -295,7 +295,7 @@ def test_only_a_removed_document_goes_and_what_stands_behind_it() -> None:
 
 
 def test_a_document_removed_under_a_running_request_does_it_no_harm() -> None:
-    kitchen = Kitchen(16)
+    kitchen = TreeFixture(16)
     kitchen.serve(1)
     lease = kitchen.lease(1, 2)
     assert kitchen.admit(lease) == 8
@@ -311,7 +311,7 @@ def test_a_document_removed_under_a_running_request_does_it_no_harm() -> None:
 
 
 def test_what_is_being_computed_of_a_removed_document_is_not_kept_either() -> None:
-    kitchen = Kitchen(16)
+    kitchen = TreeFixture(16)
     lease = kitchen.lease(1, 2, 3)
     assert kitchen.admit(lease) == 0
     kitchen.manager.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(2)}, [lease])
@@ -328,7 +328,7 @@ def test_what_is_being_computed_of_a_removed_document_is_not_kept_either() -> No
 
 
 def test_after_losing_the_device_the_system_prompt_comes_from_its_replica() -> None:
-    kitchen = Kitchen(16, host_bytes=100, replicates_system=True)
+    kitchen = TreeFixture(16, host_bytes=100, replicates_system=True)
     kitchen.serve(1)
     kitchen.memory.lose_device()
     kitchen.tree.lose_device()
@@ -337,7 +337,7 @@ def test_after_losing_the_device_the_system_prompt_comes_from_its_replica() -> N
 
 
 def test_policies_are_sort_keys() -> None:
-    use = Use(
+    use = NodeUse(
         key=b"",  # type: ignore[arg-type]
         num_tokens=4,
         clock=10.0,
@@ -357,7 +357,7 @@ def test_policies_are_sort_keys() -> None:
 
 
 def test_heat_is_the_logarithm_of_uses_that_fade() -> None:
-    kitchen = Kitchen(8, half_life_uses=2.0)
+    kitchen = TreeFixture(8, half_life_uses=2.0)
     kitchen.serve(1)  # uses 1 (S) and 2 (the document)
     kitchen.serve(1)  # uses 3 and 4
     node = kitchen.node(1)
@@ -367,7 +367,7 @@ def test_heat_is_the_logarithm_of_uses_that_fade() -> None:
 
 def test_an_eviction_does_not_end_the_memory_of_uses() -> None:
     for policy, survivor in ((prefix_heat, 1), (pgdsf, 2)):
-        kitchen = Kitchen(8, policy=policy)
+        kitchen = TreeFixture(8, policy=policy)
         for _ in range(3):
             kitchen.serve(1)
         kitchen.tree.make_room(8)
@@ -379,7 +379,7 @@ def test_an_eviction_does_not_end_the_memory_of_uses() -> None:
 
 
 def test_of_paths_used_alike_the_deeper_end_leaves_first() -> None:
-    kitchen = Kitchen(8)
+    kitchen = TreeFixture(8)
     kitchen.serve(2)
     kitchen.serve(1, 3)  # later, so that LRU would take 2
     kitchen.tree.make_room(5)

@@ -11,7 +11,7 @@ from stillroom.core.kv import NodeKey, Tier
 from stillroom.kvcache.chunk_scores import ContextMass
 from stillroom.kvcache.node import Node, WindowedCount
 from stillroom.kvcache.placement import AnywhereOptions, Reusability, best_variant, context_overlap, reusability
-from stillroom.kvcache.repair import PlacedChunk, Repair
+from stillroom.kvcache.repair import PlacedChunk, SelectiveRecompute
 
 UNLIKE = Reusability(0.0, 0.8)
 
@@ -36,7 +36,7 @@ def test_every_token_is_exact_placed_or_computed(
         placed.append(range(end + before, end + before + length))
         end = placed[-1].stop
     question, total = end + gap, end + gap + tail
-    repair = Repair(num_exact, unlike(*placed), question, AnywhereOptions(ratio, selector))
+    repair = SelectiveRecompute(num_exact, unlike(*placed), question, AnywhereOptions(ratio, selector))
     known = [*range(num_exact), *(position for chunk in placed for position in chunk)]
     assert repair.context.tolist() == known
     if repair.needs_look:
@@ -59,7 +59,7 @@ def test_every_token_is_exact_placed_or_computed(
 
 
 def test_the_look_decides_by_the_placed_tokens_alone() -> None:
-    repair = Repair(2, unlike(range(2, 4), range(6, 8)), 8, AnywhereOptions(0.25, "question"))
+    repair = SelectiveRecompute(2, unlike(range(2, 4), range(6, 8)), 8, AnywhereOptions(0.25, "question"))
     attention = np.zeros((2, 2, 8), np.float32)  # two exact tokens, four placed ones, two that look
     attention[:, 0] = [[9, 9, 0.0, 0.3, 0.4, 0.3, 9, 9], [9, 9, 0.2, 0.1, 0.4, 0.3, 9, 9]]
     repair.see(attention)
@@ -68,8 +68,8 @@ def test_the_look_decides_by_the_placed_tokens_alone() -> None:
 
 @pytest.mark.parametrize(("ratio", "looks"), [(0.0, False), (0.15, True), (1.0, False)])
 def test_nobody_looks_where_nothing_is_to_be_chosen(ratio: float, looks: bool) -> None:
-    def new(selector: TokenSelector, window: int = 0) -> Repair:
-        return Repair(2, unlike(range(2, 12)), 12, AnywhereOptions(ratio, selector, focus_window=window))
+    def new(selector: TokenSelector, window: int = 0) -> SelectiveRecompute:
+        return SelectiveRecompute(2, unlike(range(2, 12)), 12, AnywhereOptions(ratio, selector, focus_window=window))
 
     assert new("question").needs_look is new("question_mean").needs_look is new("first", 2).needs_look is looks
     assert not new("first").needs_look and not new("random").needs_look and not new("deviation").needs_look
@@ -82,12 +82,12 @@ def test_each_chunk_has_its_own_budget() -> None:
     like, half = PlacedChunk(range(10), Reusability(1.0, 0.9)), PlacedChunk(range(10, 20), Reusability(0.5, 0.6))
     unknown = PlacedChunk(range(20, 30), Reusability(0.0, None))
     for alpha, counts in ((1.0, [0, 3, 8]), (0.5, [0, 2, 4]), (2.0, [0, 6, 10]), (0.0, [0, 0, 0])):
-        repair = Repair(0, [like, half, unknown], 30, AnywhereOptions(0.15, "first", alpha))
+        repair = SelectiveRecompute(0, [like, half, unknown], 30, AnywhereOptions(0.15, "first", alpha))
         assert repair.num_chosen() == counts, alpha
 
 
 def test_a_probe_decides_by_the_placed_tokens_alone() -> None:
-    repair = Repair(1, unlike(range(1, 4), range(6, 8)), 8, AnywhereOptions(0.4, "deviation"))
+    repair = SelectiveRecompute(1, unlike(range(1, 4), range(6, 8)), 8, AnywhereOptions(0.4, "deviation"))
     assert list(repair.probes_from(9, 5)) == [1, 2, 3, 4, 5]
     repair.probe(np.array([0, 3, 1, 9, 9], np.float32), 9)
     assert repair.needs_probe and list(repair.probes_from(9, 5)) == [6, 7, 8]
@@ -100,11 +100,11 @@ def test_chunks_out_of_focus_are_not_repaired() -> None:
     placed = [range(start, start + 5) for start in (0, 5, 10, 15)]
     for selector in ("first", "question"):
         options = AnywhereOptions(0.4, selector, focus_window=2)
-        repair = Repair(0, unlike(*placed), 20, options)
+        repair = SelectiveRecompute(0, unlike(*placed), 20, options)
         attention = np.repeat(np.array([0.05, 0.1, 0.02, 1.1], np.float32), 5)
         repair.see(np.tile(np.append(attention, [9.0, 9.0]).astype(np.float32), (3, 2, 1)))
         assert repair.num_chosen() == [0, 0, 0, 2] and repair.is_focused() == [False, False, False, True]
-    assert Repair(0, unlike(*placed), 20, AnywhereOptions(0.0, "first")).is_focused() == [None] * 4
+    assert SelectiveRecompute(0, unlike(*placed), 20, AnywhereOptions(0.0, "first")).is_focused() == [None] * 4
 
 
 def test_overlap_counts_common_chunks_and_their_order() -> None:

@@ -14,8 +14,8 @@ from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import SegmentKind
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.placement import AnywhereOptions
-from stillroom.kvcache.weighing import Weigher, weighs_every
-from tests.kvcache.kitchen import SIZE, Kitchen
+from stillroom.kvcache.weighing import AttentionMassSampler, weighs_every
+from tests.kvcache.kitchen import SIZE, TreeFixture
 
 
 def pieces_of(lengths: list[int]) -> list[Piece]:
@@ -47,7 +47,7 @@ def measure(weights: NDArray[np.float32], positions: NDArray[np.int64], wish: We
     return Masses(paid, own, rows.sum(0))
 
 
-def weigh(weigher: Weigher, weights: NDArray[np.float32], steps: list[NDArray[np.int64]]) -> int:
+def weigh(weigher: AttentionMassSampler, weights: NDArray[np.float32], steps: list[NDArray[np.int64]]) -> int:
     """Compute the tokens of these steps; returns how many were looked at."""
     count = 0
     for positions in steps:
@@ -61,7 +61,7 @@ def weigh(weigher: Weigher, weights: NDArray[np.float32], steps: list[NDArray[np
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=6), st.integers(1, 10))
 def test_with_every_token_measured_the_sums_are_those_of_the_matrix(lengths: list[int], budget: int) -> None:
     pieces, total = pieces_of(lengths), sum(lengths)
-    weights, weigher = attention_of(total), Weigher(pieces, total, every=1)
+    weights, weigher = attention_of(total), AttentionMassSampler(pieces, total, every=1)
     order = np.arange(total)
     weigh(weigher, weights, [order[start : start + budget] for start in range(0, total, budget)])
     assert weigher.mass_of(0) is None and weigher.mass_of(len(pieces) - 1) is None
@@ -81,7 +81,7 @@ def test_with_every_token_measured_the_sums_are_those_of_the_matrix(lengths: lis
 def test_a_sample_is_scaled_up_and_leaves_no_chunk_out() -> None:
     lengths = [4, 40, 3, 33, 5]
     pieces, total = pieces_of(lengths), sum(lengths)
-    weigher = Weigher(pieces, total, every=16)
+    weigher = AttentionMassSampler(pieces, total, every=16)
     weights = np.zeros((total, total), np.float32)
     for one in pieces:  # a fixed part of each token's attention goes to each earlier piece
         weights[one.start :, one.start : one.end] = 0.1 / one.num_tokens
@@ -94,7 +94,7 @@ def test_a_sample_is_scaled_up_and_leaves_no_chunk_out() -> None:
 
 def test_what_is_kept_already_is_not_measured() -> None:
     pieces = pieces_of([2, 5, 5, 2])
-    weigher = Weigher(pieces, 14, every=1)
+    weigher = AttentionMassSampler(pieces, 14, every=1)
     weigher.leave_out(1)
     wish = weigher.weighing(np.arange(14))
     assert wish is not None and wish.rows.tolist() == [7, 8, 9, 10, 11]
@@ -107,7 +107,7 @@ def test_who_ranks_tokens_needs_all_of_them() -> None:
 
 
 def test_a_request_that_had_to_make_room_is_measured_anew() -> None:
-    kitchen = Kitchen()
+    kitchen = TreeFixture()
     assert kitchen.manager.reuse is not None
     kitchen.manager.reuse = replace(kitchen.manager.reuse, weighs_every=1)
     lease = kitchen.lease(1)

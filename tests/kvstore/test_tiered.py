@@ -16,7 +16,7 @@ from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import path_of, read_header
 from stillroom.kvstore.host import HostStore, payload_of
 from stillroom.kvstore.record import PAGE_SIZE, Defect, Header, checksum_of
-from stillroom.kvstore.tiered import Flow, TieredStore
+from stillroom.kvstore.tiered import TieredStore, TransferFlow
 from stillroom.ops.rope import turn
 from tests.fakes import ManualClock
 from tests.kvstore.nodes import MODEL, key
@@ -222,7 +222,7 @@ def test_a_full_disk_is_a_failed_store(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setattr(os, "write", full)
         assert not tiers.store(record(1, 3), Tier.DEVICE, blocks(1))
     assert tiers.stats.num_write_failures == 1
-    assert tiers.stats.flows[Tier.DEVICE, Tier.DISK] == Flow(num_failed=1)
+    assert tiers.stats.flows[Tier.DEVICE, Tier.DISK] == TransferFlow(num_failed=1)
     assert not list(tmp_path.rglob("*.kv")) and not list(tmp_path.rglob("*.tmp"))
 
 
@@ -325,14 +325,14 @@ def test_bytes_and_seconds_are_booked_by_direction(tmp_path: Path, monkeypatch: 
     assert tiers.load(key(3), Tier.DISK, blocks(6), 1)
     assert not tiers.load(key(4), Tier.DISK, blocks(6), 1)
     assert tiered.stats.flows == {
-        (Tier.DEVICE, Tier.HOST): Flow(2, 0, 7 * size, 4.0),
-        (Tier.HOST, Tier.DEVICE): Flow(1, 0, 3 * size, 0.5),
-        (Tier.HOST, Tier.DISK): Flow(1, 0, 3 * size, 0.0),
-        (Tier.DEVICE, Tier.DISK): Flow(1, 0, size, 2.0),
-        (Tier.DISK, Tier.DEVICE): Flow(1, 1, size, 0.5),
-        (Tier.DEVICE, Tier.DEVICE): Flow(),
+        (Tier.DEVICE, Tier.HOST): TransferFlow(2, 0, 7 * size, 4.0),
+        (Tier.HOST, Tier.DEVICE): TransferFlow(1, 0, 3 * size, 0.5),
+        (Tier.HOST, Tier.DISK): TransferFlow(1, 0, 3 * size, 0.0),
+        (Tier.DEVICE, Tier.DISK): TransferFlow(1, 0, size, 2.0),
+        (Tier.DISK, Tier.DEVICE): TransferFlow(1, 1, size, 0.5),
+        (Tier.DEVICE, Tier.DEVICE): TransferFlow(),
     }
-    assert set(before.flows.values()) == {Flow()}, "a snapshot stays as it was"
+    assert set(before.flows.values()) == {TransferFlow()}, "a snapshot stays as it was"
 
 
 def test_slots_belong_to_the_pool() -> None:

@@ -5,7 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.ops.attention_mass import Flow, attention_flow, attention_weights_reference, mean_weights, one_hot
+from stillroom.ops.attention_mass import (
+    AttentionFlow,
+    attention_flow,
+    attention_weights_reference,
+    mean_weights,
+    one_hot,
+)
 
 HEADS = [(1, 1, 8), (6, 2, 8), (4, 4, 16), (9, 3, 64), (5, 1, 4)]
 POSITIONS = [list(range(18, 23)), [0, 22, 7, 7, 13], [22, 21, 3, 2, 1]]
@@ -18,7 +24,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
     torch.testing.assert_close(actual, expected.float(), atol=tolerance, rtol=tolerance)
 
 
-def flows_are_close(actual: Flow, expected: Flow, tolerance: float = 1e-5) -> None:
+def flows_are_close(actual: AttentionFlow, expected: AttentionFlow, tolerance: float = 1e-5) -> None:
     for one, other in zip(actual, expected, strict=True):
         close(one, other, tolerance)
 
@@ -47,7 +53,7 @@ def slow_flow(  # noqa: PLR0913  as its twin
     places: torch.Tensor,
     window: int | None = None,
     softcap: float | None = None,
-) -> Flow:
+) -> AttentionFlow:
     """Sums of the whole matrix, one number at a time."""
     weights_QK = attention_weights_reference(q, k, scale, places, window, softcap).mean(0)
     paid, own = torch.zeros(len(q), num_groups, dtype=torch.float64), torch.zeros(len(q), dtype=torch.float64)
@@ -56,7 +62,7 @@ def slow_flow(  # noqa: PLR0913  as its twin
         for key, group in enumerate(groups.tolist()):
             if group >= 0 and key != place:
                 paid[row, group] += weights_QK[row, key]
-    return Flow(paid, own, weights_QK.sum(0))
+    return AttentionFlow(paid, own, weights_QK.sum(0))
 
 
 @pytest.mark.parametrize(("window", "softcap"), LIMITS)

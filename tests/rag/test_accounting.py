@@ -11,7 +11,7 @@ from stillroom.config.settings import SpeculationConfig, StillroomConfig
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason
 from stillroom.engine.deadlines import too_late
-from stillroom.engine.events import TokenEvent, Usage
+from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.errors import DeadlineExceededError, EngineError
 from stillroom.rag.accounting import Account
 from stillroom.rag.answer import AskOptions
@@ -70,7 +70,7 @@ def test_an_answer_without_a_token_has_no_first_one() -> None:
 
 
 def test_an_engine_elsewhere_counts_for_itself() -> None:
-    seen = accounted(event(12.0, text="a b"), event(13.0, FinishReason.LENGTH, usage=Usage(90, 60, 7)))
+    seen = accounted(event(12.0, text="a b"), event(13.0, FinishReason.LENGTH, usage=RemoteUsage(90, 60, 7)))
 
     assert [seen[name] for name in HEARD] == [90, 7, 1, 1, 1]
     assert seen["stillroom_cached_tokens_total"] == 60

@@ -23,7 +23,7 @@ from stillroom.core.request import FinishReason, SamplingParams
 from stillroom.engine.events import TokenEvent
 from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import RemoteRequest
-from stillroom.engine.openai_server import OpenAIServer
+from stillroom.engine.openai_server import OpenAIClient
 from stillroom.errors import EngineRefusedError, EngineUnavailableError
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.room import Stillroom
@@ -92,7 +92,7 @@ def test_greedy_story_is_that_of_transformers(config: EngineConfig, shared: Path
     assert [begin, pieces[first], pieces[second]] == [1, " Once", " upon"]
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
 
-    with OpenAIEngine(OpenAIServer(config, SystemClock()), "", SystemClock()) as engine:
+    with OpenAIEngine(OpenAIClient(config, SystemClock()), "", SystemClock()) as engine:
         assert engine.find_model().endswith("stories.gguf")
         sampling = SamplingParams(max_tokens=len(expected))
         engine.submit(RemoteRequest(RequestId("story"), "Once upon", sampling), events.put)

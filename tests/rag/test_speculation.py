@@ -17,7 +17,7 @@ from stillroom.core.request import SamplingParams
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.backend import Load
-from stillroom.rag.generator import Generator
+from stillroom.rag.generator import LocalBackend
 from stillroom.rag.pipeline import Pipeline
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.room import Stillroom
@@ -55,7 +55,7 @@ class Script:
 @dataclass
 class House:
     script: Script
-    generator: Generator
+    generator: LocalBackend
     metrics: Metrics
     make: Callable[[SpeculationConfig], Pipeline]
 
@@ -93,7 +93,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         script.chunks = [found[name] for name in sorted(found)]
         room.warm_up()
         generator = room._answering.backend
-        assert isinstance(generator, Generator) and len(script.chunks) == len(PEOPLE)
+        assert isinstance(generator, LocalBackend) and len(script.chunks) == len(PEOPLE)
         search = QueryCache(script.search, lambda: 0, room._kb.embed_question, QueryCacheConfig(max_tokens=0))
         traces = TraceLog(folder / "trace.sqlite", 0)
 
@@ -172,7 +172,7 @@ def test_a_prompt_that_cannot_be_is_only_the_final_lists_fault(house: House) -> 
 def test_nothing_is_begun_beside_prompts_that_are_still_to_be_read(
     house: House, num_waiting: int, num_prefilling: int, outcome: str
 ) -> None:
-    class Busy(Generator):
+    class Busy(LocalBackend):
         @property
         def load(self) -> Load:
             return Load(num_waiting, num_prefilling, num_prefilling=num_prefilling)

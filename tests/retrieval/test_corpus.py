@@ -16,7 +16,7 @@ from stillroom.core.ids import ChunkId, DocumentId, chunk_id_of
 from stillroom.core.metadata import Metadata
 from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.rows import Changes, Source, SourceUpdate, StoredDocument
+from stillroom.retrieval.rows import Changes, SourceFile, SourceUpdate, StoredDocument
 
 
 def stored(name: str, *texts: str, title: str = "T", first_line: int = 1) -> StoredDocument:
@@ -156,7 +156,7 @@ def test_many_documents_are_removed_in_several_commits(corpus: Corpus) -> None:
 
 
 def test_files_are_noted_and_forgotten_without_a_new_generation(corpus: Corpus) -> None:
-    source = Source("a", 10, 99, "hash", {"team": "legal"})
+    source = SourceFile("a", 10, 99, "hash", {"team": "legal"})
     corpus.commit(sources=[SourceUpdate("a", source)])
     assert (corpus.sources(), corpus.generation) == ({"a": source}, 0)
     corpus.commit([stored("a", "one")])

@@ -21,20 +21,20 @@ from stillroom.core.metadata import Metadata, clean_metadata
 from stillroom.errors import FilterError, UsageError
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.filtered_chunks import FilteredChunks
-from stillroom.retrieval.filters.language import AllOf, AnyOf, Comparison, Filter, Not, Value, parse_filter
+from stillroom.retrieval.filters.language import AllOf, AnyOf, FieldComparison, Filter, Not, Value, parse_filter
 from stillroom.retrieval.filters.sql import condition_of
 from tests.retrieval.test_corpus import stored
 
 
 def test_the_tree_of_a_filter() -> None:
-    team, year = Comparison("team", "=", (Value("legal"),)), Comparison("year", ">=", (Value("2020"),))
+    team, year = FieldComparison("team", "=", (Value("legal"),)), FieldComparison("year", ">=", (Value("2020"),))
     assert parse_filter("team=legal and year>=2020") == AllOf((team, year))
     assert parse_filter("not team == legal OR (year >= 2020 AND team=legal)") == AnyOf((Not(team), AllOf((year, team))))
     assert parse_filter("team=legal or team=legal and year>=2020") == AnyOf((team, AllOf((team, year))))
-    assert parse_filter(r"""`my  field` ~ "say \"hi\" \\ and go" """) == Comparison(
+    assert parse_filter(r"""`my  field` ~ "say \"hi\" \\ and go" """) == FieldComparison(
         "my field", "~", (Value('say "hi" \\ and go', True),)
     )
-    assert parse_filter("tag not in (a, 'b c')") == Not(Comparison("tag", "=", (Value("a"), Value("b c", True))))
+    assert parse_filter("tag not in (a, 'b c')") == Not(FieldComparison("tag", "=", (Value("a"), Value("b c", True))))
     assert parse_filter("article:published_time<2021-03-04T10:00:00+02:00").operator == "<"  # type: ignore[union-attr]
 
 
@@ -104,13 +104,13 @@ VALUES = st.one_of(
 )
 METADATA = st.dictionaries(st.sampled_from(FIELDS), VALUES | st.lists(VALUES, max_size=3), max_size=4)
 TESTS = st.builds(
-    lambda field, operator, text, is_quoted: Comparison(field, operator, (Value(text, is_quoted),)),
+    lambda field, operator, text, is_quoted: FieldComparison(field, operator, (Value(text, is_quoted),)),
     st.sampled_from(FIELDS),
     st.sampled_from(["=", "!=", "<", "<=", ">", ">=", "~"]),
     st.sampled_from(LITERALS) | st.text(max_size=3),
     st.booleans(),
 ) | st.builds(
-    lambda field, texts: Comparison(field, "=", tuple(map(Value, texts))),
+    lambda field, texts: FieldComparison(field, "=", tuple(map(Value, texts))),
     st.sampled_from(FIELDS),
     st.lists(st.sampled_from(LITERALS), min_size=1, max_size=3),
 )

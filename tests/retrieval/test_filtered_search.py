@@ -15,7 +15,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.errors import FilterError
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.filters import lists_among
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index import bm25, hnsw, qdrant_index
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.flat import FlatIndex
@@ -75,17 +75,17 @@ def exact(ids: NDArray[np.int64], vectors: Vectors) -> FlatIndex:
     return flat
 
 
-def exhaustive(flat: FlatIndex, query: Vectors, k: int, allowed: Allowed) -> Ranking:
+def exhaustive(flat: FlatIndex, query: Vectors, k: int, allowed: AllowedIds) -> Ranking:
     """Compare all, filter, and take the first."""
     wanted = set(allowed.ids.tolist())
     return [pair for pair in flat.search(query, len(flat)) if pair[0] in wanted][:k]
 
 
-def some(ids: NDArray[np.int64], share: float, seed: int) -> Allowed:
+def some(ids: NDArray[np.int64], share: float, seed: int) -> AllowedIds:
     """With some that no index has."""
     rng = np.random.default_rng(seed)
     chosen = ids[rng.random(len(ids)) < share]
-    return Allowed(np.sort(np.append(chosen, [-7, 10**15])))
+    return AllowedIds(np.sort(np.append(chosen, [-7, 10**15])))
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,7 +110,7 @@ def test_few_are_all_compared(tmp_path: Path, kind: str) -> None:
         assert [one for one, _ in found] == [one for one, _ in expected]
         assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-6)
         assert list(index.search_staged(query, 10, 4, None, allowed))[-1] == found
-    assert index.search(query, 10, None, Allowed(np.empty(0, dtype=np.int64))) == []
+    assert index.search(query, 10, None, AllowedIds(np.empty(0, dtype=np.int64))) == []
 
 
 @pytest.mark.parametrize("kind", INDEXES)
@@ -122,7 +122,7 @@ def test_recall_is_kept_without_comparing_all(
     monkeypatch.setattr(lists_among, "ENTRIES_PER_COMPARED", 10**9)
     index, flat, ids, vectors = filled(tmp_path, kind, 1500)
     queries, shares = clustered(30, 5), []
-    everything = Allowed(np.sort(ids))
+    everything = AllowedIds(np.sort(ids))
     plain = [len(_ids(index.search(one, 10)) & _ids(exhaustive(flat, one, 10, everything))) / 10 for one in queries]
     allowed = some(ids, share, 2)
     for query in queries:
@@ -143,7 +143,7 @@ def test_what_is_allowed_only_far_away_is_found(tmp_path: Path, kind: str, monke
     subject = np.argmax(vectors @ SUBJECTS.T, axis=1)
     for query in clustered(20, 5):
         far = np.argsort(SUBJECTS @ query)[:4]
-        allowed = Allowed(np.sort(ids[np.isin(subject, far)]))
+        allowed = AllowedIds(np.sort(ids[np.isin(subject, far)]))
         found, expected = index.search(query, 10, None, allowed), exhaustive(flat, query, 10, allowed)
         assert len(found) == 10
         shares.append(len(_ids(found) & _ids(expected)) / 10)
@@ -154,7 +154,7 @@ def test_what_is_allowed_only_far_away_is_found(tmp_path: Path, kind: str, monke
 def test_a_change_of_the_index_is_seen_by_the_same_filter(tmp_path: Path, kind: str) -> None:
     index, flat, ids, vectors = filled(tmp_path, kind, 700)
     query, new = clustered(2, 5)
-    allowed = Allowed(np.sort(np.append(ids[:20], 10**6)))
+    allowed = AllowedIds(np.sort(np.append(ids[:20], 10**6)))
     best = index.search(query, 3, None, allowed)[0][0]
     index.add(np.array([10**6]), query[None])
     assert index.search(query, 3, None, allowed)[0][0] == 10**6

@@ -13,7 +13,7 @@ import pytest
 from stillroom.core.ids import DocumentId
 from stillroom.errors import IncompatibleKnowledgeBaseError
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.rows import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, Source, SourceUpdate
+from stillroom.retrieval.rows import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, SourceFile, SourceUpdate
 from tests.retrieval.conftest import MakeFile, OpenKb
 from tests.retrieval.test_corpus import stored
 
@@ -94,7 +94,7 @@ def test_an_old_knowledge_base_is_brought_up_to_date_on_opening(
 def test_version_2_gets_names_of_commits_and_keeps_what_it_knows(tmp_path: Path) -> None:
     path = tmp_path / "corpus.sqlite3"
     corpus = Corpus(path)
-    corpus.commit([stored("a", "one")], sources=[SourceUpdate("a", Source("a", 10, 99, "hash"))])
+    corpus.commit([stored("a", "one")], sources=[SourceUpdate("a", SourceFile("a", 10, 99, "hash"))])
     corpus.close()
     database = sqlite3.connect(path)
     for statement in ("DROP TABLE commits", "DROP TRIGGER commits_have_names", "PRAGMA user_version = 2"):

@@ -11,7 +11,7 @@ from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.kvcache.block_table import BlockTable
 from stillroom.kvcache.lease import Lease
-from stillroom.scheduler.policy import POLICIES, Outlook, Policy, cache_first, first_come, shortest_first
+from stillroom.scheduler.policy import POLICIES, AdmissionCandidate, Policy, cache_first, first_come, shortest_first
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
 
@@ -41,9 +41,9 @@ class World:
     def __post_init__(self) -> None:
         self.queue = WaitingQueue(self.policy, self.outlook, self.window)
 
-    def outlook(self, one: Sequence) -> Outlook:
+    def outlook(self, one: Sequence) -> AdmissionCandidate:
         num_cached = self.cached.get(one.request_id, 0)
-        return Outlook(one.arrival, num_cached, 10 - num_cached)
+        return AdmissionCandidate(one.arrival, num_cached, 10 - num_cached)
 
     def push(self, *sequences: Sequence) -> None:
         for one in sequences:
@@ -58,7 +58,7 @@ class World:
 
 
 def test_the_three_orders() -> None:
-    outlook = Outlook(arrival=3, num_cached=6, num_to_compute=4)
+    outlook = AdmissionCandidate(arrival=3, num_cached=6, num_to_compute=4)
     assert (first_come(outlook), shortest_first(outlook), cache_first(outlook)) == (3.0, 4.0, -1.5)
     assert set(POLICIES) == {"first_come", "shortest_first", "cache_first"}
     cached = {RequestId("r1"): 2, RequestId("r2"): 7, RequestId("r3"): 5}

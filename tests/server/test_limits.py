@@ -18,7 +18,7 @@ from stillroom.core.clock import VirtualClock
 from stillroom.errors import DeadlineExceededError, EngineClosedError, PromptTooLongError, QueueFullError
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.room import Stillroom
-from stillroom.server.admission import Admission
+from stillroom.server.admission import AdmissionControl
 from stillroom.server.app import create_app
 from stillroom.server.keys import KeyRing
 from stillroom.server.limits import Bucket
@@ -122,7 +122,7 @@ def test_a_house_without_its_model_lives_but_is_not_ready() -> None:
 
 def test_who_would_wait_too_long_is_refused_by_the_pace_of_the_last_ones() -> None:
     clock = VirtualClock()
-    admission = Admission(2, 100, 10.0, clock)
+    admission = AdmissionControl(2, 100, 10.0, clock)
     for _ in range(8):  # nothing is known yet: four times the seats
         admission.enter("a")
     with pytest.raises(QueueFullError):
@@ -144,7 +144,7 @@ def test_who_would_wait_too_long_is_refused_by_the_pace_of_the_last_ones() -> No
 
 
 def test_a_full_house_lets_in_who_holds_less_than_his_share() -> None:
-    admission = Admission(4, 8, 0.0, VirtualClock())
+    admission = AdmissionControl(4, 8, 0.0, VirtualClock())
 
     def num_let_in(tenant: str) -> int:
         for count in range(100):
@@ -185,7 +185,7 @@ def test_the_pace_is_that_of_answers_which_came_to_their_end() -> None:
     config = StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1), server=ServerConfig(max_wait_s=1e-9))
     room = FakeRoom(config=config)
     app = create_app(as_room(room))
-    admission: Admission = app.state.admission
+    admission: AdmissionControl = app.state.admission
 
     def num_let_in() -> int:
         """Return how many requests are let in at once: one if a pace is known, which is slower than the limit."""

@@ -20,7 +20,7 @@ import pytest
 from stillroom.bench.instrument.harness import peak_rss_bytes, reset_peak_rss
 from stillroom.config.settings import QueryCacheConfig, RuntimeConfig, StillroomConfig, TraceConfig
 from stillroom.engine.engine import Engine
-from stillroom.rag.generator import Generator
+from stillroom.rag.generator import LocalBackend
 from stillroom.rag.room import Stillroom
 from tests.server.fakes import until
 from tests.server.harness import serving
@@ -153,7 +153,7 @@ def soak(url: str, room: Stillroom, count: int, seed: int) -> Counter[str]:
 
 def _is_idle(room: Stillroom) -> bool:
     backend = room._answering.backend
-    assert isinstance(backend, Generator)
+    assert isinstance(backend, LocalBackend)
     load = backend.load
     is_free = load.num_free_blocks == load.num_blocks > 0
     return is_free and load.num_waiting == load.num_running == 0 and not backend.engine._listeners
@@ -161,7 +161,7 @@ def _is_idle(room: Stillroom) -> bool:
 
 def _check_books(room: Stillroom) -> None:
     backend, checked = room._answering.backend, threading.Event()
-    assert isinstance(backend, Generator)
+    assert isinstance(backend, LocalBackend)
 
     def check(engine: Engine) -> None:
         engine.check_integrity()

@@ -9,7 +9,7 @@ from stillroom.rag.room import Stillroom
 from stillroom.retrieval.corpus import counts_of
 from stillroom.retrieval.kb_folder import CORPUS
 from stillroom.server.tenants import Tenants
-from stillroom.server.unopened import Unopened
+from stillroom.server.unopened import InactiveTenantCounts
 from tests.server.fakes import FakeRoom, as_room
 from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge
@@ -44,7 +44,7 @@ def test_what_is_added_meanwhile_is_counted_and_nothing_else_read_again(
         return counts_of(path)
 
     monkeypatch.setattr("stillroom.server.unopened.counts_of", counting)
-    ask = Unopened(tenants)
+    ask = InactiveTenantCounts(tenants)
     legal, sales = str(tmp_path / "tenants" / "legal"), str(tmp_path / "tenants" / "sales")
     assert {name: documents for name, (documents, _) in ask().items()} == {legal: 2}
     add_one(tmp_path, "sales")
@@ -61,17 +61,17 @@ def test_what_is_no_knowledge_base_or_damaged_is_left_out(tenants: Tenants, tmp_
         (tmp_path / "tenants" / name / CORPUS).write_bytes(content)
     (tmp_path / "tenants" / "folder").mkdir()
     (tmp_path / "tenants" / "file").touch()
-    assert len(Unopened(tenants)()) == 1
-    assert Unopened(Tenants(tenants.own, tmp_path / "nowhere"))() == {}
-    assert Unopened(Tenants(tenants.own))() == {}
+    assert len(InactiveTenantCounts(tenants)()) == 1
+    assert InactiveTenantCounts(Tenants(tenants.own, tmp_path / "nowhere"))() == {}
+    assert InactiveTenantCounts(Tenants(tenants.own))() == {}
 
 
 def test_who_has_asked_tells_himself(tenants: Tenants, tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb") as room:
         house = Tenants(room, tmp_path / "tenants")
-        room.metrics.watch_corpora("tenants", Unopened(house))
+        room.metrics.watch_corpora("tenants", InactiveTenantCounts(house))
         assert b"stillroom_documents 2.0" in room.metrics.render()
         house.room("legal")
-        assert Unopened(house)() == {}
+        assert InactiveTenantCounts(house)() == {}
         assert b"stillroom_documents 2.0" in room.metrics.render()
         house.close()

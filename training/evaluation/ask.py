@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stillroom.bench.answer_metrics import exact_match, word_f1
 from stillroom.bench.loads.chunk_questions import ChunkQuestion, load_questions
-from stillroom.bench.quality import Outcome, Scope, ask_all, bench_runtime
+from stillroom.bench.quality import QualityScope, QuestionOutcome, ask_all, bench_runtime
 from stillroom.bench.quality_arms import FULL, NONE, OURS, PREFIX, QualityArm, arm_name
 from stillroom.config.settings import RuntimeConfig
 from stillroom.core.clock import SystemClock
@@ -101,12 +101,12 @@ def _answers(engine: Engine, model: LoadedModel, questions: Sequence[ChunkQuesti
 
 def ask_with_reuse(
     checkpoint: str, path: Path, limit: int, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> dict[str, list[Outcome]]:
+) -> dict[str, list[QuestionOutcome]]:
     """The same questions computed in full, over exact KV, and over KV of another context: as it is, and repaired.
 
     Chunks are kept behind a chunk of another question, as `stillroom bench quality` does it.
     """
-    scope = Scope(path, limit, bench_runtime(checkpoint), max_tokens=MAX_ANSWER_TOKENS)
+    scope = QualityScope(path, limit, bench_runtime(checkpoint), max_tokens=MAX_ANSWER_TOKENS)
     arms = [
         QualityArm(NONE, AnywhereOptions(0.0, "first")),
         QualityArm(arm_name(OURS, REPAIRED), AnywhereOptions(REPAIRED, OURS)),

@@ -9,14 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from stillroom.bench.instrument.environment import record_environment
-from stillroom.bench.quality import Outcome
+from stillroom.bench.quality import QuestionOutcome
 from training.evaluation.score import Figure
 
 REPORT = "evaluation.json"
 
 
 def as_json(
-    model: str, found: Sequence[Figure], reuse: Mapping[str, Mapping[str, Sequence[Outcome]]]
+    model: str, found: Sequence[Figure], reuse: Mapping[str, Mapping[str, Sequence[QuestionOutcome]]]
 ) -> dict[str, Any]:
     """Args:
     reuse: outcomes by set and way of reuse.
@@ -41,7 +41,7 @@ def as_json(
     }
 
 
-def _reuse_row(arm: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _reuse_row(arm: str, outcomes: Sequence[QuestionOutcome]) -> dict[str, Any]:
     row: dict[str, Any] = {"way": arm, "questions": len(outcomes)}
     for name in ("is_right", "f1", "agrees", "recomputed"):
         value = fmean(getattr(one, name) for one in outcomes)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from stillroom.bench.quality import Outcome, Scope, ask_all
+from stillroom.bench.quality import QualityScope, QuestionOutcome, ask_all
 from stillroom.bench.quality_arms import FULL, QualityArm, alpha_name
 from stillroom.kvcache.chunk_scores import AlphaCell, choose_alpha
 from stillroom.rag.kv_cache import anywhere_options
@@ -24,7 +24,7 @@ class AlphaChoice:
 
 
 def find_alpha(
-    scope: Scope, desired: float, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+    scope: QualityScope, desired: float, *, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> AlphaChoice:
     """Ask every question with every alpha of the scope, with all other options of its `reuse`.
 
@@ -52,7 +52,7 @@ def find_alpha(
     return AlphaChoice(cells, choose_alpha(cells, desired), has_answers)
 
 
-def _quality(outcomes: Sequence[Outcome], full: Sequence[Outcome], *, has_answers: bool) -> float:
+def _quality(outcomes: Sequence[QuestionOutcome], full: Sequence[QuestionOutcome], *, has_answers: bool) -> float:
     if not has_answers:
         return fmean(one.agrees for one in outcomes)
     return fmean(one.is_right for one in outcomes) / fmean(one.is_right for one in full)

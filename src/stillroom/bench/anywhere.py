@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from stillroom.bench.anywhere_house import (
-    House,
-    Scope,
+    AnywhereScope,
+    EngineFixture,
     build_house,
     chunk,
     keep_elsewhere,
@@ -25,7 +25,7 @@ from stillroom.bench.anywhere_house import (
     system,
 )
 from stillroom.bench.anywhere_peer import Peer
-from stillroom.bench.anywhere_replies import Answers, Ask, Reply, agreement
+from stillroom.bench.anywhere_replies import Answers, Ask, PromptReply, agreement
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom.bench.instrument.report import BenchResult, share_name
@@ -43,7 +43,7 @@ FULL = "full prefill"
 
 
 def run_anywhere(
-    scope: Scope,
+    scope: AnywhereScope,
     work_dir: Path,
     *,
     shape: Shape | None = None,
@@ -120,7 +120,7 @@ def run_anywhere(
 
 
 @contextmanager
-def _houses(decoder: Decoder, scope: Scope, work_dir: Path) -> Iterator[dict[str, House]]:
+def _houses(decoder: Decoder, scope: AnywhereScope, work_dir: Path) -> Iterator[dict[str, EngineFixture]]:
     """One for each tier that chunks come from, each with the chunks there, and one that keeps nothing."""
     room = 4 * (scope.prompt_tokens + 16 * (scope.num_chunks + 2))
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
@@ -140,8 +140,8 @@ def _houses(decoder: Decoder, scope: Scope, work_dir: Path) -> Iterator[dict[str
 
 
 def _run(
-    house: House,
-    scope: Scope,
+    house: EngineFixture,
+    scope: AnywhereScope,
     answers: Answers,
     name: str,
     options: AnywhereOptions | None,
@@ -159,7 +159,7 @@ def _run(
     return run
 
 
-def _run_peer(ask: Ask, scope: Scope, answers: Answers, name: str) -> Callable[[int], Metrics]:
+def _run_peer(ask: Ask, scope: AnywhereScope, answers: Answers, name: str) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
         reply = ask(shuffled_prompt(scope, repetition))
         answers.add(name, repetition, reply)
@@ -168,18 +168,18 @@ def _run_peer(ask: Ask, scope: Scope, answers: Answers, name: str) -> Callable[[
     return run
 
 
-def _bytes_of_all_prompts(decoder: Decoder, scope: Scope) -> int:
+def _bytes_of_all_prompts(decoder: Decoder, scope: AnywhereScope) -> int:
     """KV of all that a peer is asked before shuffled questions: it keeps a chunk once for each beginning before it."""
     num_prompts = scope.num_chunks + 1 + scope.repeat
     return num_prompts * scope.prompt_tokens * kv_shape(decoder).bytes_per_token
 
 
-def _lasting_bytes(decoder: Decoder, scope: Scope) -> int:
+def _lasting_bytes(decoder: Decoder, scope: AnywhereScope) -> int:
     """KV of all documents, each once."""
     return scope.num_documents * scope.chunk_tokens * kv_shape(decoder).bytes_per_token
 
 
-def _lasting(decoder: Decoder, scope: Scope, work_dir: Path) -> list[dict[str, Any]]:
+def _lasting(decoder: Decoder, scope: AnywhereScope, work_dir: Path) -> list[dict[str, Any]]:
     """Each question draws its chunks anew; device, host and disk together hold each chunk about twice."""
     total = _lasting_bytes(decoder, scope)
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
@@ -187,7 +187,7 @@ def _lasting(decoder: Decoder, scope: Scope, work_dir: Path) -> list[dict[str, A
         house = build_house(decoder, scope, reuse, Path(scratch), 4 * scope.prompt_tokens + 600)
         off = build_house(decoder, scope, ReuseConfig(mode="off"), None, 2 * scope.prompt_tokens)
 
-        def ask_and_tend(segments: Sequence[Segment]) -> Reply:
+        def ask_and_tend(segments: Sequence[Segment]) -> PromptReply:
             reply = house.ask(segments)
             while house.engine.tend():  # as between requests
                 pass
@@ -198,12 +198,14 @@ def _lasting(decoder: Decoder, scope: Scope, work_dir: Path) -> list[dict[str, A
     return rows
 
 
-def _shuffled(scope: Scope, ask: Ask, ask_in_full: Ask, kept: str = "tokens not computed") -> list[dict[str, Any]]:
+def _shuffled(
+    scope: AnywhereScope, ask: Ask, ask_in_full: Ask, kept: str = "tokens not computed"
+) -> list[dict[str, Any]]:
     """A row for each hundred questions; every tenth is asked in full too."""
     rng = np.random.default_rng(scope.seed)
     rows: list[dict[str, Any]] = []
-    found: list[Reply] = []
-    pairs: list[tuple[Reply, Reply]] = []
+    found: list[PromptReply] = []
+    pairs: list[tuple[PromptReply, PromptReply]] = []
     for number in range(scope.num_lasting):
         chosen = rng.choice(scope.num_documents, scope.num_chunks, replace=False).tolist()
         prompt = [system(scope), *(chunk(scope, one) for one in chosen), question(scope, number)]

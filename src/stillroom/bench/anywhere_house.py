@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stillroom.bench.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, Ask, Reply
+from stillroom.bench.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, Ask, PromptReply
 from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import ChunkId, RequestId
@@ -27,7 +27,7 @@ from stillroom.rag.kv_cache import KVCache, kv_shape
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class AnywhereScope:
     """Sizes."""
 
     num_chunks: int = 5
@@ -54,7 +54,7 @@ class Scope:
         return SYSTEM_TOKENS + self.num_chunks * self.chunk_tokens + self.question_tokens
 
 
-class House:
+class EngineFixture:
     """An engine, its cache, and a number for each request."""
 
     def __init__(self, engine: Engine, cache: KVCache) -> None:
@@ -69,7 +69,7 @@ class House:
         if self.cache.tree is not None:
             self.cache.tree.make_room(self.cache.manager.pool.num_blocks)
 
-    def ask(self, segments: Sequence[Segment]) -> Reply:
+    def ask(self, segments: Sequence[Segment]) -> PromptReply:
         start = time.perf_counter()
         self.submit(segments)
         return self.finish(start)
@@ -84,7 +84,7 @@ class House:
         )
         self.engine.submit(request)
 
-    def finish(self, start: float) -> Reply:
+    def finish(self, start: float) -> PromptReply:
         """Of the only request that is left, with the time since `start` to its first token."""
         seconds = 0.0
         events: list[TokenEvent] = []
@@ -95,19 +95,19 @@ class House:
         assert reuse is not None
         token_ids = tuple(event.token_id for event in events if event.token_id is not None)
         sources = frozenset(segment.source for segment in reuse.segments[1:-1])
-        return Reply(seconds, token_ids, reuse.num_cached_tokens, reuse.num_recomputed_tokens, sources)
+        return PromptReply(seconds, token_ids, reuse.num_cached_tokens, reuse.num_recomputed_tokens, sources)
 
 
 def build_house(  # noqa: PLR0913  plain values, given once
     decoder: Decoder,
-    scope: Scope,
+    scope: AnywhereScope,
     reuse: ReuseConfig,
     folder: Path | None,
     num_tokens: int,
     *,
     max_num_seqs: int = 32,
     profile: CostProfile | None = None,
-) -> House:
+) -> EngineFixture:
     """An engine that keeps KV of so many tokens on the device; without a profile it measures one."""
     runtime = RuntimeConfig(
         kv_bytes=num_tokens * kv_shape(decoder).bytes_per_token,
@@ -117,34 +117,34 @@ def build_house(  # noqa: PLR0913  plain values, given once
     engine, cache = build_engine(
         decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32), profile=profile, kv_folder=folder
     )
-    return House(engine, cache)
+    return EngineFixture(engine, cache)
 
 
-def keep_elsewhere(scope: Scope, ask: Ask) -> None:
+def keep_elsewhere(scope: AnywhereScope, ask: Ask) -> None:
     """Each chunk behind another one, and none at its later place alone."""
     for number in range(scope.num_chunks):
         ask([system(scope), chunk(scope, scope.num_chunks), chunk(scope, number), question(scope, 0)])
 
 
-def shuffled_prompt(scope: Scope, repetition: int) -> list[Segment]:
+def shuffled_prompt(scope: AnywhereScope, repetition: int) -> list[Segment]:
     """All chunks in an order of its own, the same for every arm."""
     order = np.random.default_rng([scope.seed, repetition + 100]).permutation(scope.num_chunks).tolist()
     return [system(scope), *(chunk(scope, number) for number in order), question(scope, 1000 + repetition)]
 
 
-def system(scope: Scope) -> Segment:
+def system(scope: AnywhereScope) -> Segment:
     """The first segment of every prompt."""
     return Segment(SegmentKind.SYSTEM, _tokens(scope, 0, 0, SYSTEM_TOKENS))
 
 
-def chunk(scope: Scope, number: int) -> Segment:
+def chunk(scope: AnywhereScope, number: int) -> Segment:
     return Segment(SegmentKind.CHUNK, _tokens(scope, 1, number, scope.chunk_tokens), ChunkId(number))
 
 
-def question(scope: Scope, number: int) -> Segment:
+def question(scope: AnywhereScope, number: int) -> Segment:
     return Segment(SegmentKind.QUESTION, _tokens(scope, 2, number, scope.question_tokens))
 
 
-def _tokens(scope: Scope, kind: int, number: int, count: int) -> tuple[int, ...]:
+def _tokens(scope: AnywhereScope, kind: int, number: int, count: int) -> tuple[int, ...]:
     drawn = np.random.default_rng([scope.seed, kind, number + 1000]).integers(0, 250, count)
     return tuple(drawn.tolist())

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from stillroom.bench.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, Reply
+from stillroom.bench.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, PromptReply
 from stillroom.bench.anywhere_worker import PEERS
 from stillroom.bench.instrument.worker import WorkerProcess
 from stillroom.core.prompt import Segment
@@ -56,13 +56,13 @@ class Peer:
             self.close()
             raise
 
-    def ask(self, segments: Sequence[Segment]) -> Reply:
+    def ask(self, segments: Sequence[Segment]) -> PromptReply:
         return self._ask(segments, reuses=True)
 
-    def ask_in_full(self, segments: Sequence[Segment]) -> Reply:
+    def ask_in_full(self, segments: Sequence[Segment]) -> PromptReply:
         return self._ask(segments, reuses=False)
 
-    def _ask(self, segments: Sequence[Segment], *, reuses: bool) -> Reply:
+    def _ask(self, segments: Sequence[Segment], *, reuses: bool) -> PromptReply:
         assert self._process is not None
         prompt = [token for segment in segments for token in segment.token_ids]
         found = self._process.ask(
@@ -73,7 +73,7 @@ class Peer:
                 "reuses": reuses,
             }
         )
-        return Reply(found["seconds"], tuple(found["token_ids"]), found["num_cached"])
+        return PromptReply(found["seconds"], tuple(found["token_ids"]), found["num_cached"])
 
     def close(self) -> None:
         if self._process is not None:

@@ -13,7 +13,7 @@ ANSWER_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class PromptReply:
     """To one prompt."""
 
     seconds: float
@@ -26,16 +26,16 @@ class Reply:
     """Where chunks came from."""
 
 
-Ask = Callable[[Sequence[Segment]], Reply]
+Ask = Callable[[Sequence[Segment]], PromptReply]
 
 
 @dataclass(slots=True)
 class Answers:
     """What each arm answered, to be compared with what its runtime answers in full."""
 
-    found: dict[str, dict[int, Reply]] = field(default_factory=dict)
+    found: dict[str, dict[int, PromptReply]] = field(default_factory=dict)
 
-    def add(self, arm: str, repetition: int, reply: Reply) -> None:
+    def add(self, arm: str, repetition: int, reply: PromptReply) -> None:
         if repetition >= 0:
             self.found.setdefault(arm, {})[repetition] = reply
 
@@ -50,7 +50,7 @@ class Answers:
         ]
 
 
-def agreement(pairs: Sequence[tuple[Reply, Reply]]) -> dict[str, str]:
+def agreement(pairs: Sequence[tuple[PromptReply, PromptReply]]) -> dict[str, str]:
     """How many replies begin with the same token as those in full, and how many are the same."""
     first = sum(full.token_ids[0] == reply.token_ids[0] for full, reply in pairs)
     whole = sum(full.token_ids == reply.token_ids for full, reply in pairs)

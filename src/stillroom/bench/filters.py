@@ -21,7 +21,7 @@ from stillroom.bench.search_arms import K, Vectors, dense_arm
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import UsageError
 from stillroom.retrieval.filters import lists_among
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index import hnsw
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.hnsw import HnswIndex
@@ -101,7 +101,7 @@ def _unfiltered(index: HnswIndex | IvfPqIndex) -> Callable[[], Callable[[Vectors
 
 
 def _arm(
-    name: str, index: HnswIndex | IvfPqIndex, allowed: Allowed, way: str, asked: tuple[Vectors, NDArray[np.int64]]
+    name: str, index: HnswIndex | IvfPqIndex, allowed: AllowedIds, way: str, asked: tuple[Vectors, NDArray[np.int64]]
 ) -> Arm:
     """`asked`: queries [q, d], and the true ids [q, K] of each."""
 
@@ -133,16 +133,16 @@ def _way(way: str) -> Iterator[None]:
         hnsw.COMPARED_PER_CANDIDATE, lists_among.ENTRIES_PER_COMPARED = rule
 
 
-def _allowed(vectors: Vectors, kind: str, share: float, seed: int) -> Allowed:
+def _allowed(vectors: Vectors, kind: str, share: float, seed: int) -> AllowedIds:
     rng = np.random.default_rng([seed, round(share * 1e6)])
     num = max(K, round(share * len(vectors)))
     if kind == "random":
-        return Allowed(np.sort(rng.choice(len(vectors), num, replace=False)))
+        return AllowedIds(np.sort(rng.choice(len(vectors), num, replace=False)))
     nearness = vectors @ vectors[rng.integers(len(vectors))]
-    return Allowed(np.sort(np.argpartition(-nearness, num - 1)[:num]))
+    return AllowedIds(np.sort(np.argpartition(-nearness, num - 1)[:num]))
 
 
-def _truth(flat: FlatIndex, queries: Vectors, allowed: Allowed) -> NDArray[np.int64]:
+def _truth(flat: FlatIndex, queries: Vectors, allowed: AllowedIds) -> NDArray[np.int64]:
     return np.array([[chunk_id for chunk_id, _ in flat.search(query, K, None, allowed)] for query in queries])
 
 

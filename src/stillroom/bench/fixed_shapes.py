@@ -34,7 +34,7 @@ _MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class TimedReply:
     """What an engine answered."""
 
     token_ids: list[int]
@@ -62,7 +62,7 @@ def questions(vocab_size: int, count: int, seed: int) -> list[Request]:
     return found
 
 
-def answer(engine: Engine, question: Request) -> Reply:
+def answer(engine: Engine, question: Request) -> TimedReply:
     """Ask, and wait for the whole answer."""
     began, first = engine.clock.monotonic(), 0.0
     token_ids: list[int] = []
@@ -74,7 +74,7 @@ def answer(engine: Engine, question: Request) -> Reply:
                 first = first or event.at - began
                 token_ids.append(event.token_id)
                 logprobs.append(event.logprobs)
-    return Reply(token_ids, logprobs, first)
+    return TimedReply(token_ids, logprobs, first)
 
 
 def run_fixed_shapes(
@@ -94,7 +94,7 @@ def run_fixed_shapes(
     environment = record_environment()
     decoder = load_model(model, dtype=dtype).decoder
     asked = questions(decoder.spec.vocab_size, num_questions, seed)
-    found: dict[str, list[Reply]] = {}
+    found: dict[str, list[TimedReply]] = {}
 
     def arm(name: str, mode: ReuseConfig, runtime: RuntimeConfig) -> Arm:
         def run(_: int) -> Metrics:
@@ -125,7 +125,9 @@ def run_fixed_shapes(
     )
 
 
-def _replies(decoder: Decoder, asked: Sequence[Request], runtime: RuntimeConfig, reuse: ReuseConfig) -> list[Reply]:
+def _replies(
+    decoder: Decoder, asked: Sequence[Request], runtime: RuntimeConfig, reuse: ReuseConfig
+) -> list[TimedReply]:
     """Of a new engine, which is asked the first question twice to warm up."""
     engine, cache = build_engine(decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32))
     answer(engine, asked[0])
@@ -134,7 +136,7 @@ def _replies(decoder: Decoder, asked: Sequence[Request], runtime: RuntimeConfig,
     return found
 
 
-def _differences(kept: Sequence[Reply], computed: Sequence[Reply]) -> dict[str, Any]:
+def _differences(kept: Sequence[TimedReply], computed: Sequence[TimedReply]) -> dict[str, Any]:
     pairs = list(zip(kept, computed, strict=True))
     return {
         "questions": len(pairs),

@@ -23,7 +23,7 @@ from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom.bench.instrument.report import BenchResult
 from stillroom.bench.loads.beir import open_knowledge_base, read_judged_queries
 from stillroom.config.settings import QueryCacheConfig, StillroomConfig
-from stillroom.rag.query_cache import CacheStats, QueryCache
+from stillroom.rag.query_cache import QueryCache, QueryCacheStats
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 
 OURS = "cache, hot questions kept warm"
@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class HotTraffic:
     """Who asks what, when."""
 
     num_questions: int = 400
@@ -51,7 +51,7 @@ class Traffic:
     """The n-th most popular question is asked in proportion to n to the minus this."""
 
 
-def asked(questions: Sequence[str], traffic: Traffic, seed: int) -> tuple[list[str], list[float]]:
+def asked(questions: Sequence[str], traffic: HotTraffic, seed: int) -> tuple[list[str], list[float]]:
     """The questions of one run in order, and the seconds between each and the one before."""
     rng = np.random.default_rng(seed)
     popularity = np.arange(1, len(questions) + 1, dtype=float) ** -traffic.zipf_exponent
@@ -94,7 +94,7 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
     work_dir: Path,
     config: StillroomConfig,
     *,
-    traffic: Traffic | None = None,
+    traffic: HotTraffic | None = None,
     repeat: int = 5,
     seed: int = 0,
     on_run: Callable[[str, int], None] | None = None,
@@ -107,7 +107,7 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
         DocumentError: a line of it cannot be read.
     """
     environment = record_environment()
-    traffic = traffic or Traffic()
+    traffic = traffic or HotTraffic()
     questions = list(read_judged_queries(dataset)[0].values())
     with open_knowledge_base(dataset, work_dir, config) as original:
         original.search(questions[0])  # writes what is missing of the indexes
@@ -115,7 +115,7 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
     with tempfile.TemporaryDirectory(dir=work_dir) as folder:
         shutil.copytree(source, Path(folder) / "kb")
         with KnowledgeBase.open(Path(folder) / "kb", config) as kb:
-            house = _House(kb, config, Path(folder) / "news.txt", itertools.count())
+            house = _QuestionsFixture(kb, config, Path(folder) / "news.txt", itertools.count())
             arms = [
                 Arm(name, _runner(house, cache_config, questions, traffic, seed))
                 for name, cache_config in CONFIGS.items()
@@ -134,7 +134,7 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
 
 
 @dataclass(frozen=True, slots=True)
-class _House:
+class _QuestionsFixture:
     """The knowledge base that every run opens anew, and what changes in it."""
 
     loaded: KnowledgeBase
@@ -157,7 +157,7 @@ class _House:
 
 
 def _runner(
-    house: _House, cache_config: QueryCacheConfig, questions: Sequence[str], traffic: Traffic, seed: int
+    house: _QuestionsFixture, cache_config: QueryCacheConfig, questions: Sequence[str], traffic: HotTraffic, seed: int
 ) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
         stream = asked(questions, traffic, 1000 * seed + repetition + 100)  # warm-up repetitions are negative
@@ -183,7 +183,7 @@ def _runner(
     return run
 
 
-def _figures(seconds: Sequence[float], stream: Sequence[str], stats: CacheStats) -> Metrics:
+def _figures(seconds: Sequence[float], stream: Sequence[str], stats: QueryCacheStats) -> Metrics:
     hot = [took for took, is_hot in zip(seconds, asked_before(stream, HOT_AFTER), strict=True) if is_hot]
     return {
         **{f"p{q}_seconds": float(np.percentile(seconds, q)) for q in (50, 95, 99)},

@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Run:
+class _IndexRun:
     """What is shared by the parts of one run."""
 
     real: RealData
@@ -97,7 +97,7 @@ def run_index(  # noqa: PLR0913  one argument per flag of the command
         raise UsageError(f"a corpus of fewer than {_MIN_SIZE} vectors says nothing; give greater sizes")
     sizes = sorted(set(sizes))
     environment = record_environment()
-    run = _Run(load_real_data(datasets, work_dir, on_progress), repeat, seed, on_progress, peers)
+    run = _IndexRun(load_real_data(datasets, work_dir, on_progress), repeat, seed, on_progress, peers)
     for size in sizes:
         _measure_size(run, size, with_sweep=size == sizes[len(sizes) // 2])
     run.tables["tuner"] = _tuner_rows(run, sizes[0], sizes[-1])
@@ -133,14 +133,14 @@ def _temporary_folder(work_dir: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _queries(run: _Run) -> Vectors:
+def _queries(run: _IndexRun) -> Vectors:
     return choose_queries(run.real, _NUM_QUERIES, run.seed)[1]
 
 
 # Dense indexes at one size
 
 
-def _measure_size(run: _Run, size: int, *, with_sweep: bool) -> None:
+def _measure_size(run: _IndexRun, size: int, *, with_sweep: bool) -> None:
     vectors = clustered_vectors(run.real.documents, size, run.seed)
     queries = _queries(run)
     ids = np.arange(size, dtype=np.int64)
@@ -166,7 +166,7 @@ Workload = tuple[Vectors, Vectors, NDArray[np.int64]]
 """Vectors [n, d], queries [q, d] and the true ids [q, K]."""
 
 
-def _add_own(run: _Run, arms: list[Arm], index: HnswIndex | IvfPqIndex, name: str, workload: Workload) -> Row:
+def _add_own(run: _IndexRun, arms: list[Arm], index: HnswIndex | IvfPqIndex, name: str, workload: Workload) -> Row:
     """Build one of our indexes and add an arm for each effort."""
     vectors, queries, truth = workload
     size = len(vectors)
@@ -181,7 +181,7 @@ def _add_own(run: _Run, arms: list[Arm], index: HnswIndex | IvfPqIndex, name: st
     return row
 
 
-def _add_peers(run: _Run, arms: list[Arm], workload: Workload) -> list[Row]:
+def _add_peers(run: _IndexRun, arms: list[Arm], workload: Workload) -> list[Row]:
     """Build the graphs of other libraries and add an arm for each effort."""
     vectors, queries, truth = workload
     makers, notes = graph_peers(run.peers)
@@ -204,7 +204,7 @@ def _add_peers(run: _Run, arms: list[Arm], workload: Workload) -> list[Row]:
     return rows
 
 
-def _built(run: _Run, size: int, name: str, build: Callable[[], object], num_bytes: Callable[[], int]) -> Row:
+def _built(run: _IndexRun, size: int, name: str, build: Callable[[], object], num_bytes: Callable[[], int]) -> Row:
     """Build an index once and say what it cost."""
     run.say(f"building {name} over {size:,} vectors")
     reset_peak_rss()
@@ -224,7 +224,7 @@ def _num_bytes(index: VectorIndex) -> int:
     return sum(array.nbytes for array in index.to_arrays().values())
 
 
-def _frontier(run: _Run, size: int) -> list[Row]:
+def _frontier(run: _IndexRun, size: int) -> list[Row]:
     """One line per arm: the curve of recall against speed."""
     rows = []
     prefix = f"{size:,} "
@@ -242,7 +242,7 @@ def _frontier(run: _Run, size: int) -> list[Row]:
 # The tuner on a growing corpus
 
 
-def _tuner_rows(run: _Run, first: int, last: int) -> list[Row]:
+def _tuner_rows(run: _IndexRun, first: int, last: int) -> list[Row]:
     """Grow one graph, and look at it in between with real queries that the tuner never saw."""
     vectors = clustered_vectors(run.real.documents, last, run.seed)
     queries = _queries(run)

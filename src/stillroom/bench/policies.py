@@ -15,12 +15,12 @@ from stillroom.bench.instrument.report import BenchResult, share_name
 from stillroom.bench.loads.reuse_workloads import (
     MMLU_LIKE,
     NQ_LIKE,
-    Workload,
+    ReuseWorkload,
     made_workload,
     retrieved_workload,
     trace_workload,
 )
-from stillroom.bench.policy_replay import Capacity, Outcome, Setup, replay
+from stillroom.bench.policy_replay import Capacity, PolicyOutcome, Setup, replay
 from stillroom.errors import UsageError
 from stillroom.kvcache.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
 
@@ -59,7 +59,7 @@ _CLOSE = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class PoliciesScope:
     """What is replayed."""
 
     num_asks: int = 1500
@@ -71,7 +71,11 @@ class Scope:
 
 
 def run_policies(
-    scope: Scope, *, data: Path | None = None, seed: int = 0, on_progress: Callable[[str], None] = lambda _: None
+    scope: PoliciesScope,
+    *,
+    data: Path | None = None,
+    seed: int = 0,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
     """Replay every workload with every policy.
 
@@ -88,8 +92,8 @@ def run_policies(
     if data is None:
         notes.append("Made workloads only; --data gives a folder with recorded traces")
     samples = Samples()
-    cells: list[dict[str, list[Outcome]]] = []
-    names: list[tuple[Workload, float]] = []
+    cells: list[dict[str, list[PolicyOutcome]]] = []
+    names: list[tuple[ReuseWorkload, float]] = []
     for index, workload in enumerate([*families[0], *traces]):
         for share in scope.capacities:
             on_progress(f"{workload.name}, {share_name(share)} of its KV fits")
@@ -111,7 +115,7 @@ def run_policies(
     )
 
 
-def _made(scope: Scope, seed: int) -> list[Workload]:
+def _made(scope: PoliciesScope, seed: int) -> list[ReuseWorkload]:
     return [
         made_workload(popularity, top_k, num_asks=scope.num_asks, seed=seed)
         for popularity in (MMLU_LIKE, NQ_LIKE)
@@ -119,7 +123,7 @@ def _made(scope: Scope, seed: int) -> list[Workload]:
     ]
 
 
-def _traces(data: Path, scope: Scope, notes: list[str]) -> list[Workload]:
+def _traces(data: Path, scope: PoliciesScope, notes: list[str]) -> list[ReuseWorkload]:
     folder = data / "traces"
     retrieved = sorted(folder.glob("rag_*.json"))
     recorded = sorted(folder.glob("mooncake_*.jsonl"))
@@ -131,11 +135,11 @@ def _traces(data: Path, scope: Scope, notes: list[str]) -> list[Workload]:
     return found + [retrieved_workload(path, top_k, scope.num_asks) for path in retrieved for top_k in ends]
 
 
-def _mean(outcomes: Sequence[Outcome], value: Callable[[Outcome], float]) -> float:
+def _mean(outcomes: Sequence[PolicyOutcome], value: Callable[[PolicyOutcome], float]) -> float:
     return sum(map(value, outcomes)) / len(outcomes)
 
 
-def _add_samples(samples: Samples, cells: Sequence[dict[str, list[Outcome]]], repeat: int) -> None:
+def _add_samples(samples: Samples, cells: Sequence[dict[str, list[PolicyOutcome]]], repeat: int) -> None:
     """For each seed, the mean over all workloads and capacities."""
     for number in range(repeat):
         for arm in ARMS:
@@ -148,9 +152,9 @@ def _add_samples(samples: Samples, cells: Sequence[dict[str, list[Outcome]]], re
 
 
 def _table(
-    names: Sequence[tuple[Workload, float]],
-    cells: Sequence[dict[str, list[Outcome]]],
-    value: Callable[[Outcome], float],
+    names: Sequence[tuple[ReuseWorkload, float]],
+    cells: Sequence[dict[str, list[PolicyOutcome]]],
+    value: Callable[[PolicyOutcome], float],
 ) -> list[dict[str, Any]]:
     rows = []
     for (workload, share), cell in zip(names, cells, strict=True):
@@ -162,7 +166,9 @@ def _table(
     return rows
 
 
-def losses(names: Sequence[tuple[Workload, float]], cells: Sequence[dict[str, list[Outcome]]]) -> list[dict[str, Any]]:
+def losses(
+    names: Sequence[tuple[ReuseWorkload, float]], cells: Sequence[dict[str, list[PolicyOutcome]]]
+) -> list[dict[str, Any]]:
     """Workloads and capacities where the default is not the best online policy, and by how much."""
     rows = []
     for (workload, share), cell in zip(names, cells, strict=True):
@@ -181,7 +187,7 @@ def losses(names: Sequence[tuple[Workload, float]], cells: Sequence[dict[str, li
     return rows
 
 
-def _switches(workloads: Sequence[Workload]) -> list[dict[str, Any]]:
+def _switches(workloads: Sequence[ReuseWorkload]) -> list[dict[str, Any]]:
     rows = []
     for workload in workloads:
         saved = {name: replay(workload, TIERS, setup).saved_share for name, setup in SWITCHES.items()}

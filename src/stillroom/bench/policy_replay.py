@@ -9,13 +9,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stillroom.bench.loads.reuse_workloads import Ask, Workload
+from stillroom.bench.loads.reuse_workloads import Ask, ReuseWorkload
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.block_table import BlockTable
 from stillroom.kvcache.cost_model import CostProfile, Link
-from stillroom.kvcache.eviction import Policy, Use, pgdsf
+from stillroom.kvcache.eviction import NodeUse, Policy, pgdsf
 from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
@@ -77,7 +77,7 @@ class Farthest:
     online policy may pass.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: ReuseWorkload) -> None:
         self.now = 0
         """Number of the request that runs; the replay sets it."""
         self._uses: dict[NodeKey, list[int]] = defaultdict(list)
@@ -85,7 +85,7 @@ class Farthest:
             for piece in ask.pieces:
                 self._uses[piece.key].append(number)
 
-    def __call__(self, use: Use) -> float:
+    def __call__(self, use: NodeUse) -> float:
         uses = self._uses[use.key]
         place = bisect_right(uses, self.now)
         return -float(uses[place]) if place < len(uses) else float("-inf")
@@ -111,16 +111,16 @@ class Capacity:
     host: float = 0.0
     disk: float = 0.0
 
-    def num_blocks(self, workload: Workload) -> int:
+    def num_blocks(self, workload: ReuseWorkload) -> int:
         """On the device: never less than the largest request needs."""
         return max(round(self.device * workload.num_distinct_blocks), workload.num_blocks_of_largest)
 
-    def num_bytes(self, share: float, workload: Workload) -> int:
+    def num_bytes(self, share: float, workload: ReuseWorkload) -> int:
         return round(share * workload.num_distinct_blocks) * workload.block_size * BYTES_PER_TOKEN
 
 
 @dataclass(slots=True)
-class Outcome:
+class PolicyOutcome:
     """What one policy did with one workload."""
 
     num_document_tokens: int
@@ -142,7 +142,7 @@ class Outcome:
         return self.saved_seconds / self.total_seconds
 
 
-def replay(workload: Workload, capacity: Capacity, setup: Setup, profile: CostProfile = PROFILE) -> Outcome:
+def replay(workload: ReuseWorkload, capacity: Capacity, setup: Setup, profile: CostProfile = PROFILE) -> PolicyOutcome:
     """Run all requests of a workload."""
     oracle = Farthest(workload) if setup.policy is None else None
     options = TreeOptions(
@@ -162,7 +162,7 @@ def replay(workload: Workload, capacity: Capacity, setup: Setup, profile: CostPr
     for lease in leases:
         manager.expect(lease)
     waiting = dict(enumerate(leases))
-    outcome = Outcome(workload.num_document_tokens)
+    outcome = PolicyOutcome(workload.num_document_tokens)
     for number, ask in enumerate(workload.asks):
         if oracle is not None:
             oracle.now = number
@@ -180,7 +180,7 @@ def _lease(ask: Ask, block_size: int) -> Lease:
     return Lease(ask.prompt, BlockTable(block_size, ask.num_tokens), ask.pieces)
 
 
-def _serve(manager: KVCacheManager, lease: Lease, ask: Ask, outcome: Outcome) -> None:
+def _serve(manager: KVCacheManager, lease: Lease, ask: Ask, outcome: PolicyOutcome) -> None:
     num_cached = manager.try_admit(lease, ask.segment_lengths)
     assert num_cached is not None and lease.reuse is not None, "the device holds every single request"
     manager.commit(lease, ask.num_tokens)

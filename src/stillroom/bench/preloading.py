@@ -17,7 +17,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stillroom.bench.anywhere_house import House, Scope, build_house, keep_elsewhere, question, shuffled_prompt
+from stillroom.bench.anywhere_house import (
+    AnywhereScope,
+    EngineFixture,
+    build_house,
+    keep_elsewhere,
+    question,
+    shuffled_prompt,
+)
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Arm, Metrics, Samples, run_arms
 from stillroom.bench.instrument.report import BenchResult
@@ -74,7 +81,11 @@ Moment = Literal["idle", "waiting"]
 
 
 def run_preloading(
-    scope: Scope, work_dir: Path, *, shape: Shape | None = None, on_progress: Callable[[str], None] = lambda _: None
+    scope: AnywhereScope,
+    work_dir: Path,
+    *,
+    shape: Shape | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
     """Measure everything; arguments as of `run_anywhere`. Of the ratios, the first is used."""
     environment = record_environment()
@@ -112,7 +123,9 @@ def _name(moment: Moment, place: Place, way: Way) -> str:
 
 
 @contextmanager
-def _houses(decoder: Decoder, scope: Scope, work_dir: Path) -> Iterator[Mapping[tuple[Way, Tier], House]]:
+def _houses(
+    decoder: Decoder, scope: AnywhereScope, work_dir: Path
+) -> Iterator[Mapping[tuple[Way, Tier], EngineFixture]]:
     """By way, and where chunks go when they leave the device. One request runs at a time."""
     room = 4 * (scope.prompt_tokens + 16 * (scope.num_chunks + 2))
     houses = {}
@@ -140,7 +153,7 @@ def _houses(decoder: Decoder, scope: Scope, work_dir: Path) -> Iterator[Mapping[
         yield houses
 
 
-def _ask(house: House, scope: Scope, place: Place, moment: Moment) -> Callable[[int], Metrics]:
+def _ask(house: EngineFixture, scope: AnywhereScope, place: Place, moment: Moment) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
         prompt = shuffled_prompt(scope, repetition)
         if place.tier is not Tier.DEVICE:
@@ -162,7 +175,7 @@ def _ask(house: House, scope: Scope, place: Place, moment: Moment) -> Callable[[
     return run
 
 
-def _forget_files(house: House) -> None:
+def _forget_files(house: EngineFixture) -> None:
     """Have the system drop the records from its memory, where it can (Linux)."""
     assert house.cache.tiers is not None and house.cache.tiers.disk is not None
     for path in record_paths(house.cache.tiers.disk.folder):

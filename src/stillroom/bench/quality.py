@@ -63,7 +63,7 @@ def bench_runtime(model: str) -> RuntimeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class QualityScope:
     """What is asked, and of whom."""
 
     questions: Path
@@ -95,7 +95,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class EngineReply:
     """What an engine answered."""
 
     token_ids: tuple[int, ...]
@@ -106,7 +106,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class QuestionOutcome:
     """One question under one arm."""
 
     is_right: float
@@ -126,7 +126,9 @@ class Outcome:
     ttft_seconds: float
 
 
-def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> BenchResult:
+def run_quality(
+    scope: QualityScope, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> BenchResult:
     """Ask every question under every arm.
 
     Raises:
@@ -186,20 +188,20 @@ def run_quality(scope: Scope, *, on_progress: Callable[[int, int], None] = lambd
 
 
 def ask_all(
-    scope: Scope,
+    scope: QualityScope,
     questions: Sequence[ChunkQuestion],
     arms: Sequence[QualityArm],
     *,
     has_exact: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, list[Outcome]]:
+) -> dict[str, list[QuestionOutcome]]:
     """Outcomes of every arm, question by question, those of a full prefill first.
 
     Args:
         has_exact: also of a prefix cache and a set cache.
     """
-    bench = _Bench(load_configured(scope.runtime), scope)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *(arm.name for arm in arms))}
+    bench = _QualityBench(load_configured(scope.runtime), scope)
+    outcomes: dict[str, list[QuestionOutcome]] = {name: [] for name in (FULL, *(arm.name for arm in arms))}
     for number, question in enumerate(questions):
         foreign = questions[number - 1].chunks if len(questions) > 1 else question.chunks[::-1]
         full = bench.ask_without_reuse(question)
@@ -222,7 +224,7 @@ def _shuffled(chunks: Sequence[Chunk]) -> list[Chunk]:
     return order if order != list(chunks) else order[::-1]
 
 
-def engine_settings(scope: Scope) -> tuple[RuntimeConfig, ReuseConfig]:
+def engine_settings(scope: QualityScope) -> tuple[RuntimeConfig, ReuseConfig]:
     """Return the scope's settings, but for where KV is kept and whether it is used.
 
     Two engines share `kv_bytes`. Every document is placed, from memory that is large enough, and nothing is audited.
@@ -233,10 +235,10 @@ def engine_settings(scope: Scope) -> tuple[RuntimeConfig, ReuseConfig]:
     return runtime, reuse
 
 
-class _Bench:
+class _QualityBench:
     """Two engines of one model: one that reuses nothing, and one whose options change."""
 
-    def __init__(self, model: LoadedModel, scope: Scope) -> None:
+    def __init__(self, model: LoadedModel, scope: QualityScope) -> None:
         self._model = model
         self._scope = scope
         self._prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
@@ -254,7 +256,7 @@ class _Bench:
         )
         self._num_requests = 0
 
-    def ask_without_reuse(self, question: ChunkQuestion) -> Reply:
+    def ask_without_reuse(self, question: ChunkQuestion) -> EngineReply:
         return self._ask(self._off, question.chunks, question.question, self._scope.max_tokens)
 
     def keep_elsewhere(self, question: ChunkQuestion, foreign: Sequence[Chunk]) -> None:
@@ -266,11 +268,11 @@ class _Bench:
         for index, chunk in enumerate(question.chunks):
             self._ask(self._anywhere, (foreign[index % len(foreign)], chunk), question.question, 1)
 
-    def ask_anywhere(self, question: ChunkQuestion, options: AnywhereOptions) -> Reply:
+    def ask_anywhere(self, question: ChunkQuestion, options: AnywhereOptions) -> EngineReply:
         self._set(options)
         return self._ask(self._anywhere, question.chunks, question.question, self._scope.max_tokens)
 
-    def ask_again(self, question: ChunkQuestion, chunks: Sequence[Chunk]) -> Reply:
+    def ask_again(self, question: ChunkQuestion, chunks: Sequence[Chunk]) -> EngineReply:
         """Over the exact KV of the same prompt."""
         self._set(None)
         self._ask(self._anywhere, chunks, question.question, 1)
@@ -280,12 +282,12 @@ class _Bench:
         assert self._cache.tree is not None
         self._cache.tree.clear()
 
-    def judge(self, question: ChunkQuestion, full: Reply, reply: Reply) -> Outcome:
+    def judge(self, question: ChunkQuestion, full: EngineReply, reply: EngineReply) -> QuestionOutcome:
         answer = self._model.tokenizer.decode(reply.token_ids)
         wanted = self._model.tokenizer.decode(full.token_ids)
         same = _num_equal(full.token_ids, reply.token_ids)
         num_placed = sum(one.num_tokens for one in reply.reuse.segments if one.reason is Reason.ANYWHERE)
-        return Outcome(
+        return QuestionOutcome(
             is_right=exact_match(answer, question.answers) if question.answers else math.nan,
             f1=word_f1(answer, question.answers) if question.answers else math.nan,
             agrees=float(full.token_ids == reply.token_ids),
@@ -299,7 +301,7 @@ class _Bench:
     def _set(self, options: AnywhereOptions | None) -> None:
         self._cache.manager.allow_anywhere(options)
 
-    def _ask(self, engine: Engine, chunks: Sequence[Chunk], question: str, max_tokens: int) -> Reply:
+    def _ask(self, engine: Engine, chunks: Sequence[Chunk], question: str, max_tokens: int) -> EngineReply:
         self._num_requests += 1
         request = Request(
             request_id=RequestId(f"q{self._num_requests}"),
@@ -317,7 +319,7 @@ class _Bench:
         token_ids = tuple(event.token_id for event in events if event.token_id is not None)
         first = next((event.logprobs for event in events if event.logprobs is not None), TokenLogprobs(0.0, ()))
         reuse = next(event.reuse for event in events if event.reuse is not None)
-        return Reply(token_ids, first, reuse, ttft_seconds)
+        return EngineReply(token_ids, first, reuse, ttft_seconds)
 
 
 def _num_equal(wanted: Sequence[int], found: Sequence[int]) -> int:
@@ -337,15 +339,15 @@ def _divergence(wanted: TokenLogprobs, found: TokenLogprobs) -> float:
     return max(divergence, 0.0)
 
 
-def _mean(outcomes: Sequence[Outcome], field: str) -> float:
+def _mean(outcomes: Sequence[QuestionOutcome], field: str) -> float:
     return fmean(getattr(outcome, field) for outcome in outcomes)
 
 
-def _ttft(outcomes: Sequence[Outcome]) -> float:
+def _ttft(outcomes: Sequence[QuestionOutcome]) -> float:
     return median(outcome.ttft_seconds for outcome in outcomes)
 
 
-def _by_kind(outcomes: dict[str, list[Outcome]], kinds: Sequence[str], field: str) -> list[dict[str, Any]]:
+def _by_kind(outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str], field: str) -> list[dict[str, Any]]:
     """An arm a row, a kind of question a column."""
     rows = []
     for name, found in outcomes.items():
@@ -357,7 +359,7 @@ def _by_kind(outcomes: dict[str, list[Outcome]], kinds: Sequence[str], field: st
     return rows
 
 
-def _against_full(outcomes: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
+def _against_full(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, Any]]:
     full = _mean(outcomes[FULL], "is_right")
     return [
         {
@@ -375,7 +377,9 @@ def _against_full(outcomes: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
     ]
 
 
-def _tests(outcomes: dict[str, list[Outcome]], kinds: Sequence[str], scope: Scope) -> list[dict[str, Any]]:
+def _tests(
+    outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str], scope: QualityScope
+) -> list[dict[str, Any]]:
     """Paired t-tests of the answers (of agreement, where there are none), corrected over the whole table (Holm)."""
     field = "agrees" if any(math.isnan(one.is_right) for one in outcomes[FULL]) else "is_right"
     pairs = {}

@@ -22,7 +22,7 @@ from stillroom.bench.loads.reuse_traffic import (
     MAX_SEQS,
     Budget,
     Companions,
-    Traffic,
+    ReuseTraffic,
     budget_for,
     pool_for,
 )
@@ -33,8 +33,8 @@ from stillroom.config.settings import ReuseConfig
 from stillroom.errors import UsageError
 from stillroom.rag.simulation.arrivals import arrivals
 from stillroom.rag.simulation.driving import drive
-from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import Prompt, System
+from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import EnginePolicy, Prompt
 
 BASELINE = "first come"
 MEAN, P99, ANSWERED, KEPT = "mean_first_token_seconds", "p99_first_token_seconds", "answered_per_second", "kept_share"
@@ -84,13 +84,13 @@ class ReorderingOptions:
             raise UsageError("shares of the documents' KV are not negative")
 
 
-def systems(reuse: ReuseConfig, windows: Sequence[int]) -> dict[str, System]:
+def systems(reuse: ReuseConfig, windows: Sequence[int]) -> dict[str, EnginePolicy]:
     """The arms: order of arrival, cache first with each window, shortest first with the widest."""
-    arms = {BASELINE: System(reuse=reuse)}
+    arms = {BASELINE: EnginePolicy(reuse=reuse)}
     for window in sorted(set(windows)):
-        arms[f"cache first, window {window}"] = System(reuse=reuse, scheduling="cache_first", window=window)
+        arms[f"cache first, window {window}"] = EnginePolicy(reuse=reuse, scheduling="cache_first", window=window)
     widest = max(windows)
-    arms[f"shortest first, window {widest}"] = System(reuse=reuse, scheduling="shortest_first", window=widest)
+    arms[f"shortest first, window {widest}"] = EnginePolicy(reuse=reuse, scheduling="shortest_first", window=widest)
     return arms
 
 
@@ -105,11 +105,11 @@ def figures(seconds: Sequence[float], wall_seconds: float, num_kept: int, num_to
 
 
 @dataclass(slots=True)
-class _Bench:
+class _ReorderingBench:
     options: ReorderingOptions
-    traffic: Traffic
+    traffic: ReuseTraffic
     runtime: OurRuntime
-    plant: Plant
+    plant: HardwareModel
     manages: float = 0.0
     """Requests per second, of the order of arrival with the costs as they are."""
     modelled: Samples = field(default_factory=Samples)
@@ -120,21 +120,21 @@ class _Bench:
         drawn = self.traffic.prompts(num_warm + self.options.num_requests, repetition)
         return drawn[:num_warm], drawn[num_warm:]
 
-    def measure(self, system: System, repetition: int, dues: Sequence[float]) -> Metrics:
+    def measure(self, system: EnginePolicy, repetition: int, dues: Sequence[float]) -> Metrics:
         warm, prompts = self.prompts(repetition)
         self.runtime.become(system)
         drive(self.runtime, warm, [0.0] * len(warm))
         told = drive(self.runtime, prompts, dues)
         return figures(told["seconds"], told["wall_seconds"], sum(map(sum, told["cached"])), _num_tokens(prompts))
 
-    def simulate(self, system: System, repetition: int, dues: Sequence[float]) -> Metrics:
+    def simulate(self, system: EnginePolicy, repetition: int, dues: Sequence[float]) -> Metrics:
         warm, prompts = self.prompts(repetition)
         runtime = SimulatedRuntime(self.plant, system)
         runtime.ask(warm, [0.0] * len(warm))
         found = runtime.ask(prompts, dues)
         return figures(found.seconds, found.wall_seconds, found.num_kept_tokens, found.num_tokens)
 
-    def arm(self, group: str, name: str, system: System, load: float) -> Arm:
+    def arm(self, group: str, name: str, system: EnginePolicy, load: float) -> Arm:
         """One queue under one load."""
         options = self.options
 
@@ -172,17 +172,17 @@ def run_reordering(
     folder = model or write_checkpoint(work_dir, shape or Shape(), "bfloat16", 0)
     environment = record_environment()
     pool = pool_for(folder, model is not None, dataset, options.num_documents, options.seed)
-    traffic = Traffic(pool, options.curve, options.k, options.companions, options.seed)
+    traffic = ReuseTraffic(pool, options.curve, options.k, options.companions, options.seed)
     budget = _budget(traffic, options)
     on_progress("loading the model and measuring what computing costs")
     with tempfile.TemporaryDirectory(dir=work_dir, prefix="reordering-") as scratch:
         runtime = OurRuntime("tiers", folder, _settings(budget, scratch), environment.num_threads)
         reuse = reuse_config("tiers", budget.host * runtime.bytes_per_token, 0)
-        bench = _Bench(options, traffic, runtime, _plant(runtime, budget))
+        bench = _ReorderingBench(options, traffic, runtime, _plant(runtime, budget))
         try:
             on_progress(f"what `{BASELINE}` manages")
             at_once = [0.0] * options.num_requests
-            bench.manages = bench.measure(System(reuse=reuse), 0, at_once)[ANSWERED]
+            bench.manages = bench.measure(EnginePolicy(reuse=reuse), 0, at_once)[ANSWERED]
             arms = [
                 bench.arm(f"{load:g}x", name, system, load)
                 for load in options.loads
@@ -247,7 +247,7 @@ def _num_tokens(prompts: Sequence[Prompt]) -> int:
     return sum(len(part) for prompt in prompts for part in prompt)
 
 
-def _budget(traffic: Traffic, options: ReorderingOptions) -> Budget:
+def _budget(traffic: ReuseTraffic, options: ReorderingOptions) -> Budget:
     prompts = [
         prompt
         for repetition in range(_FIRST_RUN + options.repeat)
@@ -270,10 +270,10 @@ def _settings(budget: Budget, scratch: str) -> dict[str, Any]:
     }
 
 
-def _plant(runtime: OurRuntime, budget: Budget) -> Plant:
+def _plant(runtime: OurRuntime, budget: Budget) -> HardwareModel:
     """The same engine as measured, on costs measured just now."""
     assert runtime.profile is not None
-    return Plant(
+    return HardwareModel(
         costs=runtime.profile,
         bytes_per_token=runtime.bytes_per_token,
         num_layers=runtime.spec.num_layers,

@@ -24,12 +24,12 @@ from stillroom.bench.loads.reuse_traffic import (
     Budget,
     Companions,
     Pool,
-    Traffic,
+    ReuseTraffic,
     budget_for,
     pool_for,
 )
 from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS
-from stillroom.bench.reuse_figures import OFF, UNLOADED, Cell, Figures
+from stillroom.bench.reuse_figures import OFF, UNLOADED, Figures, LoadCell
 from stillroom.bench.reuse_index import LEAST_VECTORS, Searchable, searchable
 from stillroom.bench.reuse_worker import PEERS
 from stillroom.bench.runtime import Shape, write_checkpoint
@@ -92,7 +92,7 @@ class ReuseOptions:
 
 
 @dataclass(slots=True)
-class _Run:
+class _ReuseRun:
     options: ReuseOptions
     environment: Environment
     folder: Path
@@ -139,11 +139,11 @@ def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
     folder = model or write_checkpoint(work_dir, shape or Shape(), "bfloat16", 0)
     pool = pool_for(folder, model is not None, dataset, options.num_documents, options.seed)
     figures = Figures(options.slo_ttft, options.max_tokens)
-    run = _Run(options, record_environment(), folder, pool, draw, on_progress, figures)
+    run = _ReuseRun(options, record_environment(), folder, pool, draw, on_progress, figures)
     if options.num_vectors:
         run.index = searchable(work_dir, options.num_vectors, on_progress)
     for k in options.ks:
-        traffics = [Traffic(pool, curve, k, options.companions, options.seed) for curve in options.curves]
+        traffics = [ReuseTraffic(pool, curve, k, options.companions, options.seed) for curve in options.curves]
         budget = _budget(run, k, traffics)
         with _started(run, peers, budget, work_dir) as workers:
             for traffic in traffics:
@@ -157,7 +157,7 @@ def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
     return _result(run, sources)
 
 
-def _result(run: _Run, sources: Mapping[str, str]) -> BenchResult:
+def _result(run: _ReuseRun, sources: Mapping[str, str]) -> BenchResult:
     lengths = [len(document) for document in run.pool.documents]
     parameters = {
         **asdict(run.options),
@@ -179,13 +179,13 @@ def _result(run: _Run, sources: Mapping[str, str]) -> BenchResult:
     )
 
 
-def _prompts(run: _Run, traffic: Traffic, repetition: int) -> list[Prompt]:
+def _prompts(run: _ReuseRun, traffic: ReuseTraffic, repetition: int) -> list[Prompt]:
     """All that one repetition sends, in order: to warm up, one after the other, then at each rate."""
     options = run.options
     return traffic.prompts(options.num_warm + (1 + len(options.rates)) * options.num_requests, repetition)
 
 
-def _budget(run: _Run, k: int, traffics: Sequence[Traffic]) -> Budget:
+def _budget(run: _ReuseRun, k: int, traffics: Sequence[ReuseTraffic]) -> Budget:
     prompts = [
         prompt for traffic in traffics for at in range(run.options.repeat) for prompt in _prompts(run, traffic, at)
     ]
@@ -197,7 +197,7 @@ def _budget(run: _Run, k: int, traffics: Sequence[Traffic]) -> Budget:
 
 
 @contextlib.contextmanager
-def _started(run: _Run, peers: Mapping[str, str], budget: Budget, work_dir: Path) -> Iterator[list[WorkerProcess]]:
+def _started(run: _ReuseRun, peers: Mapping[str, str], budget: Budget, work_dir: Path) -> Iterator[list[WorkerProcess]]:
     """All arms that start; a note for each that does not."""
     workers: list[WorkerProcess] = []
     with tempfile.TemporaryDirectory(dir=work_dir, prefix="reuse-") as scratch:
@@ -227,7 +227,7 @@ def _started(run: _Run, peers: Mapping[str, str], budget: Budget, work_dir: Path
                 worker.close()
 
 
-def _leave_out(run: _Run, workers: list[WorkerProcess], worker: WorkerProcess, error: UsageError) -> None:
+def _leave_out(run: _ReuseRun, workers: list[WorkerProcess], worker: WorkerProcess, error: UsageError) -> None:
     """Go on without a peer; without one of our own arms there is nothing to say."""
     if worker.name in ARMS:
         raise error
@@ -237,7 +237,7 @@ def _leave_out(run: _Run, workers: list[WorkerProcess], worker: WorkerProcess, e
     run.notes.append(f"{worker.name}: left out, {error}")
 
 
-def _measure(run: _Run, workers: list[WorkerProcess], traffic: Traffic) -> None:
+def _measure(run: _ReuseRun, workers: list[WorkerProcess], traffic: ReuseTraffic) -> None:
     """All rates on one curve with one k, several times, each time with fresh caches and other requests."""
     options, figures = run.options, run.figures
     for repetition in range(options.repeat):
@@ -253,7 +253,7 @@ def _measure(run: _Run, workers: list[WorkerProcess], traffic: Traffic) -> None:
                 per_second = rate * figures.service_rate(traffic.curve, traffic.k)
                 dues = run.draw(options.num_requests, per_second, [options.seed, 6, repetition, number])
             for worker in list(workers if (repetition + number) % 2 == 0 else reversed(workers)):
-                cell = Cell(traffic.curve, traffic.k, rate, worker.name)
+                cell = LoadCell(traffic.curve, traffic.k, rate, worker.name)
                 if figures.is_asked(cell, rates[number - 1] if number else None, repetition):
                     run.say(f"{cell.group}/{cell.arm}, run {repetition + 1}")
                     answer = _ask(run, workers, worker, own, dues)
@@ -261,7 +261,7 @@ def _measure(run: _Run, workers: list[WorkerProcess], traffic: Traffic) -> None:
                         figures.add(cell, repetition, own, answer)
 
 
-def _warm(run: _Run, workers: list[WorkerProcess], prompts: Sequence[Prompt]) -> None:
+def _warm(run: _ReuseRun, workers: list[WorkerProcess], prompts: Sequence[Prompt]) -> None:
     for worker in list(workers):
         run.say(f"warming up {worker.name}")
         count = _NUM_FIRST if worker.name in _KEEPS_NOTHING else len(prompts)
@@ -269,7 +269,7 @@ def _warm(run: _Run, workers: list[WorkerProcess], prompts: Sequence[Prompt]) ->
 
 
 def _ask(
-    run: _Run,
+    run: _ReuseRun,
     workers: list[WorkerProcess],
     worker: WorkerProcess,
     prompts: Sequence[Prompt],

@@ -18,7 +18,7 @@ from stillroom.models.loader import fingerprint_of, load_decoder
 from stillroom.models.spec import ModelSpec
 from stillroom.rag.generator import build_engine
 from stillroom.rag.kv_cache import KVCache, kv_shape
-from stillroom.rag.simulation.stepped_engine import SteppedEngine, System
+from stillroom.rag.simulation.stepped_engine import EnginePolicy, SteppedEngine
 
 DEFAULT_ARMS = ("off", "lru", "pgdsf", "tiers")
 """Nothing is kept; on the device only, the least recently used leaves (what prefix caching gives); device, host and
@@ -43,10 +43,10 @@ def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
     return exact
 
 
-def system_of(arm: str, host_bytes: int, disk_bytes: int) -> System:
+def system_of(arm: str, host_bytes: int, disk_bytes: int) -> EnginePolicy:
     """What an arm keeps, and who is served first."""
     reuse = reuse_config(arm, host_bytes, disk_bytes)
-    return System(reuse=reuse, scheduling="cache_first" if arm == CACHE_FIRST else "first_come")
+    return EnginePolicy(reuse=reuse, scheduling="cache_first" if arm == CACHE_FIRST else "first_come")
 
 
 class OurRuntime(SteppedEngine):
@@ -90,7 +90,7 @@ class OurRuntime(SteppedEngine):
         """Of the decoder."""
         return self._decoder.spec
 
-    def become(self, system: System) -> None:
+    def become(self, system: EnginePolicy) -> None:
         """Another arm on the same weights, with nothing kept."""
         self._system = system
         self.reset()

@@ -27,7 +27,7 @@ _TIERS = ("device", "host", "disk")
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class LoadCell:
     """One arm under one load."""
 
     curve: str
@@ -41,11 +41,11 @@ class Cell:
         load = "one after the other" if self.rate == UNLOADED else f"{self.rate:g}x"
         return f"{self.curve}, k={self.k}, {load}"
 
-    def at(self, rate: float) -> "Cell":
-        return Cell(self.curve, self.k, rate, self.arm)
+    def at(self, rate: float) -> "LoadCell":
+        return LoadCell(self.curve, self.k, rate, self.arm)
 
-    def of(self, arm: str) -> "Cell":
-        return Cell(self.curve, self.k, self.rate, arm)
+    def of(self, arm: str) -> "LoadCell":
+        return LoadCell(self.curve, self.k, self.rate, arm)
 
 
 @dataclass(slots=True)
@@ -85,11 +85,11 @@ class Figures:
     """To the first token; the goodput counts requests within it."""
     num_tokens: int = 1
     """Of each answer."""
-    _seen: dict[Cell, _Seen] = field(default_factory=dict)
+    _seen: dict[LoadCell, _Seen] = field(default_factory=dict)
     _memory: list[dict[str, Any]] = field(default_factory=list)
     _service: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def add(self, cell: Cell, repetition: int, prompts: Sequence[Prompt], answer: Mapping[str, Any]) -> None:
+    def add(self, cell: LoadCell, repetition: int, prompts: Sequence[Prompt], answer: Mapping[str, Any]) -> None:
         """
         Args:
             answer: what `driving.drive` returned of this repetition.
@@ -110,7 +110,7 @@ class Figures:
         """Requests per second that `off` serves one after the other."""
         return self._service[curve, k]
 
-    def is_asked(self, cell: Cell, slower: float | None, repetition: int) -> bool:
+    def is_asked(self, cell: LoadCell, slower: float | None, repetition: int) -> bool:
         """Whether an arm is sent a rate: in the first run, unless it was overloaded at the next slower one, or not even
         sent that; later, as in the first."""
         if repetition > 0:
@@ -119,14 +119,14 @@ class Figures:
             return True
         return cell.at(slower) in self._seen and self._mean(cell.at(slower)) <= max(self._limits(cell))
 
-    def _rates(self, cell: Cell) -> list[float]:
+    def _rates(self, cell: LoadCell) -> list[float]:
         """The rates that the arm was sent."""
         return sorted(one.rate for one in self._seen if one.at(0) == cell.at(0))
 
-    def _mean(self, cell: Cell) -> float:
+    def _mean(self, cell: LoadCell) -> float:
         return self._seen[cell].mean
 
-    def _limits(self, cell: Cell) -> tuple[float, float]:
+    def _limits(self, cell: LoadCell) -> tuple[float, float]:
         """Times to first token that count as overload: by the arm's own unloaded one, and by that of `off`."""
         unloaded = cell.at(UNLOADED)
         return _OVERLOAD * self._mean(unloaded), _OVERLOAD * self._mean(unloaded.of(OFF))
@@ -141,7 +141,7 @@ class Figures:
                 metrics[PER_TOKEN] = seen.per_token(self.num_tokens)
         return found
 
-    def _cells(self) -> list[Cell]:
+    def _cells(self) -> list[LoadCell]:
         """By load; arms in the order in which they were first asked."""
         arms = list(dict.fromkeys(cell.arm for cell in self._seen))
         return sorted(self._seen, key=lambda cell: (cell.curve, cell.k, cell.rate, arms.index(cell.arm)))
@@ -155,7 +155,7 @@ class Figures:
             "memory": self._memory,
         }
 
-    def _row(self, cell: Cell) -> dict[str, Any]:
+    def _row(self, cell: LoadCell) -> dict[str, Any]:
         seen, service = self._seen[cell], self.service_rate(cell.curve, cell.k)
         summary = summarise(seen.seconds)
         row: dict[str, Any] = {"load": cell.group, "requests/s": cell.rate * service or "", "arm": cell.arm}
@@ -178,7 +178,7 @@ class Figures:
     def _has(self, arm: str) -> bool:
         return any(cell.arm == arm for cell in self._seen)
 
-    def _ratio(self, cell: Cell, arm: str) -> str:
+    def _ratio(self, cell: LoadCell, arm: str) -> str:
         """Over the runs that both have: one of them may have died in a later one."""
         own, other = self._seen[cell].runs, self._seen.get(cell.of(arm), _Seen()).runs
         common = sorted(own.keys() & other.keys())
@@ -188,7 +188,7 @@ class Figures:
         ratio = ratio_of_means(seconds, others)
         return str(ratio)
 
-    def _sustained(self, cell: Cell) -> dict[str, Any]:
+    def _sustained(self, cell: LoadCell) -> dict[str, Any]:
         service = self.service_rate(cell.curve, cell.k)
         points = [(rate * service, self._mean(cell.at(rate))) for rate in self._rates(cell)]
         row: dict[str, Any] = {"traffic": f"{cell.curve}, k={cell.k}", "arm": cell.arm}

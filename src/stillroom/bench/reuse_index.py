@@ -8,7 +8,7 @@ from typing import Any
 
 import faiss as _faiss
 
-from stillroom.bench.tiered import Scope, made_lists
+from stillroom.bench.tiered import TieredScope, made_lists
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
@@ -33,6 +33,6 @@ def searchable(work_dir: Path, size: int, on_progress: Callable[[str], None]) ->
     if not file.exists():
         on_progress(f"indexing {size:,} vectors")
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
-        faiss.write_index(made_lists(Scope(size=size, nlist=nlist), on_progress), str(temporary))
+        faiss.write_index(made_lists(TieredScope(size=size, nlist=nlist), on_progress), str(temporary))
         temporary.replace(file)
     return Searchable(str(file), max(1, nlist // _SHARE_PROBED))

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stillroom.rag.simulation.driving import Runtime, Stepped
+    from stillroom.rag.simulation.driving import DrivenRuntime, Stepped
 
 
-class Vllm:
+class VllmReuse:
     """The offline engine in this process with automatic prefix caching, stepped by hand."""
 
     def __init__(self, name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> None:
@@ -77,13 +77,13 @@ class Vllm:
         return False
 
 
-class LlamaCpp:
+class LlamaCppReuse:
     """The C interface as its server uses it with `cache_prompt` and one slot: one request after the other, and the
     context goes on from where the next prompt and the last one part."""
 
     def __init__(self, name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> None:
         runtimes = sibling("runtime_worker")
-        self.inner: Any = runtimes.LlamaCpp(folder, "bfloat16", num_threads)
+        self.inner: Any = runtimes.LlamaCppReuse(folder, "bfloat16", num_threads)
         self.num_tokens: int = settings["max_tokens"]
         self.queue: deque[tuple[int, list[int]]] = deque()
         self.kept: list[int] = []
@@ -150,16 +150,16 @@ def script(path: Path) -> Any:
     return module
 
 
-def _ours(name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> "Runtime":
+def _ours(name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> "DrivenRuntime":
     from stillroom.bench.reuse_engine import OurRuntime
 
     return OurRuntime(name, folder, settings, num_threads)
 
 
-PEERS: dict[str, Callable[[str, Path, dict[str, Any], int], "Runtime"]] = {
-    "vllm": Vllm,
-    "vllm plenty": Vllm,
-    "llama.cpp": LlamaCpp,
+PEERS: dict[str, Callable[[str, Path, dict[str, Any], int], "DrivenRuntime"]] = {
+    "vllm": VllmReuse,
+    "vllm plenty": VllmReuse,
+    "llama.cpp": LlamaCppReuse,
 }
 
 

@@ -143,7 +143,7 @@ class Worker(WorkerProcess):
 
 
 @dataclass(slots=True)
-class _Run:
+class _RuntimeRun:
     shape: Shape
     repeat: int
     seed: int
@@ -179,7 +179,7 @@ def run_runtime(  # noqa: PLR0913  one argument per flag of the command
         raise UsageError(f"unknown dtypes {', '.join(sorted(unknown))}; known are {', '.join(DTYPES)}")
     if max(lengths) >= MAX_TOKENS:
         raise UsageError(f"prompts of {max(lengths)} tokens are too long; the model takes {MAX_TOKENS}")
-    run = _Run(shape or Shape(), repeat, seed, on_progress)
+    run = _RuntimeRun(shape or Shape(), repeat, seed, on_progress)
     environment = record_environment()
     for dtype in dtypes:
         folder = write_checkpoint(work_dir, run.shape, dtype, seed)
@@ -206,7 +206,7 @@ def run_runtime(  # noqa: PLR0913  one argument per flag of the command
 
 @contextlib.contextmanager
 def _started(
-    run: _Run, pythons: Mapping[str, str], folder: Path, dtype: str, num_threads: int
+    run: _RuntimeRun, pythons: Mapping[str, str], folder: Path, dtype: str, num_threads: int
 ) -> Iterator[list[Worker]]:
     """All runtimes that start; a note for each that does not."""
     workers: list[Worker] = []
@@ -262,7 +262,7 @@ class _Prompts:
         return measure
 
 
-def _arms(run: _Run, workers: Sequence[Worker], dtype: str, lengths: Sequence[int]) -> Iterator[Arm]:
+def _arms(run: _RuntimeRun, workers: Sequence[Worker], dtype: str, lengths: Sequence[int]) -> Iterator[Arm]:
     prompts = _Prompts(run.seed, run.shape.vocab_size)
     for length in lengths:
         for worker in workers:
@@ -277,7 +277,7 @@ def _arms(run: _Run, workers: Sequence[Worker], dtype: str, lengths: Sequence[in
 # Limits
 
 
-def _limits(run: _Run, dtype: str, lengths: Sequence[int], num_threads: int) -> list[dict[str, Any]]:
+def _limits(run: _RuntimeRun, dtype: str, lengths: Sequence[int], num_threads: int) -> list[dict[str, Any]]:
     """What was achieved beside the most that a plain product and a plain read reach on this machine, just now."""
     import torch
 

@@ -25,7 +25,7 @@ MAX_TOKENS = 4096
 """Prompt plus answer."""
 
 
-class Runtime(Protocol):
+class MeasuredRuntime(Protocol):
     """Prompts are token ids, answers greedy and never cut short by an end token."""
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
@@ -33,7 +33,7 @@ class Runtime(Protocol):
         ...
 
 
-class Stillroom:
+class StillroomRuntime:
     """The engine: scheduler, KV blocks, decoder and sampling, as `ask` and `serve` use it, stepped by hand."""
 
     weights: "Weights" = "checkpoint"
@@ -67,7 +67,7 @@ class Stillroom:
         return time.perf_counter() - began
 
 
-class StillroomInt8(Stillroom):
+class StillroomInt8(StillroomRuntime):
     """The same with weights in 8 bits."""
 
     weights = "int8"
@@ -101,7 +101,7 @@ class Transformers:
         return time.perf_counter() - began
 
 
-class Vllm:
+class VllmRuntime:
     """The offline engine in this process, without prefix caching: prompts are to be computed."""
 
     def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
@@ -134,7 +134,7 @@ class Vllm:
         return seconds
 
 
-class LlamaCpp:
+class LlamaCppRuntime:
     """The C interface, on a GGUF file of the same weights."""
 
     def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
@@ -184,12 +184,12 @@ def write_gguf(folder: Path, dtype: str) -> Path:
     return path
 
 
-RUNTIMES: dict[str, Callable[[Path, str, int], Runtime]] = {
-    "stillroom": Stillroom,
+RUNTIMES: dict[str, Callable[[Path, str, int], MeasuredRuntime]] = {
+    "stillroom": StillroomRuntime,
     "stillroom int8": StillroomInt8,
     "transformers": Transformers,
-    "vllm": Vllm,
-    "llama.cpp": LlamaCpp,
+    "vllm": VllmRuntime,
+    "llama.cpp": LlamaCppRuntime,
 }
 
 

@@ -98,7 +98,7 @@ class Trace:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SavingsOutcome:
     """Tokens, over all requests of a trace."""
 
     num_tokens: int = 0
@@ -143,13 +143,13 @@ def run_savings(
     return BenchResult("stillroom bench savings", environment, parameters, Samples(), notes=list(_NOTES), tables=tables)
 
 
-def replay(trace: Trace, strategy: Strategy, capacity: float | None) -> Outcome:
+def replay(trace: Trace, strategy: Strategy, capacity: float | None) -> SavingsOutcome:
     """Serve all requests, one after the other, with one place for KV."""
     pool = BlockPool(trace.num_blocks(capacity), BLOCK_SIZE)
     tree = KnowledgeTree(pool, NoMover(), PROFILE, TreeOptions(), lambda: 0.0)
     options = None if strategy.ratio is None else AnywhereOptions(strategy.ratio, "question")
     manager = KVCacheManager(pool, Reuse(tree, PrefixKeys(b"", BLOCK_SIZE), always_loads=True, anywhere=options))
-    outcome, seen = Outcome(), set[str]()
+    outcome, seen = SavingsOutcome(), set[str]()
     for request in trace.requests:
         ask = _ask(request, request.documents)
         if strategy.reorders:
@@ -168,9 +168,9 @@ def replay(trace: Trace, strategy: Strategy, capacity: float | None) -> Outcome:
     return outcome
 
 
-def full_recompute(trace: Trace) -> Outcome:
+def full_recompute(trace: Trace) -> SavingsOutcome:
     """What is computed where nothing is kept."""
-    outcome, seen = Outcome(), set[str]()
+    outcome, seen = SavingsOutcome(), set[str]()
     for request in trace.requests:
         _count(outcome, request, seen)
     outcome.num_computed, outcome.num_redundant_computed = outcome.num_tokens, outcome.num_redundant
@@ -226,7 +226,7 @@ def _serve(manager: KVCacheManager, ask: Ask) -> tuple[PromptReuse, int]:
     return reuse, num_looking
 
 
-def _count(outcome: Outcome, request: Retrieved, seen: set[str]) -> None:
+def _count(outcome: SavingsOutcome, request: Retrieved, seen: set[str]) -> None:
     """What does not depend on the strategy."""
     lengths = [count_tokens(text) for text in request.documents]
     pairs = zip(request.documents, lengths, strict=True)
@@ -235,7 +235,7 @@ def _count(outcome: Outcome, request: Retrieved, seen: set[str]) -> None:
     seen.update(request.documents)
 
 
-def _row(trace: str, room: str, name: str, outcome: Outcome, prefix: Outcome | None) -> dict[str, Any]:
+def _row(trace: str, room: str, name: str, outcome: SavingsOutcome, prefix: SavingsOutcome | None) -> dict[str, Any]:
     """Shares; `prefix` is what prefix caching computes in the same room."""
 
     def share(part: int, whole: int) -> str:

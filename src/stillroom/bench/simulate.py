@@ -14,7 +14,7 @@ import numpy as np
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Samples
 from stillroom.bench.instrument.report import BenchResult
-from stillroom.bench.loads.reuse_traffic import Pool, Traffic
+from stillroom.bench.loads.reuse_traffic import Pool, ReuseTraffic
 from stillroom.bench.machines import load_machine
 from stillroom.bench.reuse_figures import sustained_rate
 from stillroom.bench.simulate_speculation import speculation
@@ -32,7 +32,7 @@ from stillroom.bench.simulated_cases import (
 )
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.errors import UsageError
-from stillroom.rag.simulation.stepped_engine import System
+from stillroom.rag.simulation.stepped_engine import EnginePolicy
 
 GIB = 2**30
 RATES = (0.2, 0.5, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.2, 4.0)
@@ -218,13 +218,13 @@ def cache_craft(options: SimulateOptions, say: Say) -> Tables:
     rows = []
     for name, papers in FIGURE_22.items():
         machine = load_machine(name)
-        traffic = Traffic(chunk_pool(options.num_documents, options.seed), "nq", _CHUNKS, "drawn", options.seed)
+        traffic = ReuseTraffic(chunk_pool(options.num_documents, options.seed), "nq", _CHUNKS, "drawn", options.seed)
         plant = plant_of(machine, max_seqs=32, max_tokens=_ANSWER)
         case = Case(machine, plant, traffic, options)
         exact = ReuseConfig(host_bytes=int(machine["machine.host_bytes"]), disk_bytes=0)
         arms = {"prefix cache": SGLANG}
         for arm, ratio in (("anywhere 0%", 0.0), ("anywhere 30%", 0.3)):
-            arms[arm] = System(reuse=replace(exact, mode="anywhere", recompute_ratio=ratio, audit_share=0.0))
+            arms[arm] = EnginePolicy(reuse=replace(exact, mode="anywhere", recompute_ratio=ratio, audit_share=0.0))
         all_at_once = {arm: case.run(system, [1e9])[0] for arm, system in arms.items()}
         say(f"{name}, all at once")
         most = {arm: options.num_requests / one.wall_seconds for arm, one in all_at_once.items()}

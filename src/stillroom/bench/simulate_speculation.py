@@ -20,7 +20,7 @@ from stillroom.core.document import Chunk, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.events import Listener, TokenEvent
-from stillroom.rag.backend import Draft, Load, Sample
+from stillroom.rag.backend import Load, PreparedPrompt, SampleRequest
 from stillroom.rag.simulation.simulated_runtime import SimulatedRuntime
 from stillroom.rag.simulation.stepped_engine import Prompt, Tokens, segmented
 from stillroom.rag.speculation import Attempt, Speculator, Wanted
@@ -144,12 +144,12 @@ class _Overlapping(SimulatedRuntime):
         self._documents[chunk_id] = document
         return ScoredChunk(Chunk(chunk_id, DocumentId("/made"), 0, ""), 1.0, {})
 
-    def _draft(self, prompt: Prompt) -> Draft:
+    def _draft(self, prompt: Prompt) -> PreparedPrompt:
         whole = segmented(prompt)
 
-        def start(samples: Sequence[Sample]) -> None:
+        def start(samples: Sequence[SampleRequest]) -> None:
             for sample in samples:
                 self._listeners[sample.request_id] = sample.listener
                 self.engine.submit(Request(request_id=sample.request_id, prompt=whole, sampling=sample.sampling))
 
-        return Draft((), whole.num_tokens, start)
+        return PreparedPrompt((), whole.num_tokens, start)

@@ -16,7 +16,7 @@ import torch
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Samples
 from stillroom.bench.instrument.report import BenchResult
-from stillroom.bench.loads.reuse_traffic import MAX_SEQS, Traffic, budget_for, made_pool
+from stillroom.bench.loads.reuse_traffic import MAX_SEQS, ReuseTraffic, budget_for, made_pool
 from stillroom.bench.reuse_engine import OurRuntime, reuse_config
 from stillroom.bench.reuse_figures import METRIC
 from stillroom.bench.runtime import Shape, write_checkpoint
@@ -28,8 +28,8 @@ from stillroom.rag.calibration import Bench, calibrate
 from stillroom.rag.kv_cache import kv_shape
 from stillroom.rag.simulation.arrivals import arrivals
 from stillroom.rag.simulation.driving import drive
-from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import System
+from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import EnginePolicy
 from stillroom.runner.torch_runner import TorchRunner
 
 ARMS = ("off", "tiers")
@@ -60,7 +60,7 @@ def run_validation(  # noqa: PLR0913  what tests make smaller
     environment = record_environment()
     torch.set_num_threads(environment.num_threads)
     pool = made_pool(_DOCUMENTS, min(_VOCABULARY, shape.vocab_size), seed)
-    traffic = Traffic(pool, "mmlu", 2, "fixed", seed)
+    traffic = ReuseTraffic(pool, "mmlu", 2, "fixed", seed)
     budget = budget_for(pool, traffic.prompts(num_warm + num_requests, 0), 1)
     on_progress("measuring what computing and loading cost")
     costs, per_token, max_model_len = _costs(folder, work_dir, budget.device, repeat)
@@ -75,7 +75,7 @@ def run_validation(  # noqa: PLR0913  what tests make smaller
             "max_tokens": 1,
             "scratch": scratch,
         }
-        plant = Plant(
+        plant = HardwareModel(
             costs=costs,
             bytes_per_token=per_token,
             num_layers=shape.num_layers,
@@ -87,7 +87,7 @@ def run_validation(  # noqa: PLR0913  what tests make smaller
         service = 0.0
         for arm in ARMS:
             config = reuse_config(arm, budget.host * per_token, 0)
-            simulated = SimulatedRuntime(plant, System(reuse=config))
+            simulated = SimulatedRuntime(plant, EnginePolicy(reuse=config))
             real = OurRuntime(arm, folder, settings, environment.num_threads, costs)
             warm = traffic.prompts(num_warm, 0)
             simulated.ask(warm)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.bench.loads.reuse_traffic import Companions, Pool, Traffic
+from stillroom.bench.loads.reuse_traffic import Companions, Pool, ReuseTraffic
 from stillroom.bench.machines import Machine, load_machine
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.rag.simulation.arrivals import arrivals
-from stillroom.rag.simulation.simulated_runtime import Outcome, Plant, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import System
+from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedOutcome, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import EnginePolicy
 
 Tables = dict[str, list[dict[str, Any]]]
 Say = Callable[[str], None]
@@ -19,9 +19,9 @@ Say = Callable[[str], None]
 SYSTEM_TOKENS, QUESTION_TOKENS = 64, 32
 _MEAN_DOCUMENT, _SPREAD = 3718, 0.8
 
-VLLM = System(reuse=ReuseConfig(mode="off"))
+VLLM = EnginePolicy(reuse=ReuseConfig(mode="off"))
 """RAGCache's baseline: its version keeps nothing between requests."""
-SGLANG = System(reuse=ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0))
+SGLANG = EnginePolicy(reuse=ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0))
 """On the device only, the least recently used leaves."""
 
 
@@ -45,8 +45,8 @@ class Case:
     """One model on its machine under one kind of traffic."""
 
     machine: Machine
-    plant: Plant
-    traffic: Traffic
+    plant: HardwareModel
+    traffic: ReuseTraffic
     options: SimulateOptions
 
     def service_rate(self) -> float:
@@ -54,7 +54,7 @@ class Case:
         outcome = SimulatedRuntime(self.plant, VLLM).ask(self.traffic.prompts(60, 1))
         return len(outcome.seconds) / outcome.wall_seconds
 
-    def run(self, system: System, rates: Sequence[float]) -> list[Outcome]:
+    def run(self, system: EnginePolicy, rates: Sequence[float]) -> list[SimulatedOutcome]:
         """One arm: warmed up, then at each rate, in requests per second, with what it kept so far."""
         options, runtime = self.options, SimulatedRuntime(self.plant, system)
         if system.reuse.mode != "off":
@@ -65,16 +65,16 @@ class Case:
             found.append(runtime.ask(self.traffic.prompts(options.num_requests, 2 + number), dues))
         return found
 
-    def ragcache(self, host_bytes: int | None = None, **changes: Any) -> System:
+    def ragcache(self, host_bytes: int | None = None, **changes: Any) -> EnginePolicy:
         """Device and host under PGDSF, those who find most of their prompt first."""
-        return System(reuse=self._two_tiers("pgdsf", host_bytes), **{"scheduling": "cache_first", **changes})
+        return EnginePolicy(reuse=self._two_tiers("pgdsf", host_bytes), **{"scheduling": "cache_first", **changes})
 
-    def ours(self, host_bytes: int | None = None) -> System:
+    def ours(self, host_bytes: int | None = None) -> EnginePolicy:
         """The same tiers and order under the default policy."""
-        return System(reuse=self._two_tiers(ReuseConfig().policy, host_bytes), scheduling="cache_first")
+        return EnginePolicy(reuse=self._two_tiers(ReuseConfig().policy, host_bytes), scheduling="cache_first")
 
-    def with_policy(self, policy: EvictionPolicy, host_bytes: int) -> System:
-        return System(reuse=self._two_tiers(policy, host_bytes), scheduling="cache_first")
+    def with_policy(self, policy: EvictionPolicy, host_bytes: int) -> EnginePolicy:
+        return EnginePolicy(reuse=self._two_tiers(policy, host_bytes), scheduling="cache_first")
 
     def _two_tiers(self, policy: EvictionPolicy, host_bytes: int | None) -> ReuseConfig:
         room = int(self.machine["machine.host_bytes"]) if host_bytes is None else host_bytes
@@ -87,12 +87,12 @@ def ragcache_case(name: str, curve: str, k: int, options: SimulateOptions, max_s
     length = int(machine["model.max_tokens"])
     longest = (length - SYSTEM_TOKENS - QUESTION_TOKENS - max_tokens) // k
     pool = wikipedia_pool(options.num_documents, longest, options.seed)
-    traffic = Traffic(pool, curve, k, options.companions, options.seed)
+    traffic = ReuseTraffic(pool, curve, k, options.companions, options.seed)
     return Case(machine, plant_of(machine, max_seqs=max_seqs, max_tokens=max_tokens), traffic, options)
 
 
-def plant_of(machine: Machine, *, max_seqs: int, max_tokens: int) -> Plant:
-    return Plant(
+def plant_of(machine: Machine, *, max_seqs: int, max_tokens: int) -> HardwareModel:
+    return HardwareModel(
         costs=machine.costs(),
         bytes_per_token=machine.bytes_per_token,
         num_layers=int(machine["model.layers"]),

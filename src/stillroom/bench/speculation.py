@@ -37,9 +37,9 @@ from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.models.loader import load_decoder
 from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.rag.backend import Draft, Load, Sample
+from stillroom.rag.backend import Load, PreparedPrompt, SampleRequest
 from stillroom.rag.generator import build_engine
-from stillroom.rag.speculation import Attempt, Found, Speculator, Wanted
+from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator, Wanted
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.telemetry.metrics import Metrics as Counters
 
@@ -57,7 +57,7 @@ _POOL_BYTES = 2 * 1024**3
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class SpeculationScope:
     """Sizes."""
 
     size: int = 500_000
@@ -81,7 +81,7 @@ class Scope:
 def run_speculation(
     datasets: Sequence[Path],
     work_dir: Path,
-    scope: Scope,
+    scope: SpeculationScope,
     *,
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
@@ -103,7 +103,7 @@ def run_speculation(
     on_progress("loading the model")
     engine = in_a_thread_that_ends(lambda: _engine(write_checkpoint(work_dir, shape, "bfloat16", 0)))
     with AsyncEngine(engine) as running:
-        bench = _Bench(corpus, running, shape.vocab_size, scope)
+        bench = _SpeculationBench(corpus, running, shape.vocab_size, scope)
         samples = run_arms(
             list(bench.arms()),
             repeat=scope.repeat,
@@ -144,7 +144,7 @@ class _Corpus:
     """An index, and the chunks that its rows stand for: a made vector is another place of a real document."""
 
     def __init__(
-        self, datasets: Sequence[Path], work_dir: Path, scope: Scope, on_progress: Callable[[str], None]
+        self, datasets: Sequence[Path], work_dir: Path, scope: SpeculationScope, on_progress: Callable[[str], None]
     ) -> None:
         real = load_real_data(datasets, work_dir, on_progress)
         on_progress(f"making {scope.size:,} vectors")
@@ -192,16 +192,16 @@ class _Backend:
     def cancel(self, request_id: RequestId) -> None:
         self.engine.cancel(request_id)
 
-    def draft(self, found: Sequence[ScoredChunk]) -> Draft:
+    def draft(self, found: Sequence[ScoredChunk]) -> PreparedPrompt:
         chunks = [Segment(SegmentKind.CHUNK, self._tokens(one.chunk), one.chunk.chunk_id) for one in found]
         prompt = SegmentedPrompt((_SYSTEM, *chunks, _QUESTION))
 
-        def start(samples: Sequence[Sample]) -> None:
+        def start(samples: Sequence[SampleRequest]) -> None:
             for sample in samples:
                 request = Request(request_id=sample.request_id, prompt=prompt, sampling=sample.sampling)
                 self.engine.submit(request, sample.listener)
 
-        return Draft(tuple(one.chunk.chunk_id for one in found), prompt.num_tokens, start)
+        return PreparedPrompt(tuple(one.chunk.chunk_id for one in found), prompt.num_tokens, start)
 
     def _tokens(self, chunk: Chunk) -> tuple[int, ...]:
         seed = int.from_bytes(hashlib.blake2b(str(chunk.document_id).encode(), digest_size=8).digest(), "little")
@@ -209,8 +209,8 @@ class _Backend:
         return tuple(np.random.default_rng(seed).integers(200, self._vocab_size, size=num).tolist())
 
 
-class _Bench:
-    def __init__(self, corpus: _Corpus, engine: AsyncEngine, vocab_size: int, scope: Scope) -> None:
+class _SpeculationBench:
+    def __init__(self, corpus: _Corpus, engine: AsyncEngine, vocab_size: int, scope: SpeculationScope) -> None:
         self._corpus = corpus
         self._engine = engine
         self._backend = _Backend(engine, vocab_size)
@@ -274,7 +274,9 @@ class _Bench:
                 name = next(self._names)
             return Attempt(self._backend.draft(found), [Wanted(name, SamplingParams(max_tokens=_ANSWER_TOKENS))])
 
-        found: Found = speculator.find(lambda num: self._corpus.search(query, share, num), "dense", attempt_with)
+        found: CompletedSearch = speculator.find(
+            lambda num: self._corpus.search(query, share, num), "dense", attempt_with
+        )
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         found.attempt.deliver([events.put], clock.monotonic())
         first = last = events.get()

@@ -41,7 +41,7 @@ _NUM_FOUND = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class TieredScope:
     """Sizes."""
 
     size: int = 2_000_000
@@ -56,7 +56,7 @@ class Scope:
     seed: int = 0
 
 
-def run_tiered(work_dir: Path, scope: Scope, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
+def run_tiered(work_dir: Path, scope: TieredScope, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
     """Measure everything.
 
     Args:
@@ -74,7 +74,7 @@ def run_tiered(work_dir: Path, scope: Scope, on_progress: Callable[[str], None] 
     try:
         for name, share in SKEWS.items():
             on_progress(f"{name}: where questions go")
-            asked = Questions(lists, share, scope)
+            asked = SkewedQuestions(lists, share, scope)
             rows.append(asked.describe(name))
             for ram in (0.0, *scope.shares, 1.0):
                 file = work_dir / f"tiered-{os.getpid()}-{len(benches)}.ivf"
@@ -105,13 +105,13 @@ def run_tiered(work_dir: Path, scope: Scope, on_progress: Callable[[str], None] 
     )
 
 
-def check_scope(scope: Scope) -> None:
+def check_scope(scope: TieredScope) -> None:
     """Raises UsageError where there are too few vectors for so many lists."""
     if scope.size < 39 * scope.nlist:
         raise UsageError(f"{scope.size:,} vectors are too few for {scope.nlist:,} lists; take {39 * scope.nlist:,}")
 
 
-def made_lists(scope: Scope, on_progress: Callable[[str], None] = lambda _: None) -> Any:
+def made_lists(scope: TieredScope, on_progress: Callable[[str], None] = lambda _: None) -> Any:
     """A trained IndexIVFPQ over vectors around as many centres as there are lists."""
     rng = np.random.default_rng(scope.seed)
     centres = _unit(rng.standard_normal((scope.nlist, _DIMENSION)))
@@ -128,7 +128,7 @@ def made_lists(scope: Scope, on_progress: Callable[[str], None] = lambda _: None
     return lists
 
 
-def _chunks(centres: Vectors, scope: Scope, rng: np.random.Generator) -> Iterator[Vectors]:
+def _chunks(centres: Vectors, scope: TieredScope, rng: np.random.Generator) -> Iterator[Vectors]:
     for start in range(0, scope.size, _CHUNK):
         chosen = centres[rng.integers(len(centres), size=min(_CHUNK, scope.size - start))]
         yield _beside(chosen, rng)
@@ -144,11 +144,11 @@ def _unit(vectors: NDArray[Any]) -> Vectors:
     return found
 
 
-class Questions:
+class SkewedQuestions:
     """Drawn near the centres of lists, some of which are far more popular than others, so that the hottest tenth of the
     lists takes the share of accesses that was asked for."""
 
-    def __init__(self, lists: Any, share: float, scope: Scope, topic: int = 0) -> None:
+    def __init__(self, lists: Any, share: float, scope: TieredScope, topic: int = 0) -> None:
         """`topic`: another number, other popular lists."""
         self._topic = topic
         self._scope, self._lists = scope, lists
@@ -165,7 +165,7 @@ class Questions:
         """Of the questions that the division is decided by; those that are measured are others."""
 
     def draw(self, count: int, repetition: int) -> Vectors:
-        """Questions [count, d]."""
+        """SkewedQuestions [count, d]."""
         rng = np.random.default_rng([self._scope.seed, 2 + 2 * self._topic, repetition + 1000])
         weights = np.arange(1, len(self._centres) + 1, dtype=float) ** -self._exponent
         chosen = rng.choice(len(weights), size=count, p=weights / weights.sum())
@@ -183,7 +183,9 @@ class Questions:
 class DividedBench:
     """One division of the lists, measured."""
 
-    def __init__(self, skew: str, share: float, lists: Any, asked: Questions, file: Path, scope: Scope) -> None:
+    def __init__(
+        self, skew: str, share: float, lists: Any, asked: SkewedQuestions, file: Path, scope: TieredScope
+    ) -> None:
         self._skew, self._share, self._scope, self._asked, self._file = skew, share, scope, asked, file
         self._tiered = TieredLists(written(lists, file), by_heat(asked.counts)[: round(share * scope.nlist)])
 

@@ -21,11 +21,11 @@ import numpy as np
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom.bench.instrument.report import BenchResult
-from stillroom.bench.loads.reuse_traffic import MAX_SEQS, Traffic, budget_for, pool_for
+from stillroom.bench.loads.reuse_traffic import MAX_SEQS, ReuseTraffic, budget_for, pool_for
 from stillroom.bench.reuse_engine import OurRuntime
 from stillroom.bench.reuse_search import Asked, Searched
 from stillroom.bench.runtime import Shape, write_checkpoint
-from stillroom.bench.tiered import SKEWS, Questions, Scope, check_scope, made_lists
+from stillroom.bench.tiered import SKEWS, SkewedQuestions, TieredScope, check_scope, made_lists
 from stillroom.ops.teams import quick_handovers
 from stillroom.rag.planning.constraints import Shortfall, smallest_hit_rate
 from stillroom.rag.simulation.arrivals import arrivals
@@ -41,7 +41,7 @@ _PERCENT = 95.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerScope:
-    """What is asked. Sizes of the index and `nprobe` are those of `Scope`."""
+    """What is asked. Sizes of the index and `nprobe` are those of `TieredScope`."""
 
     skew: str = "ORCAS"
     slos: tuple[float, ...] = (1.1, 1.25, 1.5)
@@ -78,7 +78,7 @@ class Planned:
 
 def run_answers(
     work_dir: Path,
-    scope: Scope,
+    scope: TieredScope,
     asked: AnswerScope,
     *,
     shape: Shape | None = None,
@@ -99,12 +99,12 @@ def run_answers(
     work_dir.mkdir(parents=True, exist_ok=True)
     lists = made_lists(scope, on_progress)
     on_progress(f"{asked.skew}: where questions go")
-    questions = Questions(lists, SKEWS[asked.skew], scope)
+    questions = SkewedQuestions(lists, SKEWS[asked.skew], scope)
     profile = measure_profile(lists, questions.draw(500, -2), scope.nprobe, work_dir, Effort(batch_sizes=(1, 2, 4, 8)))
     folder = model or write_checkpoint(work_dir, shape or Shape(), "bfloat16", 0)
     file = work_dir / f"tiered-answers-{os.getpid()}.ivf"
     with TemporaryDirectory(dir=work_dir, prefix="answers-") as scratch:
-        house = _House(folder, model is not None, asked, scope, environment.num_threads, scratch)
+        house = _AnswersFixture(folder, model is not None, asked, scope, environment.num_threads, scratch)
         on_progress("the model alone")
         alone = house.alone()
         plans = [plan_for(slo * alone.seconds, alone, profile, scope.nprobe) for slo in asked.slos]
@@ -112,7 +112,7 @@ def run_answers(
         try:
             tiers = TieredLists(written(lists, file))
             arms = [
-                Arm(name, _Run(house, tiers, held, dispatches, questions, scope.nprobe, alone, slos))
+                Arm(name, _AnswersRun(house, tiers, held, dispatches, questions, scope.nprobe, alone, slos))
                 for name, held, dispatches in _arms(plans, scope.nlist)
             ]
             with quick_handovers():  # as a server does
@@ -175,15 +175,15 @@ def _row(plan: Planned, nlist: int, values: dict[str, dict[str, list[float]]]) -
     return row
 
 
-class _House:
+class _AnswersFixture:
     """The model and its requests."""
 
     def __init__(
-        self, folder: Path, has_tokenizer: bool, asked: AnswerScope, scope: Scope, num_threads: int, scratch: str
+        self, folder: Path, has_tokenizer: bool, asked: AnswerScope, scope: TieredScope, num_threads: int, scratch: str
     ) -> None:
         self.asked, self._seed = asked, scope.seed
         pool = pool_for(folder, has_tokenizer, None, asked.num_documents, scope.seed)
-        self._traffic = Traffic(pool, "mmlu", asked.num_documents_each, "fixed", scope.seed)
+        self._traffic = ReuseTraffic(pool, "mmlu", asked.num_documents_each, "fixed", scope.seed)
         budget = budget_for(pool, self.prompts(0), 1)
         settings = {
             **asdict(budget),
@@ -218,16 +218,16 @@ class _House:
         self.runtime.close()
 
 
-class _Run:
+class _AnswersRun:
     """One arm."""
 
     def __init__(  # noqa: PLR0913  what an arm is made of
         self,
-        house: _House,
+        house: _AnswersFixture,
         tiers: TieredLists,
         held: Lists,
         dispatches: bool,
-        questions: Questions,
+        questions: SkewedQuestions,
         nprobe: int,
         alone: Alone,
         slos: Sequence[float],

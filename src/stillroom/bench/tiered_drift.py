@@ -22,7 +22,7 @@ import numpy as np
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom.bench.instrument.report import BenchResult
-from stillroom.bench.tiered import SKEWS, Questions, Scope, check_scope, made_lists
+from stillroom.bench.tiered import SKEWS, SkewedQuestions, TieredScope, check_scope, made_lists
 from stillroom.retrieval.tiers.hot_lists import DriftRules, HotLists
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, written
 
@@ -32,17 +32,17 @@ _RECOVERED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class DriftScope:
-    """What happens. Sizes of the index and `nprobe` are those of `Scope`."""
+    """What happens. Sizes of the index and `nprobe` are those of `TieredScope`."""
 
     share: float = 0.2
     """Of the bytes of lists in RAM."""
     num_before: int = 2048
-    """Questions before the shift."""
+    """SkewedQuestions before the shift."""
     num_after: int = 8192
     window: int = 128
-    """Questions over which hit rate and time are reported."""
+    """SkewedQuestions over which hit rate and time are reported."""
     drop_every: int = 8
-    """Questions after which pages are dropped."""
+    """SkewedQuestions after which pages are dropped."""
     half_lives: tuple[float, ...] = (DriftRules().half_life,)
     """Of an access; an arm each."""
     skew: str = "ORCAS"
@@ -58,7 +58,7 @@ class Window:
 
 
 def run_drift(
-    work_dir: Path, scope: Scope, drift: DriftScope, on_progress: Callable[[str], None] = lambda _: None
+    work_dir: Path, scope: TieredScope, drift: DriftScope, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
     """Measure everything.
 
@@ -73,7 +73,7 @@ def run_drift(
     lists = made_lists(scope, on_progress)
     work_dir.mkdir(parents=True, exist_ok=True)
     on_progress(f"{drift.skew}: where questions go")
-    topics = [Questions(lists, SKEWS[drift.skew], scope, topic=topic) for topic in range(2)]
+    topics = [SkewedQuestions(lists, SKEWS[drift.skew], scope, topic=topic) for topic in range(2)]
     file = work_dir / f"tiered-drift-{os.getpid()}.ivf"
     rules = {
         f"exchanging, half-life {half_life:g}": DriftRules(half_life=half_life) for half_life in drift.half_lives
@@ -81,7 +81,7 @@ def run_drift(
     courses: dict[str, list[Window]] = {}
     try:
         tiers = TieredLists(written(lists, file))  # one for all: whoever maps a page keeps it from being dropped
-        runs = [_Run(name, tiers, topics, one, scope, drift, courses) for name, one in rules.items()]
+        runs = [_DriftRun(name, tiers, topics, one, scope, drift, courses) for name, one in rules.items()]
         samples = run_arms(
             [Arm(run.name, run) for run in runs],
             repeat=scope.repeat,
@@ -114,16 +114,16 @@ def run_drift(
     )
 
 
-class _Run:
+class _DriftRun:
     """One arm. Each run begins anew."""
 
     def __init__(  # noqa: PLR0913  what an arm is made of
         self,
         name: str,
         tiers: TieredLists,
-        topics: list[Questions],
+        topics: list[SkewedQuestions],
         rules: DriftRules,
-        scope: Scope,
+        scope: TieredScope,
         drift: DriftScope,
         courses: dict[str, list[Window]],
     ) -> None:
@@ -148,7 +148,7 @@ class _Run:
         self._courses.setdefault(self.name, [*before, *after])
         return self._summary(before, after, hot.num_exchanged)
 
-    def _ask(self, hot: HotLists, topic: Questions, count: int, repetition: int) -> list[Window]:
+    def _ask(self, hot: HotLists, topic: SkewedQuestions, count: int, repetition: int) -> list[Window]:
         queries = topic.draw(count, repetition)
         windows = []
         for start in range(0, count, self._drift.window):

@@ -19,7 +19,7 @@ import numpy as np
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Samples, run_arms
 from stillroom.bench.instrument.report import BenchResult, share_name
-from stillroom.bench.tiered import SKEWS, DividedBench, Questions, Scope, made_lists
+from stillroom.bench.tiered import SKEWS, DividedBench, SkewedQuestions, TieredScope, made_lists
 from stillroom.errors import UsageError
 from stillroom.retrieval.tiers.division import Division
 from stillroom.retrieval.tiers.partition import Lists, Partition, by_heat
@@ -41,7 +41,7 @@ _NUM_DRAWN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PredictedCell:
     """One division at one batch size, predicted."""
 
     arm: str
@@ -53,7 +53,9 @@ class Cell:
     """To a query's result, released by itself."""
 
 
-def run_prediction(work_dir: Path, scope: Scope, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
+def run_prediction(
+    work_dir: Path, scope: TieredScope, on_progress: Callable[[str], None] = lambda _: None
+) -> BenchResult:
     """Profile, predict, then measure.
 
     Args:
@@ -68,12 +70,12 @@ def run_prediction(work_dir: Path, scope: Scope, on_progress: Callable[[str], No
     environment = record_environment()
     lists = made_lists(scope, on_progress)
     work_dir.mkdir(parents=True, exist_ok=True)
-    cells: list[Cell] = []
+    cells: list[PredictedCell] = []
     benches: list[DividedBench] = []
     fitted = []
     try:
         for name, share in SKEWS.items():
-            asked = Questions(lists, share, scope)
+            asked = SkewedQuestions(lists, share, scope)
             on_progress(f"{name}: profiling")
             profile = _profiled(lists, asked, scope, work_dir)
             fitted.append(_fitted_row(name, profile))
@@ -105,12 +107,14 @@ def run_prediction(work_dir: Path, scope: Scope, on_progress: Callable[[str], No
     )
 
 
-def _profiled(lists: Any, asked: Questions, scope: Scope, work_dir: Path) -> SearchProfile:
+def _profiled(lists: Any, asked: SkewedQuestions, scope: TieredScope, work_dir: Path) -> SearchProfile:
     effort = Effort(batch_sizes=scope.batch_sizes, seed=scope.seed)
     return measure_profile(lists, asked.draw(_NUM_PROFILED, -2), scope.nprobe, work_dir, effort)
 
 
-def _told(name: str, ram: float, profile: SearchProfile, asked: Questions, scope: Scope) -> list[Cell]:
+def _told(
+    name: str, ram: float, profile: SearchProfile, asked: SkewedQuestions, scope: TieredScope
+) -> list[PredictedCell]:
     """As `DividedBench` divides them."""
     shard_of = np.full(scope.nlist, DISK)
     shard_of[by_heat(asked.counts)[: round(ram * scope.nlist)]] = RAM
@@ -121,7 +125,7 @@ def _told(name: str, ram: float, profile: SearchProfile, asked: Questions, scope
         batches = drawn_batches(profile.probed, size, scope.seed)
         num_measured = scope.repeat * max(2, min(scope.num_batches, 64 // size))
         cells.append(
-            Cell(
+            PredictedCell(
                 f"{name}, batch {size}/{share_name(ram)} of lists in RAM",
                 profile.model.throughput(division, batches, num_measured),
                 rate_by_hits(times, hits, size),
@@ -138,7 +142,7 @@ def drawn_batches(probed: Lists, batch_size: int, seed: int) -> list[Lists]:
     return [probed[rng.integers(len(probed), size=batch_size)] for _ in range(_NUM_DRAWN)]
 
 
-def _row(cell: Cell, samples: Samples) -> dict[str, Any]:
+def _row(cell: PredictedCell, samples: Samples) -> dict[str, Any]:
     rates = samples.of(cell.arm, "queries_per_second")
     measured = len(rates) / sum(1 / rate for rate in rates)  # all queries by all their seconds
     group, _, division = cell.arm.partition("/")

@@ -229,9 +229,9 @@ def policies(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.bench.policies import CAPACITIES, Scope, run_policies
+    from stillroom.bench.policies import CAPACITIES, PoliciesScope, run_policies
 
-    scope = Scope(num_asks, tuple(top_ks or (1, 2, 3, 5)), tuple(capacities or CAPACITIES), repeat)
+    scope = PoliciesScope(num_asks, tuple(top_ks or (1, 2, 3, 5)), tuple(capacities or CAPACITIES), repeat)
     result = run_policies(scope, data=data, seed=seed, on_progress=(lambda _: None) if quiet else note)
     deliver(result, Delivery(as_json, output, html, compare))
 
@@ -262,13 +262,13 @@ def questions(  # noqa: PLR0913  one parameter per flag
     quiet: QuietOption = False,
 ) -> None:
     settings = room.settings(config)
-    from stillroom.bench.hot_questions import Traffic, run_questions
+    from stillroom.bench.hot_questions import HotTraffic, run_questions
 
     result = run_questions(
         dataset,
         work_dir or cache_root() / "bench",
         settings,
-        traffic=Traffic(num_questions, rate, change_every, zipf),
+        traffic=HotTraffic(num_questions, rate, change_every, zipf),
         repeat=repeat,
         seed=seed,
         on_run=None if quiet else show_run,

@@ -124,7 +124,7 @@ def quality(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.bench.quality import Scope, bench_runtime, run_quality
+    from stillroom.bench.quality import QualityScope, bench_runtime, run_quality
     from stillroom.bench.quality_arms import RATIOS, SELECTORS
 
     def on_progress(done: int, total: int) -> None:
@@ -133,7 +133,7 @@ def quality(  # noqa: PLR0913  one parameter per flag
 
     if unknown := set(selectors or ()) - set(SELECTORS):
         raise UsageError(f"unknown selectors {', '.join(sorted(unknown))}; known are {', '.join(SELECTORS)}")
-    scope = Scope(
+    scope = QualityScope(
         questions,
         limit,
         bench_runtime(model),
@@ -173,9 +173,9 @@ def anywhere(  # noqa: PLR0913  one parameter per flag
     quiet: QuietOption = False,
 ) -> None:
     from stillroom.bench.anywhere import run_anywhere
-    from stillroom.bench.anywhere_house import Scope
+    from stillroom.bench.anywhere_house import AnywhereScope
 
-    scope = Scope(
+    scope = AnywhereScope(
         num_chunks=num_chunks,
         chunk_tokens=chunk_tokens,
         ratios=tuple((0.0, 0.15, 0.3) if ratios is None else ratios),
@@ -206,10 +206,10 @@ def preloading(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.bench.anywhere_house import Scope
+    from stillroom.bench.anywhere_house import AnywhereScope
     from stillroom.bench.preloading import run_preloading
 
-    scope = Scope(num_chunks=num_chunks, chunk_tokens=chunk_tokens, ratios=(ratio,), repeat=repeat, seed=seed)
+    scope = AnywhereScope(num_chunks=num_chunks, chunk_tokens=chunk_tokens, ratios=(ratio,), repeat=repeat, seed=seed)
     folder = work_dir or cache_root() / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     result = run_preloading(scope, folder, on_progress=(lambda _: None) if quiet else note)

@@ -16,7 +16,7 @@ from stillroom.cli.options import expanded
 from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
-    from stillroom.bench.instrument.comparison import Change, Comparison
+    from stillroom.bench.instrument.comparison import MetricChange, ResultComparison
     from stillroom.bench.instrument.report import BenchResult
 
 _began: ContextVar[CpuTimes | None] = ContextVar("began", default=None)
@@ -220,7 +220,7 @@ def deliver(result: "BenchResult", to: Delivery) -> None:
         _write(result, to, comparison)
 
 
-def _print(result: "BenchResult", to: Delivery, comparison: "Comparison | None") -> None:
+def _print(result: "BenchResult", to: Delivery, comparison: "ResultComparison | None") -> None:
     from stillroom.bench.instrument.report import to_markdown
 
     if to.as_json:
@@ -231,7 +231,7 @@ def _print(result: "BenchResult", to: Delivery, comparison: "Comparison | None")
         _show_changes(comparison, to.compare)
 
 
-def _write(result: "BenchResult", to: Delivery, comparison: "Comparison | None") -> None:
+def _write(result: "BenchResult", to: Delivery, comparison: "ResultComparison | None") -> None:
     from stillroom.bench.instrument.html import to_html
     from stillroom.bench.instrument.report import save
 
@@ -249,13 +249,13 @@ def _write(result: "BenchResult", to: Delivery, comparison: "Comparison | None")
         note(f"page in {to.html}")
 
 
-def _as_json(comparison: "Comparison | None") -> dict[str, object]:
+def _as_json(comparison: "ResultComparison | None") -> dict[str, object]:
     if comparison is None:
         return {"changes": [], "warnings": []}
     return {"changes": [_change_json(one) for one in comparison.changes], "warnings": comparison.warnings}
 
 
-def _change_json(change: "Change") -> dict[str, object]:
+def _change_json(change: "MetricChange") -> dict[str, object]:
     ratio = change.ratio
     return {
         "arm": change.arm,
@@ -272,7 +272,7 @@ def _change_json(change: "Change") -> dict[str, object]:
     }
 
 
-def _show_changes(comparison: "Comparison", old: Path | None) -> None:
+def _show_changes(comparison: "ResultComparison", old: Path | None) -> None:
     from stillroom.bench.instrument.report import format_value
 
     changes = comparison.changes

@@ -65,10 +65,10 @@ def speculation(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.bench.speculation import Scope, run_speculation
+    from stillroom.bench.speculation import SpeculationScope, run_speculation
 
-    given = Scope()
-    scope = Scope(
+    given = SpeculationScope()
+    scope = SpeculationScope(
         size=size,
         num_questions=num_questions,
         shares=tuple(shares or given.shares),

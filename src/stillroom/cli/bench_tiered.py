@@ -97,7 +97,7 @@ def tiered(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.bench.tiered import Scope, run_tiered
+    from stillroom.bench.tiered import TieredScope, run_tiered
     from stillroom.bench.tiered_model import run_prediction
     from stillroom.retrieval.tiers.search_profile import BATCH_SIZES
 
@@ -109,8 +109,8 @@ def tiered(  # noqa: PLR0913  one parameter per flag
     if is_drift and len(shares or ()) > 1:
         raise UsageError("--drift takes one --share")
     must_compare(compare, f"stillroom bench tiered{kind}")
-    given = Scope()
-    scope = Scope(
+    given = TieredScope()
+    scope = TieredScope(
         size=size,
         nlist=nlist,
         nprobe=nprobe,

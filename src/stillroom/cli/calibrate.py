@@ -73,9 +73,9 @@ def _find_alpha(
     settings: "StillroomConfig", questions: Path, desired: float, limit: int | None, *, as_json: bool, quiet: bool
 ) -> None:
     from stillroom.bench.alpha import ALPHAS, find_alpha
-    from stillroom.bench.quality import Scope
+    from stillroom.bench.quality import QualityScope
 
-    scope = Scope(questions, limit, settings.runtime, settings.reuse, alphas=ALPHAS)
+    scope = QualityScope(questions, limit, settings.runtime, settings.reuse, alphas=ALPHAS)
     with counting("asking", is_shown=not (quiet or as_json)) as tell:
         choice = find_alpha(scope, desired, on_progress=tell)
     if as_json:

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from stillroom.rag.planning.choice import Option
     from stillroom.rag.planning.forecast import Forecast
     from stillroom.rag.planning.planner import Plan
-    from stillroom.rag.planning.scene import Scene
+    from stillroom.rag.planning.scene import PlanInputs
     from stillroom.rag.planning.validation import Measured
     from stillroom.rag.planning.what_if import Effect
-    from stillroom.rag.planning.workload import Questions
+    from stillroom.rag.planning.workload import QuestionCounts
 
 _PERCENTILES = (50, 95, 99)
 _WIDTH = 34
 
 
-def show(plan: "Plan", scene: "Scene", questions: "Questions", answer_tokens: int) -> None:
+def show(plan: "Plan", scene: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
     """The whole plan."""
     _about(plan, scene, questions, answer_tokens)
     line()
@@ -39,7 +39,7 @@ def show(plan: "Plan", scene: "Scene", questions: "Questions", answer_tokens: in
         _effect(effect, plan)
 
 
-def _about(plan: "Plan", scene: "Scene", questions: "Questions", answer_tokens: int) -> None:
+def _about(plan: "Plan", scene: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
     workload = scene.workload
     line(f"Model {scene.model_name}, index {scene.index_kind}.")
     line(
@@ -117,7 +117,7 @@ def _verdict(plan: "Plan") -> None:
     )
 
 
-def _lists(plan: "Plan", scene: "Scene") -> None:
+def _lists(plan: "Plan", scene: "PlanInputs") -> None:
     if plan.rule is None:
         if scene.index_kind != "ivf_pq":
             share = float(plan.chosen.forecast.search_seconds.sum() / plan.chosen.forecast.seconds.sum())

@@ -81,7 +81,7 @@ class BarListener:
 
     def __init__(self, bar: "Progress", now: Now = time.monotonic) -> None:
         self._bar = bar
-        self._pace = _Pace(now)
+        self._pace = _AddRate(now)
         self._task = bar.add_task("indexing", total=None, counts="loading the embedder")
 
     def __call__(self, progress: "AddProgress") -> None:
@@ -99,7 +99,7 @@ class LineListener:
 
     def __init__(self, now: Now = time.monotonic) -> None:
         self._now = now
-        self._pace = _Pace(now)
+        self._pace = _AddRate(now)
         self._last = now()
 
     def __call__(self, progress: "AddProgress") -> None:
@@ -111,7 +111,7 @@ class LineListener:
         note(_counts(progress) + self._pace.rate(progress) + self._pace.time_left(progress))
 
 
-class _Pace:
+class _AddRate:
     """How fast it goes, counted from the first chunks on: before them the embedder was loading."""
 
     def __init__(self, now: Now) -> None:

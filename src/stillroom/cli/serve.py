@@ -36,7 +36,7 @@ from stillroom.config.settings import StillroomConfig
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from stillroom.server.doorway import Doorway
+    from stillroom.server.doorway import AccessConfig
     from stillroom.server.loading import Loading
 
 HELP = help_text(
@@ -133,7 +133,7 @@ class _Served:
         self._kb, self._settings, self._opened, self._say = kb, settings, opened, say
         self.model_name = ""
 
-    def load(self, doorway: "Doorway", loading: "Loading") -> "FastAPI":
+    def load(self, doorway: "AccessConfig", loading: "Loading") -> "FastAPI":
         """Open the knowledge base, load the model and make the application. Called in a thread of the server."""
         loading.step = "opening the knowledge base"
         from stillroom.server.app import create_app

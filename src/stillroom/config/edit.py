@@ -16,7 +16,7 @@ Value = int | float | bool | str
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     """Of one setting in the file."""
 
     path: str
@@ -26,7 +26,7 @@ class Change:
     after: Value
 
 
-def edit_file(file: Path, values: Mapping[str, Value]) -> list[Change]:
+def edit_file(file: Path, values: Mapping[str, Value]) -> list[SettingChange]:
     """Write settings, by `section.field`, into a file that need not exist, all of them or none; returns what changed.
 
     Raises:
@@ -39,7 +39,7 @@ def edit_file(file: Path, values: Mapping[str, Value]) -> list[Change]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     known = {path: _get(before, path) for path in values}
-    changes = [Change(path, known[path], value) for path, value in values.items() if known[path] != value]
+    changes = [SettingChange(path, known[path], value) for path, value in values.items() if known[path] != value]
     if not changes:
         return []
     edited = with_settings(text, {change.path: change.after for change in changes})
@@ -87,7 +87,7 @@ def _get(content: Mapping[str, Any], path: str) -> object:
     return table.get(name) if isinstance(table, dict) else None
 
 
-def _merged(content: Mapping[str, Any], changes: list[Change]) -> dict[str, Any]:
+def _merged(content: Mapping[str, Any], changes: list[SettingChange]) -> dict[str, Any]:
     merged = {name: dict(table) if isinstance(table, dict) else table for name, table in content.items()}
     for change in changes:
         section, _, name = change.path.partition(".")

@@ -15,7 +15,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class EntryUse:
     """What a policy may look at: one entry at its last access."""
 
     recency: int
@@ -27,28 +27,28 @@ class Use:
     """Largest key that was ever evicted: what a key must exceed to be worth keeping now."""
 
 
-Policy = Callable[[Use], float]
+Policy = Callable[[EntryUse], float]
 """The smallest key leaves first; among equals the one that came first."""
 
 
-def tamm(use: Use) -> float:
+def tamm(use: EntryUse) -> float:
     """recency / tokens, as llmds 3.1.1 has it. As accesses add up, recencies become alike and size decides alone."""
     return use.recency / use.num_tokens
 
 
-def gdsf(use: Use) -> float:
+def gdsf(use: EntryUse) -> float:
     """clock + uses / tokens (Greedy-Dual-Size-Frequency): hits per token of budget, with the old ageing as the clock
     rises."""
     return use.clock + use.num_uses / use.num_tokens
 
 
-def lru(use: Use) -> float:
+def lru(use: EntryUse) -> float:
     """The least recently used, whatever its size."""
     return float(use.recency)
 
 
 @dataclass(slots=True)
-class _Entry(Generic[V]):
+class _CacheEntry(Generic[V]):
     value: V
     num_tokens: int
     num_uses: int = 0
@@ -62,7 +62,7 @@ class TokenCache(Generic[K, V]):
         self.budget = budget
         self.total_tokens = 0
         self._policy = policy
-        self._entries: dict[K, _Entry[V]] = {}
+        self._entries: dict[K, _CacheEntry[V]] = {}
         self._order: IndexedHeap[K] = IndexedHeap()
         self._num_accesses = 0
         self._clock = 0.0
@@ -103,7 +103,7 @@ class TokenCache(Generic[K, V]):
             victim, victim_key = self._order.peek()
             self._clock = max(self._clock, victim_key)
             self.discard(victim)
-        self._entries[key] = entry = _Entry(value, num_tokens)
+        self._entries[key] = entry = _CacheEntry(value, num_tokens)
         self._order.push(key, self._use(entry))
         self.total_tokens += num_tokens
         return True
@@ -124,8 +124,8 @@ class TokenCache(Generic[K, V]):
         assert self.total_tokens == sum(entry.num_tokens for entry in self._entries.values())
         assert self.total_tokens <= self.budget, f"{self.total_tokens} tokens exceed the budget of {self.budget}"
 
-    def _use(self, entry: _Entry[V]) -> float:
+    def _use(self, entry: _CacheEntry[V]) -> float:
         """Count an access; returns the entry's new key."""
         self._num_accesses += 1
         entry.num_uses += 1
-        return self._policy(Use(self._num_accesses, entry.num_tokens, entry.num_uses, self._clock))
+        return self._policy(EntryUse(self._num_accesses, entry.num_tokens, entry.num_uses, self._clock))

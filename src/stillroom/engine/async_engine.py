@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine.backlog import Backlog
-from stillroom.engine.corpora import Corpus
+from stillroom.engine.corpora import CorpusView
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EngineClosedError, EngineError
@@ -127,7 +127,7 @@ class AsyncEngine:
         """Do something with the engine between two steps; nothing if it is closed."""
         self._commands.put(lambda: command(self._engine))
 
-    def documents_changed(self, salt: str, corpus: Corpus) -> None:
+    def documents_changed(self, salt: str, corpus: CorpusView) -> None:
         """The documents of this salt's requests are these, and may have changed: nothing is kept of what is gone."""
         self._engine.follow(salt, corpus)
         self.run(Engine.catch_up)

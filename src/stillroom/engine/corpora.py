@@ -24,7 +24,7 @@ Existing = Callable[[set[ChunkId]], set[ChunkId]]
 """Gives those of some chunks that are still there."""
 
 
-class Corpus(Protocol):
+class CorpusView(Protocol):
     """The documents of one tenant; thread-safe."""
 
     @property
@@ -43,7 +43,7 @@ class Corpus(Protocol):
 
 @dataclass(slots=True)
 class _Followed:
-    corpus: Corpus
+    corpus: CorpusView
     seen: int | None = None
     """Its changes when it was last looked at; None: it is to be looked at in any case, `_GONE`: it was gone."""
 
@@ -55,7 +55,7 @@ class Corpora:
         self._lock = Lock()
         self._followed: dict[str, _Followed] = {}
 
-    def follow(self, salt: str, corpus: Corpus) -> None:
+    def follow(self, salt: str, corpus: CorpusView) -> None:
         """This is the tenant's, and may have changed."""
         with self._lock:
             self._followed[salt] = _Followed(corpus)
@@ -110,7 +110,7 @@ class Corpora:
             return is_current
 
 
-def _num_changes(corpus: Corpus) -> int:
+def _num_changes(corpus: CorpusView) -> int:
     try:
         return corpus.num_changes
     except KnowledgeBaseNotFoundError:

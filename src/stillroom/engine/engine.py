@@ -13,7 +13,7 @@ from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine.audit import Audit
-from stillroom.engine.corpora import Corpora, Corpus, Existing
+from stillroom.engine.corpora import Corpora, CorpusView, Existing
 from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.events import TokenEvent
 from stillroom.engine.isolation import Isolation, Suspects
@@ -147,7 +147,7 @@ class Engine:
             is_done = self._tend()
         return is_done
 
-    def follow(self, salt: str, corpus: Corpus) -> None:
+    def follow(self, salt: str, corpus: CorpusView) -> None:
         """The requests of this salt are about these documents, which may have changed: of chunks that are gone nothing
         is kept from the next `catch_up` on. From any thread."""
         self._corpora.follow(salt, corpus)

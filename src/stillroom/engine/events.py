@@ -10,7 +10,7 @@ from stillroom.core.reuse import PromptReuse
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class RemoteUsage:
     """Tokens as an engine elsewhere counted them."""
 
     num_prompt_tokens: int
@@ -34,7 +34,7 @@ class TokenEvent:
     """Why the request was aborted by the engine, if it was."""
     text: str = ""
     """The new text, from an engine that sends text."""
-    usage: Usage | None = None
+    usage: RemoteUsage | None = None
     """On the last event, from an engine that counts for itself."""
     logprobs: TokenLogprobs | None = None
     """Of the new token, if the request wants them."""

@@ -44,7 +44,7 @@ class Suspects:
 
 
 @dataclass(slots=True)
-class Outcome:
+class BatchOutcome:
     """What became of a batch."""
 
     batch: Batch
@@ -73,7 +73,7 @@ class Isolation:
         executing, self._executing = sorted(self._executing), set()
         return executing
 
-    def execute(self, batch: Batch, *, one_by_one: bool = False) -> Outcome:
+    def execute(self, batch: Batch, *, one_by_one: bool = False) -> BatchOutcome:
         """Run a batch; where that fails, each sequence alone.
 
         Args:
@@ -85,7 +85,7 @@ class Isolation:
         if one_by_one:
             return self._execute_apart(batch, self._copy(batch))
         try:
-            return Outcome(batch, self._run(batch))
+            return BatchOutcome(batch, self._run(batch))
         except BaseException as error:
             _raise_unless_isolable(error)
             logger.exception("a step failed; its sequences run one by one")
@@ -101,13 +101,13 @@ class Isolation:
             return error
         return None
 
-    def _execute_apart(self, batch: Batch, error: BaseException | None) -> Outcome:
+    def _execute_apart(self, batch: Batch, error: BaseException | None) -> BatchOutcome:
         """
         Args:
             error: which the batch, or its copies, failed with before; None if nothing of it has run but its copies.
         """
         targets = {copy.target for copy in batch.copies} if error is not None else set()
-        outcome = Outcome(batch, StepResult({}))
+        outcome = BatchOutcome(batch, StepResult({}))
         entries, results = [], []
         for entry in batch.sequences:
             if error is not None and (entry.is_probe or self._reads(entry, targets)):

@@ -16,7 +16,7 @@ from stillroom.core.request import FinishReason
 from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.engine.openai_protocol import RemoteRequest, body_of, path_of
-from stillroom.engine.openai_server import OpenAIServer
+from stillroom.engine.openai_server import OpenAIClient
 from stillroom.errors import EngineClosedError, EngineError, StillroomError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class OpenAIEngine:
     """A running engine. Close it, or use it as a context manager."""
 
-    def __init__(self, server: OpenAIServer, model: str, clock: Clock) -> None:
+    def __init__(self, server: OpenAIClient, model: str, clock: Clock) -> None:
         """An empty model is the first that the server lists; see `find_model`."""
         self.model = model
         self._server = server

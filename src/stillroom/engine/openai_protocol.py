@@ -11,7 +11,7 @@ from typing import Any
 
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SamplingParams
-from stillroom.engine.events import Usage
+from stillroom.engine.events import RemoteUsage
 from stillroom.errors import EngineError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
 
 DONE = "[DONE]"
@@ -129,15 +129,15 @@ class SseDecoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class EventDelta:
     """What one event adds."""
 
     text: str = ""
     finish_reason: FinishReason | None = None
-    usage: Usage | None = None
+    usage: RemoteUsage | None = None
 
 
-def read_event(data: str) -> Progress:
+def read_event(data: str) -> EventDelta:
     """The content of an event of a stream.
 
     Raises:
@@ -149,7 +149,7 @@ def read_event(data: str) -> Progress:
             raise EngineUnavailableError(f"the server gave the answer up: {problem}")
         usage = _usage(event.get("usage"))
         if not event["choices"]:
-            return Progress(usage=usage)
+            return EventDelta(usage=usage)
         choice = event["choices"][0]
         text = choice["delta"].get("content") if "delta" in choice else choice["text"]
         reason = choice.get("finish_reason")
@@ -157,7 +157,7 @@ def read_event(data: str) -> Progress:
             raise TypeError
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise EngineError(f"the server sent something that is no event of OpenAI's: {_shown(data)}") from None
-    return Progress(text or "", None if reason is None else _finish_reason(reason), usage)
+    return EventDelta(text or "", None if reason is None else _finish_reason(reason), usage)
 
 
 def _finish_reason(reason: str) -> FinishReason:
@@ -166,11 +166,11 @@ def _finish_reason(reason: str) -> FinishReason:
     return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
 
 
-def _usage(usage: Any) -> Usage | None:
+def _usage(usage: Any) -> RemoteUsage | None:
     if not usage:
         return None
     details = usage.get("prompt_tokens_details") or {}
-    return Usage(
+    return RemoteUsage(
         num_prompt_tokens=int(usage["prompt_tokens"]),
         num_cached_tokens=int(details.get("cached_tokens") or 0),
         num_generated_tokens=int(usage.get("completion_tokens") or 0),

@@ -17,7 +17,7 @@ import httpx
 
 from stillroom.config.settings import EngineConfig
 from stillroom.core.clock import Clock
-from stillroom.engine.openai_protocol import DONE, Progress, SseDecoder, read_event, read_models, refusal
+from stillroom.engine.openai_protocol import DONE, EventDelta, SseDecoder, read_event, read_models, refusal
 from stillroom.errors import EngineRefusedError, EngineUnavailableError, StillroomError
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ Random = Callable[[], float]
 """A number in [0, 1)."""
 
 
-class OpenAIServer:
+class OpenAIClient:
     """One server. All its methods belong to one event loop."""
 
     def __init__(
@@ -67,7 +67,7 @@ class OpenAIServer:
                 raise EngineRefusedError(f"{self.url} lists no model; name one with --engine-model")
             return names[0]
 
-    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Progress, None]:
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[EventDelta, None]:
         """The events of one answer.
 
         Raises:
@@ -101,7 +101,7 @@ class OpenAIServer:
             raise self._refusal(response, response.content, model="")
         return read_models(response.content, self.url)
 
-    async def _events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Progress, None]:
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[EventDelta, None]:
         """One attempt."""
         decoder, has_begun, is_finished = SseDecoder(), False, False
         try:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from stillroom.core.kv import NodeKey
 
 
-class Use(NamedTuple):
+class NodeUse(NamedTuple):
     """A node at its last use, as one tier sees it."""
 
     key: NodeKey
@@ -36,35 +36,35 @@ class Use(NamedTuple):
     """f_r (`Node.reusability`)."""
 
 
-Policy = Callable[[Use], float]
+Policy = Callable[[NodeUse], float]
 
 
-def pgdsf(use: Use) -> float:
+def pgdsf(use: NodeUse) -> float:
     """clock + avg_cost * frequency (RAGCache Algorithm 1, line 13)."""
     return use.clock + use.avg_cost * use.frequency
 
 
-def gdsf(use: Use) -> float:
+def gdsf(use: NodeUse) -> float:
     """The same without an eye for prefixes: the cost is what the node alone would take."""
     return use.clock + use.cost_alone * use.frequency
 
 
-def lru(use: Use) -> float:
+def lru(use: NodeUse) -> float:
     """The least recently used."""
     return float(use.recency)
 
 
-def lfu(use: Use) -> float:
+def lfu(use: NodeUse) -> float:
     """The least used within the time window."""
     return use.frequency
 
 
-def tamm(use: Use) -> float:
+def tamm(use: NodeUse) -> float:
     """recency / tokens (llmds 3.1)."""
     return use.recency / use.num_tokens
 
 
-def prefix_heat(use: Use) -> float:
+def prefix_heat(use: NodeUse) -> float:
     """log2 of uses * cost ** 0.2 / (1 + depth).
 
     PGDSF's product with four changes: uses fade with a half-life and not with a clock; an eviction does not end their
@@ -74,7 +74,7 @@ def prefix_heat(use: Use) -> float:
     return use.heat + 0.2 * math.log2(use.cost_here) - math.log2(1 + use.depth)
 
 
-def reusability(use: Use) -> float:
+def reusability(use: NodeUse) -> float:
     """f_r, 1 / CFO added up over its uses (Cache-Craft 3.3)."""
     return use.reusability
 

@@ -13,8 +13,8 @@ from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.placement import Placement
 from stillroom.kvcache.provenance import View
-from stillroom.kvcache.repair import Repair
-from stillroom.kvcache.weighing import Weigher
+from stillroom.kvcache.repair import SelectiveRecompute
+from stillroom.kvcache.weighing import AttentionMassSampler
 
 
 @dataclass(slots=True)
@@ -50,9 +50,9 @@ class Lease:
     """Which copies that leaves."""
     placements: tuple[Placement, ...] = ()
     """Pieces whose KV was taken from another place; behind the first of them nothing is exact."""
-    repair: Repair | None = None
+    repair: SelectiveRecompute | None = None
     """How the prompt is completed then; None when it is."""
-    weigher: Weigher | None = None
+    weigher: AttentionMassSampler | None = None
     """If it is measured how its chunks attend to each other: since it was last admitted."""
     is_expected: bool = False
     """Whether the tree was told that its pieces will be used."""

@@ -25,8 +25,8 @@ from stillroom.kvcache.pieces import Piece, PrefixKeys
 from stillroom.kvcache.placement import AnywhereOptions, Placement
 from stillroom.kvcache.placing import account_repair, describe, keep_to_be_placed, place, plan_for
 from stillroom.kvcache.reuse_plan import plan_reuse
-from stillroom.kvcache.reuse_report import Found, Placed, account, nothing_reused
-from stillroom.kvcache.weighing import Weigher
+from stillroom.kvcache.reuse_report import AdmissionReuse, Placed, account, nothing_reused
+from stillroom.kvcache.weighing import AttentionMassSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +353,7 @@ class KVCacheManager:
             self._shorten(tree, lease, len(list(takewhile(tree.load, path))))
             num_cached = self._fill(lease, segment_lengths)
             if reuse.weighs_every:  # anew: what was measured before a preemption is measured again
-                lease.weigher = Weigher.of(lease.pieces, lease.prompt.num_tokens, reuse.weighs_every)
+                lease.weigher = AttentionMassSampler.of(lease.pieces, lease.prompt.num_tokens, reuse.weighs_every)
             placed = place(tree, lease, placements, reuse.anywhere)
         except Exception:  # a device without memory, say
             self.release(lease)
@@ -367,7 +367,7 @@ class KVCacheManager:
                 variant = describe(tree, placement, reuse.anywhere)
                 share = reuse.anywhere.share(placement.reusability)
                 origins[placement.piece_index] = Placed(placement.tier, variant, share)
-            account(tree, lease, Found(matched, tiers, len(path), num_tokens, origins))
+            account(tree, lease, AdmissionReuse(matched, tiers, len(path), num_tokens, origins))
         if lease.repair is not None and lease.repair.is_planned:
             account_repair(tree, lease)
         return num_cached

@@ -9,7 +9,7 @@ from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.placement import AnywhereOptions, Placement, load_seconds, plan_placements, saved_seconds
 from stillroom.kvcache.provenance import MAX_SEEN, Context, has_seen_turns, system_of
-from stillroom.kvcache.repair import PlacedChunk, Repair
+from stillroom.kvcache.repair import PlacedChunk, SelectiveRecompute
 
 
 def plan_for(
@@ -47,7 +47,7 @@ def place(
         assert options is not None
         num_exact = sum(node.num_tokens for node in lease.nodes)
         question_start = lease.prompt.num_tokens - len(lease.prompt.segments[-1].token_ids)
-        lease.repair = Repair(num_exact, chunks, question_start, options)
+        lease.repair = SelectiveRecompute(num_exact, chunks, question_start, options)
     return placed
 
 

@@ -33,7 +33,7 @@ class PlacedChunk:
     received: NDArray[np.float32] | None = None
 
 
-class Repair:
+class SelectiveRecompute:
     """Of one sequence, from its admission to the end of its prompt."""
 
     def __init__(

@@ -10,7 +10,7 @@ from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.node import Node
 from stillroom.kvcache.pieces import Piece
-from stillroom.kvcache.stats import CacheStats
+from stillroom.kvcache.stats import KVCacheStats
 
 Source = tuple[Tier | None, Reason]
 """Where a piece's KV comes from (None: computed), and why."""
@@ -27,7 +27,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class AdmissionReuse:
     """What the tree had for a prompt when it was admitted."""
 
     matched: list[Node]
@@ -57,7 +57,7 @@ class Found:
         return None, Reason.ORDER_DIFFERS if tree.variants(piece.content) else Reason.NEVER_SEEN
 
 
-def account(tree: KnowledgeTree, lease: Lease, found: Found) -> None:
+def account(tree: KnowledgeTree, lease: Lease, found: AdmissionReuse) -> None:
     """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""
     num_cached, ratio = sum(node.num_tokens for node in lease.nodes), 0.0
     if found.placed:
@@ -88,7 +88,9 @@ def account(tree: KnowledgeTree, lease: Lease, found: Found) -> None:
     lease.reuse = PromptReuse(segments, loads, saved, ratio)
 
 
-def count(stats: CacheStats, pieces: Sequence[Piece], sources: Sequence[Source], placed: Mapping[int, Placed]) -> None:
+def count(
+    stats: KVCacheStats, pieces: Sequence[Piece], sources: Sequence[Source], placed: Mapping[int, Placed]
+) -> None:
     for index, (piece, (tier, reason)) in enumerate(zip(pieces, sources, strict=True)):
         if reason is Reason.ANYWHERE:
             stats.placed_tokens += piece.num_tokens

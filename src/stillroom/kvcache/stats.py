@@ -11,7 +11,7 @@ def _by_tier() -> Counter[Tier]:
 
 
 @dataclass(slots=True)
-class CacheStats:
+class KVCacheStats:
     """Pieces of prompts, and copies of nodes."""
 
     hits: Counter[Tier] = field(default_factory=_by_tier)

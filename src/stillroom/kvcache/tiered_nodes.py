@@ -16,10 +16,10 @@ from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.kv import KVMover, NodeKey, Tier
 from stillroom.kvcache.block_pool import BlockPool
 from stillroom.kvcache.cost_model import CostProfile
-from stillroom.kvcache.eviction import Policy, Use, prefix_heat
+from stillroom.kvcache.eviction import NodeUse, Policy, prefix_heat
 from stillroom.kvcache.node import Node, WindowedCount
 from stillroom.kvcache.provenance import Context
-from stillroom.kvcache.stats import CacheStats
+from stillroom.kvcache.stats import KVCacheStats
 
 TIERS = tuple(Tier)
 _NUM_REMEMBERED = 65_536
@@ -74,7 +74,7 @@ class TieredNodes:
         self.mover = mover
         self.profile = profile
         self.options = options
-        self.stats = CacheStats()
+        self.stats = KVCacheStats()
         self._now = now
         self._nodes: dict[NodeKey, Node] = {}
         self._changed: set[bytes] | None = None
@@ -261,7 +261,7 @@ class TieredNodes:
 
     def _priority(self, node: Node, tier: Tier) -> float:
         return self.options.policy(
-            Use(
+            NodeUse(
                 key=node.key,
                 num_tokens=node.num_tokens,
                 clock=self._clocks[tier],

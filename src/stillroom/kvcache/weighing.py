@@ -24,7 +24,7 @@ def weighs_every(options: AnywhereOptions) -> int:
     return 1 if options.ranks_kept_tokens else SAMPLE_EVERY
 
 
-class Weigher:
+class AttentionMassSampler:
     """Of one prompt, which has chunks."""
 
     def __init__(self, pieces: Sequence[Piece], num_tokens: int, every: int) -> None:
@@ -51,7 +51,7 @@ class Weigher:
         self._received = np.zeros(num_tokens, np.float32)
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], num_tokens: int, every: int) -> "Weigher | None":
+    def of(cls, pieces: Sequence[Piece], num_tokens: int, every: int) -> "AttentionMassSampler | None":
         """None for a prompt without chunks."""
         has_chunks = any(piece.kind is SegmentKind.CHUNK for piece in pieces)
         return cls(pieces, num_tokens, every) if has_chunks else None

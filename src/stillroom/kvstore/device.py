@@ -259,20 +259,20 @@ class DeviceStore:
         logger.warning("copying KV to the device failed; all that is there counts as lost", exc_info=True)
         self.is_lost = True
 
-    def _slots(self, runs: list["_Run"]) -> torch.Tensor:
+    def _slots(self, runs: list["_SlotRun"]) -> torch.Tensor:
         slots = [slot for run in runs for slot in range(run.slots.start, run.slots.stop)]
         return torch.tensor(slots, device=self.k_LSGD.device)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _SlotRun:
     """Tokens of a node whose slots follow each other."""
 
     slots: slice
     tokens: slice
 
 
-def _runs(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> list[_Run]:
+def _runs(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> list[_SlotRun]:
     """The longest runs that the first `num_tokens` slots of these blocks make."""
     assert (len(block_ids) - 1) * block_size < num_tokens <= len(block_ids) * block_size, (block_ids, num_tokens)
     breaks = [i for i in range(1, len(block_ids)) if block_ids[i] != block_ids[i - 1] + 1]
@@ -280,7 +280,7 @@ def _runs(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> lis
     for first, last in zip([0, *breaks], [*breaks, len(block_ids)], strict=True):
         start, stop = first * block_size, min(last * block_size, num_tokens)
         slot = block_ids[first] * block_size
-        runs.append(_Run(slice(slot, slot + stop - start), slice(start, stop)))
+        runs.append(_SlotRun(slice(slot, slot + stop - start), slice(start, stop)))
     return runs
 
 

@@ -49,7 +49,7 @@ _PATIENCE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class RecordCheck:
     """What `DiskStore.verify` found."""
 
     num_records: int
@@ -157,7 +157,7 @@ class DiskStore:
             self._forget(key)
             remove_file(path_of(self.folder, key))
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> RecordCheck:
         """Read and check every record.
 
         Args:
@@ -175,7 +175,7 @@ class DiskStore:
                 num_bytes += size
             if progress is not None:
                 progress(num_done, len(entries))
-        return VerifyReport(num_records, num_bytes, dict(self._rejected))
+        return RecordCheck(num_records, num_bytes, dict(self._rejected))
 
     def close(self) -> None:
         """Let another process be the writer. Reading goes on."""

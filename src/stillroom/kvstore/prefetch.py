@@ -45,7 +45,7 @@ class ReadAhead:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _ReadEntry:
     future: Future[ReadPayload | None]
     num_bytes: int
     num_waiting: int = 0
@@ -65,8 +65,8 @@ class Prefetcher:
         self._read = read
         self._capacity = capacity_bytes
         self._executor = ThreadPoolExecutor(1, "stillroom-prefetch")
-        self._entries: dict[NodeKey, _Entry] = {}
-        self._abandoned: list[_Entry] = []  # cancelled while they were read, which takes memory until it ends
+        self._entries: dict[NodeKey, _ReadEntry] = {}
+        self._abandoned: list[_ReadEntry] = []  # cancelled while they were read, which takes memory until it ends
         self._num_bytes = 0
 
     @property
@@ -87,7 +87,7 @@ class Prefetcher:
             except RuntimeError:
                 return False
             if entry is None:
-                entry = self._entries[key] = _Entry(future, num_bytes)
+                entry = self._entries[key] = _ReadEntry(future, num_bytes)
                 self._num_bytes += num_bytes
             entry.future = future
         entry.num_waiting += 1

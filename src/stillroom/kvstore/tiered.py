@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class TransferFlow:
     """What went from one tier to another so far."""
 
     num_copies: int = 0
@@ -45,7 +45,7 @@ class Flow:
 class TransferStats:
     """All moves so far, and the disk's troubles."""
 
-    flows: Mapping[tuple[Tier, Tier], Flow]
+    flows: Mapping[tuple[Tier, Tier], TransferFlow]
     """By source and target: device to host is an offload, to the device a load, to disk a store. Copies that were made
     for another position count with the loads, and as device to device."""
     verify_failures: Mapping[tuple[Tier, Defect], int]
@@ -88,7 +88,7 @@ class TieredStore:
         self.disk = disk
         self._clock = clock
         self._inv_freq_LP = inv_freq_LP
-        self._flows = dict.fromkeys(DIRECTIONS, Flow())
+        self._flows = dict.fromkeys(DIRECTIONS, TransferFlow())
         self._defects: Counter[tuple[Tier, Defect]] = Counter()  # of device and host
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._prefetcher: Prefetcher | None = None

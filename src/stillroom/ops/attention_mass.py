@@ -16,7 +16,7 @@ _LOGITS_PER_TILE = 2**24
 """Queries are taken so many at a time that all heads' logits are no more: 64 MiB."""
 
 
-class Flow(NamedTuple):
+class AttentionFlow(NamedTuple):
     """Means over heads, float32."""
 
     paid_QM: torch.Tensor
@@ -36,7 +36,7 @@ def attention_flow(  # noqa: PLR0913  attention has that many parts
     places_Q: torch.Tensor,
     window: int | None = None,
     softcap: float | None = None,
-) -> Flow:
+) -> AttentionFlow:
     """A query's row and its own key sum to 1 if all keys that it sees are in groups.
 
     Args:
@@ -57,7 +57,7 @@ def attention_flow(  # noqa: PLR0913  attention has that many parts
         received_K[:num_seen] += weights_TK.sum(0)
         paid.append(weights_TK @ members_KM[:num_seen] - own_T[:, None] * members_KM[places_T])
         own.append(own_T)
-    return Flow(torch.cat(paid).clamp_min(0.0), torch.cat(own), received_K)
+    return AttentionFlow(torch.cat(paid).clamp_min(0.0), torch.cat(own), received_K)
 
 
 def mean_weights(

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from stillroom.core.request import FinishReason
-from stillroom.engine.events import TokenEvent, Usage
+from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.errors import DeadlineExceededError, EngineClosedError, QueueFullError, UsageError
-from stillroom.rag.stream import AnswerCollector, Progress
+from stillroom.rag.stream import AnswerCollector, AnswerProgress
 from stillroom.telemetry.metrics import Metrics
 
 _ABORTED, _FAILED = "aborted", "failed"
@@ -27,7 +27,7 @@ class Account:
         self._collector = collector
         self._is_first = is_first
         self._has_searched = has_searched
-        self._progress = Progress(collector.started)
+        self._progress = AnswerProgress(collector.started)
 
     def hear(self, event: TokenEvent) -> None:
         """The next event; the last one is counted."""
@@ -47,7 +47,7 @@ class Account:
             return _FAILED if _is_fault(event.error) else _ABORTED
         return str(event.finish_reason)
 
-    def _count_answer(self, usage: Usage, outcome: str) -> None:
+    def _count_answer(self, usage: RemoteUsage, outcome: str) -> None:
         timing = self._progress.timing(usage.num_generated_tokens)
         self._metrics.observe_answer(
             outcome,
@@ -56,7 +56,7 @@ class Account:
             total_seconds=None if outcome in (_ABORTED, _FAILED) else timing.total_seconds,
         )
 
-    def _count_question(self, usage: Usage) -> None:
+    def _count_question(self, usage: RemoteUsage) -> None:
         timing = self._progress.timing(usage.num_generated_tokens)
         if self._has_searched:
             self._metrics.observe_search(timing.retrieval_seconds)

@@ -86,7 +86,7 @@ def pipeline_over(  # noqa: PLR0913  its parts
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
+class SharedBackend:
     """A room that has no backend of its own."""
 
     host: "Answering"
@@ -112,7 +112,7 @@ class Answering:
         kb: KnowledgeBase,
         config: StillroomConfig,
         clock: Clock,
-        guest: Guest | None,
+        guest: SharedBackend | None,
         pipeline_over: "Callable[[Backend], Pipeline]",
     ) -> None:
         """

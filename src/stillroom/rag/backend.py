@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.request import MaySee, SamplingParams
-from stillroom.engine.corpora import Corpus
+from stillroom.engine.corpora import CorpusView
 from stillroom.engine.events import Listener
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.conversation import NOTHING, History
@@ -18,7 +18,7 @@ from stillroom.telemetry.figures import CacheFigures, EngineFigures
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleRequest:
     """One continuation of a prompt; its events go to the listener."""
 
     request_id: RequestId
@@ -33,14 +33,14 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PreparedPrompt:
     """A prompt, ready to be continued."""
 
     chunk_ids: tuple[ChunkId, ...]
     """The chunks in it, in order."""
     num_tokens: int | None
     """None: only the server will know."""
-    start: Callable[[Sequence[Sample]], None]
+    start: Callable[[Sequence[SampleRequest]], None]
     """Continue it, once for each sample. Raises what `AsyncEngine.submit` and `OpenAIEngine.submit` raise."""
     max_answer_tokens: int | None = None
     """Most tokens that model and KV pool leave for an answer, at least 1. None: only the server knows."""
@@ -108,7 +108,7 @@ class Backend(Protocol):
         max_tokens: int | None,
         schema: Mapping[str, Any] | None = None,
         history: History = NOTHING,
-    ) -> Draft:
+    ) -> PreparedPrompt:
         """The prompt for a question and its chunks, best first, behind what was said before; the oldest turns and the
         last chunks are left out where it would have more than `max_tokens`. With a schema the answer is JSON.
 
@@ -117,7 +117,7 @@ class Backend(Protocol):
         """
         ...
 
-    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
+    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         """A prompt that is continued as it is: text, in which special tokens count as such, or tokens. With a schema
         the continuation is JSON.
 
@@ -126,7 +126,7 @@ class Backend(Protocol):
         """
         ...
 
-    def documents_changed(self, corpus: Corpus) -> bytes | None:
+    def documents_changed(self, corpus: CorpusView) -> bytes | None:
         """Documents were added or removed: nothing is kept of chunks that are no more, now or after a later change that
         nobody tells of, until `close`.
 

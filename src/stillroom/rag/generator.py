@@ -18,7 +18,7 @@ from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams, TokenConstraint
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.audit import Audit
-from stillroom.engine.corpora import Corpus
+from stillroom.engine.corpora import CorpusView
 from stillroom.engine.engine import Engine
 from stillroom.errors import ModelError, UsageError
 from stillroom.kvcache.block_pool import BlockPool
@@ -29,7 +29,7 @@ from stillroom.models.json_constraint import JsonConstraints
 from stillroom.models.loader import LoadedModel, load_model
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.rag.backend import Draft, Load, Sample
+from stillroom.rag.backend import Load, PreparedPrompt, SampleRequest
 from stillroom.rag.calibration import (
     Bench,
     calibrate,
@@ -52,7 +52,7 @@ from stillroom.telemetry.figures import CacheFigures, EngineFigures
 
 
 @dataclass(frozen=True, slots=True)
-class Generator:
+class LocalBackend:
     """Prompts as segments of tokens, continued by the engine of this process."""
 
     model: LoadedModel
@@ -104,13 +104,13 @@ class Generator:
         max_tokens: int | None,
         schema: Mapping[str, Any] | None = None,
         history: History = NOTHING,
-    ) -> Draft:
+    ) -> PreparedPrompt:
         prompt = self.prompts.build(chunks, question, max_tokens, history)
         if not self.knows_all_tokens:
             self._check_tokens(prompt)
         return self._draft(prompt, self._constraint(schema))
 
-    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
+    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)
         num_known = self.model.decoder.spec.vocab_size
         if not ids:
@@ -119,7 +119,7 @@ class Generator:
             raise UsageError(f"the prompt holds a token that the model does not have; it has 0 to {num_known - 1}")
         return self._draft(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), self._constraint(schema))
 
-    def beside(self, salt: str) -> "Generator":
+    def beside(self, salt: str) -> "LocalBackend":
         """The same model and engine for another tenant."""
         return replace(self, salt=salt, owns_engine=False)
 
@@ -135,7 +135,7 @@ class Generator:
             self.cache.close(keeps_device=not self.engine.has_failed)
         self.engine.leave(self.salt)
 
-    def documents_changed(self, corpus: Corpus) -> bytes | None:
+    def documents_changed(self, corpus: CorpusView) -> bytes | None:
         self.engine.documents_changed(self.salt, corpus)
         disk = None if self.cache.tiers is None else self.cache.tiers.disk
         return disk.fingerprint if disk is not None and disk.is_writer else None
@@ -151,8 +151,8 @@ class Generator:
     def _constraint(self, schema: Mapping[str, Any] | None) -> TokenConstraint | None:
         return None if schema is None else self.constraints.compile(schema)
 
-    def _draft(self, prompt: SegmentedPrompt, constraint: TokenConstraint | None = None) -> Draft:
-        def request(sample: Sample) -> Request:
+    def _draft(self, prompt: SegmentedPrompt, constraint: TokenConstraint | None = None) -> PreparedPrompt:
+        def request(sample: SampleRequest) -> Request:
             self._check_bias(sample.sampling)
             return Request(
                 request_id=sample.request_id,
@@ -166,13 +166,13 @@ class Generator:
                 cache_salt=self.salt,
             )
 
-        def start(samples: Sequence[Sample]) -> None:
+        def start(samples: Sequence[SampleRequest]) -> None:
             first, *others = ((request(sample), sample.listener) for sample in samples)
             self.engine.submit(*first, *others)
 
         fitting = self.cache.manager.max_output_tokens([len(segment.token_ids) for segment in prompt.segments])
         max_answer_tokens = max(1, min(fitting, self.max_model_len - prompt.num_tokens))
-        return Draft(prompt.chunk_ids, prompt.num_tokens, start, max_answer_tokens)
+        return PreparedPrompt(prompt.chunk_ids, prompt.num_tokens, start, max_answer_tokens)
 
     def _check_tokens(self, prompt: SegmentedPrompt) -> None:
         """Some checkpoints have added tokens without an embedding, which their prompts do not hold."""
@@ -197,7 +197,7 @@ def _integers(prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple(found.tolist())
 
 
-def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | None = None) -> Generator:
+def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | None = None) -> LocalBackend:
     """Load the model and start its engine.
 
     Args:
@@ -213,7 +213,7 @@ def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | Non
     running = AsyncEngine(engine, config.runtime.max_waiting)
     running.run(lambda _: torch.set_num_threads(num_threads))  # torch has a number for each thread
     knows_all = max(model.tokenizer.hf_tokenizer.get_vocab().values()) < model.decoder.spec.vocab_size
-    return Generator(model, running, cache, prompts, constraints, knows_all_tokens=knows_all)
+    return LocalBackend(model, running, cache, prompts, constraints, knows_all_tokens=knows_all)
 
 
 def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tuple[LoadedModel, Engine, KVCache, int]:

@@ -24,7 +24,7 @@ from stillroom.errors import (
 )
 from stillroom.rag.accounting import Account, counting_aborted
 from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
-from stillroom.rag.backend import Backend, Draft
+from stillroom.rag.backend import Backend, PreparedPrompt
 from stillroom.rag.conversation import alternate, around, history_of
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.sources import sources_of
@@ -243,7 +243,7 @@ class Pipeline:
         room = limit - (options.max_tokens if options.max_tokens not in (None, 0, NO_LIMIT) else default)
         return min(room, most) if most else room
 
-    def _check_length(self, draft: Draft) -> None:
+    def _check_length(self, draft: PreparedPrompt) -> None:
         most = self._config.generation.max_prompt_tokens
         if most and draft.num_tokens is not None and draft.num_tokens > most:
             raise PromptTooLongError(
@@ -259,7 +259,12 @@ class Pipeline:
         return lambda chunk_ids: bool(allowed.has(list(chunk_ids)).all())
 
     def _wanted(
-        self, draft: Draft, options: AskOptions, arrival: float, num_samples: int, may_see: MaySee | None = None
+        self,
+        draft: PreparedPrompt,
+        options: AskOptions,
+        arrival: float,
+        num_samples: int,
+        may_see: MaySee | None = None,
     ) -> list[Wanted]:
         """The answers to a prompt: each has its own name and seed, and only the first computes the prompt."""
         name = RequestId(f"req-{uuid.uuid4().hex[:16]}")
@@ -376,7 +381,7 @@ def _num_answer_tokens(asked: int | None, default: int, most: int | None) -> int
     return most
 
 
-def _no_room(draft: Draft, room: int | None) -> PromptTooLongError:
+def _no_room(draft: PreparedPrompt, room: int | None) -> PromptTooLongError:
     return PromptTooLongError(
         f"no document that was found fits beside the {draft.num_tokens} tokens of the rest of the prompt: beside the "
         f"answer there is room for {room} tokens; lower max_tokens, shorten the question, or raise "

@@ -32,7 +32,7 @@ _CHARS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class _QuestionKey:
     """What a result depends on, besides the corpus."""
 
     text: str
@@ -49,7 +49,7 @@ class _Question:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _CachedResult:
     result: SearchResult
     generation: Hashable
     vector: NDArray[np.float32] | None
@@ -57,7 +57,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheStats:
+class QueryCacheStats:
     """Since the cache was made."""
 
     num_hits: int
@@ -90,17 +90,17 @@ class QueryCache:
         self._embed = embed
         self._config = config
         self._lock = Lock()
-        self._entries: TokenCache[_Question, _Entry] = TokenCache(config.max_tokens)
+        self._entries: TokenCache[_QuestionKey, _CachedResult] = TokenCache(config.max_tokens)
         self._sketch = CountMinSketch(halve_every=_HALVE_EVERY)
-        self._hot: dict[_Question, None] = {}
+        self._hot: dict[_QuestionKey, None] = {}
         """Questions seen at least `hot_after` times, oldest first; at most `max_hot`."""
         self._hot_generation: Hashable = None
         self._num_hits = self._num_refreshed = 0
         self._worker: ThreadPoolExecutor | None = None
 
     @property
-    def stats(self) -> CacheStats:
-        return CacheStats(self._num_hits, self._num_refreshed)
+    def stats(self) -> QueryCacheStats:
+        return QueryCacheStats(self._num_hits, self._num_refreshed)
 
     def search(self, query: str, mode: SearchMode, top_k: int, where: str = "") -> SearchResult:
         """The wrapped search's result, from the cache where that is allowed. Raises what the wrapped search raises."""
@@ -111,7 +111,7 @@ class QueryCache:
     ) -> Iterator[SearchResult]:
         """The wrapped search's results; only the last one where it is in the cache. It is kept if the search is not
         left before its end."""
-        question = _Question(" ".join(query.split()), mode, top_k, where.strip())
+        question = _QuestionKey(" ".join(query.split()), mode, top_k, where.strip())
         if self._config.max_tokens == 0 or question.num_chars > _MAX_CHARS:
             yield from self._search(query, mode, top_k, num_stages, where)
             return
@@ -135,7 +135,7 @@ class QueryCache:
             worker.shutdown(wait=True, cancel_futures=True)
 
     def _find(
-        self, question: _Question, generation: Hashable, vector: NDArray[np.float32] | None
+        self, question: _QuestionKey, generation: Hashable, vector: NDArray[np.float32] | None
     ) -> SearchResult | None:
         with self._lock:
             entry = self._entries.get(question)
@@ -147,7 +147,9 @@ class QueryCache:
             self._num_hits += entry is not None
         return None if entry is None else entry.result
 
-    def _find_similar(self, question: _Question, generation: Hashable, vector: NDArray[np.float32]) -> _Entry | None:
+    def _find_similar(
+        self, question: _QuestionKey, generation: Hashable, vector: NDArray[np.float32]
+    ) -> _CachedResult | None:
         """The entry of the most similar question of the same kind, if it is similar enough."""
         best, best_similarity = None, self._config.similarity
         for other in self._entries:
@@ -164,7 +166,7 @@ class QueryCache:
         return self._config.similarity < 1.0 and mode != "sparse"
 
     def _keep(
-        self, question: _Question, result: SearchResult, generation: Hashable, vector: NDArray[np.float32] | None
+        self, question: _QuestionKey, result: SearchResult, generation: Hashable, vector: NDArray[np.float32] | None
     ) -> None:
         """`generation` was read before the search, so a change in between can only end the entry too early. A result of
         a generation that has passed meanwhile is not kept."""
@@ -172,7 +174,7 @@ class QueryCache:
         num_tokens += sum(scored.chunk.num_tokens for scored in result.results)
         with self._lock:
             if generation == self._hot_generation:
-                self._entries.put(question, _Entry(result, generation, vector), num_tokens)
+                self._entries.put(question, _CachedResult(result, generation, vector), num_tokens)
 
     # Hot questions
 
@@ -181,13 +183,13 @@ class QueryCache:
         start it too; who has just changed a document need not wait for one."""
         self._follow(self._generation())
 
-    def _follow(self, generation: Hashable, asked: _Question | None = None) -> None:
+    def _follow(self, generation: Hashable, asked: _QuestionKey | None = None) -> None:
         """If this generation is new, have the hot questions searched again, but for the one that is asked right now."""
         with self._lock:
             stale = [question for question in self._take_stale(generation) if question != asked]
         self._start_refresh(stale, generation)
 
-    def _count(self, question: _Question) -> None:
+    def _count(self, question: _QuestionKey) -> None:
         """It was asked once more, and has an answer."""
         with self._lock:
             if self._sketch.add(question.as_bytes()) >= self._config.hot_after:
@@ -196,7 +198,7 @@ class QueryCache:
                 if len(self._hot) > self._config.max_hot:
                     self._hot.pop(next(iter(self._hot)))
 
-    def _take_stale(self, generation: Hashable) -> list[_Question]:
+    def _take_stale(self, generation: Hashable) -> list[_QuestionKey]:
         """The hot questions if this generation is new to them, once; under the lock. Results of another generation are
         dropped: they hold the text of documents that may be gone."""
         if generation == self._hot_generation:
@@ -207,13 +209,13 @@ class QueryCache:
         self._hot_generation = generation
         return [] if is_first else list(self._hot)
 
-    def _start_refresh(self, stale: list[_Question], generation: Hashable) -> None:
+    def _start_refresh(self, stale: list[_QuestionKey], generation: Hashable) -> None:
         if stale:
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stillroom-query-cache")
             self._worker.submit(self._refresh, stale, generation)
 
-    def _refresh(self, stale: list[_Question], generation: Hashable) -> None:
+    def _refresh(self, stale: list[_QuestionKey], generation: Hashable) -> None:
         for question in reversed(stale):  # the most recently asked first
             if self._generation() != generation:
                 return  # changed again: another refresh is coming

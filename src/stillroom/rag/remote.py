@@ -7,14 +7,14 @@ from stillroom.config.settings import EngineConfig, EnginePrompt
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
-from stillroom.engine.corpora import Corpus
+from stillroom.engine.corpora import CorpusView
 from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteRequest
-from stillroom.engine.openai_server import OpenAIServer
+from stillroom.engine.openai_server import OpenAIClient
 from stillroom.errors import ConfigError, UsageError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
-from stillroom.rag.backend import Draft, Load, Sample
+from stillroom.rag.backend import Load, PreparedPrompt, SampleRequest
 from stillroom.rag.conversation import NOTHING, History, new_chunks
 from stillroom.rag.document_order import PrefixOrder
 from stillroom.rag.prompt import INSTRUCTIONS, PromptBuilder, format_for, raw_tokens, render, user_messages
@@ -26,7 +26,7 @@ Writer = Callable[[Sequence[Chunk], str, History, int | None], Written]
 tokenizer can keep to that."""
 
 
-class RemoteGenerator:
+class OpenAIBackend:
     """Writes prompts for a server and hands them to its engine."""
 
     tokenizer = None
@@ -76,7 +76,7 @@ class RemoteGenerator:
         max_tokens: int | None,
         schema: Mapping[str, Any] | None = None,
         history: History = NOTHING,
-    ) -> Draft:
+    ) -> PreparedPrompt:
         """Without `max_tokens` every chunk is sent: what the server has room for, it says itself."""
         _refuse(schema)
         if max_tokens is not None:  # who is left out, the rank decides
@@ -88,7 +88,7 @@ class RemoteGenerator:
         prompt, chunk_ids = self._write(chunks, question, history, max_tokens)
         return self._draft(chunk_ids, prompt)
 
-    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> Draft:
+    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         _refuse(schema)
         if not prompt:
             raise UsageError("the prompt is empty")
@@ -96,7 +96,7 @@ class RemoteGenerator:
             return self._draft((), prompt if self._tokenize is None else self._tokenize(prompt))
         return self._draft((), tuple(prompt))
 
-    def documents_changed(self, corpus: Corpus) -> None:
+    def documents_changed(self, corpus: CorpusView) -> None:
         """The server forgets by itself what is not asked for any more."""
 
     @property
@@ -107,7 +107,7 @@ class RemoteGenerator:
     def engine_figures(self) -> None:
         return None
 
-    def beside(self, salt: str) -> "RemoteGenerator":
+    def beside(self, salt: str) -> "OpenAIBackend":
         raise ConfigError(
             "engine.kind = 'openai' serves one tenant only: what an engine elsewhere keeps of one tenant's prompts "
             "would show in the times of another; use the builtin engine, or one server for each tenant"
@@ -122,13 +122,13 @@ class RemoteGenerator:
     def close(self) -> None:
         self._engine.close()
 
-    def _draft(self, chunk_ids: tuple[ChunkId, ...], prompt: RemotePrompt) -> Draft:
-        def start(samples: Sequence[Sample]) -> None:
+    def _draft(self, chunk_ids: tuple[ChunkId, ...], prompt: RemotePrompt) -> PreparedPrompt:
+        def start(samples: Sequence[SampleRequest]) -> None:
             for sample in samples:
                 request = RemoteRequest(sample.request_id, prompt, sample.sampling, sample.deadline)
                 self._engine.submit(request, sample.listener)
 
-        return Draft(chunk_ids, len(prompt) if isinstance(prompt, tuple) else None, start)
+        return PreparedPrompt(chunk_ids, len(prompt) if isinstance(prompt, tuple) else None, start)
 
 
 def _refuse(schema: Mapping[str, Any] | None) -> None:
@@ -136,7 +136,7 @@ def _refuse(schema: Mapping[str, Any] | None) -> None:
         raise UsageError("an engine elsewhere is not asked for JSON of a schema; set engine.kind to builtin")
 
 
-def connect(config: EngineConfig, model: str, clock: Clock) -> RemoteGenerator:
+def connect(config: EngineConfig, model: str, clock: Clock) -> OpenAIBackend:
     """The backend for a server. `model` names the checkpoint whose format and tokenizer write the prompts, where the
     server does not do it.
 
@@ -146,13 +146,13 @@ def connect(config: EngineConfig, model: str, clock: Clock) -> RemoteGenerator:
         ModelError: the checkpoint has no tokenizer.
     """
     write, tokenize = _writer(config.prompt, model)
-    engine = OpenAIEngine(OpenAIServer(config, clock), config.model, clock)
+    engine = OpenAIEngine(OpenAIClient(config, clock), config.model, clock)
     try:
         engine.find_model()
     except BaseException:
         engine.close()
         raise
-    return RemoteGenerator(engine, write, PrefixOrder() if config.document_order == "prefix" else None, tokenize)
+    return OpenAIBackend(engine, write, PrefixOrder() if config.document_order == "prefix" else None, tokenize)
 
 
 def _writer(kind: EnginePrompt, model: str) -> tuple[Writer, Callable[[str], RemotePrompt] | None]:

@@ -23,7 +23,7 @@ from stillroom.core.kv import salt_of
 from stillroom.errors import UsageError
 from stillroom.kvstore.owners import OwnerNote
 from stillroom.rag.answer import Answer, AskOptions, checked_options, checked_query
-from stillroom.rag.answering import Answering, Guest, keeping, pipeline_over, read_all, read_to_end, within
+from stillroom.rag.answering import Answering, SharedBackend, keeping, pipeline_over, read_all, read_to_end, within
 from stillroom.rag.closing import Closing
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.records import Records
@@ -56,7 +56,7 @@ class Stillroom:
         config: StillroomConfig,
         metrics: Metrics,
         clock: Clock,
-        guest: Guest | None = None,
+        guest: SharedBackend | None = None,
     ) -> None:
         """Use `open`, or `beside`.
 
@@ -128,7 +128,7 @@ class Stillroom:
             ConfigError: with the first question, where the engine is elsewhere.
         """
         kb = KnowledgeBase.open(Path(path), self.config, create=create, clock=self._clock, like=self._kb)
-        guest = Guest(self._answering, salt_of(tenant, kb.identity), OwnerNote(tenant, kb.path))
+        guest = SharedBackend(self._answering, salt_of(tenant, kb.identity), OwnerNote(tenant, kb.path))
         room = Stillroom(kb, self.config, self.metrics, self._clock, guest)
         room._host = self  # stays open as long as this one
         return room

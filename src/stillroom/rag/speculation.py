@@ -24,7 +24,7 @@ from stillroom.core.request import FinishReason, MaySee, SamplingParams
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import SpeculationOutcome, SpeculationReport
-from stillroom.rag.backend import Draft, Load, Sample
+from stillroom.rag.backend import Load, PreparedPrompt, SampleRequest
 from stillroom.rag.break_even import BreakEven, Overlap, Stage
 from stillroom.telemetry.metrics import Metrics
 
@@ -85,7 +85,7 @@ class _Held:
 class Attempt:
     """The prompt for some documents, on its way or not yet, whose events are held back until somebody wants them."""
 
-    def __init__(self, draft: Draft, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, draft: PreparedPrompt, wanted: Sequence[Wanted]) -> None:
         self.draft = draft
         self.wanted = tuple(wanted)
         self.started_at: float | None = None
@@ -97,10 +97,10 @@ class Attempt:
         return self.started_at is not None and not self._held[0].has_token
 
     def start(self, now: float) -> None:
-        """Submit it. Raises as `Draft.start`."""
+        """Submit it. Raises as `PreparedPrompt.start`."""
         self.draft.start(
             [
-                Sample(one.request_id, one.sampling, held, one.priority, one.deadline, one.may_see)
+                SampleRequest(one.request_id, one.sampling, held, one.priority, one.deadline, one.may_see)
                 for one, held in zip(self.wanted, self._held, strict=True)
             ]
         )
@@ -129,7 +129,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CompletedSearch:
     """A search that has ended, and the prompt for what it found."""
 
     result: SearchResult
@@ -149,7 +149,9 @@ class Speculator:
         self._metrics = metrics
         self._books: dict[SearchMode, BreakEven] = {mode: BreakEven() for mode in ("hybrid", "dense", "sparse")}
 
-    def find(self, stages: Stages, mode: SearchMode, attempt_with: Callable[[Sequence[ScoredChunk]], Attempt]) -> Found:
+    def find(
+        self, stages: Stages, mode: SearchMode, attempt_with: Callable[[Sequence[ScoredChunk]], Attempt]
+    ) -> CompletedSearch:
         """Search, and begin with the answer meanwhile where that pays.
 
         Args:
@@ -161,7 +163,7 @@ class Speculator:
         elif self._config.mode == "auto" and not books.decide():
             found = self._search(stages, attempt_with, SpeculationOutcome.PLAIN, books)
         else:
-            found = _Run(self._backend, self._config, self._clock, books, attempt_with).search(stages)
+            found = _SpeculationRun(self._backend, self._config, self._clock, books, attempt_with).search(stages)
         self._metrics.count_speculation(found.report.outcome, found.report.ahead_seconds)
         return found
 
@@ -171,17 +173,17 @@ class Speculator:
         attempt_with: Callable[[Sequence[ScoredChunk]], Attempt],
         outcome: SpeculationOutcome,
         books: BreakEven | None = None,
-    ) -> Found:
+    ) -> CompletedSearch:
         began = self._clock.monotonic()
         *_, result = stages(1)
         ended = self._clock.monotonic()
         if books is not None and result.search_seconds:  # none of the query cache
             books.note_plain(ended - began)
         report = SpeculationReport(outcome, break_even_seconds=None if books is None else books.break_even_seconds)
-        return Found(result, ended, attempt_with(result.results), report)
+        return CompletedSearch(result, ended, attempt_with(result.results), report)
 
 
-class _Run:
+class _SpeculationRun:
     """Algorithm 2 for one question."""
 
     def __init__(
@@ -201,7 +203,7 @@ class _Run:
         self._stages_started: list[int] = []
         self._overlap = Overlap(0.0, 0.0)
 
-    def search(self, stages: Stages) -> Found:
+    def search(self, stages: Stages) -> CompletedSearch:
         """All stages, then what is known by their end."""
         began = self._clock.monotonic()
         lists: list[tuple[SearchResult, float]] = []
@@ -224,7 +226,7 @@ class _Run:
             self._books.note_staged(
                 self._overlap, [Stage(_ids(found) == _ids(result), ended - at) for found, at in lists[:-1]]
             )
-        return Found(result, ended, self._current, self._report(len(lists), ahead))
+        return CompletedSearch(result, ended, self._current, self._report(len(lists), ahead))
 
     def _replace(self, found: SearchResult, stage: int) -> None:
         """Lines 6 to 10: the old prompt is cancelled, the new one begun if fewer than `max_prefill_batch` wait."""

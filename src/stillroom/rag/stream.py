@@ -14,7 +14,7 @@ from stillroom.core.ids import RequestId, format_chunk_id
 from stillroom.core.kv import Tier
 from stillroom.core.request import Admission, FinishReason
 from stillroom.core.reuse import PromptReuse, Variant
-from stillroom.engine.events import TokenEvent, Usage
+from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.errors import RequestAbortedError, UsageError
 from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from stillroom.rag.answer import (
@@ -45,7 +45,7 @@ class Started:
     speculation: SpeculationReport = SpeculationReport(SpeculationOutcome.OFF)
 
 
-class Progress:
+class AnswerProgress:
     """What an engine has told of an answer so far."""
 
     def __init__(self, started: Started) -> None:
@@ -69,10 +69,10 @@ class Progress:
         self.reuse = event.reuse or self.reuse
         self._admission = self._admission or event.admission
 
-    def usage(self) -> Usage:
+    def usage(self) -> RemoteUsage:
         """Our own count. A text from elsewhere is usually a token."""
         num_cached = self.reuse.num_cached_tokens if self.reuse else 0
-        return Usage(self._started.num_prompt_tokens or 0, num_cached, self.num_pieces)
+        return RemoteUsage(self._started.num_prompt_tokens or 0, num_cached, self.num_pieces)
 
     def timing(self, num_generated_tokens: int) -> Timing:
         """Until the last event that brought something."""
@@ -104,7 +104,7 @@ class AnswerCollector:
         self._on_finish = on_finish
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
-        self._progress = Progress(started)
+        self._progress = AnswerProgress(started)
 
     def feed(self, event: TokenEvent) -> str:
         """The text this event completes. At a stop string the answer is complete, before the engine says so.
@@ -145,7 +145,7 @@ class AnswerCollector:
 
         return score(token_id, found.logprob, tuple(score(one, logprob) for one, logprob in found.top))
 
-    def _finish(self, reason: FinishReason, usage: Usage) -> Answer:
+    def _finish(self, reason: FinishReason, usage: RemoteUsage) -> Answer:
         return Answer(
             request_id=self.started.request_id,
             text="".join(self._pieces),
@@ -173,7 +173,7 @@ def _phases(admission: Admission | None, searched_at: float, first_at: float) ->
     }
 
 
-def _reuse_report(usage: Usage, reuse: PromptReuse | None) -> ReuseReport:
+def _reuse_report(usage: RemoteUsage, reuse: PromptReuse | None) -> ReuseReport:
     if reuse is None:
         return ReuseReport(usage.num_prompt_tokens, usage.num_cached_tokens)
     segments = tuple(

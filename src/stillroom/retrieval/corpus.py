@@ -32,7 +32,7 @@ from stillroom.retrieval import rows
 from stillroom.retrieval.corpus_file import CorpusFile, read_beside
 from stillroom.retrieval.document_names import DocumentNames
 from stillroom.retrieval.filters.sql import Condition, register
-from stillroom.retrieval.rows import Changes, Source, SourceUpdate, StoredDocument
+from stillroom.retrieval.rows import Changes, SourceFile, SourceUpdate, StoredDocument
 
 _BATCH = 500
 """Parameters per statement; SQLite takes at least 999."""
@@ -132,7 +132,7 @@ class Corpus:
         with self._reading() as connection:
             return [rows.document_info(row) for row in connection.execute(rows.SELECT_INFOS_OF, {"name": name})]
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, SourceFile]:
         """What is known of each file that was read to its end, by path."""
         with self._reading() as connection:
             return {row[0]: rows.source(row) for row in connection.execute(rows.SELECT_SOURCES)}
@@ -248,7 +248,7 @@ class Corpus:
             KnowledgeBaseBusyError: another process writes and does not finish.
         """
         with self._writing() as connection:
-            writer = _Writer(connection)
+            writer = _CorpusWriter(connection)
             for document in documents:
                 writer.put(document)
             num_removed = sum(writer.remove(document_id) for document_id in removed)
@@ -381,7 +381,7 @@ def _place_of(path: Path) -> tuple[int, int] | None:
 
 def _name_anew(connection: sqlite3.Connection, names: DocumentNames) -> None:
     """Bring names of earlier versions up to date: uploads by their names in the folder, and all with public ids."""
-    writer = _Writer(connection)
+    writer = _CorpusWriter(connection)
     sizes = dict(connection.execute("SELECT path, -1 FROM documents").fetchall())
     sizes |= dict(connection.execute("SELECT path, size FROM sources").fetchall())
     for path, name in list(names.renamed(sizes)):
@@ -397,7 +397,7 @@ def _name_anew(connection: sqlite3.Connection, names: DocumentNames) -> None:
     connection.executemany("UPDATE documents SET public_id = ? WHERE document_id = ?", named)
 
 
-class _Writer:
+class _CorpusWriter:
     """One transaction's changes. The generation rises only if a document did."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:

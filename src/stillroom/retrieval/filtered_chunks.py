@@ -6,7 +6,7 @@ from threading import Lock
 
 from stillroom.errors import FilterError
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.filters.language import Filter, fields_of, parse_filter
 from stillroom.retrieval.filters.sql import BUILT_IN, condition_of
 
@@ -23,10 +23,10 @@ class FilteredChunks:
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
         self._lock = Lock()
-        self._kept: OrderedDict[str, tuple[int, Allowed, str]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[int, AllowedIds, str]] = OrderedDict()
         """By filter: the generation, the chunks, and why there can be none; the least recently used first."""
 
-    def allowed(self, where: str) -> Allowed:
+    def allowed(self, where: str) -> AllowedIds:
         """The chunks that a filter allows now.
 
         Raises:
@@ -37,7 +37,7 @@ class FilteredChunks:
             raise FilterError(complaint)
         return allowed
 
-    def _found(self, where: str, parsed: Filter) -> tuple[Allowed, str]:
+    def _found(self, where: str, parsed: Filter) -> tuple[AllowedIds, str]:
         generation = self._corpus.generation
         with self._lock:
             kept = self._kept.get(where)
@@ -45,7 +45,7 @@ class FilteredChunks:
                 self._kept.move_to_end(where)
                 return kept[1:]
         generation, ids = self._corpus.matching(condition_of(parsed))
-        found, complaint = Allowed(ids), "" if len(ids) else self._complaint(parsed)
+        found, complaint = AllowedIds(ids), "" if len(ids) else self._complaint(parsed)
         with self._lock:
             self._kept[where] = (generation, found, complaint)
             self._kept.move_to_end(where)

@@ -15,7 +15,7 @@ from stillroom.errors import UsageError
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filtered_chunks import FilteredChunks
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.fusion import NUM_SMOOTHED, convex, minmax, rrf, smoothed
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
@@ -42,7 +42,7 @@ class Candidates:
     """Of candidates [n, d], in the order asked for."""
 
 
-class _Question:
+class _EmbeddedQuestion:
     """A question, embedded when its vector is first needed."""
 
     def __init__(self, text: str, embedder: Embedder, clock: Clock) -> None:
@@ -86,7 +86,7 @@ class HybridSearch:
         """
         return next(self.search_staged(query, mode, top_k, 1, where))
 
-    def allowed(self, where: str) -> Allowed:
+    def allowed(self, where: str) -> AllowedIds:
         """The chunks that a filter allows now. Raises FilterError: it is none."""
         return self._filters.allowed(where)
 
@@ -113,7 +113,7 @@ class HybridSearch:
         if self._corpus.num_chunks == 0 or (allowed is not None and not len(allowed)):
             yield SearchResult(())
             return
-        question = _Question(query, self._embedder, self._clock)
+        question = _EmbeddedQuestion(query, self._embedder, self._clock)
         lists = self._lists(question, mode, max(self._config.num_candidates, top_k), num_stages, allowed)
         seconds = self._clock.monotonic() - began
         while True:
@@ -135,7 +135,12 @@ class HybridSearch:
         return Candidates(dense, sparse, cosines, bm25, num_query_tokens, lambda ids: self._corpus.embeddings(ids)[1])
 
     def _lists(
-        self, question: _Question, mode: SearchMode, num_candidates: int, num_stages: int, allowed: Allowed | None
+        self,
+        question: _EmbeddedQuestion,
+        mode: SearchMode,
+        num_candidates: int,
+        num_stages: int,
+        allowed: AllowedIds | None,
     ) -> Iterator[tuple[Ranking, _Sides]]:
         """The ranking after each stage, with the scores of both sides."""
         sparse = self._indexes.search_sparse(question.text, num_candidates, allowed) if mode != "dense" else []
@@ -146,7 +151,7 @@ class HybridSearch:
             for dense in self._indexes.search_dense_staged(question.vector, num_candidates, num_stages, allowed):
                 yield (dense, {"dense": dict(dense)}) if mode == "dense" else self._fused(question, dense, sparse)
 
-    def _fused(self, question: _Question, dense: Ranking, sparse: Ranking) -> tuple[Ranking, _Sides]:
+    def _fused(self, question: _EmbeddedQuestion, dense: Ranking, sparse: Ranking) -> tuple[Ranking, _Sides]:
         if self._config.fusion in {"smoothed", "convex"}:
             cosines, bm25 = self._indexes.complete(question.vector, question.text, dense, sparse)
             fused = convex(cosines, bm25)

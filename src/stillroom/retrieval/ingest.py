@@ -28,8 +28,8 @@ from stillroom.retrieval.intake.discovery import Discovery, Skipped, discover
 from stillroom.retrieval.intake.reading import FileReader, Looked, with_said
 from stillroom.retrieval.loaders.formats import is_jsonl
 from stillroom.retrieval.loaders.metadata import Said, sidecar_metadata
-from stillroom.retrieval.pending import Batch, Pending, content_hash_of, outcome_of
-from stillroom.retrieval.rows import Source, SourceUpdate
+from stillroom.retrieval.pending import CommitBatch, Pending, content_hash_of, outcome_of
+from stillroom.retrieval.rows import SourceFile, SourceUpdate
 
 _WINDOW = 512
 """Chunks committed together, embedded or taken over. Larger: batches of more equal length; longer until something is
@@ -90,7 +90,7 @@ class RemoveReport:
     """Targets that stood for no document."""
 
 
-class Watch(Protocol):
+class IngestWatch(Protocol):
     """Told how far a run is, and may end it."""
 
     def __call__(self, done: AddProgress) -> None: ...
@@ -109,7 +109,7 @@ class Ingest:
         embedder: Embedder,
         reader: FileReader,
         clock: Clock,
-        watch: Watch,
+        watch: IngestWatch,
     ) -> None:
         self._corpus = corpus
         self._names = corpus.names
@@ -118,7 +118,7 @@ class Ingest:
         self._reader = reader
         self._clock = clock
         self._watch = watch
-        self._batch = Batch()
+        self._batch = CommitBatch()
         self._counts = {"added": 0, "updated": 0, "unchanged": 0, "removed": 0, "chunks": 0}
         self._failures: list[tuple[str, str]] = []
         self._is_worth_repeating = False
@@ -170,7 +170,7 @@ class Ingest:
         name = self._names.name_of(str(path))
         self._failures.append((str(path), reason.removeprefix(f"{path}: ").removeprefix(f"{name}: ")))
 
-    def _add_file(self, looked: Looked, num_known: int, known: Source | None) -> None:
+    def _add_file(self, looked: Looked, num_known: int, known: SourceFile | None) -> None:
         if looked.error is not None:
             raise looked.error
         path, source = looked.path, looked.source
@@ -251,7 +251,7 @@ class Ingest:
                 "split it, make it a JSONL file, or raise the limit"
             )
 
-    def _note(self, path: Path, source: Source | None) -> None:
+    def _note(self, path: Path, source: SourceFile | None) -> None:
         """Queue what is known of a file; None forgets it."""
         name = self._names.name_of(str(path))
         self._batch.sources.append(
@@ -296,7 +296,7 @@ class Ingest:
             self._counts["chunks"] += len(pending.chunks) if pending.outcome != "unchanged" else 0
         self._num_chunks_done += num_chunks
         self._advance()
-        self._batch = Batch()
+        self._batch = CommitBatch()
 
     def _embedded(self, texts: Sequence[str], on_batch: Callable[[int], None]) -> Iterator[NDArray[np.float32]]:
         for start in range(0, len(texts), _EMBEDDED_TOGETHER):

@@ -36,7 +36,7 @@ from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.digest import IndexDigest, index_digest
 from stillroom.retrieval.embedder import Embedder
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.index.bm25 import DamagedPostingsError
 from stillroom.retrieval.index.indexes import Indexes
@@ -54,7 +54,7 @@ from stillroom.retrieval.kb_writing import Following, keeping_up
 from stillroom.retrieval.loaders.metadata import said_metadata
 from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
 from stillroom.retrieval.repairing import Repairs
-from stillroom.retrieval.rows import PENDING, Source, SourceUpdate
+from stillroom.retrieval.rows import PENDING, SourceFile, SourceUpdate
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.tiers.list_figures import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
@@ -223,7 +223,7 @@ class KnowledgeBase:
         """Of each document of a file: a hash of what it says."""
         return self._corpus.document_ids(self._corpus.names.name_of(path))
 
-    def expect(self, paths: Sequence[str], metadata: Mapping[str, object] | None) -> dict[str, Source | None]:
+    def expect(self, paths: Sequence[str], metadata: Mapping[str, object] | None) -> dict[str, SourceFile | None]:
         """Note files that are about to be indexed, with what is said of them: should this process be killed, another
         one can complete it. Inside `writing`.
 
@@ -239,11 +239,11 @@ class KnowledgeBase:
         noted = []
         for name, source in before.items():
             both = with_said({} if source is None else source.metadata, said)
-            noted.append(SourceUpdate(name, Source(name, PENDING, 0, "", both)))
+            noted.append(SourceUpdate(name, SourceFile(name, PENDING, 0, "", both)))
         self._corpus.commit(sources=noted)
         return before
 
-    def unexpect(self, before: Mapping[str, Source | None]) -> None:
+    def unexpect(self, before: Mapping[str, SourceFile | None]) -> None:
         """Take back what `expect` noted, or forget files (None). Inside `writing`."""
         self._corpus.commit(sources=[SourceUpdate(name, source) for name, source in before.items()])
 
@@ -312,7 +312,7 @@ class KnowledgeBase:
             self._repairs.mend_words()
             yield from self._search.search_staged(query, mode, top_k, 1, where)
 
-    def allowed(self, where: str) -> Allowed:
+    def allowed(self, where: str) -> AllowedIds:
         """The chunks of all documents that a filter allows now: what `search` finds some of.
 
         Raises:

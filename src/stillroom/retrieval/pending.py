@@ -54,7 +54,7 @@ class Pending:
 
 
 @dataclass(slots=True)
-class Batch:
+class CommitBatch:
     """What the next commit does."""
 
     documents: list[Pending] = field(default_factory=list)

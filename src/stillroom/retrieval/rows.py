@@ -92,7 +92,7 @@ MOVE_CHUNK = "UPDATE chunks SET start_line = ?, end_line = ?, start_page = ?, en
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """A file as it was when it was read to its end, with the file beside it that describes it, if there is one."""
 
     path: str
@@ -110,7 +110,7 @@ class SourceUpdate:
     """Replace what is known of a file; None forgets it."""
 
     path: str
-    source: Source | None
+    source: SourceFile | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +231,10 @@ def document_info(row: tuple[Any, ...]) -> DocumentInfo:
     return DocumentInfo(DocumentId(document_id), title, num_chunks, num_bytes, added_at, metadata_from_json(metadata))
 
 
-def source(row: tuple[Any, ...]) -> Source:
+def source(row: tuple[Any, ...]) -> SourceFile:
     path, size, mtime_ns, content_hash, metadata = row
-    return Source(path, size, mtime_ns, content_hash, metadata_from_json(metadata))
+    return SourceFile(path, size, mtime_ns, content_hash, metadata_from_json(metadata))
 
 
-def source_row(source: Source) -> tuple[object, ...]:
+def source_row(source: SourceFile) -> tuple[object, ...]:
     return (source.path, source.size, source.mtime_ns, source.content_hash, metadata_to_json(source.metadata))

@@ -29,7 +29,7 @@ from stillroom.retrieval.index_file import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.kb_folder import INCOMING
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.rows import Source
+from stillroom.retrieval.rows import SourceFile
 from stillroom.retrieval.uploaded_files import checked_name, unindexed_info, uploaded_files
 
 _STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS})
@@ -61,7 +61,7 @@ class _Stored:
     is_new: bool = False
     reason: str = ""
     """Why it could not be written."""
-    before: dict[str, Source | None] = field(default_factory=dict)
+    before: dict[str, SourceFile | None] = field(default_factory=dict)
     """What the corpus knew of it, where that was changed."""
 
 

@@ -8,7 +8,7 @@ import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.ranking import Ranking
 
 faiss: Any = _faiss  # its type information lacks what is made at import
@@ -56,7 +56,7 @@ class VectorIndex(Protocol):
         ...
 
     def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
     ) -> Ranking:
         """The k best for a query [d], best first; fewer where the index holds fewer.
 
@@ -74,7 +74,7 @@ class VectorIndex(Protocol):
         k: int,
         num_stages: int,
         effort: int | None = None,
-        allowed: Allowed | None = None,
+        allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
         """The same search in stages: the k best of what has been looked at after each. The last is what `search` gives
         (of `hnsw` with two exceptions, see `graph_walk`).

@@ -75,7 +75,7 @@ class TorchRunner:
             logits_BV = self.decoding.logits(batch)
         else:
             packed = self._pack(batch.sequences)
-            watching = _Watching(batch, packed)
+            watching = _BatchWatch(batch, packed)
             hidden_BM = self.decoder.hidden_states(packed, self.store.layer, watching.watch)
             attention, masses = watching.results()
             if not sampling:
@@ -169,7 +169,7 @@ def _own_slots(sequence: ScheduledSequence) -> NDArray[np.int64]:
     return sequence.slots[sequence.positions]
 
 
-class _Watching:
+class _BatchWatch:
     """What a batch asks about attention."""
 
     def __init__(self, batch: Batch, packed: PackedInput) -> None:

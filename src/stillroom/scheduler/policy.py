@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Outlook(NamedTuple):
+class AdmissionCandidate(NamedTuple):
     """A waiting request, as things stand."""
 
     arrival: int
@@ -15,20 +15,20 @@ class Outlook(NamedTuple):
     """The others; at least 1."""
 
 
-Policy = Callable[[Outlook], float]
+Policy = Callable[[AdmissionCandidate], float]
 
 
-def first_come(outlook: Outlook) -> float:
+def first_come(outlook: AdmissionCandidate) -> float:
     """The order of arrival."""
     return float(outlook.arrival)
 
 
-def shortest_first(outlook: Outlook) -> float:
+def shortest_first(outlook: AdmissionCandidate) -> float:
     """The least to compute first."""
     return float(outlook.num_to_compute)
 
 
-def cache_first(outlook: Outlook) -> float:
+def cache_first(outlook: AdmissionCandidate) -> float:
     """Cached length / computation length, the largest first (RAGCache 5.2): who finds most of his prompt is served
     while it is there, and who has much to compute does not drive it out."""
     return -outlook.num_cached / outlook.num_to_compute

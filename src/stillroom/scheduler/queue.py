@@ -12,14 +12,14 @@ from heapq import heappop, heappush
 
 from stillroom.core.ids import RequestId
 from stillroom.core.indexed_heap import IndexedHeap
-from stillroom.scheduler.policy import Outlook, Policy, first_come
+from stillroom.scheduler.policy import AdmissionCandidate, Policy, first_come
 from stillroom.scheduler.sequence import Sequence, Status
 
 
 class WaitingQueue:
     """Sequences that wait for a seat and blocks."""
 
-    def __init__(self, policy: Policy, outlook: Callable[[Sequence], Outlook], window: int) -> None:
+    def __init__(self, policy: Policy, outlook: Callable[[Sequence], AdmissionCandidate], window: int) -> None:
         """
         Args:
             outlook: of a sequence, by what is kept now.

@@ -23,7 +23,7 @@ from stillroom.errors import NonFiniteError, PromptTooLongError, UsageError
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.pieces import piece_ends
-from stillroom.scheduler.policy import Outlook, Policy, first_come
+from stillroom.scheduler.policy import AdmissionCandidate, Policy, first_come
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
 from stillroom.scheduler.take import take
@@ -466,9 +466,9 @@ class Scheduler:
         self._running[sequence.request_id] = sequence
         return sequence
 
-    def _outlook(self, sequence: Sequence) -> Outlook:
+    def _outlook(self, sequence: Sequence) -> AdmissionCandidate:
         num_cached = self.kv.num_reusable(sequence.lease, sequence.num_tokens)
-        return Outlook(sequence.arrival, num_cached, max(sequence.num_tokens - num_cached, 1))
+        return AdmissionCandidate(sequence.arrival, num_cached, max(sequence.num_tokens - num_cached, 1))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self.kv.release(sequence.lease)

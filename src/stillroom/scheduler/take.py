@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import SampleSpec, ScheduledSequence, Weighing
 from stillroom.core.request import uniform_at
-from stillroom.kvcache.repair import Repair
+from stillroom.kvcache.repair import SelectiveRecompute
 from stillroom.scheduler.sequence import Sequence
 
 
@@ -21,7 +21,7 @@ def take(sequence: Sequence, budget: int) -> ScheduledSequence:
     return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, weighing=weighing)
 
 
-def _take_repair(sequence: Sequence, repair: Repair, budget: int) -> ScheduledSequence:
+def _take_repair(sequence: Sequence, repair: SelectiveRecompute, budget: int) -> ScheduledSequence:
     """The look of a sequence with placed chunks, a piece of its probe, or of the pass behind them."""
     slots = sequence.table.slots
     if repair.needs_probe:

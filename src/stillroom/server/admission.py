@@ -19,7 +19,7 @@ _UNKNOWN_PACE = 4
 """Until a first request has ended, so many times the seats are let in."""
 
 
-class Admission:
+class AdmissionControl:
     """Of one server."""
 
     def __init__(self, num_seats: int, max_waiting: int, max_wait_s: float, clock: Clock) -> None:

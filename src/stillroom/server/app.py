@@ -18,7 +18,7 @@ from stillroom.core.clock import SystemClock
 from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
 from stillroom.server import chat, errors, health, openapi
-from stillroom.server.admission import Admission
+from stillroom.server.admission import AdmissionControl
 from stillroom.server.answering import AnswerEvents, whole_answers
 from stillroom.server.chat import ask_options
 from stillroom.server.completions import Completions
@@ -32,7 +32,7 @@ from stillroom.server.health import Readiness
 from stillroom.server.json_body import JsonRoute
 from stillroom.server.keys import KeyRing
 from stillroom.server.limits import Limits
-from stillroom.server.middleware import Observed
+from stillroom.server.middleware import RequestObserver
 from stillroom.server.payloads import Payload, search_payload
 from stillroom.server.privacy import served_name
 from stillroom.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SearchRequest
@@ -48,7 +48,7 @@ from stillroom.server.replies import (
     SearchReply,
 )
 from stillroom.server.tenants import Tenants, caller_of, room_of
-from stillroom.server.unopened import Unopened
+from stillroom.server.unopened import InactiveTenantCounts
 from stillroom.server.workers import Workers
 from stillroom.telemetry.exposition import CONTENT_TYPE
 from stillroom.telemetry.spans import Tracing
@@ -87,7 +87,7 @@ def create_app(
     config, clock = room.config, SystemClock()
     hosts = own_names(host, config.server.allowed_hosts)
     runtime = config.runtime
-    admission = Admission(runtime.max_num_seqs, runtime.max_waiting, config.server.max_wait_s, clock)
+    admission = AdmissionControl(runtime.max_num_seqs, runtime.max_waiting, config.server.max_wait_s, clock)
     app.state.admission = admission
     app.state.readiness = readiness = _readiness(tenants, admission)
     app.state.draining = Draining(admission, workers, room.stop_generating, config.server.grace_s, clock)
@@ -104,12 +104,12 @@ def create_app(
         routes += router.routes
     app.add_middleware(Limits, config=config.server, admission=admission, metrics=room.metrics, clock=clock)
     app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts)
-    app.add_middleware(Observed, metrics=room.metrics, clock=clock, routes=routes, tracing=tracing)
-    room.metrics.watch_corpora("tenants", Unopened(tenants))
+    app.add_middleware(RequestObserver, metrics=room.metrics, clock=clock, routes=routes, tracing=tracing)
+    room.metrics.watch_corpora("tenants", InactiveTenantCounts(tenants))
     return app
 
 
-def _readiness(tenants: Tenants, admission: Admission) -> Readiness:
+def _readiness(tenants: Tenants, admission: AdmissionControl) -> Readiness:
     def problem_of_queue() -> str | None:
         problem = admission.problem()
         return None if problem is None else str(problem)

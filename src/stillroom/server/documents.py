@@ -26,7 +26,7 @@ from stillroom.retrieval.uploads import UploadResult
 from stillroom.server.answering import DONE, as_event, disconnected
 from stillroom.server.document_replies import document_json, document_object, upload_reply
 from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
-from stillroom.server.jobs import MAX_WAIT_S, Job, Jobs, Progress, wait_of
+from stillroom.server.jobs import MAX_WAIT_S, Job, Jobs, UploadProgress, wait_of
 from stillroom.server.limits import OUTLASTING
 from stillroom.server.replies import (
     DocumentDeleted,
@@ -38,7 +38,7 @@ from stillroom.server.replies import (
 )
 from stillroom.server.tenants import DEFAULT_TENANT, Tenants, caller_of, room_of
 from stillroom.server.upload_body import FORMS, Upload, read_upload, size_of
-from stillroom.server.upload_queue import Change, UploadQueue
+from stillroom.server.upload_queue import QueuedChange, UploadQueue
 from stillroom.server.workers import Workers
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class DocumentRoutes:
         results = await self._result(request, job.change, wait_s)
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        if isinstance(results, Change):
+        if isinstance(results, QueuedChange):
             found = await self._described(documents, job)
             return JSONResponse(found.model_dump(), 202, {"location": f"jobs/{job.id}", "retry-after": "1"})
         reply = await asyncio.to_thread(upload_reply, documents.room, results)
@@ -141,7 +141,7 @@ class DocumentRoutes:
 
     async def _start(self, documents: _Documents, request: Request) -> Job:
         """Take an upload in and queue it."""
-        progress = Progress()
+        progress = UploadProgress()
         with contextlib.ExitStack() as held:
             held.enter_context(documents.holding(size_of(request, documents.max_bytes)))
             upload = await read_upload(request)
@@ -160,8 +160,8 @@ class DocumentRoutes:
         return job
 
     async def _result(
-        self, request: Request, change: Change[list[UploadResult]], wait_s: float
-    ) -> "list[UploadResult] | Change[list[UploadResult]] | None":
+        self, request: Request, change: QueuedChange[list[UploadResult]], wait_s: float
+    ) -> "list[UploadResult] | QueuedChange[list[UploadResult]] | None":
         """The results; the change itself where it goes on after `wait_s`; None where the client left, and with that
         the change is cancelled."""
         result = asyncio.ensure_future(self._workers.result(change.task))
@@ -242,7 +242,7 @@ class DocumentRoutes:
         return await asyncio.to_thread(job.describe, lambda results: upload_reply(documents.room, results))
 
 
-def _indexing(documents: _Documents, upload: Upload, progress: Progress) -> Any:
+def _indexing(documents: _Documents, upload: Upload, progress: UploadProgress) -> Any:
     return lambda stop: documents.room.upload(upload.files, progress.note, upload.metadata, stop)
 
 

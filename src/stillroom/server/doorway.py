@@ -11,7 +11,7 @@ from stillroom.server.tenants import DEFAULT_TENANT, NO_PLACE
 
 
 @dataclass(frozen=True, slots=True)
-class Doorway:
+class AccessConfig:
     """Checked settings."""
 
     keys: KeyRing | None
@@ -19,7 +19,7 @@ class Doorway:
     warnings: tuple[str, ...] = ()
 
 
-def open_doorway(config: ServerConfig) -> Doorway:
+def open_doorway(config: ServerConfig) -> AccessConfig:
     """Fails closed, before a model loads.
 
     Raises:
@@ -44,4 +44,4 @@ def open_doorway(config: ServerConfig) -> Doorway:
             raise ConfigError(f"all keys are of other tenants than {DEFAULT_TENANT!r} ({homeless}): {NO_PLACE}")
         if homeless:
             warnings += (f"keys of the tenants {homeless} are refused: {NO_PLACE}",)
-    return Doorway(keys, folder, warnings)
+    return AccessConfig(keys, folder, warnings)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from stillroom.core.clock import Clock
-from stillroom.server.admission import Admission
+from stillroom.server.admission import AdmissionControl
 from stillroom.server.workers import Workers
 
 _FAREWELL_S = 5.0
@@ -22,7 +22,7 @@ class Draining:
 
     def __init__(
         self,
-        admission: Admission,
+        admission: AdmissionControl,
         workers: Workers,
         stop_generating: Callable[[], None],
         grace_s: float,

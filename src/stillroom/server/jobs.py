@@ -14,7 +14,7 @@ from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.uploads import UploadResult
 from stillroom.server.errors import Refused, describe
 from stillroom.server.replies import DocumentJob, ErrorDetail, JobProgress, UploadReply
-from stillroom.server.upload_queue import Change
+from stillroom.server.upload_queue import QueuedChange
 
 _MAX_FINISHED = 32
 """Jobs of one tenant that are kept after their end."""
@@ -23,7 +23,7 @@ MAX_WAIT_S = 3600.0
 _WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,4})\"?\Z", re.IGNORECASE)
 
 
-class Progress:
+class UploadProgress:
     """How far an upload is: from the thread that works on it to the event loop."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Progress:
 class Job:
     """One upload."""
 
-    def __init__(self, change: Change[list[UploadResult]], progress: Progress, clock: Clock) -> None:
+    def __init__(self, change: QueuedChange[list[UploadResult]], progress: UploadProgress, clock: Clock) -> None:
         self.id = f"job-{uuid.uuid4().hex}"
         self.change = change
         self.progress = progress

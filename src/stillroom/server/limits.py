@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stillroom.config.settings import ServerConfig
 from stillroom.core.clock import Clock
 from stillroom.errors import EngineClosedError, StillroomError
-from stillroom.server.admission import Admission
+from stillroom.server.admission import AdmissionControl
 from stillroom.server.errors import FAILED_WITH, error_body, error_response
 from stillroom.server.tenants import Caller
 from stillroom.telemetry.metrics import Metrics
@@ -63,7 +63,7 @@ class Limits:
     """See the module's docstring."""
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, admission: Admission, metrics: Metrics, clock: Clock
+        self, app: ASGIApp, config: ServerConfig, admission: AdmissionControl, metrics: Metrics, clock: Clock
     ) -> None:
         self._app = app
         self._config = config
@@ -102,7 +102,7 @@ class Limits:
             await send(message)
             is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
-        seat = _Seat(self._admission, self._metrics, caller.tenant)
+        seat = _Slot(self._admission, self._metrics, caller.tenant)
         if scope["path"] in GENERATING:
             receive.on_end = seat.take
         self._num_running[caller.name] += 1
@@ -181,10 +181,10 @@ def _cancels(scope: Scope) -> bool:
     return is_delete and scope["path"].startswith("/v1/jobs/")
 
 
-class _Seat:
+class _Slot:
     """Of one request, from when it takes it."""
 
-    def __init__(self, admission: Admission, metrics: Metrics, tenant: str) -> None:
+    def __init__(self, admission: AdmissionControl, metrics: Metrics, tenant: str) -> None:
         self._admission = admission
         self._metrics = metrics
         self._tenant = tenant
@@ -192,7 +192,7 @@ class _Seat:
         self.is_refused = False
 
     def take(self) -> None:
-        """Raises as `Admission.enter`."""
+        """Raises as `AdmissionControl.enter`."""
         if self.is_taken:
             return
         try:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stillroom.core.clock import SystemClock
 from stillroom.server.errors import LATER, error_body
 from stillroom.server.health import Readiness
-from stillroom.server.middleware import Observed
+from stillroom.server.middleware import RequestObserver
 from stillroom.telemetry.metrics import Metrics
 
 
@@ -52,4 +52,4 @@ def _application(loading: Loading) -> ASGIApp:
 
     routes = [Route("/healthz", healthz), Route("/readyz", readyz)]
     router = Router(routes, redirect_slashes=False, default=not_yet)
-    return Observed(router, Metrics(), SystemClock(), routes)
+    return RequestObserver(router, Metrics(), SystemClock(), routes)

@@ -34,7 +34,7 @@ _PROBES = ("/healthz", "/readyz", "/metrics")
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class Observed:
+class RequestObserver:
     """ASGI middleware, outside of all others."""
 
     def __init__(

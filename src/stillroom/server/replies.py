@@ -190,7 +190,7 @@ class EmbeddingList(BaseModel):
     usage: EmbeddingUsage
 
 
-class Found(BaseModel):
+class FoundChunk(BaseModel):
     """A chunk that a search found; what `stillroom search --json` prints."""
 
     model_config = ConfigDict(extra="allow")
@@ -216,7 +216,7 @@ class SearchTiming(BaseModel):
 class SearchReply(BaseModel):
     query: str
     mode: SearchMode
-    results: list[Found]
+    results: list[FoundChunk]
     timing: SearchTiming
 
 
@@ -225,7 +225,7 @@ class Blocks(BaseModel):
     total: int
 
 
-class IndexLists(BaseModel):
+class IndexListsReply(BaseModel):
     ram: int
     total: int
 
@@ -237,7 +237,7 @@ class Health(BaseModel):
     model: str | None = None
     documents: int | None = None
     kv_blocks: Blocks | None = None
-    index_lists: IndexLists | None = None
+    index_lists: IndexListsReply | None = None
     """With `index.hot_bytes`, once something was searched."""
 
 

@@ -17,7 +17,7 @@ Counts = tuple[int, int]
 """Documents, chunks."""
 
 
-class Unopened:
+class InactiveTenantCounts:
     """Of the tenants whose rooms are not open, by folder. From any thread."""
 
     def __init__(self, tenants: Tenants) -> None:

@@ -27,7 +27,7 @@ _MAX_HELD = 2
 _RETRY_SECONDS = 5.0
 
 
-class Change(Generic[T]):
+class QueuedChange(Generic[T]):
     """One upload or deletion. Called on the event loop only."""
 
     def __init__(self, work: Callable[[Cancellation], T], release: Callable[[], None]) -> None:
@@ -110,13 +110,13 @@ class UploadQueue:
         self.room.metrics.count_refused("queue")
         return QueueFullError(reason, _RETRY_SECONDS)
 
-    def start(self, work: Callable[[Cancellation], T], release: Callable[[], None] = lambda: None) -> Change[T]:
+    def start(self, work: Callable[[Cancellation], T], release: Callable[[], None] = lambda: None) -> QueuedChange[T]:
         """Queue a change. It begins when those before it have ended, unless the server stops until then.
 
         Args:
             release: called when the change has ended or will never begin.
         """
-        change = Change(work, release)
+        change = QueuedChange(work, release)
 
         async def locked() -> T:
             async with self._writing:

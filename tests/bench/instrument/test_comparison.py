@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stillroom.bench.instrument.comparison import Change, Earlier, changes_between, compare, load_earlier
+from stillroom.bench.instrument.comparison import Earlier, MetricChange, changes_between, compare, load_earlier
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Samples
 from stillroom.bench.instrument.report import BenchResult, SampleOf, save
@@ -30,7 +30,7 @@ def many(num_figures: int, num_runs: int, scale: float) -> Samples:
     )
 
 
-def only(changes: list[Change]) -> Change:
+def only(changes: list[MetricChange]) -> MetricChange:
     (change,) = changes
     return change
 

@@ -12,7 +12,7 @@ from stillroom.bench.loads.reuse_traffic import (
     DEVICE_SHARE,
     MAX_SEQS,
     Pool,
-    Traffic,
+    ReuseTraffic,
     budget_for,
     made_pool,
     popularity,
@@ -33,9 +33,9 @@ def test_the_top_three_percent_have_their_share(curve: str, size: int) -> None:
 
 
 def test_drawn_requests_follow_the_curve() -> None:
-    counts = Counter(documents[0] for documents in Traffic(POOL, "mmlu", 1, "drawn", 0).retrieved(4000, 0))
+    counts = Counter(documents[0] for documents in ReuseTraffic(POOL, "mmlu", 1, "drawn", 0).retrieved(4000, 0))
     assert sum(count for _, count in counts.most_common(6)) / 4000 == pytest.approx(0.6, abs=0.04)
-    flatter = Counter(documents[0] for documents in Traffic(POOL, "nq", 1, "drawn", 0).retrieved(4000, 0))
+    flatter = Counter(documents[0] for documents in ReuseTraffic(POOL, "nq", 1, "drawn", 0).retrieved(4000, 0))
     assert len(flatter) > len(counts)
 
 
@@ -45,10 +45,10 @@ def test_too_few_documents_for_a_curve() -> None:
 
 
 def test_prompts_are_seeded_and_made_of_the_pool() -> None:
-    traffic = Traffic(POOL, "mmlu", 3, "drawn", 7)
+    traffic = ReuseTraffic(POOL, "mmlu", 3, "drawn", 7)
     prompts = traffic.prompts(20, 1)
     assert prompts == traffic.prompts(20, 1) != traffic.prompts(20, 2)
-    assert prompts != Traffic(POOL, "mmlu", 3, "drawn", 8).prompts(20, 1)
+    assert prompts != ReuseTraffic(POOL, "mmlu", 3, "drawn", 8).prompts(20, 1)
     for prompt, documents in zip(prompts, traffic.retrieved(20, 1), strict=True):
         assert len(set(documents)) == 3
         assert prompt[:-1] == (POOL.system, *(POOL.documents[at] for at in documents))
@@ -56,24 +56,24 @@ def test_prompts_are_seeded_and_made_of_the_pool() -> None:
 
 
 def test_repetitions_have_the_same_popular_documents() -> None:
-    traffic = Traffic(POOL, "mmlu", 1, "drawn", 0)
+    traffic = ReuseTraffic(POOL, "mmlu", 1, "drawn", 0)
     tops = [Counter(row[0] for row in traffic.retrieved(500, at)).most_common(1)[0][0] for at in (0, 1)]
     assert tops[0] == tops[1]
 
 
 def test_fixed_companions_come_with_their_document() -> None:
     found: dict[int, set[tuple[int, ...]]] = {}
-    for first, *others in Traffic(POOL, "mmlu", 3, "fixed", 0).retrieved(300, 0):
+    for first, *others in ReuseTraffic(POOL, "mmlu", 3, "fixed", 0).retrieved(300, 0):
         found.setdefault(first, set()).add(tuple(others))
     assert all(len(lists) == 1 for lists in found.values()) and len(found) > 10
-    drawn = {tuple(row) for row in Traffic(POOL, "mmlu", 3, "drawn", 0).retrieved(300, 0)}
+    drawn = {tuple(row) for row in ReuseTraffic(POOL, "mmlu", 3, "drawn", 0).retrieved(300, 0)}
     assert len(drawn) > 2 * len(found)
 
 
 def test_impossible_traffic_is_refused() -> None:
     for curve, k, companions in (("zipf", 1, "drawn"), ("mmlu", 201, "drawn"), ("mmlu", 1, "some")):
         with pytest.raises(UsageError):
-            Traffic(POOL, curve, k, companions, 0)  # type: ignore[arg-type]
+            ReuseTraffic(POOL, curve, k, companions, 0)  # type: ignore[arg-type]
 
 
 def test_arrivals_have_the_rate_that_was_asked_for() -> None:

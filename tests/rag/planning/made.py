@@ -8,17 +8,17 @@ from stillroom.config.settings import QueryCacheConfig, ReuseConfig
 from stillroom.core.document import SearchResult
 from stillroom.core.kv import Tier
 from stillroom.kvcache.cost_model import Link, linear_profile
-from stillroom.rag.planning.scene import Found, IndexLists, Scene
-from stillroom.rag.planning.workload import Workload
-from stillroom.rag.simulation.simulated_runtime import Plant
-from stillroom.rag.simulation.stepped_engine import System
+from stillroom.rag.planning.scene import DivisibleIndex, ObservedQuestion, PlanInputs
+from stillroom.rag.planning.workload import PlannedWorkload
+from stillroom.rag.simulation.simulated_runtime import HardwareModel
+from stillroom.rag.simulation.stepped_engine import EnginePolicy
 from stillroom.retrieval.tiers.hit_rates import SearchTimes
 from stillroom.retrieval.tiers.search_model import DeviceCosts, ScanModel
 from stillroom.retrieval.tiers.search_profile import SearchProfile
 
 NUM_LISTS, LIST_BYTES = 10, 64
 LINKS = {Tier.HOST: Link(0.0, 1e5), Tier.DISK: Link(0.01, 1e4)}
-PLANT = Plant(
+PLANT = HardwareModel(
     costs=linear_profile(0.01, 0.001, 0.0, LINKS),
     bytes_per_token=1,
     num_layers=2,
@@ -37,7 +37,7 @@ def scene(  # noqa: PLR0913  what tests vary
     window_seconds: float = 0.1,
     num_devices: int = 0,
     device_seconds: float = 0.001,
-) -> Scene:
+) -> PlanInputs:
     """Ten questions, each over a document of its own; question n probes lists n and n + 1.
 
     Args:
@@ -47,7 +47,7 @@ def scene(  # noqa: PLR0913  what tests vary
     """
     rng = np.random.default_rng(0)
     found = tuple(
-        Found(
+        ObservedQuestion(
             ((1,) * 16, tuple(rng.integers(2, 90, size=96).tolist()), (2, 3, number)),
             SearchResult((), 0.001, 0.02),
             0.01,
@@ -56,7 +56,7 @@ def scene(  # noqa: PLR0913  what tests vary
     )
     drawn = rng.choice(10, size=2 * num_requests, p=np.arange(10, 0, -1) / 55).tolist()
     dues = np.sort(rng.uniform(0, num_requests / rate, size=num_requests)).tolist()
-    workload = Workload(tuple(drawn[:num_requests]), tuple(drawn[num_requests:]), tuple(dues), rate)
+    workload = PlannedWorkload(tuple(drawn[:num_requests]), tuple(drawn[num_requests:]), tuple(dues), rate)
     index = None
     if has_lists:
         probed = np.array([[n, (n + 1) % 10, (n + 2) % 10, (n + 3) % 10] for n in range(10)])
@@ -67,10 +67,10 @@ def scene(  # noqa: PLR0913  what tests vary
         shape = (4, 16) if num_devices else (8, 8)
         profile = SearchProfile(np.full(NUM_LISTS, shape[0]), shape[1], probed, model)
         heat = np.bincount(probed[list(workload.warm), :2].ravel(), minlength=10).astype(float)
-        index = IndexLists(profile, 2, heat, ("cuda:0", "cuda:1")[:num_devices], num_devices > 0)
-    return Scene(
+        index = DivisibleIndex(profile, 2, heat, ("cuda:0", "cuda:1")[:num_devices], num_devices > 0)
+    return PlanInputs(
         PLANT,
-        System(reuse=ReuseConfig(policy="lru")),
+        EnginePolicy(reuse=ReuseConfig(policy="lru")),
         QueryCacheConfig() if caches else QueryCacheConfig(max_tokens=0),
         found,
         tuple(f"question {number}" for number in range(10)),
@@ -82,7 +82,7 @@ def scene(  # noqa: PLR0913  what tests vary
     )
 
 
-def with_costs(made: Scene, seconds_per_token: float) -> Scene:
+def with_costs(made: PlanInputs, seconds_per_token: float) -> PlanInputs:
     """The same with a slower or faster decoder."""
     costs = linear_profile(0.01, seconds_per_token, 0.0, LINKS)
     return replace(made, plant=replace(made.plant, costs=costs))

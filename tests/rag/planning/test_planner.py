@@ -13,7 +13,7 @@ from stillroom.rag.planning.constraints import Sufficient
 from stillroom.rag.planning.forecast import Forecaster, Variation
 from stillroom.rag.planning.planner import make_plan
 from stillroom.rag.planning.splits import Budgets, Split, candidates
-from stillroom.rag.planning.workload import Questions
+from stillroom.rag.planning.workload import QuestionCounts
 from tests.rag.planning.made import LIST_BYTES, NUM_LISTS, scene, with_costs
 
 ALL = NUM_LISTS * LIST_BYTES
@@ -80,7 +80,7 @@ def test_what_cannot_be_served_is_missed_however_soon_the_requests_end(
     payload = plan_as_json(plan, forecaster.scene)
     assert payload["binding"]["missed_by_seconds"] == 0 and payload["sustained_rate"] == plan.throughput
 
-    show(plan, forecaster.scene, Questions(forecaster.scene.texts, (1,) * 10, "made"), 1)
+    show(plan, forecaster.scene, QuestionCounts(forecaster.scene.texts, (1,) * 10, "made"), 1)
 
     printed = capsys.readouterr().out
     assert f"search and model can serve {plan.throughput:.3g}/s" in printed and "The load binds" in printed
@@ -91,7 +91,7 @@ def test_the_highest_rate_that_is_tried_is_no_limit(capsys: pytest.CaptureFixtur
     plan = make_plan(forecaster, BUDGETS, EASY)
     assert plan.sustains_more and plan.sustained_rate == pytest.approx(0.64) and plan.throughput > 1
 
-    show(plan, forecaster.scene, Questions(forecaster.scene.texts, (1,) * 10, "made"), 1)
+    show(plan, forecaster.scene, QuestionCounts(forecaster.scene.texts, (1,) * 10, "made"), 1)
 
     assert "sustained up to at least 0.64/s" in capsys.readouterr().out
 
@@ -204,7 +204,7 @@ def test_lists_on_devices_are_varied_and_printed(capsys: pytest.CaptureFixture[s
     payload = plan_as_json(plan, forecaster.scene)
     assert payload["now"]["bytes"]["device_lists"] == 64 and payload["search_model"]["device"]["per_launch"] == 0.001
 
-    show(plan, forecaster.scene, Questions(forecaster.scene.texts, (1,) * 10, "made"), 1)
+    show(plan, forecaster.scene, QuestionCounts(forecaster.scene.texts, (1,) * 10, "made"), 1)
 
     printed = capsys.readouterr().out
     assert "devices: lists, on each of 2" in printed and "probed lists on devices" in printed

@@ -10,7 +10,7 @@ import pytest
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import UsageError
-from stillroom.rag.planning.workload import Questions, questions_of, read_questions, workload
+from stillroom.rag.planning.workload import QuestionCounts, questions_of, read_questions, workload
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
@@ -58,14 +58,14 @@ def test_without_a_diary_that_can_be_read_questions_are_made_and_it_is_said(
 
 
 def test_counts_decide_where_there_are_any() -> None:
-    questions = Questions(("often", "never"), (2, 0), "test")
+    questions = QuestionCounts(("often", "never"), (2, 0), "test")
     drawn = workload(questions, 50, 2.0)
     assert set(drawn.warm) == set(drawn.asked) == {0}
     assert len(drawn.dues) == 50 and list(drawn.dues) == sorted(drawn.dues) and drawn.dues[-1] <= 25.0
 
 
 def test_otherwise_zipf_does() -> None:
-    questions = Questions(tuple(map(str, range(20))), (1,) * 20, "test")
+    questions = QuestionCounts(tuple(map(str, range(20))), (1,) * 20, "test")
     unequal = Counter(workload(questions, 2000, 1.0, zipf=1.2).asked).most_common(1)[0][1]
     equal = Counter(workload(questions, 2000, 1.0, zipf=0.0).asked).most_common(1)[0][1]
     assert unequal > 500 and equal < 150

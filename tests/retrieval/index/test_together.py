@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
-from stillroom.retrieval.index.together import OnFound, Together
+from stillroom.retrieval.index.together import OnFound, SearchBatcher
 from stillroom.retrieval.ranking import Ranking
 
 Queries = Sequence[NDArray[np.float32]]
@@ -20,7 +20,7 @@ def ranking_of(query: NDArray[np.float32], kind: str) -> Ranking:
 
 
 def queued(
-    pool: ThreadPoolExecutor, together: Together[str], asked: Sequence[tuple[int, str]]
+    pool: ThreadPoolExecutor, together: SearchBatcher[str], asked: Sequence[tuple[int, str]]
 ) -> list[Future[Ranking | None]]:
     """One after the other, so that it is known who came first."""
     futures = []
@@ -35,7 +35,7 @@ def run_while_held(
     search: Callable[[Queries, str, OnFound], None], asked: Sequence[tuple[int, str]]
 ) -> list[Future[Ranking | None]]:
     lock = threading.Lock()
-    together = Together(lock, search)
+    together = SearchBatcher(lock, search)
     with ThreadPoolExecutor(len(asked)) as pool, lock:
         futures = queued(pool, together, asked)
     return futures
@@ -65,7 +65,7 @@ def test_a_result_is_there_before_the_rest_of_the_batch() -> None:
         on_found(0, ranking_of(queries[0], kind))
 
     lock = threading.Lock()
-    together = Together(lock, search)
+    together = SearchBatcher(lock, search)
     with ThreadPoolExecutor(2) as pool:
         with lock:
             first, second = queued(pool, together, [(1, "a"), (2, "a")])
@@ -102,7 +102,7 @@ def test_the_next_batch_has_a_leader_of_its_own() -> None:
         for number, query in enumerate(queries):
             on_found(number, ranking_of(query, kind))
 
-    together = Together(threading.Lock(), search)
+    together = SearchBatcher(threading.Lock(), search)
 
     for number in range(3):
         assert together.search(np.array([number], dtype=np.float32), "a") == [(number, 1.0)]

@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 from stillroom.config.settings import IndexConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import ConfigError
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.hnsw import HnswIndex
 from stillroom.retrieval.index.tuning import (
     K,
@@ -52,7 +52,7 @@ class FakeIndex:
         return 1, 20
 
     def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
     ) -> Ranking:
         assert effort is not None
         self.now_s += effort * 1e-3
@@ -65,7 +65,7 @@ class FakeIndex:
         k: int,
         num_stages: int,
         effort: int | None = None,
-        allowed: Allowed | None = None,
+        allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
         yield self.search(query, k, effort)
 

@@ -11,7 +11,7 @@ from threading import Event, Thread
 import pytest
 
 from stillroom.errors import UsageError
-from stillroom.retrieval.intake.watching import _Pace, keep_in_step
+from stillroom.retrieval.intake.watching import _FollowTimes, keep_in_step
 
 
 class Follower:
@@ -79,7 +79,7 @@ def test_a_file_that_is_still_being_written_is_waited_for(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_never_rests_is_followed_all_the_same() -> None:
-    pace = _Pace(1.0)
+    pace = _FollowTimes(1.0)
     assert pace.is_due(0.0), "at the beginning"
     pace.followed(True, 0.0)
     followed = []
@@ -92,7 +92,7 @@ def test_a_folder_that_never_rests_is_followed_all_the_same() -> None:
 
 
 def test_after_failures_it_waits_longer_each_time_and_not_after_success() -> None:
-    pace, now, waited = _Pace(1.0), 0.0, []
+    pace, now, waited = _FollowTimes(1.0), 0.0, []
     for is_done in (*[False] * 7, True):
         pace.followed(is_done, now)
         began = now

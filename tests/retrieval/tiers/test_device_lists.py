@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
 from stillroom.retrieval.filters import lists_among
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.tiers import device_lists
@@ -120,7 +120,7 @@ def test_a_filter_leaves_the_same_of_lists_on_devices(
         each.add(np.arange(11_000), vectors(11_000, 1))
         each.remove(list(range(1, 11_000, 5)))
         each.add(np.arange(11_000, 11_400), vectors(400, 2))
-    allowed = Allowed(np.arange(0, 11_400, one_in, dtype=np.int64))
+    allowed = AllowedIds(np.arange(0, 11_400, one_in, dtype=np.int64))
     for query in vectors(20, 3):
         found = index.search(query, 10, allowed=allowed)
         assert found == plain.search(query, 10, allowed=allowed)

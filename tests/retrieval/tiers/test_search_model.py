@@ -12,7 +12,7 @@ from stillroom.retrieval.tiers.hit_rates import HitRates, SearchTimes
 from stillroom.retrieval.tiers.partition import Partition
 from stillroom.retrieval.tiers.search_model import (
     DeviceCosts,
-    Observed,
+    ObservedBatch,
     ScanModel,
     fit,
     fit_device,
@@ -179,7 +179,7 @@ def test_costs_of_a_device_are_found_again() -> None:
     assert [noisy.seconds(work) for work in works] == pytest.approx(seconds, rel=0.1)
 
 
-def observations(truth: ScanModel, noise: float, seed: int) -> list[list[Observed]]:
+def observations(truth: ScanModel, noise: float, seed: int) -> list[list[ObservedBatch]]:
     """Groups of batches that take what the truth says, give or take."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(5, 200, size=64)
@@ -192,7 +192,7 @@ def observations(truth: ScanModel, noise: float, seed: int) -> list[list[Observe
             for _ in range(12):
                 probed = np.array([rng.choice(64, size=probes, replace=False) for _ in range(size)])
                 seconds = truth.release_seconds(division, probed).max() * np.exp(noise * rng.standard_normal())
-                group.append(Observed(division, probed, truth.times.coarse(size), float(seconds)))
+                group.append(ObservedBatch(division, probed, truth.times.coarse(size), float(seconds)))
             groups.append(group)
     return groups
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom.bench.tiered import Scope, made_lists
+from stillroom.bench.tiered import TieredScope, made_lists
 from stillroom.retrieval.tiers.division import hottest_in_ram
 from stillroom.retrieval.tiers.search_profile import Effort, measure_device, measure_profile
 
-SCOPE = Scope(size=8000, nlist=64, nprobe=8)
+SCOPE = TieredScope(size=8000, nlist=64, nprobe=8)
 
 
 def test_a_profile_counts_the_lists_and_predicts_from_them(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def check_benchmark(earlier: Earlier, benchmark: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MetricChange:
     """One metric of one arm, now against then."""
 
     arm: str
@@ -103,10 +103,10 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ResultComparison:
     """A result against an earlier one of the same benchmark."""
 
-    changes: list[Change]
+    changes: list[MetricChange]
     """Every metric that both have, regressions first."""
     unmatched: list[str]
     """Arms and metrics that only one of them has."""
@@ -129,7 +129,7 @@ class Comparison:
         return found
 
 
-def compare(result: BenchResult, earlier: Earlier) -> Comparison:
+def compare(result: BenchResult, earlier: Earlier) -> ResultComparison:
     """Every figure of both.
 
     Raises:
@@ -148,12 +148,12 @@ def compare(result: BenchResult, earlier: Earlier) -> Comparison:
         {f"{arm} {metric}" for arm, metrics in one.values.items() for metric in metrics}
         for one in (result.samples, earlier.samples)
     ]
-    return Comparison(changes, sorted(names[0] ^ names[1]), differing, _needed(changes))
+    return ResultComparison(changes, sorted(names[0] ^ names[1]), differing, _needed(changes))
 
 
 def changes_between(
     now: Samples, then: Samples, sample_of: SampleOf = "run", *, is_paired: bool = False
-) -> list[Change]:
+) -> list[MetricChange]:
     """Regressions first.
 
     Args:
@@ -180,7 +180,7 @@ def _usable(now: Sequence[float], then: Sequence[float], pairs: bool) -> tuple[l
 
 def _change(
     arm: str, metric: str, samples: tuple[Sequence[float], Sequence[float]], sample_of: SampleOf, is_paired: bool
-) -> Change:
+) -> MetricChange:
     now, then = samples
     middle: Callable[[Sequence[float]], Any] = np.mean if sample_of == "question" else np.median
     if is_paired:
@@ -190,7 +190,7 @@ def _change(
         ratio, least_p = ratio_of_medians(now, then), _least_ranks_p(len(now), len(then))
         p_value = _ranks_p(now, then)
     num = min(len(now), len(then))
-    return Change(
+    return MetricChange(
         arm=arm,
         metric=metric,
         then=float(middle(then)),
@@ -203,12 +203,12 @@ def _change(
     )
 
 
-def _adjusted(found: Sequence[Change]) -> list[Change]:
+def _adjusted(found: Sequence[MetricChange]) -> list[MetricChange]:
     """Corrected together; a figure that could not have differed costs the others nothing."""
     p_values = np.array([change.p_value for change in found if not change.is_constant])
     adjusted = iter(holm(p_values.tolist()))
 
-    def could_pass(change: Change) -> bool:
+    def could_pass(change: MetricChange) -> bool:
         num_before = int((p_values < change.least_p).sum())
         return change.least_p * (len(p_values) - num_before) < LEVEL
 
@@ -220,7 +220,7 @@ def _adjusted(found: Sequence[Change]) -> list[Change]:
     ]
 
 
-def _needed(changes: Sequence[Change]) -> int | None:
+def _needed(changes: Sequence[MetricChange]) -> int | None:
     if all(change.can_be_told for change in changes):
         return None
     return next(num for num in count(2) if _least_ranks_p(num, num) * len(changes) < LEVEL)

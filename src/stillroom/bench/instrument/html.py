@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stillroom.bench.instrument.comparison import Change, Comparison
+from stillroom.bench.instrument.comparison import MetricChange, ResultComparison
 from stillroom.bench.instrument.report import BenchResult, format_value, rows
 
 _STYLE = """
@@ -20,7 +20,7 @@ svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
 _WIDTH, _LEFT, _ROW = 860, 200, 30
 
 
-def to_html(result: BenchResult, comparison: Comparison | None = None) -> str:
+def to_html(result: BenchResult, comparison: ResultComparison | None = None) -> str:
     """The whole page."""
     environment = result.environment
     facts = {
@@ -47,7 +47,7 @@ def to_html(result: BenchResult, comparison: Comparison | None = None) -> str:
     return "\n".join(parts)
 
 
-def _change_row(change: Change) -> dict[str, str]:
+def _change_row(change: MetricChange) -> dict[str, str]:
     return {
         "arm": change.arm,
         "metric": change.metric,

@@ -123,7 +123,7 @@ def popularity(num_documents: int, top_share: float) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class ReuseTraffic:
     """Who asks for what."""
 
     pool: Pool

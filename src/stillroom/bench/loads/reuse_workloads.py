@@ -48,7 +48,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Workload:
+class ReuseWorkload:
     """Requests in order of arrival."""
 
     name: str
@@ -104,7 +104,7 @@ def zipf_exponent(num_documents: int, top_share: float, top: float = 0.03) -> fl
 
 def made_workload(
     popularity: Popularity, top_k: int, *, num_asks: int, num_documents: int = 1000, follow: float = 0.5, seed: int = 0
-) -> Workload:
+) -> ReuseWorkload:
     """Requests for `top_k` documents each, of log-normal length (median 400 tokens, sigma 0.8, 32 to 4,096).
 
     The first document is drawn by popularity. Each further one is, with probability `follow`, the most similar one not
@@ -129,7 +129,7 @@ def made_workload(
                 one = next(draws)
             chosen.append(one)
         asks.append(document_ask([(str(one), int(lengths[one])) for one in chosen]))
-    return Workload(f"{popularity.name}, k={top_k}", tuple(asks))
+    return ReuseWorkload(f"{popularity.name}, k={top_k}", tuple(asks))
 
 
 def document_ask(documents: Iterable[tuple[str, int]], question_tokens: int = QUESTION_TOKENS) -> Ask:
@@ -142,7 +142,7 @@ def document_ask(documents: Iterable[tuple[str, int]], question_tokens: int = QU
     return Ask(SegmentedPrompt((*segments, question)), pieces, SYSTEM_TOKENS)
 
 
-def trace_workload(path: Path, num_asks: int) -> Workload:
+def trace_workload(path: Path, num_asks: int) -> ReuseWorkload:
     """The first requests of a Mooncake trace: a prompt is one segment of pieces of 512 tokens, the last block computed.
 
     Raises:
@@ -157,7 +157,7 @@ def trace_workload(path: Path, num_asks: int) -> Workload:
                     asks.append(_trace_ask([str(one) for one in ids]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no trace with `hash_ids` in each line: {error}") from None
-    return Workload(path.stem, tuple(asks), TRACE_BLOCK_TOKENS)
+    return ReuseWorkload(path.stem, tuple(asks), TRACE_BLOCK_TOKENS)
 
 
 def _trace_ask(blocks: Sequence[str]) -> Ask:
@@ -167,7 +167,7 @@ def _trace_ask(blocks: Sequence[str]) -> Ask:
     return Ask(prompt, pieces, 0)
 
 
-def retrieved_workload(path: Path, top_k: int, num_asks: int) -> Workload:
+def retrieved_workload(path: Path, top_k: int, num_asks: int) -> ReuseWorkload:
     """What a real RAG run retrieved, the first `top_k` passages of each request.
 
     Raises:
@@ -177,7 +177,7 @@ def retrieved_workload(path: Path, top_k: int, num_asks: int) -> Workload:
         document_ask([(text, count_tokens(text)) for text in one.documents[:top_k]])
         for one in read_retrieved(path)[:num_asks]
     ]
-    return Workload(f"{path.stem}, k={top_k}", tuple(asks))
+    return ReuseWorkload(f"{path.stem}, k={top_k}", tuple(asks))
 
 
 def _chain(

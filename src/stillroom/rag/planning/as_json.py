@@ -7,12 +7,12 @@ from typing import Any
 from stillroom.rag.planning.choice import Option
 from stillroom.rag.planning.constraints import Shortfall, Sufficient
 from stillroom.rag.planning.planner import Plan
-from stillroom.rag.planning.scene import Scene
+from stillroom.rag.planning.scene import PlanInputs
 from stillroom.rag.planning.what_if import Effect
 from stillroom.retrieval.tiers.search_model import ScanModel, worst_error_of_line
 
 
-def plan_as_json(plan: Plan, scene: Scene) -> dict[str, Any]:
+def plan_as_json(plan: Plan, scene: PlanInputs) -> dict[str, Any]:
     """See docs/planning.md."""
     workload = scene.workload
     return {

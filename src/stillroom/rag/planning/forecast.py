@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stillroom.config.settings import ReuseMode, SearchMode
 from stillroom.errors import PromptTooLongError
 from stillroom.kvcache.cost_model import CostProfile
-from stillroom.rag.planning.scene import SEARCH_BATCH, Scene
+from stillroom.rag.planning.scene import SEARCH_BATCH, PlanInputs
 from stillroom.rag.planning.search_queue import released
 from stillroom.rag.planning.splits import Split
 from stillroom.rag.query_cache import QueryCache
@@ -87,7 +87,7 @@ _PLAIN = Variation()
 class Forecaster:
     """Forecasts for one scene; the same scene, split and variation give the same one."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: PlanInputs) -> None:
         self.scene = scene
         self._divisions: dict[tuple[int, int], Division] = {}
         self._known: dict[tuple[Split, Variation], Forecast] = {}

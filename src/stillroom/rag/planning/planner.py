@@ -85,7 +85,7 @@ def make_plan(
         raise UsageError(
             f"the lists of the index do not fit: {missing:,} bytes are missing on disk; raise --disk by that"
         )
-    progress = _Progress(tell, len(splits) + 24)
+    progress = _PlanProgress(tell, len(splits) + 24)
     options = simulated(forecaster, splits, progress.step)
     if not options:
         try:
@@ -128,7 +128,7 @@ def binding_constraint(alone: Forecast, target: Target) -> Binding:
     return Binding("search" if 2 * search > float(alone.seconds[late].mean()) else "prefill", alone)
 
 
-class _Progress:
+class _PlanProgress:
     def __init__(self, tell: Callable[[int, int], None], total: int) -> None:
         self._tell, self._total, self._done = tell, total, 0
 
@@ -147,7 +147,7 @@ def _current(forecaster: Forecaster, current: Split | None) -> Option | None:
         return None
 
 
-def _sustained(forecaster: Forecaster, split: Split, target: Target, most: float, progress: _Progress) -> float:
+def _sustained(forecaster: Forecaster, split: Split, target: Target, most: float, progress: _PlanProgress) -> float:
     """Times as many requests as asked for, `most` at most; by halving, to a twentieth."""
 
     def meets(times: float) -> bool:

@@ -17,10 +17,10 @@ from stillroom.core.clock import Clock
 from stillroom.core.document import SearchResult
 from stillroom.rag.generator import measured_costs
 from stillroom.rag.kv_cache import kv_shape
-from stillroom.rag.planning.workload import Questions, Workload
+from stillroom.rag.planning.workload import PlannedWorkload, QuestionCounts
 from stillroom.rag.prompt import PromptBuilder, format_for
-from stillroom.rag.simulation.simulated_runtime import Plant, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import Prompt, System
+from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.rag.simulation.stepped_engine import EnginePolicy, Prompt
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -45,7 +45,7 @@ _EFFORT = Effort(batch_sizes=(1, 2, 4, 8), num_queries=24)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ObservedQuestion:
     """One question."""
 
     prompt: Prompt
@@ -56,7 +56,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class IndexLists:
+class DivisibleIndex:
     """An index whose lists can be divided."""
 
     profile: SearchProfile
@@ -75,17 +75,17 @@ class IndexLists:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scene:
+class PlanInputs:
     """See the module."""
 
-    plant: Plant
-    system: System
+    plant: HardwareModel
+    system: EnginePolicy
     query_cache: QueryCacheConfig
-    found: tuple[Found, ...]
+    found: tuple[ObservedQuestion, ...]
     """Of each question."""
     texts: tuple[str, ...]
-    workload: Workload
-    index: IndexLists | None
+    workload: PlannedWorkload
+    index: DivisibleIndex | None
     index_kind: str
     model_name: str
     is_calibrated: bool
@@ -95,13 +95,13 @@ class Scene:
 def measure_scene(  # noqa: PLR0913  what it is measured from
     kb: KnowledgeBase,
     config: StillroomConfig,
-    questions: Questions,
-    workload: Workload,
+    questions: QuestionCounts,
+    workload: PlannedWorkload,
     answer_tokens: int,
     clock: Clock,
     say: Callable[[str], None] = lambda _: None,
     tell: Callable[[int, int], None] = lambda done, total: None,
-) -> Scene:
+) -> PlanInputs:
     """Measure.
 
     Args:
@@ -116,7 +116,7 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
     costs = measured_costs(config, kb.path, clock)
     runtime, model = config.runtime, costs.model
     spec = model.decoder.spec
-    plant = Plant(
+    plant = HardwareModel(
         costs=costs.profile,
         bytes_per_token=kv_shape(model.decoder).bytes_per_token,
         num_layers=spec.num_layers,
@@ -139,9 +139,9 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
     if lists is not None:
         index = _index_lists(kb, lists, questions, workload, say)
         index = _with_devices(index, kb, lists, config, questions, model.decoder.device, say)
-    system = System(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
+    system = EnginePolicy(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
     prompts_of_warm = [found[number].prompt for number in workload.warm]
-    return Scene(
+    return PlanInputs(
         replace(plant, step_seconds=_deciding_seconds(plant, system, prompts_of_warm)),
         system,
         config.query_cache,
@@ -155,7 +155,7 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
     )
 
 
-def _deciding_seconds(plant: Plant, system: System, prompts: Sequence[Prompt]) -> float:
+def _deciding_seconds(plant: HardwareModel, system: EnginePolicy, prompts: Sequence[Prompt]) -> float:
     """Of a step, on this machine: the scheduler's decisions are as real in a simulation as anywhere."""
     outcome = SimulatedRuntime(plant, system).ask(prompts[:_NUM_TIMED])
     return float(np.median(outcome.scheduling_seconds))
@@ -170,7 +170,7 @@ def _search(  # noqa: PLR0913  the parts
     max_tokens: int,
     clock: Clock,
     tell: Callable[[int, int], None],
-) -> list[Found]:
+) -> list[ObservedQuestion]:
     for _ in range(2):  # loads the embedder and the indexes
         kb.search("warm up")
     found = []
@@ -186,14 +186,14 @@ def _search(  # noqa: PLR0913  the parts
             dense_seconds = min(clock.monotonic() - began, result.search_seconds)
         prompt = prompts.build([scored.chunk for scored in result.results], text, max_tokens)
         parts = tuple(segment.token_ids for segment in prompt.segments)
-        found.append(Found(parts, result, dense_seconds))
+        found.append(ObservedQuestion(parts, result, dense_seconds))
         tell(number + 1, len(texts))
     return found
 
 
 def _index_lists(
-    kb: KnowledgeBase, lists: Any, questions: Questions, workload: Workload, say: Callable[[str], None]
-) -> IndexLists:
+    kb: KnowledgeBase, lists: Any, questions: QuestionCounts, workload: PlannedWorkload, say: Callable[[str], None]
+) -> DivisibleIndex:
     say("profiling the index")
     vectors = np.stack([kb.embed_question(text) for text in questions.texts])
     nprobe = _nprobe(kb, lists)
@@ -203,18 +203,18 @@ def _index_lists(
     )
     asked = wide.probed[list(workload.warm), :nprobe]  # those that count come later, as they will
     heat = np.bincount(asked[asked >= 0].ravel(), minlength=len(wide.sizes)).astype(float)
-    return IndexLists(wide, nprobe, heat)
+    return DivisibleIndex(wide, nprobe, heat)
 
 
 def _with_devices(  # noqa: PLR0913  the parts
-    index: IndexLists,
+    index: DivisibleIndex,
     kb: KnowledgeBase,
     lists: Any,
     config: StillroomConfig,
-    questions: Questions,
+    questions: QuestionCounts,
     model_device: torch.device,
     say: Callable[[str], None],
-) -> IndexLists:
+) -> DivisibleIndex:
     """The same with the devices that may hold lists, if any: those configured, else GPUs where the model is on one."""
     own = config.index
     if kb.index_config.nbits != 8 or not (own.device_bytes or model_device.type == "cuda"):

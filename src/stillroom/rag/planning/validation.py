@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.clock import Clock
 from stillroom.rag.answer import AskOptions
-from stillroom.rag.planning.workload import Workload
+from stillroom.rag.planning.workload import PlannedWorkload
 from stillroom.rag.room import Stillroom
 
 
@@ -36,7 +36,9 @@ class Measured:
         }
 
 
-def measure(room: Stillroom, texts: tuple[str, ...], workload: Workload, answer_tokens: int, clock: Clock) -> Measured:
+def measure(
+    room: Stillroom, texts: tuple[str, ...], workload: PlannedWorkload, answer_tokens: int, clock: Clock
+) -> Measured:
     """Warm the room up, one question after the other, then ask each when it is due, whether or not the ones before have
     been answered. Raises as `Stillroom.ask`."""
     room.warm_up()
@@ -47,7 +49,7 @@ def measure(room: Stillroom, texts: tuple[str, ...], workload: Workload, answer_
 
 
 async def _measure(
-    room: Stillroom, texts: tuple[str, ...], workload: Workload, options: AskOptions, clock: Clock
+    room: Stillroom, texts: tuple[str, ...], workload: PlannedWorkload, options: AskOptions, clock: Clock
 ) -> Measured:
     began = clock.monotonic()
 

@@ -21,7 +21,7 @@ _WORDS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
+class QuestionCounts:
     """Different questions, and how often each was asked."""
 
     texts: tuple[str, ...]
@@ -38,7 +38,7 @@ class Questions:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PlannedWorkload:
     """Requests: numbers of questions, in their order."""
 
     warm: tuple[int, ...]
@@ -50,7 +50,7 @@ class Workload:
     """Per second."""
 
 
-def questions_of(kb: KnowledgeBase, file: Path | None, most: int, seed: int) -> Questions:
+def questions_of(kb: KnowledgeBase, file: Path | None, most: int, seed: int) -> QuestionCounts:
     """From a file, else the questions that the knowledge base was asked lately, else made from its chunks; at most so
     many different ones, those most asked first.
 
@@ -63,11 +63,11 @@ def questions_of(kb: KnowledgeBase, file: Path | None, most: int, seed: int) -> 
     if len({question for question, _ in past}) >= 2:
         answer_tokens = round(sum(tokens for _, tokens in past) / len(past))
         questions = _counted([question for question, _ in past], "the questions asked lately", most)
-        return Questions(questions.texts, questions.counts, questions.source, max(1, answer_tokens))
+        return QuestionCounts(questions.texts, questions.counts, questions.source, max(1, answer_tokens))
     made = made_questions(kb, most, seed)
     if not made:
         raise UsageError(f"{kb.path} holds no chunks; add documents first: stillroom add PATH --kb {kb.path}")
-    return Questions(tuple(made), (1,) * len(made), "made from the documents, for want of real ones")
+    return QuestionCounts(tuple(made), (1,) * len(made), "made from the documents, for want of real ones")
 
 
 def _past_questions(diary: Path) -> list[tuple[str, int]]:
@@ -79,9 +79,9 @@ def _past_questions(diary: Path) -> list[tuple[str, int]]:
         return []
 
 
-def _counted(texts: Sequence[str], source: str, most: int) -> Questions:
+def _counted(texts: Sequence[str], source: str, most: int) -> QuestionCounts:
     counts = Counter(texts).most_common(most)
-    return Questions(tuple(text for text, _ in counts), tuple(count for _, count in counts), source)
+    return QuestionCounts(tuple(text for text, _ in counts), tuple(count for _, count in counts), source)
 
 
 def read_questions(file: Path) -> list[str]:
@@ -128,14 +128,14 @@ def made_questions(kb: KnowledgeBase, most: int, seed: int) -> list[str]:
 
 
 def workload(
-    questions: Questions,
+    questions: QuestionCounts,
     num_requests: int,
     rate: float,
     *,
     zipf: float = 0.8,
     trace: Path | None = None,
     seed: int = 0,
-) -> Workload:
+) -> PlannedWorkload:
     """Draw requests: by the counts of the questions where they tell something, else by Zipf's law in a drawn order.
 
     Args:
@@ -154,4 +154,4 @@ def workload(
         weights = weights[rng.permutation(len(weights))]
     drawn = rng.choice(len(weights), size=2 * num_requests, p=weights / weights.sum()).tolist()
     dues = arrivals_of(trace)(num_requests, rate, [seed, 23])
-    return Workload(tuple(drawn[:num_requests]), tuple(drawn[num_requests:]), tuple(dues), rate)
+    return PlannedWorkload(tuple(drawn[:num_requests]), tuple(drawn[num_requests:]), tuple(dues), rate)

@@ -14,7 +14,7 @@ Stepped = tuple[list[FirstToken], list[int]]
 """Whose first tokens came in a step, and the numbers of those whose answers are complete."""
 
 
-class Runtime(Protocol):
+class DrivenRuntime(Protocol):
     """Prompts are lists of parts, which are lists of token ids; answers are greedy."""
 
     def reset(self) -> None:
@@ -36,7 +36,7 @@ class Runtime(Protocol):
 
 
 def drive(
-    runtime: Runtime,
+    runtime: DrivenRuntime,
     prompts: Sequence[Sequence[Sequence[int]]],
     dues: Sequence[float] | None,
     clock: Callable[[], float] = time.monotonic,

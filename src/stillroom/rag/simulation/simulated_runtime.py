@@ -23,7 +23,7 @@ from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvstore.modelled import ModelledMover
 from stillroom.rag.kv_cache import reuse_of, tree_options
 from stillroom.rag.simulation.driving import drive
-from stillroom.rag.simulation.stepped_engine import Prompt, SteppedEngine, System, stepped
+from stillroom.rag.simulation.stepped_engine import EnginePolicy, Prompt, SteppedEngine, stepped
 from stillroom.runner.modelled_runner import ModelledRunner
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
@@ -32,7 +32,7 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plant:
+class HardwareModel:
     """What a decoder and its machine are to the rest."""
 
     costs: CostProfile
@@ -55,7 +55,7 @@ class Plant:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulatedOutcome:
     """What became of some requests, in their order."""
 
     seconds: list[float]
@@ -85,7 +85,7 @@ class Outcome:
 class SimulatedRuntime(SteppedEngine):
     """One arm. What it keeps stays from one `ask` to the next."""
 
-    def __init__(self, plant: Plant, system: System, seed: int = 0) -> None:
+    def __init__(self, plant: HardwareModel, system: EnginePolicy, seed: int = 0) -> None:
         super().__init__(plant.max_tokens)
         self._plant, self._system, self._seed = plant, system, seed
         self.clock = VirtualClock()
@@ -128,13 +128,13 @@ class SimulatedRuntime(SteppedEngine):
                 self._found[1] += sum(one.source is not None for one in documents)
         return stepped(events)
 
-    def ask(self, prompts: Sequence[Prompt], dues: Sequence[float] | None = None) -> Outcome:
+    def ask(self, prompts: Sequence[Prompt], dues: Sequence[float] | None = None) -> SimulatedOutcome:
         """Send prompts when they are due, in seconds from now; None: each when the one before is answered."""
         self._found = [0, 0]
         self._scheduler.seconds = []
         self._dues = [self.clock.now + due for due in dues or ()]
         told = drive(self, prompts, dues, self.clock.monotonic, self._sleep)
-        return Outcome(
+        return SimulatedOutcome(
             seconds=told["seconds"],
             response_seconds=told["response_seconds"],
             wall_seconds=told["wall_seconds"],
@@ -168,7 +168,7 @@ class _TimedScheduler(Scheduler):
         return updates
 
 
-def _reuse(plant: Plant, config: ReuseConfig, pool: BlockPool, clock: VirtualClock) -> Reuse | None:
+def _reuse(plant: HardwareModel, config: ReuseConfig, pool: BlockPool, clock: VirtualClock) -> Reuse | None:
     """As `rag.kv_cache.build_cache` reads the settings, without stores."""
     if config.mode == "off":
         return None

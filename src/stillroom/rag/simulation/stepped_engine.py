@@ -14,11 +14,11 @@ from stillroom.engine.events import TokenEvent
 
 Tokens = tuple[int, ...]
 Prompt = tuple[Tokens, ...]
-"""System prompt, documents, question."""
+"""EnginePolicy prompt, documents, question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class System:
+class EnginePolicy:
     """What is kept, and who is served first."""
 
     reuse: ReuseConfig
@@ -72,6 +72,6 @@ def stepped(events: Sequence[TokenEvent]) -> tuple[list[tuple[int, list[int]]], 
 
 
 def segmented(prompt: Sequence[Sequence[int]]) -> SegmentedPrompt:
-    """System prompt, documents, question."""
+    """EnginePolicy prompt, documents, question."""
     kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(prompt) - 2), SegmentKind.QUESTION]
     return SegmentedPrompt(tuple(Segment(kind, tuple(tokens)) for kind, tokens in zip(kinds, prompt, strict=True)))

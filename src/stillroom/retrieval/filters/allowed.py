@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 
 
-class Allowed:
+class AllowedIds:
     """A set of chunks that does not change. Its identity names it: equal only to itself."""
 
     def __init__(self, ids: NDArray[np.int64]) -> None:
@@ -31,13 +31,13 @@ class Allowed:
         return found
 
 
-class PerFilter(Generic[T]):
+class FilterMemo(Generic[T]):
     """What an index makes of a set of chunks, kept for as long as the set and the index stay as they are."""
 
     def __init__(self) -> None:
-        self._made: WeakKeyDictionary[Allowed, T] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[AllowedIds, T] = WeakKeyDictionary()
 
-    def get(self, allowed: Allowed, make: Callable[[], T]) -> T:
+    def get(self, allowed: AllowedIds, make: Callable[[], T]) -> T:
         made = self._made.get(allowed)
         if made is None:
             made = self._made[allowed] = make()

@@ -38,7 +38,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class FieldComparison:
     """One field against a value; against several, of which one has to be equal."""
 
     field: str
@@ -65,13 +65,13 @@ class AnyOf:
     parts: tuple["Filter", ...]
 
 
-Filter = Comparison | Not | AllOf | AnyOf
+Filter = FieldComparison | Not | AllOf | AnyOf
 
 
 def fields_of(where: Filter) -> set[str]:
     """Names of all fields that a filter compares."""
     match where:
-        case Comparison(field):
+        case FieldComparison(field):
             return {field}
         case Not(inner):
             return fields_of(inner)
@@ -170,15 +170,15 @@ class _Parser:
             raise self._wrong("a comparison (= != < <= > >= ~ in) is missing")
         self._at += 1
         operator: Operator = "=" if token.text == "==" else token.text  # type: ignore[assignment]
-        return Comparison(field, operator, (self._value(),))
+        return FieldComparison(field, operator, (self._value(),))
 
-    def _members(self, field: str) -> Comparison:
+    def _members(self, field: str) -> FieldComparison:
         self._need("sign", "(", '"(" is missing after "in"')
         values = [self._value()]
         while self._take("sign", ","):
             values.append(self._value())
         self._need("sign", ")", '"," or ")" is missing')
-        return Comparison(field, "=", tuple(values))
+        return FieldComparison(field, "=", tuple(values))
 
     def _field(self) -> str:
         token = self._now

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stillroom.retrieval.filters.language import AllOf, AnyOf, Comparison, Filter, Not, Value
+from stillroom.retrieval.filters.language import AllOf, AnyOf, FieldComparison, Filter, Not, Value
 from stillroom.retrieval.filters.values import Span, contains, instant_in, number_in, number_of, span_of, truth_of
 
 BUILT_IN = {
@@ -49,7 +49,7 @@ def register(connection: sqlite3.Connection) -> None:
 def condition_of(where: Filter) -> Condition:
     """The condition that a filter is."""
     match where:
-        case Comparison():
+        case FieldComparison():
             return _test(where)
         case Not(inner):
             found = condition_of(inner)
@@ -59,9 +59,9 @@ def condition_of(where: Filter) -> Condition:
             return _joined("AND" if isinstance(where, AllOf) else "OR", conditions)
 
 
-def _test(test: Comparison) -> Condition:
+def _test(test: FieldComparison) -> Condition:
     if test.operator == "!=":
-        equal = _test(Comparison(test.field, "=", test.values))
+        equal = _test(FieldComparison(test.field, "=", test.values))
         return Condition(f"NOT {equal.sql}", equal.parameters)
     if '"' in test.field or "\\" in test.field:  # no document has such a field, and a path cannot say it
         return Condition("0")
@@ -77,7 +77,7 @@ def _test(test: Comparison) -> Condition:
     )
 
 
-def _as_printed(test: Comparison) -> tuple[Value, ...]:
+def _as_printed(test: FieldComparison) -> tuple[Value, ...]:
     """Values of `path`, also as absolute paths: `stillroom list` prints paths relative to the current folder."""
     if test.field != "path" or test.operator != "=":
         return test.values

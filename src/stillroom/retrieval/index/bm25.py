@@ -29,7 +29,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.panics import NativePanicError, panics_as_errors
 from stillroom.core.private_files import close_files, make_folder
 from stillroom.errors import CorruptKnowledgeBaseError
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.postings_files import SegmentFiles, disk_error, identity_of, open_borrowed, open_index
 from stillroom.retrieval.index.words import DOCUMENT_TOKENIZER, WordAnalyzer, searched_text
 from stillroom.retrieval.index_file import write_atomically
@@ -252,7 +252,7 @@ class Bm25Index:
         with self._reading() as searcher:
             return int(searcher.doc_freq("body", word)) if searcher is not None else 0
 
-    def search(self, text: str, k: int, allowed: Allowed | None = None) -> Ranking:
+    def search(self, text: str, k: int, allowed: AllowedIds | None = None) -> Ranking:
         """The k chunks that match best, best first; only those that share a telling word with the text.
 
         Args:
@@ -347,7 +347,7 @@ def _document(chunk: Chunk) -> Any:
     return document
 
 
-def _hits_among(searcher: Any, query: Any, n: int, allowed: Allowed, num_docs: int) -> Ranking:
+def _hits_among(searcher: Any, query: Any, n: int, allowed: AllowedIds, num_docs: int) -> Ranking:
     """The n best of those allowed, from as deep a list as that takes."""
     depth = min(num_docs, n * num_docs // len(allowed) * 5 // 4 + n)
     while True:

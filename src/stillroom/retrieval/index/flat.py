@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
 from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.retrieval.filters.allowed import Allowed, PerFilter
+from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked, top_k
 from stillroom.retrieval.staged import stages
 from stillroom.retrieval.vector_index import compared, one_thread
@@ -26,7 +26,7 @@ class FlatIndex:
     def __init__(self, dimension: int) -> None:
         self._dimension = dimension
         self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dimension))
-        self._rows: PerFilter[NDArray[np.int64]] = PerFilter()
+        self._rows: FilterMemo[NDArray[np.int64]] = FilterMemo()
 
     def __len__(self) -> int:
         return int(self._index.ntotal)
@@ -41,7 +41,7 @@ class FlatIndex:
             self._index.remove_ids(np.asarray(ids, dtype=np.int64))
 
     def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
     ) -> Ranking:
         return next(self.search_staged(query, k, 1, None, allowed))
 
@@ -51,7 +51,7 @@ class FlatIndex:
         k: int,
         num_stages: int,
         effort: int | None = None,
-        allowed: Allowed | None = None,
+        allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
         """See `VectorIndex`. A stage compares a run of the vectors."""
         found: Ranking = []
@@ -65,7 +65,7 @@ class FlatIndex:
             found = ranked([*found, *more])[:k]
             yield found
 
-    def rows_of(self, allowed: Allowed) -> NDArray[np.int64]:
+    def rows_of(self, allowed: AllowedIds) -> NDArray[np.int64]:
         """Where those of the allowed chunks stand that are in the index, ascending."""
         return self._rows.get(allowed, lambda: np.flatnonzero(allowed.has(self.ids())))
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
 from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.retrieval.filters.allowed import Allowed, PerFilter
+from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked_arrays, sorted_arrays
 from stillroom.retrieval.staged import stages
 from stillroom.retrieval.vector_index import compared
@@ -69,7 +69,7 @@ class HnswIndex:
         """Positions of the dead, sorted; None where not computed."""
         self._walkable: WalkableGraph | None = None
         """Likewise."""
-        self._chosen_by: PerFilter[_Chosen] = PerFilter()
+        self._chosen_by: FilterMemo[_Chosen] = FilterMemo()
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -91,7 +91,7 @@ class HnswIndex:
             self._rebuild()
 
     def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
     ) -> Ranking:
         """See `VectorIndex`. `effort` is `ef_search`; None takes the configured one."""
         if allowed is not None:
@@ -113,10 +113,10 @@ class HnswIndex:
 
     # Some chunks only
 
-    def _chosen(self, allowed: Allowed) -> "_Chosen":
+    def _chosen(self, allowed: AllowedIds) -> "_Chosen":
         return self._chosen_by.get(allowed, lambda: self._choose(allowed))
 
-    def _choose(self, allowed: Allowed) -> "_Chosen":
+    def _choose(self, allowed: AllowedIds) -> "_Chosen":
         is_chosen = allowed.has(self._ids)
         is_chosen[self._dead_positions()] = False
         bits = np.packbits(is_chosen, bitorder="little")
@@ -145,7 +145,7 @@ class HnswIndex:
         k: int,
         num_stages: int,
         effort: int | None = None,
-        allowed: Allowed | None = None,
+        allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
         """See `VectorIndex`. A stage is a part of the walk through the graph (see `graph_walk`, also for when the last
         list may differ from that of `search`): it takes about as many steps as there are candidates."""

@@ -18,12 +18,12 @@ from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError, StorageError
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.collection_store import CollectionStore
 from stillroom.retrieval.index.dense_store import DenseStore
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
-from stillroom.retrieval.index.together import OnFound, Together
+from stillroom.retrieval.index.together import OnFound, SearchBatcher
 from stillroom.retrieval.index.tuning import Tuner
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.tiers.hot_lists import Spawn
@@ -66,11 +66,11 @@ class Indexes:
             else DenseStore(folder, corpus, config, dimension, spawn)
         )
         self._has_tiers = config.has_tiers
-        self._together = Together(self._lock, self._search_together)
+        self._together = SearchBatcher(self._lock, self._search_together)
         self._sparse: Bm25Index | None = None
         self._tuner = Tuner(folder / "tuning.json", config, corpus.corpus_id)
 
-    def search_dense(self, query: NDArray[np.float32], k: int, allowed: Allowed | None = None) -> Ranking:
+    def search_dense(self, query: NDArray[np.float32], k: int, allowed: AllowedIds | None = None) -> Ranking:
         """The k chunks nearest to a query [d] of length 1; the score is the cosine. `allowed`: the only ones.
 
         Raises:
@@ -79,7 +79,7 @@ class Indexes:
         return next(self.search_dense_staged(query, k, 1, allowed))
 
     def search_dense_staged(
-        self, query: NDArray[np.float32], k: int, num_stages: int, allowed: Allowed | None = None
+        self, query: NDArray[np.float32], k: int, num_stages: int, allowed: AllowedIds | None = None
     ) -> Iterator[Ranking]:
         """`search_dense` in stages (see `staged`). Between two of them nobody waits for this search; where the index
         has changed there, the rest is one plain search. With lists on disk, who would have to wait gets the last list
@@ -116,7 +116,7 @@ class Indexes:
         with self._lock:
             return self._effort(self._current_dense())
 
-    def search_sparse(self, text: str, k: int, allowed: Allowed | None = None) -> Ranking:
+    def search_sparse(self, text: str, k: int, allowed: AllowedIds | None = None) -> Ranking:
         """The k best chunks by BM25. `allowed`: the only ones. Raises DamagedPostingsError."""
         return self._current_sparse().search(text, k, allowed)
 
@@ -253,14 +253,14 @@ class Indexes:
         with self._reporting():
             return self._dense.current()
 
-    def _search_dense(self, query: NDArray[np.float32], k: int, allowed: Allowed | None = None) -> Ranking:
+    def _search_dense(self, query: NDArray[np.float32], k: int, allowed: AllowedIds | None = None) -> Ranking:
         try:
             dense = self._current_dense()
             return dense.search(query, k, self._effort(dense), allowed)
         except CorruptKnowledgeBaseError:
             return self._search_rebuilt(query, k, allowed)
 
-    def _search_rebuilt(self, query: NDArray[np.float32], k: int, allowed: Allowed | None) -> Ranking:
+    def _search_rebuilt(self, query: NDArray[np.float32], k: int, allowed: AllowedIds | None) -> Ranking:
         """After a damaged file: all of it from the corpus."""
         self._dense.discard()
         dense = self._current_dense()

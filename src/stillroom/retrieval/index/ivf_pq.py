@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
 from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.retrieval.filters.allowed import Allowed, PerFilter
+from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.filters.lists_among import ListsAmong
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.ranking import Ranking, first_arrays, ranked_arrays
@@ -60,7 +60,7 @@ class IvfPqIndex:
         """Every vector, until training and, with `refine`, after it."""
         self._lists: Any = None
         """The IndexIVFPQ; None while untrained."""
-        self._among: PerFilter[ListsAmong] = PerFilter()
+        self._among: FilterMemo[ListsAmong] = FilterMemo()
         self._num_trained = 0
         """Vectors there were when it was last trained."""
 
@@ -95,7 +95,7 @@ class IvfPqIndex:
             self._lists.remove_ids(np.asarray(ids, dtype=np.int64))
 
     def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
     ) -> Ranking:
         """See `VectorIndex`. `effort` is `nprobe`; None takes the configured one."""
         return next(self.search_staged(query, k, 1, effort, allowed))
@@ -106,7 +106,7 @@ class IvfPqIndex:
         k: int,
         num_stages: int,
         effort: int | None = None,
-        allowed: Allowed | None = None,
+        allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
         """See `VectorIndex`. A stage looks at some of the probed lists, the nearest first, and scores the best so far
         again with their full vectors."""
@@ -215,7 +215,7 @@ class IvfPqIndex:
     def _num_to_train(self) -> int:
         return num_to_train(self._config, self._num_trained)
 
-    def _listed(self, allowed: Allowed) -> ListsAmong:
+    def _listed(self, allowed: AllowedIds) -> ListsAmong:
         ids = [entries_of(self._lists.invlists, number)[0] for number in range(self.nlist)]
         counts = np.array([allowed.has(own).sum() for own in ids], dtype=np.int64)
         return ListsAmong(counts, np.array([len(own) for own in ids]), faiss.IDSelectorBatch(allowed.ids))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stillroom.errors import KnowledgeBaseBusyError
 from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.qdrant_collection import QdrantCollection
 from stillroom.retrieval.ranking import Ranking, ranked, top_k
@@ -92,7 +92,7 @@ class QdrantIndex:
         return self._shown[1]
 
     def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
     ) -> Ranking:
         """See `VectorIndex`; after `follow`. `effort` is the server's `hnsw_ef`; None takes the configured one."""
         assert self._shown is not None
@@ -114,7 +114,7 @@ class QdrantIndex:
         k: int,
         num_stages: int,
         effort: int | None = None,
-        allowed: Allowed | None = None,
+        allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
         """See `VectorIndex`. There is one stage: a server answers once."""
         yield self.search(query, k, effort, allowed)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
 from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.retrieval.filters.allowed import Allowed
+from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex, num_to_train, trained_lists
 from stillroom.retrieval.ranking import Ranking, ranked_arrays
@@ -111,7 +111,7 @@ class TieredIvfPqIndex:
             self._rows.remove(np.asarray(ids, dtype=np.int64))
 
     def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: Allowed | None = None
+        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
     ) -> Ranking:
         """See `VectorIndex`. `effort` is `nprobe`; None takes the configured one.
 
@@ -126,7 +126,7 @@ class TieredIvfPqIndex:
         k: int,
         num_stages: int,
         effort: int | None = None,
-        allowed: Allowed | None = None,
+        allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
         """See `VectorIndex` and `IvfPqIndex.search_staged`. Raises as `search`, at any stage."""
         if self._young is not None:

@@ -29,7 +29,7 @@ class _Waiting(Generic[Kind]):
     error: Exception | None = None
 
 
-class Together(Generic[Kind]):
+class SearchBatcher(Generic[Kind]):
     """Thread-safe."""
 
     def __init__(self, lock: Lock, search: Callable[[Sequence[NDArray[np.float32]], Kind, OnFound], None]) -> None:

@@ -18,7 +18,7 @@ from stillroom.retrieval.loaders.formats import format_of, is_jsonl
 from stillroom.retrieval.loaders.load import load
 from stillroom.retrieval.loaders.metadata import Said, sidecar_of
 from stillroom.retrieval.loaders.source import check_size, opened
-from stillroom.retrieval.rows import Source
+from stillroom.retrieval.rows import SourceFile
 
 _SMALL_BYTES = 16 * 1024
 """A text up to here is read at once, if its reader is one whose time is bounded."""
@@ -27,7 +27,7 @@ _CHECK_SECONDS = 0.1
 _NUM_HERE = 16
 """So many small texts are read in this process before others are started for them."""
 
-Failures = dict[Path, tuple[Source, str]]
+Failures = dict[Path, tuple[SourceFile, str]]
 """Files that could not be parsed as they were, and why."""
 
 
@@ -36,7 +36,7 @@ class Looked:
     """A file whose turn it is."""
 
     path: Path
-    source: Source | None = None
+    source: SourceFile | None = None
     """As it is now; None where it cannot be read at all."""
     is_unchanged: bool = False
     error: DocumentError | None = None
@@ -60,7 +60,7 @@ class FileReader:
         self._pool: ParserPool | None = None
         self._num_here = 0
 
-    def read(self, files: Sequence[Path], known: Mapping[str, Source], said: Said) -> Generator[Looked]:
+    def read(self, files: Sequence[Path], known: Mapping[str, SourceFile], said: Said) -> Generator[Looked]:
         """Each file in order. Closing the iterator ends what is being parsed.
 
         Args:
@@ -97,7 +97,7 @@ class FileReader:
         """Documents that may wait for their turn: enough that no process waits, few enough for memory."""
         return 2 * self._pool.num_workers if self._pool is not None else 0
 
-    def _look(self, path: Path, known: Source | None, said: Said) -> Looked:
+    def _look(self, path: Path, known: SourceFile | None, said: Said) -> Looked:
         try:
             source = look_at(path, known, self._config)
             source = dataclasses.replace(source, metadata=with_said(known.metadata if known else {}, said))
@@ -137,7 +137,7 @@ class FileReader:
         self._failures.pop(path, None)
 
 
-def look_at(path: Path, known: Source | None, config: DocumentsConfig) -> Source:
+def look_at(path: Path, known: SourceFile | None, config: DocumentsConfig) -> SourceFile:
     """The file as it is now, with what describes it beside it. Its content is read only if size or time differ from
     what is known.
 
@@ -157,7 +157,7 @@ def look_at(path: Path, known: Source | None, config: DocumentsConfig) -> Source
     size, mtime_ns = sum(state.st_size for state in states), sum(state.st_mtime_ns for state in states)
     if states and known is not None and (known.size, known.mtime_ns) == (size, mtime_ns):
         return known
-    return Source(str(path), size, mtime_ns, ":".join(_file_hash(file, config) for file in files))
+    return SourceFile(str(path), size, mtime_ns, ":".join(_file_hash(file, config) for file in files))
 
 
 def _file_hash(path: Path, config: DocumentsConfig) -> str:

@@ -50,7 +50,7 @@ def keep_in_step(
     for folder in folders:
         if not os.path.isdir(folder):
             raise UsageError(f"{folder} is no folder; --watch keeps folders in step, give the one that holds the file")
-    watching = _Watching(folders, follow, _Filter(folders, apart_from), debounce_ms)
+    watching = _FolderWatch(folders, follow, _Filter(folders, apart_from), debounce_ms)
     last: list[_Identity] | None = None
     while not stop.is_set():
         found = _identities(folders)
@@ -78,7 +78,7 @@ def _is_drive_out(folders: Sequence[Path], last: Sequence[_Identity], found: Seq
         return True
 
 
-class _Watching:
+class _FolderWatch:
     """Calls `follow` when it is time."""
 
     def __init__(
@@ -91,7 +91,7 @@ class _Watching:
 
     def run(self, watched: Sequence[_Identity], stop: Event) -> None:
         """Until `stop`, or until a folder is gone or another one has its name: what is watched is the folder."""
-        pace, clock = _Pace(self._debounce_ms / 1000), SystemClock()
+        pace, clock = _FollowTimes(self._debounce_ms / 1000), SystemClock()
         for changes in watch(
             *self._folders,
             watch_filter=None,  # or nothing would be heard while only what does not count changes
@@ -109,7 +109,7 @@ class _Watching:
                 pace.followed(self._follow(), clock.monotonic())
 
 
-class _Pace:
+class _FollowTimes:
     """When to follow: after the last of several changes, and after a failure later each time. Times are seconds."""
 
     def __init__(self, quiet_s: float) -> None:

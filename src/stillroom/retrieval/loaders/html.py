@@ -78,7 +78,7 @@ def _own_title(soup: BeautifulSoup) -> Tag | None:
 
 def read_html(outline: Outline, soup: BeautifulSoup, *, keep_lines: bool = True) -> None:
     """Add a page to an outline; without its lines where it is a part of a file."""
-    _Blocks(outline, keep_lines=keep_lines).read(soup)
+    _HtmlBlocks(outline, keep_lines=keep_lines).read(soup)
 
 
 def _metadata(soup: BeautifulSoup) -> Metadata:
@@ -94,7 +94,7 @@ def _metadata(soup: BeautifulSoup) -> Metadata:
     return named_texts(pairs)
 
 
-class _Blocks:
+class _HtmlBlocks:
     """Walks the tree; inline text gathers until a block element begins or ends.
 
     An element that is not closed, as `<p>`, `<td>` and `<tr>` need not be, holds in the tree all that follows. So a

@@ -31,7 +31,7 @@ def parse_markdown(path: Path, text: str) -> Document:
 
 def read_markdown(outline: Outline, text: str, *, keep_lines: bool = True) -> None:
     """Add Markdown to an outline; without its lines where it is a part of a file."""
-    _Blocks(outline, keep_lines=keep_lines).read(MarkdownIt("commonmark").enable("table").parse(text))
+    _MarkdownBlocks(outline, keep_lines=keep_lines).read(MarkdownIt("commonmark").enable("table").parse(text))
 
 
 def _split_front_matter(text: str) -> tuple[str, str, Metadata]:
@@ -42,7 +42,7 @@ def _split_front_matter(text: str) -> tuple[str, str, Metadata]:
     return "\n" * match.group().count("\n") + text[match.end() :], *front_matter(match.group(1))
 
 
-class _Blocks:
+class _MarkdownBlocks:
     """Reads markdown-it's flat token list into an outline."""
 
     def __init__(self, outline: Outline, *, keep_lines: bool) -> None:

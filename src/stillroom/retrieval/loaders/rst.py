@@ -52,7 +52,7 @@ def parse_rst(path: Path, text: str) -> Document:
     body, title, metadata = _split_header(text.translate(_OTHER_LINE_ENDS))
     outline = Outline()
     try:
-        _Blocks(outline, body).read(_parse(body))
+        _RstBlocks(outline, body).read(_parse(body))
     except Exception:  # docutils fails on some inputs in ways it does not document
         return Document(
             DocumentId(str(path)), title or path.stem, tuple(blank_line_paragraphs(body)), metadata=metadata
@@ -178,7 +178,7 @@ _GAP = 200
 """Lines that may stand between a block of which docutils reports no line and the block before."""
 
 
-class _Blocks:
+class _RstBlocks:
     """Walks the document tree in reading order."""
 
     def __init__(self, outline: Outline, source: str) -> None:

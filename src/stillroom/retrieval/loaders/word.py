@@ -44,7 +44,7 @@ def parse_word(file: File) -> Document:
     if next(body.iter(_PAGE), None) is not None:
         outline.page = 1
     metadata = core_metadata(document.core_properties)
-    blocks = _Blocks(file, outline, _Styles(document), _notes(document))
+    blocks = _WordBlocks(file, outline, _Styles(document), _notes(document))
     blocks.read(body)
     own_title = "" if blocks.has_title else str(metadata.get("title", ""))
     title, paragraphs = outline.finish(own_title, file.name)
@@ -112,7 +112,7 @@ def _all_text(element: Any) -> Iterator[str]:
                 yield "\n"
 
 
-class _Blocks:
+class _WordBlocks:
     """Walks the body in reading order."""
 
     def __init__(self, file: File, outline: Outline, styles: _Styles, notes: Mapping[tuple[str, str], str]) -> None:

@@ -236,7 +236,7 @@ def write_list_file(
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open_file(temporary) as stream:
-            _Writer(stream).write(origin, shell, lists, ids, vectors)
+            _ListWriter(stream).write(origin, shell, lists, ids, vectors)
             stream.flush()
             os.fsync(stream.fileno())
         replace_durably(temporary, path)
@@ -250,7 +250,7 @@ def blocks(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         yield rows[start : start + _BLOCK]
 
 
-class _Writer:
+class _ListWriter:
     """Parts of a file, one after the other."""
 
     def __init__(self, stream: BinaryIO) -> None:

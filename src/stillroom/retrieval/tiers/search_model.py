@@ -35,7 +35,7 @@ _CONFIDENCE = 0.90
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Observed:
+class ObservedBatch:
     """A batch that was measured."""
 
     division: Division
@@ -136,7 +136,7 @@ def _students_t(num_blocks: int) -> float:
     return float(stats.t.ppf(0.5 + _CONFIDENCE / 2, max(1, num_blocks - _NUM_FITTED)))
 
 
-def fit(observed: Sequence[Sequence[Observed]]) -> ScanModel:
+def fit(observed: Sequence[Sequence[ObservedBatch]]) -> ScanModel:
     """From groups of like batches: same size, probes and division. Among the divisions there must be all lists on disk
     and all in RAM; one in between tells how much shards hold each other up."""
     observed = _with_usual_coarse_seconds(observed)
@@ -182,7 +182,7 @@ def fit_device(works: Sequence[Floats], seconds: Sequence[float]) -> DeviceCosts
     return DeviceCosts(*_least_squares(works, seconds, seconds).tolist())
 
 
-def _with_usual_coarse_seconds(observed: Sequence[Sequence[Observed]]) -> list[list[Observed]]:
+def _with_usual_coarse_seconds(observed: Sequence[Sequence[ObservedBatch]]) -> list[list[ObservedBatch]]:
     """Coarse search takes the same wherever lists are, so its median over all batches of a size is subtracted: one that
     was interrupted would leave next to nothing for the scan, and relative errors of that would rule the fit."""
     by_size: dict[int, list[float]] = {}
@@ -199,11 +199,11 @@ def _wakes(probed: Lists) -> float:
     return float(len(probed) > 1)
 
 
-def _scan(one: Observed) -> float:
+def _scan(one: ObservedBatch) -> float:
     return max(one.seconds - one.coarse_seconds, 1e-9)
 
 
-def _total(one: Observed, shard: int, window_bytes: int) -> Floats:
+def _total(one: ObservedBatch, shard: int, window_bytes: int) -> Floats:
     found: Floats = one.division.work(shard, one.probed, window_bytes)[1].sum(axis=0)
     return found
 
@@ -218,7 +218,7 @@ def _least_squares(rows: Sequence[Floats], seconds: Sequence[float], scale: Sequ
     return found
 
 
-def _file_costs(on_disk: Sequence[Observed], per_batch: float, scan_costs: Floats) -> tuple[int, Floats]:
+def _file_costs(on_disk: Sequence[ObservedBatch], per_batch: float, scan_costs: Floats) -> tuple[int, Floats]:
     """The window that fits best, and what a window and a byte of the file cost."""
     totals = [_scan(one) for one in on_disk]
     scale = [one.seconds for one in on_disk]
@@ -237,7 +237,7 @@ def _file_costs(on_disk: Sequence[Observed], per_batch: float, scan_costs: Float
     return best[1], best[2]
 
 
-def _overlap(divided: Sequence[Observed], per_batch: float, costs: Floats, window_bytes: int) -> float:
+def _overlap(divided: Sequence[ObservedBatch], per_batch: float, costs: Floats, window_bytes: int) -> float:
     """The share of the shorter scan that the longer one takes longer, by least squares of relative errors."""
     numerator = denominator = 0.0
     for one in divided:
@@ -248,7 +248,7 @@ def _overlap(divided: Sequence[Observed], per_batch: float, costs: Floats, windo
     return float(np.clip(numerator / denominator, 0.0, 1.0)) if denominator else 0.0
 
 
-def _times(on_disk: Sequence[Observed]) -> SearchTimes:
+def _times(on_disk: Sequence[ObservedBatch]) -> SearchTimes:
     """Means by batch size (Eq. 1 in pieces)."""
     sizes = sorted({len(one.probed) for one in on_disk})
     groups = [[one for one in on_disk if len(one.probed) == size] for size in sizes]
@@ -257,7 +257,7 @@ def _times(on_disk: Sequence[Observed]) -> SearchTimes:
     return SearchTimes(tuple(sizes), coarse, scan)
 
 
-def _log_error(model: ScanModel, one: Observed) -> float:
+def _log_error(model: ScanModel, one: ObservedBatch) -> float:
     told = float(model.release_seconds(one.division, one.probed).max())
     told += one.coarse_seconds - model.times.coarse(len(one.probed))
     return math.log(one.seconds / max(told, 1e-12))

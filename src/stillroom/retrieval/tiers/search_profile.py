@@ -23,7 +23,7 @@ from stillroom.retrieval.tiers.hit_rates import HitRates
 from stillroom.retrieval.tiers.partition import Lists, Partition, hottest
 from stillroom.retrieval.tiers.search_model import (
     DeviceCosts,
-    Observed,
+    ObservedBatch,
     ScanModel,
     fit,
     fit_device,
@@ -120,7 +120,7 @@ def measure_profile(
     effort = effort or Effort()
     rng = np.random.default_rng([effort.seed, 1])
     place = rng.permutation(lists.nlist)
-    groups: list[list[Observed]] = []
+    groups: list[list[ObservedBatch]] = []
     for at, share in enumerate(_SHARES):
         partition = Partition(np.where(place < round(share * lists.nlist), RAM, DISK), 2)
 
@@ -182,16 +182,16 @@ def observe(  # noqa: PLR0913  what is measured, and how
     folder: Path,
     effort: Effort,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[list[Observed]]:
+) -> list[list[ObservedBatch]]:
     """Groups of like batches with one division of the lists; arguments as of `measure_profile`."""
     division = Division(*_shape(lists), partition)
     rng = np.random.default_rng([effort.seed, 2, division.ram_bytes])
     file = folder / f"profile-{time.monotonic_ns()}.ivf"
     tiered = TieredLists(written(lists, file), partition.of(RAM))
     plan = list(_groups(min(nprobe, int(lists.nlist)), effort.batch_sizes))
-    groups: list[list[Observed]] = [[] for _ in plan]
+    groups: list[list[ObservedBatch]] = [[] for _ in plan]
     try:
-        bench = _Bench(lists, tiered, division, queries, effort, rng)
+        bench = _DivisionBench(lists, tiered, division, queries, effort, rng)
         bench.batch(*plan[0])  # threads start, pages are allocated
         for number in range(effort.num_rounds):
             for at, (size, probes) in enumerate(plan):
@@ -222,7 +222,7 @@ def _groups(nprobe: int, batch_sizes: Sequence[int]) -> Iterator[tuple[int, int]
         yield batch_sizes[len(batch_sizes) // 2], probes
 
 
-class _Bench:
+class _DivisionBench:
     """One division."""
 
     def __init__(
@@ -237,7 +237,7 @@ class _Bench:
         self._lists, self._tiered, self._division = lists, tiered, division
         self._queries, self._num_found, self._rng = queries, effort.num_found, rng
 
-    def batch(self, size: int, nprobe: int) -> Observed:
+    def batch(self, size: int, nprobe: int) -> ObservedBatch:
         """Measure one of drawn queries."""
         chosen = self._rng.choice(len(self._queries), size=size, replace=size > len(self._queries))
         queries = np.ascontiguousarray(self._queries[chosen])
@@ -248,4 +248,4 @@ class _Bench:
         began = time.perf_counter()
         probed = probed_lists(self._lists, queries, nprobe)
         coarse = time.perf_counter() - began
-        return Observed(self._division, probed, min(coarse, seconds - _LEAST_SECONDS), seconds)
+        return ObservedBatch(self._division, probed, min(coarse, seconds - _LEAST_SECONDS), seconds)

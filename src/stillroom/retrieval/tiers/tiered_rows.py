@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.retrieval.filters.allowed import Allowed, PerFilter
+from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.filters.lists_among import ListsAmong
 from stillroom.retrieval.ranking import Ranking, best_of
 from stillroom.retrieval.tiers.list_file import Entries, ListFile, Origin, blocks, write_list_file
@@ -60,7 +60,7 @@ class Rows:
         self._spill: Spill | None = None
         self._list_of: NDArray[np.int32] | None = None
         """The list of each row of the file; None until a filter asks for it."""
-        self._among: PerFilter[Among] = PerFilter()
+        self._among: FilterMemo[Among] = FilterMemo()
 
     def __len__(self) -> int:
         return self._num_kept + int(self._recent.ntotal)
@@ -95,7 +95,7 @@ class Rows:
             self._is_recent_kept &= ~gone
             self._recent.remove_ids(np.flatnonzero(gone) + len(self.file.ids))
 
-    def among(self, allowed: Allowed) -> "Among":
+    def among(self, allowed: AllowedIds) -> "Among":
         """What a filter leaves. The first time it reads every list.
 
         Raises:
@@ -103,7 +103,7 @@ class Rows:
         """
         return self._among.get(allowed, lambda: self._left_by(allowed))
 
-    def _left_by(self, allowed: Allowed) -> "Among":
+    def _left_by(self, allowed: AllowedIds) -> "Among":
         alive = self.alive()
         rows = alive[allowed.has(self.ids_of(alive))]
         is_left = np.zeros(len(self.file.ids) + len(self._recent_ids), dtype=bool)
