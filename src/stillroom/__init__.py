@@ -11,10 +11,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stillroom.backends.conversation import Exchange
     from stillroom.config.settings import StillroomConfig
     from stillroom.rag.answer import Answer, AskOptions
-    from stillroom.rag.conversation import Exchange
-    from stillroom.rag.room import Stillroom
+    from stillroom.rag.stillroom import Stillroom
 
 __all__ = ["Answer", "AskOptions", "Exchange", "Stillroom", "StillroomConfig", "__version__"]
 __version__ = version("stillroom")
@@ -22,8 +22,8 @@ __version__ = version("stillroom")
 _HOMES = {
     "Answer": "stillroom.rag.answer",
     "AskOptions": "stillroom.rag.answer",
-    "Exchange": "stillroom.rag.conversation",
-    "Stillroom": "stillroom.rag.room",
+    "Exchange": "stillroom.backends.conversation",
+    "Stillroom": "stillroom.rag.stillroom",
     "StillroomConfig": "stillroom.config.settings",
 }
 

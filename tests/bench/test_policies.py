@@ -24,7 +24,7 @@ from stillroom.bench.policies import ARMS, BELADY, DEFAULT, PoliciesScope, losse
 from stillroom.bench.policy_replay import Capacity, PolicyOutcome, Setup, replay
 from stillroom.core.kv import NodeKey
 from stillroom.errors import UsageError
-from stillroom.kvcache.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
+from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
 
 SIZE = 32
 """Tokens per document here, and per block: the question takes one block, the system prompt two."""

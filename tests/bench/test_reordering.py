@@ -22,9 +22,9 @@ from stillroom.bench.reordering import (
 from stillroom.bench.runtime import Shape
 from stillroom.config.settings import ReuseConfig
 from stillroom.errors import UsageError
-from stillroom.kvcache.cost_model import linear_profile
-from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import EnginePolicy
+from stillroom.kvcache.tree.cost_model import linear_profile
+from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.planner.simulation.stepped_engine import EnginePolicy
 
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 SMALL = ReorderingOptions(windows=(0, 8), num_requests=12, num_warm=3, num_documents=20, repeat=2, loads=(3.0,))

@@ -23,7 +23,7 @@ from stillroom.bench.reuse_search import FaissSearch, Searched
 from stillroom.bench.reuse_worker import common_prefix
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.errors import UsageError
-from stillroom.rag.simulation.driving import Stepped, drive
+from stillroom.planner.simulation.driving import Stepped, drive
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)

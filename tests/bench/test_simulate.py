@@ -15,9 +15,9 @@ from stillroom.bench.simulated_cases import SGLANG, VLLM, SimulateOptions, ragca
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
 from stillroom.errors import UsageError
-from stillroom.kvcache.cost_model import Link, linear_profile
-from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import EnginePolicy
+from stillroom.kvcache.tree.cost_model import Link, linear_profile
+from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.planner.simulation.stepped_engine import EnginePolicy
 
 TINY = SimulateOptions(num_requests=5, num_warm=4, num_documents=40)
 COSTS = linear_profile(1.0, 0.01, 0.0, {Tier.HOST: Link(0.0, 100.0)})

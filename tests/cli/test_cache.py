@@ -10,8 +10,8 @@ from stillroom.core.kv import NodeKey, NodeRecord
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER
 from stillroom.kvstore.record import checksum_of
-from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.kb_folder import CORPUS
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.folder import CORPUS
 from tests.cli.harness import Run
 from tests.retrieval.test_reading_only import read_only
 
@@ -106,9 +106,9 @@ def test_a_folder_that_is_not_there_is_a_wrong_call(run: Run) -> None:
 def test_calibrate_keeps_a_profile_that_the_next_start_finds(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from stillroom.backends.calibration import load_profile, profile_path
     from stillroom.config.places import cache_root
     from stillroom.models.loader import load_model
-    from stillroom.rag.calibration import load_profile, profile_path
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("STILLROOM_RUNTIME__KV_BYTES", "1MiB")

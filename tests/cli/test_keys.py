@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stillroom.config.settings import ServerConfig
-from stillroom.server.doorway import open_doorway
-from stillroom.server.keys import KeyRing
+from stillroom.server.auth.access_config import open_doorway
+from stillroom.server.auth.key_ring import KeyRing
 from tests.cli.harness import Run
 
 OPERATORS = (("anna",), ("ops", "--operator"))

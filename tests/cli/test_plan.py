@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from stillroom.backends import local
 from stillroom.cli.main import FAILED, WRONG_CALL
 from stillroom.cli.plan import MISSED
 from stillroom.config.load import load_config
 from stillroom.config.settings import GenerationConfig, IndexConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
-from stillroom.rag import generator
-from stillroom.rag.planning.scene import measure_scene
-from stillroom.rag.planning.workload import PlannedWorkload, QuestionCounts
-from stillroom.rag.room import Stillroom
+from stillroom.planner.inputs import measure_scene
+from stillroom.planner.workload import PlannedWorkload, QuestionCounts
+from stillroom.rag.stillroom import Stillroom
 from stillroom.retrieval.index import ivf_pq
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -51,7 +51,7 @@ def lists_kb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What somebody calibrated on this machine is not looked at."""
-    monkeypatch.setattr(generator, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(local, "cache_root", lambda: tmp_path / "cache")
 
 
 def test_a_plan_for_kv_alone(run: Run, kb: Path) -> None:

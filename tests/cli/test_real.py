@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.cli.harness import Run
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from stillroom.config.settings import StillroomConfig
-from stillroom.retrieval.document_names import UPLOADS
-from stillroom.retrieval.kb_folder import CORPUS
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.store.document_names import UPLOADS
+from stillroom.retrieval.store.folder import CORPUS
 from tests.cli.harness import Run
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from stillroom.cli import main
 from stillroom.core.clock import SystemClock
-from stillroom.rag.room import Stillroom
-from stillroom.retrieval.kb_folder import WriteLock
+from stillroom.rag.stillroom import Stillroom
+from stillroom.retrieval.store.folder import WriteLock
 from tests.crash import oracle
 from tests.crash.house import House, Worker, check_done, last, word, write_docs
 from tests.server.harness import serving

@@ -14,9 +14,9 @@ import yaml
 
 from stillroom.config.load import load_config
 from stillroom.errors import ConfigError
-from stillroom.rag.room import Stillroom
-from stillroom.server.doorway import open_doorway
-from stillroom.server.guard import own_names
+from stillroom.rag.stillroom import Stillroom
+from stillroom.server.auth.access_config import open_doorway
+from stillroom.server.auth.guard import own_names
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from stillroom.backends.local import build_engine
 from stillroom.config.settings import Dtype, RuntimeConfig
 from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -15,7 +16,6 @@ from stillroom.core.request import FinishReason, Request, SamplingParams, seed_o
 from stillroom.engine.engine import Engine
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom.rag.generator import build_engine
 from tests.fakes import ManualClock
 
 

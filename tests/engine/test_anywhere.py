@@ -19,6 +19,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from stillroom.backends.assembly import kv_shape
 from stillroom.config.settings import TokenSelector
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import ChunkId, RequestId
@@ -26,14 +27,13 @@ from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import Request, SamplingParams
 from stillroom.core.reuse import Reason
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.attention_mass import attention_weights_reference
-from stillroom.rag.kv_cache import kv_shape
 from tests.engine.test_reuse import BLOCK, House, Oracle, damage, question, without
 from tests.fakes import random_checkpoint
 

@@ -19,7 +19,7 @@ from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.audit import NUM_TOKENS, Audit
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import NonFiniteError
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from tests.engine.test_corpora import Library

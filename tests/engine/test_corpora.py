@@ -14,12 +14,12 @@ from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import KnowledgeBaseNotFoundError
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.cost_model import linear_profile
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.manager import KVCacheManager, Reuse
-from stillroom.kvcache.pieces import PrefixKeys
-from stillroom.kvcache.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.cost_model import linear_profile
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.fakes import ManualClock
 from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner

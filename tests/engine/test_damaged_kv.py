@@ -12,7 +12,7 @@ from stillroom.core.ids import RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.request import FinishReason
 from stillroom.errors import NonFiniteError
-from stillroom.kvcache.node import Node
+from stillroom.kvcache.tree.node import Node
 from stillroom.kvstore.record import Defect
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder

@@ -15,7 +15,7 @@ from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import DeadlineExceededError, RequestTimeoutError
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from tests.engine.modelled import NUM_BLOCKS, ask, modelled_engine
 
 

@@ -16,7 +16,7 @@ from stillroom.core.request import FinishReason
 from stillroom.engine.audit import Audit
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import EngineError
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from tests.engine.test_reuse import House, Oracle, question

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from stillroom.backends.local import build_engine
 from stillroom.config.runtime_settings import ReuseMode
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.batch import Batch, StepResult, TokenLogprobs
@@ -13,10 +14,9 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
-from stillroom.kvcache.cost_model import linear_profile
+from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_model
-from stillroom.rag.generator import build_engine
 from tests.fakes import ManualClock
 
 PAIRS = ((0, 1), (0, 1), (0, 2), (3, 0), (3, 1), (0, 2))

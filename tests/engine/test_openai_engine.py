@@ -14,9 +14,9 @@ from stillroom.config.settings import EngineConfig
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SamplingParams
 from stillroom.engine.events import RemoteUsage, TokenEvent
+from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteRequest
-from stillroom.engine.openai_server import OpenAIClient
 from stillroom.errors import (
     DeadlineExceededError,
     EngineClosedError,

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from stillroom.core.request import FinishReason, SamplingParams
 from stillroom.engine.events import RemoteUsage
+from stillroom.engine.openai_client import base_url
 from stillroom.engine.openai_protocol import EventDelta, SseDecoder, read_event, sampling_fields
-from stillroom.engine.openai_server import base_url
 from stillroom.errors import EngineError, UsageError
 
 STREAM = b": hello\r\ndata: a\r\n\r\nevent: x\ndata:b\ndata: c\n\n\n\rdata: \xc3\xa4\x0b\r\r"

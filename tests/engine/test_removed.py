@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from stillroom.backends.conversation import NOTHING, History
+from stillroom.backends.local import build_engine
+from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import ReuseConfig, RuntimeConfig, TokenSelector
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.request import Request, SamplingParams
 from stillroom.core.reuse import PromptReuse, Reason
-from stillroom.kvcache.cost_model import linear_profile
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.cost_model import linear_profile
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvstore.files import folder_of, read_header, record_paths
 from stillroom.kvstore.record import Header
 from stillroom.models.loader import LoadedModel, load_model
 from stillroom.models.numerics import kv_fingerprint
-from stillroom.rag.conversation import NOTHING, History
-from stillroom.rag.generator import build_engine
-from stillroom.rag.prompt import PromptBuilder, format_for
 from tests.fakes import ManualClock
 
 MODEL = b"m" * 32

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from stillroom.backends.assembly import KVCache
+from stillroom.backends.local import build_engine
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import ChunkId, RequestId
@@ -24,13 +26,11 @@ from stillroom.core.reuse import PromptReuse, Reason
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import RequestTimeoutError
-from stillroom.kvcache.cost_model import CostProfile, linear_profile
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvstore.files import size_on_disk
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom.rag.generator import build_engine
-from stillroom.rag.kv_cache import KVCache
 from tests.fakes import ManualClock, random_checkpoint
 
 BLOCK = 8

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stillroom.backends.local import build_engine
 from stillroom.bench.instrument.harness import peak_rss_bytes, reset_peak_rss
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.batch import Batch, StepResult
@@ -27,11 +28,10 @@ from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import PromptTooLongError, RequestTimeoutError
-from stillroom.kvcache.cost_model import linear_profile
+from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.kvstore.files import size_on_disk
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom.rag.generator import build_engine
 from stillroom.runner.torch_runner import Runner
 from tests.fakes import ManualClock, random_checkpoint
 

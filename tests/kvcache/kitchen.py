@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.cost_model import CostProfile, linear_profile
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
-from stillroom.kvcache.node import Node
-from stillroom.kvcache.pieces import PrefixKeys
-from stillroom.kvcache.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
 from tests.fakes import ManualClock
 from tests.kvcache.prefix_memory import PrefixMemory, step
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
-from stillroom.kvcache.chunk_scores import (
+from stillroom.kvcache.tree.chunk_scores import (
     AlphaCell,
     ContextMass,
     adjusted_overlap,

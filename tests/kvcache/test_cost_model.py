@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeKey, Tier
-from stillroom.kvcache.cost_model import CostProfile, Link, linear_profile
-from stillroom.kvcache.node import Node, WindowedCount
 from stillroom.kvcache.reuse_plan import plan_reuse
+from stillroom.kvcache.tree.cost_model import CostProfile, Link, linear_profile
+from stillroom.kvcache.tree.node import Node, WindowedCount
 
 PROFILE = CostProfile((0, 100), (10, 20, 40), ((1.0, 2.0, 4.0), (3.0, 6.0, 12.0)))
 

@@ -7,7 +7,7 @@ import pytest
 
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeCopy, NodeKey, Tier
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from tests.kvcache.kitchen import SIZE, TreeFixture
 from tests.kvcache.prefix_memory import PrefixMemory
 

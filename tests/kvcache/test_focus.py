@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.kvcache.focus import FocusFinder, num_focused
+from stillroom.kvcache.chunk_reuse.focus import FocusFinder, num_focused
 
 
 def algorithm_1(layers: list[list[int]], w: int) -> tuple[set[int], int] | None:

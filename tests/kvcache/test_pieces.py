@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.pieces import PrefixKeys
+from stillroom.kvcache.tree.pieces import PrefixKeys
 
 KEYS = PrefixKeys(b"model", tail_tokens=4)
 Segments = list[list[int]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.kvcache.preloading import Timeline, preload_depth, preload_schedule, timeline
+from stillroom.kvcache.chunk_reuse.layer_preloading import Timeline, preload_depth, preload_schedule, timeline
 
 ticks = st.integers(1, 9)
 

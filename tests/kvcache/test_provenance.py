@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.cost_model import linear_profile
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
-from stillroom.kvcache.node import Node
-from stillroom.kvcache.pieces import PrefixKeys
-from stillroom.kvcache.placement import AnywhereOptions
-from stillroom.kvcache.provenance import MAX_SEEN
-from stillroom.kvcache.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.cost_model import linear_profile
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.provenance import MAX_SEEN
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
 from tests.fakes import ManualClock
 
 SIZE = 4

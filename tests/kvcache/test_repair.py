@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from stillroom.config.settings import TokenSelector
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeKey, Tier
-from stillroom.kvcache.chunk_scores import ContextMass
-from stillroom.kvcache.node import Node, WindowedCount
-from stillroom.kvcache.placement import AnywhereOptions, Reusability, best_variant, context_overlap, reusability
-from stillroom.kvcache.repair import PlacedChunk, SelectiveRecompute
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Reusability, best_variant, context_overlap, reusability
+from stillroom.kvcache.chunk_reuse.recompute import PlacedChunk, SelectiveRecompute
+from stillroom.kvcache.tree.chunk_scores import ContextMass
+from stillroom.kvcache.tree.node import Node, WindowedCount
 
 UNLIKE = Reusability(0.0, 0.8)
 

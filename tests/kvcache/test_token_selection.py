@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.config.settings import TokenSelector
-from stillroom.kvcache.token_selection import SELECTORS, Seen, in_proportion, select
+from stillroom.kvcache.chunk_reuse.selection import SELECTORS, Seen, in_proportion, select
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 

@@ -12,9 +12,9 @@ from stillroom.core.batch import Masses, Weighing
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import SegmentKind
-from stillroom.kvcache.pieces import Piece
-from stillroom.kvcache.placement import AnywhereOptions
-from stillroom.kvcache.weighing import AttentionMassSampler, weighs_every
+from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler, weighs_every
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.tree.pieces import Piece
 from tests.kvcache.kitchen import SIZE, TreeFixture
 
 

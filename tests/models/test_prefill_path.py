@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from stillroom.backends.assembly import kv_shape
 from stillroom.config.settings import Dtype
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
@@ -14,7 +15,6 @@ from stillroom.models.packed import PackedInput
 from stillroom.models.prefill_path import PrefillPath
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.attention_watch import AttentionWatch
-from stillroom.rag.kv_cache import kv_shape
 from tests.fakes import random_checkpoint
 
 NUM_BLOCKS, BLOCK = 12, 8

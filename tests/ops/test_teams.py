@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom.ops.teams import in_a_thread_that_ends
+from stillroom.ops.thread_pools import in_a_thread_that_ends
 from tests.server.fakes import until
 
 

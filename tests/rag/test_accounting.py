@@ -15,7 +15,7 @@ from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.errors import DeadlineExceededError, EngineError
 from stillroom.rag.accounting import Account
 from stillroom.rag.answer import AskOptions
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from stillroom.rag.stream import AnswerCollector, Started
 from stillroom.telemetry.metrics import Metrics
 from tests.server.fakes import until

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from stillroom.backends.local import build_engine
+from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import RuntimeConfig, Weights
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.core.request import Request, SamplingParams
 from stillroom.models.loader import load_model
-from stillroom.rag.generator import build_engine
-from stillroom.rag.prompt import PromptBuilder, format_for
 from tests.engine.harness import Run
 from tests.fakes import ManualClock
 

@@ -7,11 +7,11 @@ from typing import cast
 import pytest
 import torch
 
+from stillroom.backends.calibration import Bench, quick_profile, sequence_seconds
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
 from stillroom.core.kv import Tier
 from stillroom.kvstore.device import DeviceStore, KVShape
-from stillroom.rag.calibration import Bench, quick_profile, sequence_seconds
 from stillroom.runner.torch_runner import TorchRunner
 
 

@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.core.document import Chunk, ScoredChunk
-from stillroom.core.ids import ChunkId, DocumentId
-from stillroom.core.prompt import SegmentKind
-from stillroom.models.tokenizer import Tokenizer
-from stillroom.rag.answer import AskOptions
-from stillroom.rag.conversation import (
+from stillroom.backends.conversation import (
     MAX_TURNS,
     Exchange,
     History,
@@ -22,9 +17,14 @@ from stillroom.rag.conversation import (
     new_chunks,
     num_turns_to_drop,
 )
-from stillroom.rag.prompt import PromptBuilder, format_for, render, user_messages
-from stillroom.rag.room import Stillroom
+from stillroom.backends.prompt_builder import PromptBuilder, format_for, render, user_messages
+from stillroom.core.document import Chunk, ScoredChunk
+from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.core.prompt import SegmentKind
+from stillroom.models.tokenizer import Tokenizer
+from stillroom.rag.answer import AskOptions
 from stillroom.rag.sources import sources_of
+from stillroom.rag.stillroom import Stillroom
 from tests.models.test_tokenizer import folder, tokenizer  # noqa: F401 - fixtures: a tokenizer with a chat template
 from tests.server.knowledge import QUESTION, write_knowledge
 

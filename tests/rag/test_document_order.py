@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.rag.document_order import PrefixOrder
+from stillroom.backends.document_order import PrefixOrder
 
 
 def arranged(*sets: str, max_orders: int = 100) -> list[str]:

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from stillroom.backends.assembly import build_device, kv_shape
+from stillroom.backends.local import build_engine
 from stillroom.config.settings import RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.errors import ConfigError, ModelError
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom.rag.generator import build_engine
-from stillroom.rag.kv_cache import build_device, kv_shape
 from tests.fakes import random_checkpoint
 
 

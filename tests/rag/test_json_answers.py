@@ -8,7 +8,7 @@ import pytest
 
 from stillroom.errors import UsageError
 from stillroom.rag.answer import AskOptions
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.fakes import byte_tokenizer, random_checkpoint
 from tests.server.knowledge import QUESTION, write_knowledge
 

@@ -16,9 +16,9 @@ from stillroom.kvstore.files import KV_FOLDER, fingerprints, folder_of, read_hea
 from stillroom.kvstore.owners import OwnerNote, note_owner, noted_owners
 from stillroom.kvstore.record import Header, checksum_of
 from stillroom.rag.kv_sweep import sweep_kv
-from stillroom.rag.room import Stillroom
-from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.kb_folder import CORPUS
+from stillroom.rag.stillroom import Stillroom
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.folder import CORPUS
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, record
 from tests.rag.test_reuse import TEXTS
 from tests.retrieval.test_corpus import stored

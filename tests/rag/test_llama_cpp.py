@@ -21,12 +21,12 @@ from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SamplingParams
 from stillroom.engine.events import TokenEvent
+from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import RemoteRequest
-from stillroom.engine.openai_server import OpenAIClient
 from stillroom.errors import EngineRefusedError, EngineUnavailableError
 from stillroom.rag.answer import AskOptions
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.server.fakes import until
 from tests.server.knowledge import QUESTION, write_knowledge
 

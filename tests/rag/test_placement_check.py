@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from stillroom.backends.placement_check import check_placement
 from stillroom.config.settings import Dtype
 from stillroom.errors import ConfigError
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom.rag.placement_check import check_placement
 from tests.fakes import random_checkpoint
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from stillroom.backends.prompt_builder import PromptBuilder, format_for, plain_format
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.prompt import SegmentKind
 from stillroom.errors import ModelError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
-from stillroom.rag.prompt import PromptBuilder, format_for, plain_format
 from tests.models.test_tokenizer import folder, tokenizer  # noqa: F401 - fixtures: a tokenizer with a chat template
 
 

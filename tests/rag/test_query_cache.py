@@ -15,7 +15,7 @@ from stillroom.core.document import Chunk, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import UsageError
 from stillroom.rag.query_cache import QueryCache
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.server.fakes import until
 from tests.server.knowledge import write_knowledge
 

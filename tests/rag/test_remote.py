@@ -12,7 +12,7 @@ import pytest
 from stillroom.config.settings import EngineConfig, EnginePrompt, GenerationConfig, StillroomConfig
 from stillroom.errors import ConfigError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
 from stillroom.rag.answer import AskOptions
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.engine.scripted import GOOD, ScriptedServer, error
 from tests.server.fakes import until
 from tests.server.harness import serving
@@ -237,7 +237,7 @@ def test_prompts_that_are_none(here: Stillroom, prompt: list[int]) -> None:
 
 def test_torch_is_not_imported_for_an_engine_elsewhere() -> None:
     program = (
-        "import sys, stillroom.rag.room, stillroom.rag.pipeline, stillroom.rag.remote\n"
+        "import sys, stillroom.rag.stillroom, stillroom.rag.pipeline, stillroom.backends.openai\n"
         "print({'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

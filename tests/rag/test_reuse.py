@@ -9,7 +9,7 @@ from stillroom.config.settings import ReuseConfig, SpeculationConfig, StillroomC
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER
 from stillroom.rag.answer import Answer, AskOptions
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.kvstore.nodes import record, sealed
 

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from stillroom.backends.conversation import Exchange
 from stillroom.config.settings import RuntimeConfig, StillroomConfig
 from stillroom.core.ids import DocumentId
 from stillroom.errors import EngineClosedError, ModelError, NothingFoundError, PromptTooLongError, UsageError
 from stillroom.rag.answer import AskOptions
-from stillroom.rag.conversation import Exchange
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.fakes import byte_tokenizer, random_checkpoint
 from tests.server.fakes import until
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stillroom.backends.base import Load
+from stillroom.backends.local import LocalBackend
 from stillroom.config.settings import QueryCacheConfig, SpeculationConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import ScoredChunk, SearchResult
@@ -16,12 +18,10 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import SamplingParams
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions
-from stillroom.rag.backend import Load
-from stillroom.rag.generator import LocalBackend
 from stillroom.rag.pipeline import Pipeline
 from stillroom.rag.query_cache import QueryCache
-from stillroom.rag.room import Stillroom
 from stillroom.rag.speculation import Attempt, Speculator, Wanted
+from stillroom.rag.stillroom import Stillroom
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TraceLog
 from tests.server.fakes import until

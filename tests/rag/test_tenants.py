@@ -11,11 +11,11 @@ import pytest
 from stillroom.config.settings import QueryCacheConfig, ReuseConfig, SpeculationConfig, StillroomConfig
 from stillroom.core.kv import NO_TENANT, owner_of
 from stillroom.engine.engine import Engine
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER, record_paths, usage
 from stillroom.rag.answer import Answer, AskOptions
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.kvstore.nodes import key, record, sealed
 from tests.rag.test_reuse import TEXTS

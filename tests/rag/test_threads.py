@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from stillroom.backends import calibration, num_threads
+from stillroom.backends.assembly import kv_shape
+from stillroom.backends.calibration import Bench, step_seconds
+from stillroom.backends.local import build_engine
+from stillroom.backends.num_threads import candidates, choose
 from stillroom.config.settings import QueryCacheConfig, ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.models.loader import load_decoder
-from stillroom.rag import calibration, threads
-from stillroom.rag.calibration import Bench, step_seconds
-from stillroom.rag.generator import build_engine
-from stillroom.rag.kv_cache import kv_shape
-from stillroom.rag.room import Stillroom
-from stillroom.rag.threads import candidates, choose
+from stillroom.rag.stillroom import Stillroom
 from tests.fakes import random_checkpoint
 from tests.ops.test_teams import needs_teams, num_system_threads
 from tests.server.fakes import until
@@ -54,7 +54,7 @@ def test_no_more_is_measured_with_than_there_is_room_for(monkeypatch: pytest.Mon
         return step_seconds(bench, num_cached, num_new)
 
     monkeypatch.setattr(calibration, "step_seconds", measured)
-    monkeypatch.setattr(threads, "step_seconds", measured)
+    monkeypatch.setattr(num_threads, "step_seconds", measured)
     try:
         torch.set_num_threads(2)
         for block_size in (4, 16):

@@ -13,9 +13,9 @@ from stillroom.core.cancellation import Cancellation
 from stillroom.errors import ChangeCancelledError
 from stillroom.retrieval import ingest
 from stillroom.retrieval.chunker import Chunker
-from stillroom.retrieval.document_names import UPLOADS
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.store.document_names import UPLOADS
 from stillroom.retrieval.uploads import Uploads
 from tests.retrieval.conftest import MakeFile, OpenKb, Spy
 

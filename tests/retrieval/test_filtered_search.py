@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig, QdrantConfig, SearchMode, StillroomConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import FilterError
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.filters import lists_among
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index import bm25, hnsw, qdrant_index
@@ -25,6 +24,7 @@ from stillroom.retrieval.index.qdrant_collection import QdrantCollection
 from stillroom.retrieval.index.qdrant_index import QdrantIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
+from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.vector_index import VectorIndex
 from tests.retrieval.conftest import MakeFile, OpenKb
 from tests.retrieval.index.test_bm25 import chunk

@@ -8,8 +8,8 @@ import pytest
 
 from stillroom.core.metadata import Metadata
 from stillroom.retrieval import ingest
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.store.corpus import Corpus
 from tests.retrieval.conftest import MakeFile, OpenKb
 
 

@@ -14,11 +14,12 @@ from stillroom.errors import (
     UnknownDocumentError,
     UsageError,
 )
-from stillroom.retrieval import corpus, ingest
-from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval import ingest
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.intake import reading
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.store import corpus
+from stillroom.retrieval.store.corpus import Corpus
 from tests.retrieval.conftest import BREAD, CATS, MODES, UNSHARED, MakeFile, OpenKb, Spy, first_name, names
 
 # Searching

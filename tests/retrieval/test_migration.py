@@ -12,8 +12,8 @@ import pytest
 
 from stillroom.core.ids import DocumentId
 from stillroom.errors import IncompatibleKnowledgeBaseError
-from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.rows import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, SourceFile, SourceUpdate
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.rows import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, SourceFile, SourceUpdate
 from tests.retrieval.conftest import MakeFile, OpenKb
 from tests.retrieval.test_corpus import stored
 
@@ -22,7 +22,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from stillroom.retrieval import rows
-from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.store.corpus import Corpus
 
 def dying(columns, at):
     for number, column in enumerate(columns):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stillroom.core.ids import public_id
-from stillroom.retrieval.document_names import DocumentNames
+from stillroom.retrieval.store.document_names import DocumentNames
 from stillroom.retrieval.uploads import Uploads
 from tests.retrieval.conftest import KEYS, MakeFile, OpenKb
 

@@ -13,8 +13,8 @@ from stillroom.core.kv import owner_of
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER
 from stillroom.kvstore.owners import OwnerNote, note_owner
-from stillroom.retrieval.document_names import UPLOADS
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.store.document_names import UPLOADS
 from stillroom.retrieval.uploads import Uploads
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.kvstore.nodes import MODEL, record, sealed

@@ -15,7 +15,7 @@ import pytest
 from stillroom.config.settings import IndexConfig, StillroomConfig
 from stillroom.errors import KnowledgeBaseBusyError, StorageError
 from stillroom.retrieval import index_file, repairing
-from stillroom.retrieval.corpus import Corpus
+from stillroom.retrieval.store.corpus import Corpus
 from tests.retrieval.conftest import MODES, OpenKb, names
 from tests.retrieval.test_corpus import stored
 

@@ -10,9 +10,9 @@ import pytest
 
 from stillroom.core.clock import SystemClock
 from stillroom.errors import KnowledgeBaseNotFoundError
-from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.kb_folder import CORPUS, WriteLock
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.folder import CORPUS, WriteLock
 from stillroom.retrieval.uploads import Uploads
 from tests.retrieval.conftest import OpenKb
 from tests.retrieval.test_corpus import stored

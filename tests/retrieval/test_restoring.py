@@ -10,8 +10,8 @@ import pytest
 
 from stillroom.config.settings import IndexConfig, QdrantConfig
 from stillroom.core.ids import DocumentId
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.index.indexes import Indexes
+from stillroom.retrieval.store.corpus import Corpus
 from tests.retrieval.index.test_dense_store import TIERED, D, document, here_and_now
 
 KINDS = {"flat": IndexConfig(kind="flat"), "tiered": TIERED, "qdrant": IndexConfig(kind="qdrant")}

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
 from stillroom.errors import KnowledgeBaseBusyError, StorageError, UnknownDocumentError, UsageError
-from stillroom.retrieval.document_names import UPLOADS
-from stillroom.retrieval.kb_folder import WriteLock
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.store.document_names import UPLOADS
+from stillroom.retrieval.store.folder import WriteLock
 from stillroom.retrieval.uploaded_files import checked_name
 from stillroom.retrieval.uploads import UploadResult, Uploads
 from tests.retrieval.conftest import OpenKb

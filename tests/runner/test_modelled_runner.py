@@ -17,15 +17,15 @@ from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.cost_model import CostProfile, Link, linear_profile
-from stillroom.kvcache.eviction import lru
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.chunk_reuse.attention_sampling import weighs_every
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.manager import KVCacheManager, Reuse
-from stillroom.kvcache.pieces import PrefixKeys
-from stillroom.kvcache.placement import AnywhereOptions
-from stillroom.kvcache.tiered_nodes import TreeOptions
-from stillroom.kvcache.weighing import weighs_every
+from stillroom.kvcache.tree.cost_model import CostProfile, Link, linear_profile
+from stillroom.kvcache.tree.eviction import lru
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
 from stillroom.kvstore.modelled import ModelledMover
 from stillroom.runner.modelled_runner import ModelledRunner, even_masses
 from stillroom.scheduler.policy import cache_first

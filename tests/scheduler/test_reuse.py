@@ -23,14 +23,14 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.cost_model import Link, linear_profile
-from stillroom.kvcache.eviction import POLICIES
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.manager import KVCacheManager, Reuse
-from stillroom.kvcache.pieces import PrefixKeys
-from stillroom.kvcache.placement import AnywhereOptions
-from stillroom.kvcache.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.cost_model import Link, linear_profile
+from stillroom.kvcache.tree.eviction import POLICIES
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.fakes import ManualClock

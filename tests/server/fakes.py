@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.backends.conversation import NOTHING
 from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
@@ -29,7 +30,6 @@ from stillroom.errors import (
     UsageError,
 )
 from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing, TokenScore
-from stillroom.rag.conversation import NOTHING
 from stillroom.rag.records import Records
 from stillroom.rag.sources import sources_of
 from stillroom.retrieval.filters.language import parse_filter

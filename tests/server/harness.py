@@ -12,7 +12,7 @@ from stillroom.server.app import create_app
 from stillroom.server.run import HttpServer
 
 if TYPE_CHECKING:
-    from stillroom.rag.room import Stillroom
+    from stillroom.rag.stillroom import Stillroom
 
 QUESTION = {"messages": [{"role": "user", "content": "How do I rotate keys?"}]}
 

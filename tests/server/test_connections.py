@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
-from stillroom.server.connections import LimitedProtocol
+from stillroom.server.limits.connections import LimitedProtocol
 from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
 from tests.server.harness import serving
 

@@ -5,9 +5,9 @@ from typing import Any
 import httpx
 import pytest
 
-from stillroom.rag.conversation import Exchange
-from stillroom.server.conversation import Conversation, read_messages
-from stillroom.server.protocol import ChatMessage
+from stillroom.backends.conversation import Exchange
+from stillroom.server.routes.conversation_body import Conversation, read_messages
+from stillroom.server.schemas.requests import ChatMessage
 from tests.server.fakes import FakeRoom
 
 

@@ -10,7 +10,7 @@ import torch
 
 from stillroom.core.batch import Batch, StepResult
 from stillroom.engine import recovery
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from stillroom.runner.torch_runner import TorchRunner
 from tests.server.fakes import until
 from tests.server.harness import events, serving

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.server.fakes import FakeRoom, as_room
 from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge

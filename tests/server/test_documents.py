@@ -16,7 +16,7 @@ from starlette.datastructures import UploadFile
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
 from stillroom.errors import KnowledgeBaseBusyError
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from tests.server.fakes import FakeRoom, as_room, until
 from tests.server.harness import events, serving
@@ -148,7 +148,7 @@ def test_an_upload_holds_its_place_until_its_piece_ends_though_its_client_has_le
 
 
 def test_changes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillroom.server.upload_queue.MAX_CHANGES", 2)
+    monkeypatch.setattr("stillroom.server.routes.upload_queue.MAX_CHANGES", 2)
     room, go_on = FakeRoom(), threading.Event()
     discard = room.discard
     room.discard = lambda name: (go_on.wait(20), discard(name))[1]  # type: ignore[method-assign]

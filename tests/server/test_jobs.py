@@ -12,8 +12,8 @@ from stillroom.config.settings import ServerConfig, StillroomConfig
 from stillroom.core.cancellation import Cancellation
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.uploads import UploadResult
-from stillroom.server.keys import KeyRing
-from stillroom.server.tenants import Tenants
+from stillroom.server.auth.key_ring import KeyRing
+from stillroom.server.auth.tenants import Tenants
 from tests.server.fakes import FakeRoom, as_room, until
 from tests.server.harness import running, serving
 from tests.server.test_documents import ROUTE, as_json
@@ -182,7 +182,7 @@ def test_a_tenant_sees_its_own_jobs_only(slow: SlowRoom, tmp_path: Path) -> None
 def test_jobs_that_ended_long_ago_are_forgotten(
     client: httpx.Client, slow: SlowRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stillroom.server.jobs._MAX_FINISHED", 2)
+    monkeypatch.setattr("stillroom.server.routes.jobs._MAX_FINISHED", 2)
     slow.go_on.set()
     for number in range(4):
         client.post(ROUTE, json=as_json(**{f"{number}_md": "text"}))

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from stillroom.server.errors import Refused
-from stillroom.server.json_body import MAX_DEPTH, parse
-from stillroom.server.protocol import ChatCompletionRequest, CompletionRequest, DocumentsRequest, EmbeddingRequest
+from stillroom.server.routes.json_body import MAX_DEPTH, parse
+from stillroom.server.schemas.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DocumentsRequest,
+    EmbeddingRequest,
+)
 
 JSON = {"content-type": "application/json"}
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
-from stillroom.server.keys import KeyRing, changing, load_keys, new_key
-from stillroom.server.tenants import Tenants
+from stillroom.server.auth.key_ring import KeyRing, changing, load_keys, new_key
+from stillroom.server.auth.tenants import Tenants
 from tests.server.fakes import FakeRoom, as_room
 from tests.server.harness import QUESTION, serving
 

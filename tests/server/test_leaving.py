@@ -88,7 +88,7 @@ def test_an_upload_that_outlasts_the_grace_is_completed_and_one_that_waits_never
     room = FakeRoom(config=StillroomConfig(server=ServerConfig(grace_s=0.2)))
     begun, go_on, upload = threading.Event(), threading.Event(), room.upload
     arrived: list[None] = []
-    monkeypatch.setattr("stillroom.server.upload_queue.UploadQueue.check_room", lambda _: arrived.append(None))
+    monkeypatch.setattr("stillroom.server.routes.upload_queue.UploadQueue.check_room", lambda _: arrived.append(None))
 
     def slow(*given: Any) -> Any:
         begun.set()

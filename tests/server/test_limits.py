@@ -17,11 +17,11 @@ from stillroom.config.settings import GenerationConfig, RuntimeConfig, ServerCon
 from stillroom.core.clock import VirtualClock
 from stillroom.errors import DeadlineExceededError, EngineClosedError, PromptTooLongError, QueueFullError
 from stillroom.rag.answer import AskOptions
-from stillroom.rag.room import Stillroom
-from stillroom.server.admission import AdmissionControl
+from stillroom.rag.stillroom import Stillroom
 from stillroom.server.app import create_app
-from stillroom.server.keys import KeyRing
-from stillroom.server.limits import Bucket
+from stillroom.server.auth.key_ring import KeyRing
+from stillroom.server.limits.admission import AdmissionControl
+from stillroom.server.limits.rates import Bucket
 from tests.server.fakes import FakeRoom, as_room, until
 from tests.server.harness import QUESTION, serving
 from tests.server.knowledge import write_knowledge

@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 from stillroom.config.settings import RuntimeConfig, ServerConfig, StillroomConfig
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.server.fakes import until
 from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge

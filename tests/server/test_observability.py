@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from stillroom.errors import ConfigError
-from stillroom.rag.room import Stillroom
-from stillroom.server.keys import KeyRing
+from stillroom.rag.stillroom import Stillroom
+from stillroom.server.auth.key_ring import KeyRing
 from stillroom.telemetry.logs import REQUEST_ID, configure_logging
 from stillroom.telemetry.spans import PHASES, Tracing, current_span, exporting
 from tests.server.fakes import FakeRoom, as_room, until

@@ -17,10 +17,10 @@ from pydantic import BaseModel
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.generation import GenerationMode
 
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from stillroom.server.app import create_app
-from stillroom.server.keys import KeyRing
-from stillroom.server.replies import ChatCompletionChunk, CompletionChunk
+from stillroom.server.auth.key_ring import KeyRing
+from stillroom.server.schemas.replies import ChatCompletionChunk, CompletionChunk
 from tests.server.fakes import FakeRoom, as_room
 from tests.server.harness import QUESTION, events
 from tests.server.knowledge import write_knowledge

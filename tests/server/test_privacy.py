@@ -9,7 +9,7 @@ import pytest
 from filelock import FileLock
 
 from stillroom.errors import UsageError
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from stillroom.server.errors import describe
 from stillroom.server.privacy import served_name, without_folders
 from tests.server.harness import serving

@@ -17,7 +17,7 @@ from stillroom.core.request import seed_of_sample
 from stillroom.errors import UsageError
 from stillroom.models.decoder import Decoder
 from stillroom.rag.answer import Answer, AskOptions
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.server.fakes import until
 from tests.server.harness import events, serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge

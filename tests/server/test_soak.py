@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from stillroom.backends.local import LocalBackend
 from stillroom.bench.instrument.harness import peak_rss_bytes, reset_peak_rss
 from stillroom.config.settings import QueryCacheConfig, RuntimeConfig, StillroomConfig, TraceConfig
 from stillroom.engine.engine import Engine
-from stillroom.rag.generator import LocalBackend
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.server.fakes import until
 from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from stillroom.config.settings import ReuseConfig, SpeculationConfig, StillroomConfig
-from stillroom.rag.room import Stillroom
-from stillroom.server.keys import KeyRing
-from stillroom.server.tenants import Tenants
+from stillroom.rag.stillroom import Stillroom
+from stillroom.server.auth.key_ring import KeyRing
+from stillroom.server.auth.tenants import Tenants
 from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, PEOPLE, QUESTION
 from tests.server.test_keys import add, bearer

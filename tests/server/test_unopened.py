@@ -5,11 +5,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stillroom.rag.room import Stillroom
-from stillroom.retrieval.corpus import counts_of
-from stillroom.retrieval.kb_folder import CORPUS
-from stillroom.server.tenants import Tenants
-from stillroom.server.unopened import InactiveTenantCounts
+from stillroom.rag.stillroom import Stillroom
+from stillroom.retrieval.store.corpus import counts_of
+from stillroom.retrieval.store.folder import CORPUS
+from stillroom.server.auth.inactive_tenants import InactiveTenantCounts
+from stillroom.server.auth.tenants import Tenants
 from tests.server.fakes import FakeRoom, as_room
 from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge
@@ -43,7 +43,7 @@ def test_what_is_added_meanwhile_is_counted_and_nothing_else_read_again(
         counted.append(path)
         return counts_of(path)
 
-    monkeypatch.setattr("stillroom.server.unopened.counts_of", counting)
+    monkeypatch.setattr("stillroom.server.auth.inactive_tenants.counts_of", counting)
     ask = InactiveTenantCounts(tenants)
     legal, sales = str(tmp_path / "tenants" / "legal"), str(tmp_path / "tenants" / "sales")
     assert {name: documents for name, (documents, _) in ask().items()} == {legal: 2}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.models.tokenizer import Tokenizer
-from stillroom.rag.prompt import PromptBuilder, format_for
 from training.data.collection import Library
 from training.data.rows import NO_TARGET, Batches, Renderer, Sample
 from training.data.spans import occurs

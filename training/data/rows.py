@@ -14,8 +14,8 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.models.tokenizer import Tokenizer
-from stillroom.rag.prompt import PromptBuilder, format_for
 from training.data.collection import Library
 from training.data.tasks import Branch, Example, Mixture, compose
 from training.data.tokens import END, STOP

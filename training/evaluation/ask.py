@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stillroom.backends.local import build_engine
+from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.bench.answer_metrics import exact_match, word_f1
 from stillroom.bench.loads.chunk_questions import ChunkQuestion, load_questions
 from stillroom.bench.quality import QualityScope, QuestionOutcome, ask_all, bench_runtime
@@ -14,10 +16,8 @@ from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.loader import LoadedModel, load_model
-from stillroom.rag.generator import build_engine
-from stillroom.rag.prompt import PromptBuilder, format_for
 from training.data.worlds import SILENT
 from training.export import MAX_ANSWER_TOKENS
 

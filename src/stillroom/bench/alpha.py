@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from stillroom.backends.assembly import anywhere_options
 from stillroom.bench.quality import QualityScope, QuestionOutcome, ask_all
 from stillroom.bench.quality_arms import FULL, QualityArm, alpha_name
-from stillroom.kvcache.chunk_scores import AlphaCell, choose_alpha
-from stillroom.rag.kv_cache import anywhere_options
+from stillroom.kvcache.tree.chunk_scores import AlphaCell, choose_alpha
 
 ALPHAS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from stillroom.backends.assembly import kv_shape
 from stillroom.bench.anywhere_house import (
     AnywhereScope,
     EngineFixture,
@@ -34,10 +35,9 @@ from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment
 from stillroom.errors import UsageError
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom.rag.kv_cache import kv_shape
 
 FULL = "full prefill"
 

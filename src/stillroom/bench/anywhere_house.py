@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stillroom.backends.assembly import KVCache, kv_shape
+from stillroom.backends.local import build_engine
 from stillroom.bench.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, Ask, PromptReply
 from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
@@ -19,11 +21,9 @@ from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import UsageError
-from stillroom.kvcache.cost_model import CostProfile
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.decoder import Decoder
-from stillroom.rag.generator import build_engine
-from stillroom.rag.kv_cache import KVCache, kv_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from stillroom.backends.local import build_engine
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom.bench.instrument.report import BenchResult
@@ -24,7 +25,6 @@ from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_model
-from stillroom.rag.generator import build_engine
 
 _NUM_DOCUMENTS = 6
 _SYSTEM = 10

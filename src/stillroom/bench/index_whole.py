@@ -17,13 +17,13 @@ from stillroom.config.settings import EmbedderConfig, IndexConfig, SearchConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId, chunk_id_of
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.hybrid import HybridSearch
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.index.words import WordAnalyzer
-from stillroom.retrieval.rows import StoredDocument
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.rows import StoredDocument
 
 _NUM_QUERIES = 200
 _NUM_EMBEDDED = 30

@@ -21,7 +21,7 @@ from typing import Any
 
 from stillroom.core.kv import Tier
 from stillroom.errors import UsageError
-from stillroom.kvcache.cost_model import CostProfile, Link
+from stillroom.kvcache.tree.cost_model import CostProfile, Link
 
 _WIDTH = 2
 """Bytes of a parameter and of a number of KV."""

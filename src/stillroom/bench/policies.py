@@ -22,7 +22,7 @@ from stillroom.bench.loads.reuse_workloads import (
 )
 from stillroom.bench.policy_replay import Capacity, PolicyOutcome, Setup, replay
 from stillroom.errors import UsageError
-from stillroom.kvcache.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
+from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
 
 QUEUE = 32
 """Waiting requests that look-ahead sees; RAGCache's reordering window (section 7.3)."""

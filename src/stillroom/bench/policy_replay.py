@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from stillroom.bench.loads.reuse_workloads import Ask, ReuseWorkload
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.block_table import BlockTable
-from stillroom.kvcache.cost_model import CostProfile, Link
-from stillroom.kvcache.eviction import NodeUse, Policy, pgdsf
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.table import BlockTable
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
-from stillroom.kvcache.pieces import PrefixKeys
-from stillroom.kvcache.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.cost_model import CostProfile, Link
+from stillroom.kvcache.tree.eviction import NodeUse, Policy, pgdsf
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
 
 BYTES_PER_TOKEN = 131_072
 """Keys and values of Mistral-7B in 16 bits, RAGCache's main model: 2 x 32 layers x 8 heads x 128 x 2 bytes."""

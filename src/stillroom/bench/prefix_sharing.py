@@ -13,14 +13,14 @@ import numpy as np
 from stillroom.bench.instrument.harness import Arm, Metrics
 from stillroom.bench.policy_replay import PROFILE, NoMover
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.block_table import BlockTable, num_blocks_for
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
-from stillroom.kvcache.node import Node
-from stillroom.kvcache.pieces import PrefixKeys
-from stillroom.kvcache.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
 
 NUM_SEQUENCES = 100
 NUM_TOKENS = 1000

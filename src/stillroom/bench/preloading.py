@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from stillroom.backends.assembly import kv_shape
 from stillroom.bench.anywhere_house import (
     AnywhereScope,
     EngineFixture,
@@ -31,13 +32,12 @@ from stillroom.bench.instrument.report import BenchResult
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
-from stillroom.kvcache.cost_model import linear_profile
-from stillroom.kvcache.placement import AnywhereOptions
-from stillroom.kvcache.preloading import preload_depth, timeline
+from stillroom.kvcache.chunk_reuse.layer_preloading import preload_depth, timeline
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.kvstore.files import record_paths
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom.rag.kv_cache import kv_shape
 
 FROM_DEVICE = "from device"
 _METRIC = "ttft_seconds"

@@ -13,6 +13,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
+from stillroom.backends.assembly import KVCache
+from stillroom.backends.local import build_engine, load_configured
+from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.bench.answer_metrics import exact_match, rouge_l, word_f1
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Samples
@@ -39,12 +42,9 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import Request, SamplingParams
 from stillroom.core.reuse import PromptReuse, Reason
 from stillroom.engine.engine import Engine
-from stillroom.kvcache.cost_model import linear_profile
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.models.loader import LoadedModel
-from stillroom.rag.generator import build_engine, load_configured
-from stillroom.rag.kv_cache import KVCache
-from stillroom.rag.prompt import PromptBuilder, format_for
 
 _NUM_TOP = 20
 _NOTE = (

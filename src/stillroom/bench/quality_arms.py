@@ -6,7 +6,7 @@ from typing import get_args
 
 from stillroom.bench.instrument.report import share_name
 from stillroom.config.settings import TokenSelector
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 
 FULL = "full prefill"
 PREFIX = "prefix cache"

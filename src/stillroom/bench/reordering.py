@@ -31,10 +31,10 @@ from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.runtime_worker import MAX_TOKENS
 from stillroom.config.settings import ReuseConfig
 from stillroom.errors import UsageError
-from stillroom.rag.simulation.arrivals import arrivals
-from stillroom.rag.simulation.driving import drive
-from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import EnginePolicy, Prompt
+from stillroom.planner.simulation.arrivals import arrivals
+from stillroom.planner.simulation.driving import drive
+from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt
 
 BASELINE = "first come"
 MEAN, P99, ANSWERED, KEPT = "mean_first_token_seconds", "p99_first_token_seconds", "answered_per_second", "kept_share"

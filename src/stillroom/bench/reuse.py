@@ -35,8 +35,8 @@ from stillroom.bench.reuse_worker import PEERS
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.runtime_worker import MAX_TOKENS
 from stillroom.errors import UsageError
-from stillroom.rag.simulation.arrivals import Draw, arrivals_of
-from stillroom.rag.simulation.stepped_engine import Prompt
+from stillroom.planner.simulation.arrivals import Draw, arrivals_of
+from stillroom.planner.simulation.stepped_engine import Prompt
 
 _WORKER = Path(__file__).parent / "reuse_worker.py"
 _STEP_TOKENS = 512

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from stillroom.backends.assembly import KVCache, kv_shape
+from stillroom.backends.local import build_engine
 from stillroom.config.settings import EvictionPolicy, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
-from stillroom.kvcache.cost_model import CostProfile
+from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.loader import fingerprint_of, load_decoder
 from stillroom.models.spec import ModelSpec
-from stillroom.rag.generator import build_engine
-from stillroom.rag.kv_cache import KVCache, kv_shape
-from stillroom.rag.simulation.stepped_engine import EnginePolicy, SteppedEngine
+from stillroom.planner.simulation.stepped_engine import EnginePolicy, SteppedEngine
 
 DEFAULT_ARMS = ("off", "lru", "pgdsf", "tiers")
 """Nothing is kept; on the device only, the least recently used leaves (what prefix caching gives); device, host and

@@ -13,7 +13,7 @@ import numpy as np
 from stillroom.bench.instrument.harness import Samples
 from stillroom.bench.instrument.report import format_value
 from stillroom.bench.instrument.statistics import ratio_of_means, summarise
-from stillroom.rag.simulation.stepped_engine import Prompt
+from stillroom.planner.simulation.stepped_engine import Prompt
 
 UNLOADED = 0.0
 """The rate at which each request is sent when the one before is answered."""

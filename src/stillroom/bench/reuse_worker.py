@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stillroom.rag.simulation.driving import DrivenRuntime, Stepped
+    from stillroom.planner.simulation.driving import DrivenRuntime, Stepped
 
 
 class VllmReuse:

@@ -41,10 +41,10 @@ class StillroomRuntime:
     def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
         import torch
 
+        from stillroom.backends.local import build_engine
         from stillroom.config.settings import RuntimeConfig
         from stillroom.core.clock import SystemClock
         from stillroom.models.loader import load_decoder
-        from stillroom.rag.generator import build_engine
 
         torch.set_num_threads(num_threads)
         decoder = load_decoder(folder, device="cpu", dtype=cast("Dtype", dtype), weights=self.weights)

@@ -22,15 +22,15 @@ from stillroom.bench.policy_replay import PROFILE, NoMover
 from stillroom.core.prompt import SegmentKind
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import UsageError
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.block_table import BlockTable, num_blocks_for
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager, Reuse
-from stillroom.kvcache.node import Node
-from stillroom.kvcache.pieces import PrefixKeys
-from stillroom.kvcache.placement import AnywhereOptions
-from stillroom.kvcache.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
 
 FULL = "full recompute"
 PREFIX = "prefix cache"

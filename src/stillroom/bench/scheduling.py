@@ -15,11 +15,11 @@ from stillroom.core.batch import StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.manager import KVCacheManager, Reuse
-from stillroom.kvcache.pieces import PrefixKeys
-from stillroom.kvcache.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
 from stillroom.scheduler.policy import POLICIES, Policy
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 

@@ -32,7 +32,7 @@ from stillroom.bench.simulated_cases import (
 )
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.errors import UsageError
-from stillroom.rag.simulation.stepped_engine import EnginePolicy
+from stillroom.planner.simulation.stepped_engine import EnginePolicy
 
 GIB = 2**30
 RATES = (0.2, 0.5, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.2, 4.0)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
 from stillroom.bench.simulated_cases import Case, Say, SimulateOptions, Tables, ragcache_case
 from stillroom.config.settings import SpeculationConfig
 from stillroom.core.clock import VirtualClock
@@ -20,9 +21,8 @@ from stillroom.core.document import Chunk, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.events import Listener, TokenEvent
-from stillroom.rag.backend import Load, PreparedPrompt, SampleRequest
-from stillroom.rag.simulation.simulated_runtime import SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import Prompt, Tokens, segmented
+from stillroom.planner.simulation.simulated_runtime import SimulatedRuntime
+from stillroom.planner.simulation.stepped_engine import Prompt, Tokens, segmented
 from stillroom.rag.speculation import Attempt, Speculator, Wanted
 from stillroom.telemetry.metrics import Metrics
 

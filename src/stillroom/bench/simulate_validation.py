@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from stillroom.backends.assembly import kv_shape
+from stillroom.backends.calibration import Bench, calibrate
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Samples
 from stillroom.bench.instrument.report import BenchResult
@@ -21,15 +23,13 @@ from stillroom.bench.reuse_engine import OurRuntime, reuse_config
 from stillroom.bench.reuse_figures import METRIC
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.core.clock import SystemClock
-from stillroom.kvcache.cost_model import CostProfile
+from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.loader import load_decoder
-from stillroom.rag.calibration import Bench, calibrate
-from stillroom.rag.kv_cache import kv_shape
-from stillroom.rag.simulation.arrivals import arrivals
-from stillroom.rag.simulation.driving import drive
-from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import EnginePolicy
+from stillroom.planner.simulation.arrivals import arrivals
+from stillroom.planner.simulation.driving import drive
+from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom.runner.torch_runner import TorchRunner
 
 ARMS = ("off", "tiers")

@@ -9,9 +9,9 @@ import numpy as np
 from stillroom.bench.loads.reuse_traffic import Companions, Pool, ReuseTraffic
 from stillroom.bench.machines import Machine, load_machine
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
-from stillroom.rag.simulation.arrivals import arrivals
-from stillroom.rag.simulation.simulated_runtime import HardwareModel, SimulatedOutcome, SimulatedRuntime
-from stillroom.rag.simulation.stepped_engine import EnginePolicy
+from stillroom.planner.simulation.arrivals import arrivals
+from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedOutcome, SimulatedRuntime
+from stillroom.planner.simulation.stepped_engine import EnginePolicy
 
 Tables = dict[str, list[dict[str, Any]]]
 Say = Callable[[str], None]

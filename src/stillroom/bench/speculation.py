@@ -20,6 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
+from stillroom.backends.local import build_engine
 from stillroom.bench.instrument.environment import record_environment
 from stillroom.bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom.bench.instrument.report import BenchResult, share_name
@@ -36,9 +38,7 @@ from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.models.loader import load_decoder
-from stillroom.ops.teams import in_a_thread_that_ends
-from stillroom.rag.backend import Load, PreparedPrompt, SampleRequest
-from stillroom.rag.generator import build_engine
+from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator, Wanted
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.telemetry.metrics import Metrics as Counters

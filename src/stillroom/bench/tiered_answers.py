@@ -26,10 +26,10 @@ from stillroom.bench.reuse_engine import OurRuntime
 from stillroom.bench.reuse_search import Asked, Searched
 from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.bench.tiered import SKEWS, SkewedQuestions, TieredScope, check_scope, made_lists
-from stillroom.ops.teams import quick_handovers
-from stillroom.rag.planning.constraints import Shortfall, smallest_hit_rate
-from stillroom.rag.simulation.arrivals import arrivals
-from stillroom.rag.simulation.driving import drive
+from stillroom.ops.thread_pools import quick_handovers
+from stillroom.planner.constraints import Shortfall, smallest_hit_rate
+from stillroom.planner.simulation.arrivals import arrivals
+from stillroom.planner.simulation.driving import drive
 from stillroom.retrieval.tiers.partition import Lists, hottest
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile, rate_at
 from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, written

@@ -15,7 +15,7 @@ from stillroom.core.metadata import typed
 from stillroom.errors import IndexUnavailableError, KnowledgeBaseBusyError, StillroomError, StorageError, UsageError
 
 if TYPE_CHECKING:
-    from stillroom.rag.room import Stillroom
+    from stillroom.rag.stillroom import Stillroom
     from stillroom.retrieval.ingest import AddReport
 
 HELP = help_text(

@@ -49,7 +49,7 @@ from stillroom.errors import NothingFoundError, StillroomError, UsageError
 
 if TYPE_CHECKING:
     from stillroom.rag.answer import Answer, AskOptions
-    from stillroom.rag.room import Stillroom
+    from stillroom.rag.stillroom import Stillroom
 
 STDIN = "-"
 
@@ -189,7 +189,7 @@ def _each(questions: list[str]) -> Iterator[str]:
 def _answer(opened: "Stillroom", question: str, options: "AskOptions", style: _Style) -> None:
     as_text("the question", question)
     if style.as_json:
-        from stillroom.server.payloads import answer_payload
+        from stillroom.server.schemas.payloads import answer_payload
 
         payload = answer_payload(question, opened.ask(question, options))
         print_json(payload, indent=None if style.is_series else 2)

@@ -14,7 +14,7 @@ from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
     from stillroom.config.settings import StillroomConfig
-    from stillroom.kvcache.cost_model import CostProfile
+    from stillroom.kvcache.tree.cost_model import CostProfile
 
 HELP = help_text(
     "Measure what computing and loading KV costs on this machine, and keep it.",
@@ -56,7 +56,7 @@ def calibrate(  # noqa: PLR0913  one parameter per flag
     if quality is not None and questions is not None:
         _find_alpha(settings, questions, quality, limit, as_json=as_json, quiet=quiet)
         return
-    from stillroom.rag.generator import calibrate_model
+    from stillroom.backends.local import calibrate_model
 
     if not (quiet or as_json):
         note(f"loading {settings.runtime.model} ...")

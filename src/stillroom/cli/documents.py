@@ -53,7 +53,7 @@ def list_(kb: KbOption = DEFAULT_KB, config: ConfigOption = None, as_json: JsonO
     with room.open_room(kb, room.settings(config)) as opened:
         documents = opened.documents()
     if as_json:
-        from stillroom.server.payloads import document_payload
+        from stillroom.server.schemas.payloads import document_payload
 
         print_json({"documents": [document_payload(info) for info in documents]})
         return

@@ -59,8 +59,8 @@ def add(  # noqa: PLR0913  one parameter per flag
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    from stillroom.server.keys import changing, new_key
-    from stillroom.server.tenants import DEFAULT_TENANT
+    from stillroom.server.auth.key_ring import changing, new_key
+    from stillroom.server.auth.tenants import DEFAULT_TENANT
 
     server = room.settings(config).server
     path = _path(keys, server)
@@ -84,7 +84,7 @@ def add(  # noqa: PLR0913  one parameter per flag
 
 @app.command("list", help=LIST_HELP)
 def list_(keys: KeysOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    from stillroom.server.keys import load_keys
+    from stillroom.server.auth.key_ring import load_keys
 
     rows = load_keys(_path(keys, room.settings(config).server))
     if as_json:
@@ -101,7 +101,7 @@ def remove(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    from stillroom.server.keys import changing
+    from stillroom.server.auth.key_ring import changing
 
     path = _path(keys, room.settings(config).server)
     with changing(path) as rows:

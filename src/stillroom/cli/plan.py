@@ -27,9 +27,9 @@ from stillroom.errors import UsageError
 
 if TYPE_CHECKING:
     from stillroom.config.settings import StillroomConfig
-    from stillroom.rag.planning.forecast import Forecaster
-    from stillroom.rag.planning.planner import Plan
-    from stillroom.rag.planning.splits import Budgets, Split
+    from stillroom.planner.forecast import Forecaster
+    from stillroom.planner.planner import Plan
+    from stillroom.planner.splits import Budgets, Split
 
 MISSED = 1
 
@@ -126,12 +126,12 @@ def plan(  # noqa: PLR0913  one parameter per flag
 
     from stillroom.cli.plan_report import show
     from stillroom.core.clock import SystemClock
-    from stillroom.rag.planning.as_json import plan_as_json
-    from stillroom.rag.planning.choice import Target
-    from stillroom.rag.planning.forecast import Forecaster
-    from stillroom.rag.planning.planner import make_plan
-    from stillroom.rag.planning.scene import measure_scene
-    from stillroom.rag.planning.workload import questions_of, workload
+    from stillroom.planner.choice import Target
+    from stillroom.planner.forecast import Forecaster
+    from stillroom.planner.inputs import measure_scene
+    from stillroom.planner.plan_json import plan_as_json
+    from stillroom.planner.planner import make_plan
+    from stillroom.planner.workload import questions_of, workload
     from stillroom.retrieval.knowledge_base import KnowledgeBase
 
     clock = SystemClock()
@@ -163,7 +163,7 @@ def _budgets(
     sizes: dict[str, int | None], config: "StillroomConfig", forecaster: "Forecaster"
 ) -> "tuple[Budgets, Split]":
     """What may be used, and what is used now."""
-    from stillroom.rag.planning.splits import Budgets, Split
+    from stillroom.planner.splits import Budgets, Split
 
     lists = forecaster.list_bytes
     hot_bytes = config.index.hot_bytes
@@ -200,7 +200,7 @@ def _budgets(
 def _apply(file: Path, found: "Plan", *, as_json: bool) -> list[dict[str, Any]]:
     """Write the settings, and say what changed."""
     from stillroom.config.edit import edit_file
-    from stillroom.rag.planning.changes import settings_of
+    from stillroom.planner.setting_changes import settings_of
 
     if not found.is_feasible:
         raise UsageError("nothing was written, as no split meets the target; see what the plan says would")
@@ -231,8 +231,8 @@ def _validate(  # noqa: PLR0913  the parts
     """Run the workload with the planned settings, and say what was predicted for them."""
     from stillroom.cli.plan_report import show_validation
     from stillroom.core.clock import SystemClock
-    from stillroom.rag.planning.changes import settings_of
-    from stillroom.rag.planning.validation import measure
+    from stillroom.planner.setting_changes import settings_of
+    from stillroom.planner.validation import measure
 
     scene = forecaster.scene
     predicted = forecaster.forecast(found.chosen.split)

@@ -8,13 +8,13 @@ import numpy as np
 from stillroom.cli.console import count, duration, line, size
 
 if TYPE_CHECKING:
-    from stillroom.rag.planning.choice import Option
-    from stillroom.rag.planning.forecast import Forecast
-    from stillroom.rag.planning.planner import Plan
-    from stillroom.rag.planning.scene import PlanInputs
-    from stillroom.rag.planning.validation import Measured
-    from stillroom.rag.planning.what_if import Effect
-    from stillroom.rag.planning.workload import QuestionCounts
+    from stillroom.planner.choice import Option
+    from stillroom.planner.forecast import Forecast
+    from stillroom.planner.inputs import PlanInputs
+    from stillroom.planner.planner import Plan
+    from stillroom.planner.validation import Measured
+    from stillroom.planner.what_if import Effect
+    from stillroom.planner.workload import QuestionCounts
 
 _PERCENTILES = (50, 95, 99)
 _WIDTH = 34
@@ -129,7 +129,7 @@ def _lists(plan: "Plan", scene: "PlanInputs") -> None:
         else:
             line("The index has no lists yet (too few chunks to train on), so the plan is about KV alone.")
         return
-    from stillroom.rag.planning.constraints import Sufficient
+    from stillroom.planner.constraints import Sufficient
 
     rule = plan.rule
     if isinstance(rule, Sufficient):

@@ -7,7 +7,7 @@ from stillroom.config.load import load_config
 from stillroom.config.settings import StillroomConfig
 
 if TYPE_CHECKING:
-    from stillroom.rag.room import Stillroom
+    from stillroom.rag.stillroom import Stillroom
 
 
 def settings(file: Path | None, flags: dict[str, object] | None = None) -> StillroomConfig:
@@ -17,6 +17,6 @@ def settings(file: Path | None, flags: dict[str, object] | None = None) -> Still
 
 def open_room(kb: Path, config: StillroomConfig, *, create: bool = False) -> "Stillroom":
     """The knowledge base; models load when they are first needed. Raises KnowledgeBaseError."""
-    from stillroom.rag.room import Stillroom
+    from stillroom.rag.stillroom import Stillroom
 
     return Stillroom.open(kb, config=config, create=create)

@@ -62,7 +62,7 @@ def search(  # noqa: PLR0913  one parameter per flag
         found = opened.search(query, mode=mode, top_k=top_k, where=filtered)
         total_seconds = time.perf_counter() - started
     if as_json:
-        from stillroom.server.payloads import search_payload
+        from stillroom.server.schemas.payloads import search_payload
 
         print_json(search_payload(query, settings.search.mode, found, total_seconds))
         return

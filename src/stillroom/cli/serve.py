@@ -36,7 +36,7 @@ from stillroom.config.settings import StillroomConfig
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from stillroom.server.doorway import AccessConfig
+    from stillroom.server.auth.access_config import AccessConfig
     from stillroom.server.loading import Loading
 
 HELP = help_text(
@@ -96,7 +96,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
     flags |= engine_settings(engine, base_url, engine_model) | index_goal(ann_recall, search_budget)
     settings = room.settings(config, flags)
     say = (lambda text: None) if quiet or as_json else note
-    from stillroom.server.doorway import open_doorway
+    from stillroom.server.auth.access_config import open_doorway
     from stillroom.server.run import HttpServer
 
     doorway = open_doorway(settings.server)
@@ -137,7 +137,7 @@ class _Served:
         """Open the knowledge base, load the model and make the application. Called in a thread of the server."""
         loading.step = "opening the knowledge base"
         from stillroom.server.app import create_app
-        from stillroom.server.tenants import Tenants
+        from stillroom.server.auth.tenants import Tenants
         from stillroom.telemetry.spans import exporting
 
         own = self._opened.enter_context(room.open_room(self._kb, self._settings, create=True))

@@ -23,7 +23,7 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine.confidence_sequence import is_surely_above, is_surely_below, upper_bound
 from stillroom.engine.events import TokenEvent
-from stillroom.kvcache.placement import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 
 logger = logging.getLogger(__name__)
 

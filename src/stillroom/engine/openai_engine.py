@@ -15,8 +15,8 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason
 from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
+from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_protocol import RemoteRequest, body_of, path_of
-from stillroom.engine.openai_server import OpenAIClient
 from stillroom.errors import EngineClosedError, EngineError, StillroomError
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
 from stillroom.core.reuse import PromptReuse
-from stillroom.kvcache.block_table import BlockTable
-from stillroom.kvcache.node import Node
-from stillroom.kvcache.pieces import Piece
-from stillroom.kvcache.placement import Placement
-from stillroom.kvcache.provenance import View
-from stillroom.kvcache.repair import SelectiveRecompute
-from stillroom.kvcache.weighing import AttentionMassSampler
+from stillroom.kvcache.blocks.table import BlockTable
+from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler
+from stillroom.kvcache.chunk_reuse.plan import Placement
+from stillroom.kvcache.chunk_reuse.recompute import SelectiveRecompute
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.pieces import Piece
+from stillroom.kvcache.tree.provenance import View
 
 
 @dataclass(slots=True)

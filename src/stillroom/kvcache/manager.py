@@ -16,17 +16,17 @@ from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
-from stillroom.kvcache.block_pool import BlockPool
-from stillroom.kvcache.block_table import BlockTable, num_blocks_for, runs_after
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.apply_placements import account_repair, describe, keep_to_be_placed, place, plan_for
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for, runs_after
+from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Placement
 from stillroom.kvcache.lease import Lease
-from stillroom.kvcache.node import Node
-from stillroom.kvcache.pieces import Piece, PrefixKeys
-from stillroom.kvcache.placement import AnywhereOptions, Placement
-from stillroom.kvcache.placing import account_repair, describe, keep_to_be_placed, place, plan_for
 from stillroom.kvcache.reuse_plan import plan_reuse
 from stillroom.kvcache.reuse_report import AdmissionReuse, Placed, account, nothing_reused
-from stillroom.kvcache.weighing import AttentionMassSampler
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.pieces import Piece, PrefixKeys
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import takewhile
 
-from stillroom.kvcache.cost_model import CostProfile
-from stillroom.kvcache.node import Node
+from stillroom.kvcache.tree.cost_model import CostProfile
+from stillroom.kvcache.tree.node import Node
 
 
 def plan_reuse(

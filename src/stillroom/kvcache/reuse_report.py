@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse, Variant
-from stillroom.kvcache.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.lease import Lease
-from stillroom.kvcache.node import Node
-from stillroom.kvcache.pieces import Piece
 from stillroom.kvcache.stats import KVCacheStats
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.pieces import Piece
 
 Source = tuple[Tier | None, Reason]
 """Where a piece's KV comes from (None: computed), and why."""

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, get_args
 
+from stillroom.backends.conversation import Exchange
 from stillroom.config.settings import SearchConfig, SearchMode
 from stillroom.core.arguments import integer, number, one_of, text
 from stillroom.core.ids import RequestId
 from stillroom.errors import UsageError
-from stillroom.rag.conversation import Exchange
 
 NO_LIMIT = -1
 """As `max_tokens`: the answer ends where the model ends it, or where there is no more room."""

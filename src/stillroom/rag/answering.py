@@ -25,7 +25,7 @@ from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TraceLog
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
-    from stillroom.rag.backend import Backend
+    from stillroom.backends.base import Backend
     from stillroom.rag.pipeline import Pipeline
     from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 
@@ -230,10 +230,10 @@ class Answering:
     def _own_backend(self) -> "Backend":
         config, swept = self._config, sweep_kv(self._kb.path)
         if config.engine.kind == "openai":
-            from stillroom.rag.remote import connect
+            from stillroom.backends.openai import connect
 
             return connect(config.engine, config.runtime.model, self._clock)
-        from stillroom.rag.generator import build_generator
+        from stillroom.backends.local import build_generator
 
         backend = build_generator(config, self._clock, self._kb.path)
         for salt, corpus in swept.tenants.items():

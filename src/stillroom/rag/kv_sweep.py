@@ -19,8 +19,8 @@ from stillroom.errors import KnowledgeBaseNotFoundError, StillroomError
 from stillroom.kvstore.files import KV_FOLDER
 from stillroom.kvstore.owners import noted_owners, owner_note, remove_note
 from stillroom.kvstore.sweep import Existing, SweepReport, sweep
-from stillroom.retrieval.closed_corpus import ClosedCorpus
-from stillroom.retrieval.kb_folder import CORPUS
+from stillroom.retrieval.store.closed_corpus import ClosedCorpus
+from stillroom.retrieval.store.folder import CORPUS
 
 logger = logging.getLogger(__name__)
 

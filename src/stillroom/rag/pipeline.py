@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from stillroom.backends.base import Backend, PreparedPrompt
+from stillroom.backends.conversation import alternate, around, history_of
 from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
@@ -24,8 +26,6 @@ from stillroom.errors import (
 )
 from stillroom.rag.accounting import Account, counting_aborted
 from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
-from stillroom.rag.backend import Backend, PreparedPrompt
-from stillroom.rag.conversation import alternate, around, history_of
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.sources import sources_of
 from stillroom.rag.speculation import Attempt, Speculator, Wanted

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from stillroom.backends.conversation import History
 from stillroom.core.document import ScoredChunk
 from stillroom.core.ids import ChunkId, format_chunk_id
 from stillroom.rag.answer import Source
-from stillroom.rag.conversation import History
 
 
 def sources_of(prompt: Sequence[ChunkId], found: Sequence[ScoredChunk], history: History) -> tuple[Source, ...]:

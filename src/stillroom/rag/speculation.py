@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Protocol
 
+from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
 from stillroom.config.settings import SearchMode, SpeculationConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
@@ -24,7 +25,6 @@ from stillroom.core.request import FinishReason, MaySee, SamplingParams
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import SpeculationOutcome, SpeculationReport
-from stillroom.rag.backend import Load, PreparedPrompt, SampleRequest
 from stillroom.rag.break_even import BreakEven, Overlap, Stage
 from stillroom.telemetry.metrics import Metrics
 

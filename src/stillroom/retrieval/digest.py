@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.words import WordAnalyzer, searched_text
-from stillroom.retrieval.manifest import HERE, SEARCHING, Manifest
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.manifest import HERE, SEARCHING, Manifest
 from stillroom.retrieval.tiers.tiered_ivf import all_entries, emptied
 from stillroom.retrieval.vector_index import VectorIndex
 

@@ -196,7 +196,7 @@ class Embedder:
     def _load(self) -> Any:
         with self._weights.loading:
             if self._weights.model is None:
-                from stillroom.ops.teams import in_a_thread_that_ends
+                from stillroom.ops.thread_pools import in_a_thread_that_ends
 
                 self._weights.model = in_a_thread_that_ends(self._loaded)
             return self._weights.model

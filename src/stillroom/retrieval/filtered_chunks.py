@@ -5,10 +5,10 @@ from difflib import get_close_matches
 from threading import Lock
 
 from stillroom.errors import FilterError
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.filters.language import Filter, fields_of, parse_filter
 from stillroom.retrieval.filters.sql import BUILT_IN, condition_of
+from stillroom.retrieval.store.corpus import Corpus
 
 MAX_KEPT = 8_000_000
 """Ids that are kept: 64 MB."""

@@ -12,7 +12,6 @@ from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filtered_chunks import FilteredChunks
 from stillroom.retrieval.filters.allowed import AllowedIds
@@ -20,6 +19,7 @@ from stillroom.retrieval.fusion import NUM_SMOOTHED, convex, minmax, rrf, smooth
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.staged import NUM_STAGES
+from stillroom.retrieval.store.corpus import Corpus
 
 _Sides = Mapping[str, Mapping[ChunkId, float]]
 """Scores by side: `dense`, `sparse`."""

@@ -21,15 +21,15 @@ from stillroom.core.document import Chunk, Document
 from stillroom.core.ids import DocumentId
 from stillroom.errors import DocumentError, ReaderUnavailableError, UnknownDocumentError, UsageError
 from stillroom.retrieval.chunker import Chunker
-from stillroom.retrieval.corpus import Corpus
-from stillroom.retrieval.document_names import DocumentNames
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.intake.discovery import Discovery, Skipped, discover
 from stillroom.retrieval.intake.reading import FileReader, Looked, with_said
 from stillroom.retrieval.loaders.formats import is_jsonl
 from stillroom.retrieval.loaders.metadata import Said, sidecar_metadata
-from stillroom.retrieval.pending import CommitBatch, Pending, content_hash_of, outcome_of
-from stillroom.retrieval.rows import SourceFile, SourceUpdate
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.document_names import DocumentNames
+from stillroom.retrieval.store.pending import CommitBatch, Pending, content_hash_of, outcome_of
+from stillroom.retrieval.store.rows import SourceFile, SourceUpdate
 
 _WINDOW = 512
 """Chunks committed together, embedded or taken over. Larger: batches of more equal length; longer until something is

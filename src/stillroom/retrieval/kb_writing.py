@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 from stillroom.core.cancellation import Cancellation
 from stillroom.errors import ChangeCancelledError, KnowledgeBaseError
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress
+from stillroom.retrieval.store.corpus import Corpus
 
 logger = logging.getLogger(__name__)
 

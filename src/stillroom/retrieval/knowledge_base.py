@@ -33,7 +33,6 @@ from stillroom.errors import (
     StorageError,
 )
 from stillroom.retrieval.chunker import Chunker
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.digest import IndexDigest, index_digest
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filters.allowed import AllowedIds
@@ -42,7 +41,12 @@ from stillroom.retrieval.index.bm25 import DamagedPostingsError
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport, documents_at
 from stillroom.retrieval.intake.reading import Failures, FileReader, with_said
-from stillroom.retrieval.kb_folder import (
+from stillroom.retrieval.kb_writing import Following, keeping_up
+from stillroom.retrieval.loaders.metadata import said_metadata
+from stillroom.retrieval.repairing import Repairs
+from stillroom.retrieval.staged import NUM_STAGES
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.folder import (
     CORPUS,
     MANIFEST,
     WriteLock,
@@ -50,12 +54,8 @@ from stillroom.retrieval.kb_folder import (
     check_manifest_is_there,
     check_may_be_made,
 )
-from stillroom.retrieval.kb_writing import Following, keeping_up
-from stillroom.retrieval.loaders.metadata import said_metadata
-from stillroom.retrieval.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
-from stillroom.retrieval.repairing import Repairs
-from stillroom.retrieval.rows import PENDING, SourceFile, SourceUpdate
-from stillroom.retrieval.staged import NUM_STAGES
+from stillroom.retrieval.store.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
+from stillroom.retrieval.store.rows import PENDING, SourceFile, SourceUpdate
 from stillroom.retrieval.tiers.list_figures import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
 from stillroom.retrieval.verify.check import Verification

@@ -13,7 +13,7 @@ from stillroom.core.clock import Clock
 from stillroom.errors import IndexUnavailableError, KnowledgeBaseBusyError, StorageError
 from stillroom.retrieval.background import Background
 from stillroom.retrieval.index.indexes import Indexes
-from stillroom.retrieval.kb_folder import WriteLock
+from stillroom.retrieval.store.folder import WriteLock
 from stillroom.retrieval.tiers.hot_lists import Spawn
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from pathlib import Path
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
 from stillroom.errors import UsageError
-from stillroom.retrieval.document_names import UPLOADS
-from stillroom.retrieval.kb_folder import INCOMING
 from stillroom.retrieval.loaders.metadata import SIDECAR, is_sidecar
+from stillroom.retrieval.store.document_names import UPLOADS
+from stillroom.retrieval.store.folder import INCOMING
 
 MAX_NAME_BYTES = 1024
 _MAX_PART_BYTES = 255

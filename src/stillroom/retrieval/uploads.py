@@ -24,12 +24,12 @@ from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
 from stillroom.core.private_files import make_folder, open_file
 from stillroom.errors import ChangeCancelledError, StillroomError, StorageError, UnknownDocumentError, UsageError
-from stillroom.retrieval.document_names import UPLOADS, is_upload
 from stillroom.retrieval.index_file import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
-from stillroom.retrieval.kb_folder import INCOMING
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.rows import SourceFile
+from stillroom.retrieval.store.document_names import UPLOADS, is_upload
+from stillroom.retrieval.store.folder import INCOMING
+from stillroom.retrieval.store.rows import SourceFile
 from stillroom.retrieval.uploaded_files import checked_name, unindexed_info, uploaded_files
 
 _STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS})

@@ -22,11 +22,11 @@ from stillroom.core.reuse import PromptReuse
 from stillroom.errors import NonFiniteError, PromptTooLongError, UsageError
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager
-from stillroom.kvcache.pieces import piece_ends
+from stillroom.kvcache.tree.pieces import piece_ends
 from stillroom.scheduler.policy import AdmissionCandidate, Policy, first_come
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
-from stillroom.scheduler.take import take
+from stillroom.scheduler.step_builder import take
 
 logger = logging.getLogger(__name__)
 

@@ -17,26 +17,30 @@ from stillroom import __version__
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
-from stillroom.server import chat, errors, health, openapi
-from stillroom.server.admission import AdmissionControl
-from stillroom.server.answering import AnswerEvents, whole_answers
-from stillroom.server.chat import ask_options
-from stillroom.server.completions import Completions
+from stillroom.server import errors
+from stillroom.server.auth.guard import Guard, own_names
+from stillroom.server.auth.inactive_tenants import InactiveTenantCounts
+from stillroom.server.auth.key_ring import KeyRing
+from stillroom.server.auth.tenants import Tenants, caller_of, room_of
 from stillroom.server.console import routes as console
-from stillroom.server.conversation import read_messages
-from stillroom.server.documents import DocumentRoutes
-from stillroom.server.draining import Draining
 from stillroom.server.errors import model_not_served
-from stillroom.server.guard import Guard, own_names
-from stillroom.server.health import Readiness
-from stillroom.server.json_body import JsonRoute
-from stillroom.server.keys import KeyRing
-from stillroom.server.limits import Limits
+from stillroom.server.limits.admission import AdmissionControl
+from stillroom.server.limits.draining import Draining
+from stillroom.server.limits.rates import Limits
+from stillroom.server.limits.workers import Workers
 from stillroom.server.middleware import RequestObserver
-from stillroom.server.payloads import Payload, search_payload
 from stillroom.server.privacy import served_name
-from stillroom.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SearchRequest
-from stillroom.server.replies import (
+from stillroom.server.routes import chat, health
+from stillroom.server.routes.answer_events import AnswerEvents, whole_answers
+from stillroom.server.routes.chat import ask_options
+from stillroom.server.routes.completions import Completions
+from stillroom.server.routes.conversation_body import read_messages
+from stillroom.server.routes.documents import DocumentRoutes
+from stillroom.server.routes.health import Readiness
+from stillroom.server.routes.json_body import JsonRoute
+from stillroom.server.schemas import openapi
+from stillroom.server.schemas.payloads import Payload, search_payload
+from stillroom.server.schemas.replies import (
     ChatCompletion,
     Completion,
     Embedding,
@@ -47,16 +51,14 @@ from stillroom.server.replies import (
     ModelList,
     SearchReply,
 )
-from stillroom.server.tenants import Tenants, caller_of, room_of
-from stillroom.server.unopened import InactiveTenantCounts
-from stillroom.server.workers import Workers
+from stillroom.server.schemas.requests import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SearchRequest
 from stillroom.telemetry.exposition import CONTENT_TYPE
 from stillroom.telemetry.spans import Tracing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from stillroom.rag.room import Stillroom
+    from stillroom.rag.stillroom import Stillroom
 
 ALIAS = "stillroom"
 """A model name that always means the one that is served."""

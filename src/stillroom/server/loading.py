@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stillroom.core.clock import SystemClock
 from stillroom.server.errors import LATER, error_body
-from stillroom.server.health import Readiness
 from stillroom.server.middleware import RequestObserver
+from stillroom.server.routes.health import Readiness
 from stillroom.telemetry.metrics import Metrics
 
 

@@ -19,9 +19,9 @@ from fastapi import FastAPI
 
 from stillroom.config.settings import ServerConfig
 from stillroom.errors import ConfigError, ServerError
-from stillroom.ops.teams import quick_handovers
-from stillroom.server.connections import ConnectionLimits, protocol_of
-from stillroom.server.draining import Draining
+from stillroom.ops.thread_pools import quick_handovers
+from stillroom.server.limits.connections import ConnectionLimits, protocol_of
+from stillroom.server.limits.draining import Draining
 from stillroom.server.loading import Frontage, Loading
 
 _CLOSING_SECONDS = 5

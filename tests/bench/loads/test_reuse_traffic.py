@@ -20,7 +20,7 @@ from stillroom.bench.loads.reuse_traffic import (
     word_tokens,
 )
 from stillroom.errors import UsageError
-from stillroom.rag.simulation.arrivals import arrivals
+from stillroom.planner.simulation.arrivals import arrivals
 
 POOL = made_pool(200, 1000, seed=0)
 

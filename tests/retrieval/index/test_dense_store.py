@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig
 from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId, chunk_id_of
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
-from stillroom.retrieval.rows import StoredDocument
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.rows import StoredDocument
 from stillroom.retrieval.tiers.list_figures import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
 

@@ -16,12 +16,12 @@ from stillroom.config.settings import IndexConfig, QdrantConfig
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import ConfigError, IndexUnavailableError, KnowledgeBaseBusyError
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.index import qdrant_index
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.qdrant_collection import _MARK, QdrantCollection
 from stillroom.retrieval.index.qdrant_index import QdrantIndex
-from stillroom.retrieval.rows import StoredDocument
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.rows import StoredDocument
 
 D = 12
 EMBEDDED = QdrantConfig(url="embedded")

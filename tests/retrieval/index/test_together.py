@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
-from stillroom.retrieval.index.together import OnFound, SearchBatcher
+from stillroom.retrieval.index.search_batcher import OnFound, SearchBatcher
 from stillroom.retrieval.ranking import Ranking
 
 Queries = Sequence[NDArray[np.float32]]

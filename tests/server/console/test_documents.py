@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.server.harness import serving
 
 if TYPE_CHECKING:

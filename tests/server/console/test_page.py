@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from stillroom.errors import QueueFullError
+from stillroom.server.auth.key_ring import KeyRing, changing, new_key
 from stillroom.server.console.routes import SECURITY_HEADERS
-from stillroom.server.keys import KeyRing, changing, new_key
 from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
 from tests.server.harness import serving
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from stillroom.rag.room import Stillroom
+from stillroom.rag.stillroom import Stillroom
 from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stillroom.bench.loads.beir import read_corpus, read_judged_queries
 from stillroom.errors import UsageError
-from stillroom.rag.simulation.stepped_engine import Prompt, Tokens
+from stillroom.planner.simulation.stepped_engine import Prompt, Tokens
 
 Companions = Literal["drawn", "fixed"]
 """Where the documents after the first come from. `drawn`: each from the curve, on its own. `fixed`: one list per first

@@ -19,7 +19,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.errors import UsageError
-from stillroom.kvcache.pieces import Piece
+from stillroom.kvcache.tree.pieces import Piece
 
 SYSTEM_TOKENS = 64
 TRACE_BLOCK_TOKENS = 512

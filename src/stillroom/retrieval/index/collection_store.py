@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stillroom.config.settings import IndexConfig, QdrantConfig
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.index.qdrant_collection import QdrantCollection
 from stillroom.retrieval.index.qdrant_index import QdrantIndex
+from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.vector_index import VectorIndex
 
 

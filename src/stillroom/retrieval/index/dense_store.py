@@ -19,12 +19,12 @@ import numpy as np
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval.background import Background
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.hnsw import HnswIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.index_file import load_arrays, save_arrays
+from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.tiers.hot_lists import Counts, Spawn
 from stillroom.retrieval.tiers.list_figures import ListFigures
 from stillroom.retrieval.tiers.list_file import ListFile

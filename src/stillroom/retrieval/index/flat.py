@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
-from stillroom.ops.teams import in_a_thread_that_ends
+from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked, top_k
 from stillroom.retrieval.staged import stages

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
-from stillroom.ops.teams import in_a_thread_that_ends
+from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked_arrays, sorted_arrays
 from stillroom.retrieval.staged import stages

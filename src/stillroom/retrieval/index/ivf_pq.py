@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
-from stillroom.ops.teams import in_a_thread_that_ends
+from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.filters.lists_among import ListsAmong
 from stillroom.retrieval.index.flat import FlatIndex

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.errors import KnowledgeBaseBusyError
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.qdrant_collection import QdrantCollection
 from stillroom.retrieval.ranking import Ranking, ranked, top_k
+from stillroom.retrieval.store.corpus import Corpus
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
-from stillroom.ops.teams import in_a_thread_that_ends
+from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex, num_to_train, trained_lists

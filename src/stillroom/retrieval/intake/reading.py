@@ -18,7 +18,7 @@ from stillroom.retrieval.loaders.formats import format_of, is_jsonl
 from stillroom.retrieval.loaders.load import load
 from stillroom.retrieval.loaders.metadata import Said, sidecar_of
 from stillroom.retrieval.loaders.source import check_size, opened
-from stillroom.retrieval.rows import SourceFile
+from stillroom.retrieval.store.rows import SourceFile
 
 _SMALL_BYTES = 16 * 1024
 """A text up to here is read at once, if its reader is one whose time is bounded."""

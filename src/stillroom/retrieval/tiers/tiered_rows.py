@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.errors import CorruptKnowledgeBaseError
-from stillroom.ops.teams import in_a_thread_that_ends
+from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.filters.lists_among import ListsAmong
 from stillroom.retrieval.ranking import Ranking, best_of

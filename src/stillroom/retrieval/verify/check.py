@@ -12,10 +12,10 @@ from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.sqlite_errors import code_of, reason_of
 from stillroom.errors import CorruptKnowledgeBaseError, StorageError
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.indexes import Indexes
-from stillroom.retrieval.kb_folder import CORPUS
+from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.folder import CORPUS
 from stillroom.retrieval.verify.corpus import CorpusDamage, Embed, check_corpus, repair_corpus
 from stillroom.retrieval.verify.indexes import check_dense, check_sparse
 from stillroom.retrieval.verify.report import Finding, Steps, Tell, VerifyReport

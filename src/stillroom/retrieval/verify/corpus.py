@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, chunk_id_of, format_chunk_id
-from stillroom.retrieval import rows
-from stillroom.retrieval.corpus_file import read_beside
+from stillroom.retrieval.store import rows
+from stillroom.retrieval.store.corpus_file import read_beside
 from stillroom.retrieval.verify.report import Finding, Steps, finding
 
 _BATCH = 1000

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.errors import DocumentError
-from stillroom.retrieval.corpus import Corpus
 from stillroom.retrieval.intake.reading import look_at
+from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.uploaded_files import uploaded_files
 from stillroom.retrieval.verify.report import Finding, finding
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from stillroom.core.ids import public_id
 from stillroom.rag.records import RecordSummary
-from stillroom.server.tenants import room_of
+from stillroom.server.auth.tenants import room_of
 
 PAGE = "index.html"
 

@@ -1,0 +1,237 @@
+"""The KV cache of one loaded model, put together: block pool, knowledge tree, and the stores that have the bytes.
+
+What the parts promise is said where they are; here is only who is given what, and what happens when a process opens and
+closes a knowledge base.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.core.clock import Clock
+from stillroom.core.kv import Tier
+from stillroom.engine.audit import Audit, AuditFigures
+from stillroom.errors import ConfigError
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.chunk_reuse.attention_sampling import weighs_every
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.manager import KVCacheManager, Reuse
+from stillroom.kvcache.tree.cost_model import CostProfile
+from stillroom.kvcache.tree.eviction import POLICIES
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom.kvstore.device import DeviceStore, KVShape
+from stillroom.kvstore.disk import DiskStore, make_room_beside
+from stillroom.kvstore.files import size_on_disk
+from stillroom.kvstore.host import HostStore
+from stillroom.kvstore.record import Defect
+from stillroom.kvstore.tiered import TieredStore
+from stillroom.models.decoder import Decoder
+from stillroom.models.numerics import kv_fingerprint
+from stillroom.runner.device_errors import first_line, is_device_loss
+from stillroom.telemetry.figures import AuditMetrics, CacheFigures
+
+logger = logging.getLogger(__name__)
+
+_DEFECTS = (
+    (Tier.DEVICE, Defect.NON_FINITE),
+    (Tier.HOST, Defect.CHECKSUM),
+    *((Tier.DISK, defect) for defect in Defect if defect is not Defect.NON_FINITE),
+)
+"""What can be wrong with a copy, by tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Blocks on the device, and where they go from there."""
+
+    manager: KVCacheManager
+    device: DeviceStore
+    tiers: TieredStore | None = None
+    """None where nothing is reused."""
+    audit: Audit | None = None
+    """None where no answer is compared with a full prefill."""
+
+    @property
+    def tree(self) -> KnowledgeTree | None:
+        return self.manager.reuse.tree if self.manager.reuse else None
+
+    def figures(self) -> CacheFigures | None:
+        """None where nothing is reused. From any thread: numbers may be of slightly different moments."""
+        tree, tiers = self.tree, self.tiers
+        if tree is None or tiers is None:
+            return None
+        stats, moves = tree.stats, tiers.stats
+        return CacheFigures(
+            num_nodes={tier.label: tree.num_nodes(tier) for tier in Tier},
+            num_bytes={tier.label: tree.num_bytes(tier) for tier in Tier},
+            hits=_labelled(stats.hits),
+            hit_tokens=_labelled(stats.hit_tokens),
+            misses=stats.misses,
+            missed_tokens=stats.missed_tokens,
+            cheaper=stats.cheaper,
+            placed=_labelled(stats.placed),
+            placed_tokens=stats.placed_tokens,
+            repaired_tokens=stats.recomputed_tokens,
+            placed_overlap=stats.placed_overlap,
+            placed_overhead=stats.placed_overhead,
+            unfocused=stats.unfocused,
+            evictions=_labelled(stats.evictions),
+            failed_loads=_labelled(stats.failed_loads),
+            rejected=stats.rejected,
+            moved_bytes={(a.label, b.label): flow.num_bytes for (a, b), flow in moves.flows.items()},
+            moved_seconds={(a.label, b.label): flow.seconds for (a, b), flow in moves.flows.items()},
+            moves={(a.label, b.label): flow.num_copies for (a, b), flow in moves.flows.items()},
+            verify_failures={
+                (tier.label, str(defect)): moves.verify_failures.get((tier, defect), 0) for tier, defect in _DEFECTS
+            },
+            write_failures=moves.num_write_failures,
+            read_ahead_bytes={"used": moves.read_ahead.used_bytes, "wasted": moves.read_ahead.wasted_bytes},
+            audit=None if self.audit is None else self._audit_figures(self.audit.figures),
+        )
+
+    def _audit_figures(self, audit: AuditFigures) -> AuditMetrics:
+        agreed = audit.num_audited - audit.num_disagreed
+        return AuditMetrics(
+            results={"agreed": agreed, "differed": audit.num_disagreed},
+            disagreement_bound=audit.upper_bound,
+            recompute_ratio=1.0 if audit.options is None else audit.options.level,
+        )
+
+    def close(self, *, keeps_device: bool = True) -> None:
+        """Bring to disk what has room there, and let go of it. Precondition: nobody uses the cache any more.
+
+        Args:
+            keeps_device: False stores nothing, as it is not known what is on the device.
+        """
+        if self.tree is None or self.tiers is None:
+            return
+        try:
+            if keeps_device:
+                self._flush(self.tree)
+        finally:
+            self.tiers.close()
+
+    def _flush(self, tree: KnowledgeTree) -> None:
+        """Of a device that is lost, by now or while it is read, only what the host has is stored."""
+        if self.device.is_lost:
+            tree.lose_device()
+        try:
+            tree.flush()
+        except Exception as error:
+            if not is_device_loss(error):
+                raise
+            logger.warning("the device is lost: %s; only KV that the host has is stored", first_line(error))
+            tree.lose_device()
+            tree.flush()
+
+
+def build_device(decoder: Decoder, config: RuntimeConfig) -> tuple[BlockPool, DeviceStore]:
+    """The blocks that `runtime.kv_bytes` pays for.
+
+    Raises:
+        ConfigError: it pays for none, or the device has less memory.
+    """
+    shape = kv_shape(decoder)
+    num_blocks = config.kv_bytes // (shape.bytes_per_token * config.block_size)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"runtime.kv_bytes={config.kv_bytes} holds no KV block of this model "
+            f"({shape.bytes_per_token * config.block_size} bytes); raise it"
+        )
+    try:
+        device = DeviceStore(shape, num_blocks, config.block_size, decoder.device)
+    except (MemoryError, RuntimeError, TypeError) as error:  # PyTorch's are the last two
+        raise ConfigError(
+            f"runtime.kv_bytes={config.kv_bytes} is more memory than {decoder.device} has free; lower it"
+        ) from error
+    return BlockPool(num_blocks, config.block_size), device
+
+
+def kv_shape(decoder: Decoder) -> KVShape:
+    """What one token's KV looks like in this model."""
+    spec = decoder.spec
+    return KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
+
+
+def build_cache(  # noqa: PLR0913  the parts, once
+    pool: BlockPool,
+    device: DeviceStore,
+    config: ReuseConfig,
+    *,
+    fingerprint: bytes,
+    profile: CostProfile | None,
+    folder: Path | None,
+    clock: Clock,
+    inv_freq_LP: torch.Tensor | None = None,
+) -> KVCache:
+    """A cache with what the disk has kept from earlier.
+
+    Args:
+        fingerprint: of the model.
+        profile: needed for reuse.
+        folder: for KV on disk; None keeps none.
+        inv_freq_LP: of the decoder; needed for reuse anywhere.
+    """
+    if config.mode == "off" or profile is None:
+        return KVCache(KVCacheManager(pool), device)
+    fingerprint = kv_fingerprint(fingerprint)
+    disk = DiskStore(folder, fingerprint) if folder is not None and config.disk_bytes else None
+    if disk is not None and folder is not None and disk.is_writer:
+        others = make_room_beside(folder, fingerprint, config.disk_bytes // 2)
+        config = replace(config, disk_bytes=max(0, config.disk_bytes - others))
+    if config.preload == "layers":
+        device.preload_layers()
+    host = HostStore(device.shape, device.k_LSGD.device)
+    tiers = TieredStore(device, host, disk, clock, inv_freq_LP, config.prefetch_bytes)
+    options = tree_options(
+        config,
+        device.shape.bytes_per_token,
+        has_disk=disk is not None,
+        is_disk_read_only=disk is not None and not disk.is_writer,
+    )
+    tree = KnowledgeTree(pool, tiers, profile, options, clock.monotonic)
+    if disk is not None:
+        for key in tree.restore(record for record, _ in disk.records()):
+            disk.remove(key)
+    return KVCache(KVCacheManager(pool, reuse_of(tree, config, fingerprint)), device, tiers)
+
+
+def tree_options(
+    config: ReuseConfig, bytes_per_token: int, *, has_disk: bool = True, is_disk_read_only: bool = False
+) -> TreeOptions:
+    """As configured."""
+    return TreeOptions(
+        host_bytes=config.host_bytes,
+        disk_bytes=config.disk_bytes if has_disk else 0,
+        is_disk_read_only=is_disk_read_only,
+        bytes_per_token=bytes_per_token,
+        size_on_disk=size_on_disk,
+        policy=POLICIES[config.policy],
+        window_seconds=config.window_s,
+        looks_ahead=config.looks_ahead,
+        admits_by_frequency=config.admits_by_frequency,
+    )
+
+
+def reuse_of(tree: KnowledgeTree, config: ReuseConfig, fingerprint: bytes) -> Reuse:
+    """What the manager is told of a tree, as configured."""
+    keys = PrefixKeys(fingerprint, config.tail_blocks * tree.pool.block_size)
+    anywhere = anywhere_options(config) if config.mode == "anywhere" else None
+    weighs = 0 if anywhere is None else weighs_every(anywhere)
+    return Reuse(tree, keys, config.load == "always", anywhere, weighs)
+
+
+def anywhere_options(config: ReuseConfig) -> AnywhereOptions:
+    """As configured."""
+    alpha = config.alpha if config.recompute_budget == "cfo" else None
+    return AnywhereOptions(config.recompute_ratio, config.token_selector, alpha, config.focus_window)
+
+
+def _labelled(counts: Counter[Tier]) -> dict[str, int]:
+    return {tier.label: counts[tier] for tier in Tier}

@@ -1,0 +1,374 @@
+"""Our own runtime as the backend: a loaded model with a running engine. Built once, on first use."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stillroom.backends.assembly import KVCache, build_cache, build_device
+from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
+from stillroom.backends.calibration import (
+    Bench,
+    calibrate,
+    check_numbers,
+    load_profile,
+    profile_path,
+    quick_profile,
+    save_profile,
+    sequence_seconds,
+)
+from stillroom.backends.conversation import NOTHING, History
+from stillroom.backends.num_threads import tune_threads
+from stillroom.backends.placement_check import check_placement
+from stillroom.backends.prompt_builder import PromptBuilder, format_for, raw_tokens
+from stillroom.config.places import cache_root
+from stillroom.config.settings import ReuseConfig, RuntimeConfig, StillroomConfig
+from stillroom.core.clock import Clock, SystemClock
+from stillroom.core.document import Chunk
+from stillroom.core.ids import RequestId
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import Request, SamplingParams, TokenConstraint
+from stillroom.engine.async_engine import AsyncEngine
+from stillroom.engine.audit import Audit
+from stillroom.engine.corpora import CorpusView
+from stillroom.engine.engine import Engine
+from stillroom.errors import ModelError, UsageError
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.tree.cost_model import CostProfile
+from stillroom.kvstore.files import KV_FOLDER
+from stillroom.models.decoder import Decoder
+from stillroom.models.json_constraint import JsonConstraints
+from stillroom.models.loader import LoadedModel, load_model
+from stillroom.models.tokenizer import Tokenizer
+from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.runner.torch_runner import TorchRunner
+from stillroom.scheduler.policy import POLICIES
+from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
+from stillroom.telemetry.figures import CacheFigures, EngineFigures
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBackend:
+    """Prompts as segments of tokens, continued by the engine of this process."""
+
+    model: LoadedModel
+    engine: AsyncEngine
+    cache: KVCache
+    prompts: PromptBuilder
+    constraints: JsonConstraints
+    salt: str = ""
+    """Of all its requests: nothing is reused across two salts."""
+    owns_engine: bool = True
+    knows_all_tokens: bool = True
+    """Whether the model has an embedding for every token that its tokenizer can make."""
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self.model.decoder.spec.max_positions
+
+    @property
+    def is_alive(self) -> bool:
+        return self.engine.is_alive
+
+    @property
+    def device_problem(self) -> str | None:
+        return self.engine.device_problem
+
+    @property
+    def load(self) -> Load:
+        engine = self.engine
+        return Load(
+            engine.num_waiting, engine.num_running, engine.num_blocks, engine.num_free_blocks, engine.num_prefilling
+        )
+
+    @property
+    def may_speculate(self) -> bool:
+        return True
+
+    def draft(
+        self,
+        chunks: Sequence[Chunk],
+        question: str,
+        max_tokens: int | None,
+        schema: Mapping[str, Any] | None = None,
+        history: History = NOTHING,
+    ) -> PreparedPrompt:
+        prompt = self.prompts.build(chunks, question, max_tokens, history)
+        if not self.knows_all_tokens:
+            self._check_tokens(prompt)
+        return self._draft(prompt, self._constraint(schema))
+
+    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
+        ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)
+        num_known = self.model.decoder.spec.vocab_size
+        if not ids:
+            raise UsageError("the prompt is empty")
+        if not all(0 <= token_id < num_known for token_id in ids):
+            raise UsageError(f"the prompt holds a token that the model does not have; it has 0 to {num_known - 1}")
+        return self._draft(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), self._constraint(schema))
+
+    def beside(self, salt: str) -> "LocalBackend":
+        """The same model and engine for another tenant."""
+        return replace(self, salt=salt, owns_engine=False)
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.engine.cancel(request_id)
+
+    def stop(self) -> None:
+        self.engine.close()
+
+    def close(self) -> None:
+        if self.owns_engine:
+            self.engine.close()
+            self.cache.close(keeps_device=not self.engine.has_failed)
+        self.engine.leave(self.salt)
+
+    def documents_changed(self, corpus: CorpusView) -> bytes | None:
+        self.engine.documents_changed(self.salt, corpus)
+        disk = None if self.cache.tiers is None else self.cache.tiers.disk
+        return disk.fingerprint if disk is not None and disk.is_writer else None
+
+    @property
+    def cache_figures(self) -> CacheFigures | None:
+        return self.cache.figures()
+
+    @property
+    def engine_figures(self) -> EngineFigures:
+        return EngineFigures(device_losses=self.engine.num_device_losses, failed_steps=self.engine.num_failed_steps)
+
+    def _constraint(self, schema: Mapping[str, Any] | None) -> TokenConstraint | None:
+        return None if schema is None else self.constraints.compile(schema)
+
+    def _draft(self, prompt: SegmentedPrompt, constraint: TokenConstraint | None = None) -> PreparedPrompt:
+        def request(sample: SampleRequest) -> Request:
+            self._check_bias(sample.sampling)
+            return Request(
+                request_id=sample.request_id,
+                prompt=prompt,
+                sampling=sample.sampling,
+                priority=sample.priority,
+                deadline=sample.deadline,
+                may_see=sample.may_see,
+                stop_token_ids=self.model.stop_token_ids,
+                constraint=constraint,
+                cache_salt=self.salt,
+            )
+
+        def start(samples: Sequence[SampleRequest]) -> None:
+            first, *others = ((request(sample), sample.listener) for sample in samples)
+            self.engine.submit(*first, *others)
+
+        fitting = self.cache.manager.max_output_tokens([len(segment.token_ids) for segment in prompt.segments])
+        max_answer_tokens = max(1, min(fitting, self.max_model_len - prompt.num_tokens))
+        return PreparedPrompt(prompt.chunk_ids, prompt.num_tokens, start, max_answer_tokens)
+
+    def _check_tokens(self, prompt: SegmentedPrompt) -> None:
+        """Some checkpoints have added tokens without an embedding, which their prompts do not hold."""
+        vocab_size = self.model.decoder.spec.vocab_size
+        if (last := max(prompt.token_ids, default=0)) >= vocab_size:
+            raise ModelError(
+                f"the tokenizer of {self.name} makes token {last} of this prompt, and its weights know 0 to "
+                f"{vocab_size - 1}; the folder may hold the tokenizer of another model"
+            )
+
+    def _check_bias(self, sampling: SamplingParams) -> None:
+        vocab_size = self.model.decoder.spec.vocab_size
+        unknown = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocab_size]
+        if unknown:
+            raise UsageError(f"logit_bias names token {unknown[0]}; the model has tokens 0 to {vocab_size - 1}")
+
+
+def _integers(prompt: Sequence[int]) -> tuple[int, ...]:
+    found = np.asarray(prompt)
+    if found.size and (found.ndim != 1 or found.dtype.kind not in "iu"):
+        raise UsageError("the prompt is neither text nor a list of tokens, which are whole numbers")
+    return tuple(found.tolist())
+
+
+def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | None = None) -> LocalBackend:
+    """Load the model and start its engine.
+
+    Args:
+        kb_folder: where KV can be kept on disk; None keeps none.
+
+    Raises:
+        ModelError: the checkpoint cannot be used.
+        ConfigError: the device does not exist, or the KV budget is too small for the model or too large for it.
+    """
+    model, engine, cache, num_threads = in_a_thread_that_ends(lambda: _built(config, clock, kb_folder))
+    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
+    constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
+    running = AsyncEngine(engine, config.runtime.max_waiting)
+    running.run(lambda _: torch.set_num_threads(num_threads))  # torch has a number for each thread
+    knows_all = max(model.tokenizer.hf_tokenizer.get_vocab().values()) < model.decoder.spec.vocab_size
+    return LocalBackend(model, running, cache, prompts, constraints, knows_all_tokens=knows_all)
+
+
+def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tuple[LoadedModel, Engine, KVCache, int]:
+    """With the number of threads that it is to compute on."""
+    model = load_configured(config.runtime)
+    engine, cache = build_engine(
+        model.decoder,
+        config.runtime,
+        clock,
+        reuse=config.reuse,
+        fingerprint=model.fingerprint,
+        kv_folder=None if kb_folder is None else kb_folder / KV_FOLDER,
+        tunes_threads=True,
+    )
+    return model, engine, cache, torch.get_num_threads()
+
+
+def calibrate_model(
+    config: StillroomConfig,
+    kb_folder: Path,
+    *,
+    repeat: int = 5,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    clock: Clock | None = None,
+) -> tuple[CostProfile, Path]:
+    """Measure the configured model's costs on this machine and keep them; returns them, and the file they are in.
+
+    Args:
+        kb_folder: on the disk that its KV would be kept on; need not exist yet.
+
+    Raises:
+        ModelError: the checkpoint cannot be used.
+        ConfigError, UsageError: there is no such device, or too little memory to measure with.
+    """
+    model = load_configured(config.runtime)
+    pool, device = build_device(model.decoder, config.runtime)
+    limits = _limits(model.decoder, config.runtime)
+    bench = _bench(TorchRunner(model.decoder, device), pool, limits, clock or SystemClock())
+    _use_threads(config.runtime, bench)
+    profile = calibrate(bench, kb_folder, repeat=repeat, on_progress=on_progress)
+    path = profile_path(cache_root(), model.fingerprint, model.decoder.device)
+    save_profile(path, profile)
+    return profile, path
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """A loaded model, and what it costs on this machine."""
+
+    model: LoadedModel
+    profile: CostProfile
+    is_calibrated: bool
+    """Whether it was kept, or a few points were measured just now."""
+    sequence_seconds: float
+    """See `calibration.sequence_seconds`."""
+
+
+def measured_costs(config: StillroomConfig, kb_folder: Path, clock: Clock) -> ModelCosts:
+    """The configured model with its kept profile, or a quick one. Raises as `calibrate_model`."""
+    model = load_configured(config.runtime)
+    pool, device = build_device(model.decoder, config.runtime)
+    bench = _bench(TorchRunner(model.decoder, device), pool, _limits(model.decoder, config.runtime), clock)
+    _use_threads(config.runtime, bench)
+    kept = load_profile(profile_path(cache_root(), model.fingerprint, model.decoder.device))
+    profile = kept or quick_profile(bench, kb_folder)
+    return ModelCosts(model, profile, kept is not None, sequence_seconds(bench))
+
+
+def build_engine(  # noqa: PLR0913  the parts, once
+    decoder: Decoder,
+    config: RuntimeConfig,
+    clock: Clock,
+    *,
+    reuse: ReuseConfig | None = None,
+    fingerprint: bytes = b"",
+    profile: CostProfile | None = None,
+    kv_folder: Path | None = None,
+    tunes_threads: bool = False,
+) -> tuple[Engine, KVCache]:
+    """Scheduler, KV and runner for a decoder; not running yet. Raises as `build_generator`.
+
+    Args:
+        reuse: None reuses nothing.
+        fingerprint: of the model; KV on disk is kept under it.
+        profile: what computing and loading costs; None takes the kept one, or measures in about a second.
+        tunes_threads: set their number for the whole process: the configured one, or the fastest.
+    """
+    pool, device = build_device(decoder, config)
+    runner = TorchRunner(decoder, device)
+    limits = _limits(decoder, config, reuse)
+    bench = _bench(runner, pool, limits, clock)
+    check_numbers(bench)
+    if tunes_threads:
+        _use_threads(config, bench)
+    reuse = reuse or ReuseConfig(mode="off")
+    if profile is None and reuse.mode != "off":
+        kept = load_profile(profile_path(cache_root(), fingerprint, decoder.device))
+        profile = kept or quick_profile(bench, kv_folder if reuse.disk_bytes else None)
+    inv_freq_LP = None
+    if reuse.mode == "anywhere":
+        check_placement(decoder, config.block_size)
+        inv_freq_LP = decoder.inv_freq_LP
+    cache = build_cache(
+        pool,
+        device,
+        reuse,
+        fingerprint=fingerprint,
+        profile=profile,
+        folder=kv_folder,
+        clock=clock,
+        inv_freq_LP=inv_freq_LP,
+    )
+    audit = None
+    anywhere = cache.manager.reuse.anywhere if cache.manager.reuse else None
+    if anywhere is not None and reuse.audit_share:
+        audit = Audit(
+            anywhere,
+            cache.manager.allow_anywhere,
+            share=reuse.audit_share,
+            max_disagreement=reuse.max_disagreement,
+            randomness=random.Random(0),
+        )
+    scheduler = Scheduler(cache.manager, limits, POLICIES[config.scheduling], config.starvation_window)
+    engine = Engine(scheduler, runner, clock, config.request_timeout_s, audit)
+    return engine, replace(cache, audit=audit)
+
+
+def load_configured(runtime: RuntimeConfig) -> LoadedModel:
+    """Load the model with all settings of `runtime` that it depends on. Raises as `load_model`."""
+    return load_model(
+        runtime.model,
+        device=runtime.device,
+        dtype=runtime.dtype,
+        weights=runtime.weights,
+        max_model_len=runtime.max_model_len,
+    )
+
+
+def _limits(decoder: Decoder, config: RuntimeConfig, reuse: ReuseConfig | None = None) -> SchedulerLimits:
+    tail_blocks = ReuseConfig().tail_blocks if reuse is None else reuse.tail_blocks
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        max_model_len=decoder.spec.max_positions,
+        batch_delay_s=config.batch_delay_ms / 1000,
+        fixed_tail_tokens=tail_blocks * config.block_size if config.fixed_shapes else 0,
+    )
+
+
+def _bench(runner: TorchRunner, pool: BlockPool, limits: SchedulerLimits, clock: Clock) -> Bench:
+    return Bench(runner, runner.store, pool.num_blocks, limits.max_model_len, limits.max_num_batched_tokens, clock)
+
+
+def _use_threads(config: RuntimeConfig, bench: Bench) -> None:
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    else:
+        tune_threads(bench)

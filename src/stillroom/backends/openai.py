@@ -1,0 +1,193 @@
+"""A server elsewhere as the backend: prompts as text, documents in an order that its prefix cache likes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
+from stillroom.backends.conversation import NOTHING, History, new_chunks
+from stillroom.backends.document_order import PrefixOrder
+from stillroom.backends.prompt_builder import INSTRUCTIONS, PromptBuilder, format_for, raw_tokens, render, user_messages
+from stillroom.config.settings import EngineConfig, EnginePrompt
+from stillroom.core.clock import Clock
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.engine.corpora import CorpusView
+from stillroom.engine.openai_client import OpenAIClient
+from stillroom.engine.openai_engine import OpenAIEngine
+from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteRequest
+from stillroom.errors import ConfigError, UsageError
+from stillroom.models.checkpoint import resolve
+from stillroom.models.tokenizer import Tokenizer
+
+Written = tuple[RemotePrompt, tuple[ChunkId, ...]]
+"""A prompt, and the chunks in it, in order."""
+Writer = Callable[[Sequence[Chunk], str, History, int | None], Written]
+"""Chunks in order, a question and what was said before, as a prompt of at most so many tokens; only who has the
+tokenizer can keep to that."""
+
+
+class OpenAIBackend:
+    """Writes prompts for a server and hands them to its engine."""
+
+    tokenizer = None
+    max_model_len = None
+
+    def __init__(
+        self,
+        engine: OpenAIEngine,
+        write: Writer,
+        order: PrefixOrder[ChunkId] | None,
+        tokenize: Callable[[str], RemotePrompt] | None = None,
+    ) -> None:
+        """
+        Args:
+            order: without one, documents stand by rank.
+            tokenize: text that is continued as it is, for a server that is sent tokens.
+        """
+        self._engine = engine
+        self._write = write
+        self._order = order
+        self._tokenize = tokenize
+
+    @property
+    def name(self) -> str:
+        return self._engine.model
+
+    @property
+    def is_alive(self) -> bool:
+        return self._engine.is_alive
+
+    @property
+    def device_problem(self) -> None:
+        return None
+
+    @property
+    def load(self) -> Load:
+        return Load(self._engine.num_waiting, self._engine.num_running)
+
+    @property
+    def may_speculate(self) -> bool:
+        return False
+
+    def draft(
+        self,
+        chunks: Sequence[Chunk],
+        question: str,
+        max_tokens: int | None,
+        schema: Mapping[str, Any] | None = None,
+        history: History = NOTHING,
+    ) -> PreparedPrompt:
+        """Without `max_tokens` every chunk is sent: what the server has room for, it says itself."""
+        _refuse(schema)
+        if max_tokens is not None:  # who is left out, the rank decides
+            _, kept = self._write(chunks, question, history, max_tokens)
+            chunks = [chunk for chunk in chunks if chunk.chunk_id in kept]
+        if self._order is not None:
+            by_id = {chunk.chunk_id: chunk for chunk in chunks}
+            chunks = [by_id[chunk_id] for chunk_id in self._order.arrange(list(by_id))]
+        prompt, chunk_ids = self._write(chunks, question, history, max_tokens)
+        return self._draft(chunk_ids, prompt)
+
+    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
+        _refuse(schema)
+        if not prompt:
+            raise UsageError("the prompt is empty")
+        if isinstance(prompt, str):
+            return self._draft((), prompt if self._tokenize is None else self._tokenize(prompt))
+        return self._draft((), tuple(prompt))
+
+    def documents_changed(self, corpus: CorpusView) -> None:
+        """The server forgets by itself what is not asked for any more."""
+
+    @property
+    def cache_figures(self) -> None:
+        return None
+
+    @property
+    def engine_figures(self) -> None:
+        return None
+
+    def beside(self, salt: str) -> "OpenAIBackend":
+        raise ConfigError(
+            "engine.kind = 'openai' serves one tenant only: what an engine elsewhere keeps of one tenant's prompts "
+            "would show in the times of another; use the builtin engine, or one server for each tenant"
+        )
+
+    def cancel(self, request_id: RequestId) -> None:
+        self._engine.cancel(request_id)
+
+    def stop(self) -> None:
+        self._engine.close()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _draft(self, chunk_ids: tuple[ChunkId, ...], prompt: RemotePrompt) -> PreparedPrompt:
+        def start(samples: Sequence[SampleRequest]) -> None:
+            for sample in samples:
+                request = RemoteRequest(sample.request_id, prompt, sample.sampling, sample.deadline)
+                self._engine.submit(request, sample.listener)
+
+        return PreparedPrompt(chunk_ids, len(prompt) if isinstance(prompt, tuple) else None, start)
+
+
+def _refuse(schema: Mapping[str, Any] | None) -> None:
+    if schema is not None:
+        raise UsageError("an engine elsewhere is not asked for JSON of a schema; set engine.kind to builtin")
+
+
+def connect(config: EngineConfig, model: str, clock: Clock) -> OpenAIBackend:
+    """The backend for a server. `model` names the checkpoint whose format and tokenizer write the prompts, where the
+    server does not do it.
+
+    Raises:
+        EngineUnavailableError: the server cannot be reached to ask for its model.
+        EngineRefusedError: it refuses the key, or lists no model.
+        ModelError: the checkpoint has no tokenizer.
+    """
+    write, tokenize = _writer(config.prompt, model)
+    engine = OpenAIEngine(OpenAIClient(config, clock), config.model, clock)
+    try:
+        engine.find_model()
+    except BaseException:
+        engine.close()
+        raise
+    return OpenAIBackend(engine, write, PrefixOrder() if config.document_order == "prefix" else None, tokenize)
+
+
+def _writer(kind: EnginePrompt, model: str) -> tuple[Writer, Callable[[str], RemotePrompt] | None]:
+    """With what makes tokens of other text, where the server is sent tokens."""
+    if kind == "chat":
+        return _chat, None
+    tokenizer = Tokenizer.load(resolve(model))
+    prompt_format = format_for(tokenizer)
+    if kind == "text":  # the server puts the begin token in front
+        begin = tokenizer.bos_token
+
+        def write_text(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:
+            return render(prompt_format, chunks, question, history).removeprefix(begin), _in_order(chunks, history)
+
+        return write_text, None
+    builder = PromptBuilder(tokenizer, prompt_format)
+
+    def write_tokens(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:
+        prompt = builder.build(chunks, question, max_tokens, history)
+        return prompt.token_ids, prompt.chunk_ids
+
+    return write_tokens, lambda text: raw_tokens(tokenizer, text)
+
+
+def _in_order(chunks: Sequence[Chunk], history: History) -> tuple[ChunkId, ...]:
+    return tuple(chunk.chunk_id for added in new_chunks(history.turns, chunks) for chunk in added)
+
+
+def _chat(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:
+    if history.answer_start:
+        raise UsageError(
+            "an engine elsewhere that is sent messages cannot continue an answer; end with a message of the user, or "
+            "set engine.prompt to text or tokens"
+        )
+    system = f"{INSTRUCTIONS}\n\n{history.system}" if history.system else INSTRUCTIONS
+    *earlier, last = user_messages(chunks, question, history)
+    answers = (turn.exchange.answer for turn in history.turns)
+    return ChatPrompt(system, last, tuple(zip(earlier, answers, strict=True))), _in_order(chunks, history)

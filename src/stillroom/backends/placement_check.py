@@ -1,0 +1,63 @@
+"""Whether a model's KV may be used at another place: measured at load, before `reuse.mode = anywhere` is allowed.
+
+The same tokens are computed alone at two places. If all that their KV knows of the place is the rotation of its keys,
+turning the keys of one gives the KV of the other, in every layer. Position schemes for which that does not hold, and
+mistakes of ours, show here as differences of the size of the keys themselves.
+"""
+
+import torch
+
+from stillroom.backends.assembly import kv_shape
+from stillroom.errors import ConfigError
+from stillroom.kvstore.device import DeviceStore
+from stillroom.models.decoder import Decoder
+from stillroom.models.packed import PackedInput
+from stillroom.ops.attention import AttentionSpan
+from stillroom.ops.rope import turn
+
+_NUM_TOKENS = 16
+_TOLERANCE = 0.02
+"""Relative, of a whole layer: far above rounding, even in half precision and over long distances, and far below what a
+wrong turn does."""
+
+
+def check_placement(decoder: Decoder, block_size: int) -> None:
+    """Compare KV that is turned with KV that is computed, from the first position to the last one possible and back.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    last = decoder.spec.max_positions - _NUM_TOKENS
+    if last <= 0:
+        raise _refused(f"it has room for {decoder.spec.max_positions} tokens only")
+    near, far = (computed_alone(decoder, first, block_size) for first in (0, last))
+    for (k_LTGD, v_LTGD), (other_k_LTGD, other_v_LTGD), start, end in ((near, far, 0, last), (far, near, last, 0)):
+        turned_LTGD = turn(k_LTGD, decoder.inv_freq_LP, start, end)
+        worst = max(relative_error(turned_LTGD, other_k_LTGD), relative_error(v_LTGD, other_v_LTGD))
+        if not worst <= _TOLERANCE:
+            raise _refused(
+                f"KV moved from position {start} to {end} differs by {worst:.1%} from what is computed there"
+            )
+
+
+def computed_alone(decoder: Decoder, first_position: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of some tokens that stand at this position with nothing before them, each [L, T, G, D]."""
+    num_blocks = -(-_NUM_TOKENS // block_size)
+    store = DeviceStore(kv_shape(decoder), num_blocks, block_size, decoder.device)
+    numbers = torch.arange(_NUM_TOKENS, device=decoder.device)
+    spans = [AttentionSpan(0, _NUM_TOKENS, slice(0, _NUM_TOKENS), _NUM_TOKENS)]
+    token_ids_T = (numbers * 7919 + 11) % decoder.spec.vocab_size
+    packed = PackedInput(token_ids_T, numbers + first_position, numbers, spans, [_NUM_TOKENS - 1])
+    decoder.hidden_states(packed, store.layer)
+    return store.k_LSGD[:, :_NUM_TOKENS], store.v_LSGD[:, :_NUM_TOKENS]
+
+
+def relative_error(found_LTGD: torch.Tensor, wanted_LTGD: torch.Tensor) -> float:
+    """Of the layer that differs most; not a number where either holds one that is not."""
+    found, wanted = found_LTGD.float().flatten(1), wanted_LTGD.float().flatten(1)
+    errors_L = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-12)
+    return float(errors_L.max())
+
+
+def _refused(reason: str) -> ConfigError:
+    return ConfigError(f"reuse.mode=anywhere is refused for this model: {reason}; use reuse.mode=exact")

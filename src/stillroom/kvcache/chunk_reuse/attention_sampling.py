@@ -1,0 +1,97 @@
+"""Measures, while a prompt is computed, how its chunks attend to each other, and notes that with their KV.
+
+A sample of each piece's tokens stands for all of them where only sums are wanted (Cache-Craft Eq. 3 to 12): it costs a
+few hundredths of the prefill. Selectors that rank tokens (Eq. 14, H2O) need every token.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.core.batch import Masses, Weighing
+from stillroom.core.prompt import SegmentKind
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.tree.chunk_scores import ContextMass
+from stillroom.kvcache.tree.pieces import Piece
+
+SAMPLE_EVERY = 32
+"""Tokens of a piece that one of them stands for."""
+
+
+def weighs_every(options: AnywhereOptions) -> int:
+    """How many tokens one may stand for."""
+    return 1 if options.ranks_kept_tokens else SAMPLE_EVERY
+
+
+class AttentionMassSampler:
+    """Of one prompt, which has chunks."""
+
+    def __init__(self, pieces: Sequence[Piece], num_tokens: int, every: int) -> None:
+        """
+        Args:
+            num_tokens: of the prompt, which may have a tail that is in no piece.
+            every: tokens that one stands for.
+        """
+        self._pieces = pieces
+        self._is_sample = every > 1
+        chunks = [index for index, piece in enumerate(pieces) if piece.kind is SegmentKind.CHUNK]
+        assert chunks
+        self._columns = {index: column for column, index in enumerate(chunks)}
+        self._groups = np.full(num_tokens, -1, dtype=np.int64)
+        self._is_watched = np.zeros(num_tokens, dtype=bool)
+        for index, column in self._columns.items():
+            piece = pieces[index]
+            self._groups[piece.start : piece.end] = column
+            self._is_watched[piece.start + min(every, piece.num_tokens) // 2 : piece.end : every] = True
+        self._rows = np.cumsum(self._is_watched) - 1  # of watched positions
+        num_rows = int(self._rows[-1]) + 1
+        self._paid = np.zeros((num_rows, len(chunks)), np.float32)
+        self._own = np.full(num_rows, np.nan, np.float32)  # not a number: not measured
+        self._received = np.zeros(num_tokens, np.float32)
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], num_tokens: int, every: int) -> "AttentionMassSampler | None":
+        """None for a prompt without chunks."""
+        has_chunks = any(piece.kind is SegmentKind.CHUNK for piece in pieces)
+        return cls(pieces, num_tokens, every) if has_chunks else None
+
+    def leave_out(self, index: int) -> None:
+        """A piece whose KV is kept already."""
+        self._is_watched[self._pieces[index].start : self._pieces[index].end] = False
+
+    def weighing(self, positions: NDArray[np.int64]) -> Weighing | None:
+        """What to ask of a step that computes the tokens at these positions, ascending; None: nothing."""
+        rows = np.flatnonzero(self._is_watched[positions])
+        if not len(rows):
+            return None
+        return Weighing(self._groups[: int(positions[-1]) + 1], len(self._columns), rows)
+
+    def take(self, positions: NDArray[np.int64], masses: Masses) -> None:
+        """What came of it."""
+        rows = self._rows[positions[self._is_watched[positions]]]
+        self._paid[rows], self._own[rows] = masses.paid, masses.own
+        self._received[: len(masses.received)] += masses.received
+
+    def mass_of(self, index: int) -> ContextMass | None:
+        """Of a piece, if it is a chunk and was computed, as far as is known now."""
+        if index not in self._columns:
+            return None
+        piece, column = self._pieces[index], self._columns[index]
+        rows = np.unique(self._rows[piece.start : piece.end][self._is_watched[piece.start : piece.end]])
+        rows = rows[~np.isnan(self._own[rows])]
+        if not len(rows):
+            return None
+        before = [self._pieces[one] for one, at in self._columns.items() if at < column]
+        stands_for = piece.num_tokens / len(rows)
+        paid = self._paid[rows]
+        is_whole = not self._is_sample and len(rows) == piece.num_tokens
+        return ContextMass(
+            num_tokens=piece.num_tokens,
+            prefix=tuple(one.content for one in before),
+            prefix_lengths=tuple(one.num_tokens for one in before),
+            inter=paid[:, :column].sum(axis=0) * np.float32(stands_for),
+            intra=float(paid[:, column].sum()) * stands_for,
+            token_inter=paid[:, :column].sum(axis=1) if is_whole else None,
+            received=self._received[piece.start : piece.end].copy() if is_whole else None,
+        )

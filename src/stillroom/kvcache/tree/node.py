@@ -1,0 +1,169 @@
+"""A node of the knowledge tree: one piece of a prompt after one exact sequence of earlier ones, and where its KV is."""
+
+import math
+from collections.abc import Iterator
+
+from stillroom.core.ids import BlockId, ChunkId
+from stillroom.core.kv import NO_TENANT, NodeKey, Tier
+from stillroom.kvcache.tree.chunk_scores import ContextMass
+
+
+class WindowedCount:
+    """Uses within the last `window_seconds`, nearly: this window's, and the last one's as far as it still counts.
+
+    Exact at window borders; in between it takes the last window's uses as evenly spread. An infinite window counts all.
+    """
+
+    __slots__ = ("_before", "_now", "_start", "_window")
+
+    def __init__(self, window_seconds: float, now: float) -> None:
+        self._window = window_seconds
+        self._start = now
+        self._before = 0.0
+        self._now = 0.0
+
+    def add(self, now: float, count: float = 1.0) -> None:
+        self._turn(now)
+        self._now += count
+
+    def value(self, now: float) -> float:
+        self._turn(now)
+        share = 1.0 - (now - self._start) / self._window
+        return self._now + self._before * share
+
+    def _turn(self, now: float) -> None:
+        if now - self._start < self._window:
+            return
+        is_next = now - self._start < 2 * self._window
+        self._before = self._now if is_next else 0.0
+        self._now = 0.0
+        self._start = self._start + self._window if is_next else now
+
+
+class Node:
+    """Only the knowledge tree changes it."""
+
+    __slots__ = (
+        "avg_cost",
+        "before",
+        "block_ids",
+        "children",
+        "chunk_id",
+        "content",
+        "cost_alone",
+        "cost_here",
+        "depth",
+        "disk_bytes",
+        "first_position",
+        "frequency",
+        "heat",
+        "is_lower",
+        "key",
+        "mass",
+        "num_children_in",
+        "num_computed",
+        "num_tokens",
+        "num_users",
+        "owner",
+        "parent",
+        "priority",
+        "recency",
+        "reusability",
+        "seen_alone",
+    )
+
+    def __init__(  # noqa: PLR0913  plain values, given once
+        self,
+        key: NodeKey,
+        parent: "Node | None",
+        *,
+        content: bytes,
+        before: tuple[bytes, ...] = (),
+        seen_alone: frozenset[ChunkId] = frozenset(),
+        first_position: int,
+        num_tokens: int,
+        chunk_id: ChunkId | None,
+        frequency: WindowedCount,
+        cost_alone: float,
+        cost_here: float,
+    ) -> None:
+        self.key = key
+        self.parent = parent
+        self.children: dict[NodeKey, Node] = {}
+        self.content = content
+        """Hash of model, tenant and its tokens, wherever they stand."""
+        self.before = before
+        """Contents of the chunks that stood before it when its KV was computed, in order, as far as is known."""
+        self.seen_alone = seen_alone
+        """Chunks whose text its KV has seen, its own included, where it hangs from no path; empty where its path says
+        so."""
+        self.first_position = first_position
+        self.num_tokens = num_tokens
+        self.chunk_id = chunk_id
+        self.owner = NO_TENANT
+        self.block_ids: list[BlockId] | None = None
+        """Its blocks on the device, which the tree holds one reference to; None if it is not there."""
+        self.is_lower = {Tier.HOST: False, Tier.DISK: False}
+        """Whether there is a copy on host and disk."""
+        self.disk_bytes = 0
+        """Size of the copy on disk, while there is one."""
+        self.num_users = 0
+        """Running sequences whose prompt begins with this path. Nothing of a node in use is evicted."""
+        self.num_children_in = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 0}
+        self.depth: int = (0 if parent is None else parent.depth) + (chunk_id is not None)
+        """Chunks on its path, itself included: each was one more choice of the search. Pieces of one text are none."""
+        self.heat = -math.inf
+        """log2 of its uses, each weighing twice as much as one that is a half-life older; see `add_use`."""
+        self.mass: ContextMass | None = None
+        """What its tokens attended to when it was computed; None if nobody measured it."""
+        self.reusability = 0.0
+        """f_r: 1 / CFO of all its placements, added up (Cache-Craft 3.3)."""
+        self.frequency = frequency
+        self.avg_cost = cost_alone
+        self.num_computed = 0
+        """Requests that `avg_cost` is the mean of."""
+        self.cost_alone = cost_alone
+        self.cost_here = cost_here
+        self.recency = 0
+        self.priority = {Tier.DEVICE: 0.0, Tier.HOST: 0.0, Tier.DISK: 0.0}
+        """By tier, as of its last use."""
+
+    def is_in(self, tier: Tier) -> bool:
+        """Whether a copy is in this tier."""
+        return self.block_ids is not None if tier is Tier.DEVICE else self.is_lower[tier]
+
+    @property
+    def tier(self) -> Tier | None:
+        """The fastest tier with a copy; None if there is none left."""
+        if self.block_ids is not None:
+            return Tier.DEVICE
+        if self.is_lower[Tier.HOST]:
+            return Tier.HOST
+        return Tier.DISK if self.is_lower[Tier.DISK] else None
+
+    @property
+    def seen(self) -> set[ChunkId]:
+        """The chunks whose text its KV has seen, its own included."""
+        path = {node.chunk_id for node in (self, *self.above()) if node.chunk_id is not None}
+        return path | self.seen_alone
+
+    def above(self) -> "Iterator[Node]":
+        """The nodes of its path before it, nearest first."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def add_use(self, half_lives: float) -> None:
+        """
+        Args:
+            half_lives: now. Instead of letting old uses fade, later ones weigh more, 2 ** now: so heat changes only
+                when the node is used, and is a sort key (LRFU, Lee et al. 2001).
+        """
+        high, low = max(self.heat, half_lives), min(self.heat, half_lives)
+        self.heat = high + math.log2(1.0 + 2.0 ** (low - high))
+
+    def add_cost(self, seconds_per_token: float) -> None:
+        """One more request had to compute it (RAGCache Algorithm 1, lines 10 to 12)."""
+        self.num_computed += 1
+        self.avg_cost += (seconds_per_token - self.avg_cost) / self.num_computed

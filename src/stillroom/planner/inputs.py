@@ -1,0 +1,270 @@
+"""Everything that a plan is reckoned from, measured once: the model's costs, what each question finds and how long that
+takes, and, of an index that can be divided, its lists.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import faiss as _faiss
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stillroom.backends.assembly import kv_shape
+from stillroom.backends.local import measured_costs
+from stillroom.backends.prompt_builder import PromptBuilder, format_for
+from stillroom.config.settings import QueryCacheConfig, StillroomConfig
+from stillroom.core.clock import Clock
+from stillroom.core.document import SearchResult
+from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt
+from stillroom.planner.workload import PlannedWorkload, QuestionCounts
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
+from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.tiers.device_lists import devices_named
+from stillroom.retrieval.tiers.partition import Lists
+from stillroom.retrieval.tiers.search_profile import (
+    Effort,
+    SearchProfile,
+    measure_device,
+    measure_profile,
+    probed_lists,
+)
+from stillroom.retrieval.tiers.tiered_ivf import scan
+from stillroom.retrieval.vector_index import one_thread
+
+faiss: Any = _faiss  # its type information lacks what is made at import
+
+SEARCH_BATCH = 8
+"""Questions that wait for an index with lists on disk are searched together; so many at most were measured."""
+_NUM_TIMED = 20
+_EFFORT = Effort(batch_sizes=(1, 2, 4, 8), num_queries=24)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedQuestion:
+    """One question."""
+
+    prompt: Prompt
+    result: SearchResult
+    """With what embedding it and searching took."""
+    dense_seconds: float
+    """Of that, in the dense index, with everything in RAM."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DivisibleIndex:
+    """An index whose lists can be divided."""
+
+    profile: SearchProfile
+    """Over twice as many probes as the knowledge base makes, so that more can be told too."""
+    nprobe: int
+    heat: NDArray[np.float64]
+    """Accesses of each list by the questions that come before those that count: [nlist]."""
+    devices: tuple[str, ...] = ()
+    """That may hold lists."""
+    shares_device: bool = False
+    """Whether one of them is the model's."""
+
+    def probed(self, question: int, share: float = 1.0) -> Lists:
+        """[p] of a question, nearest first."""
+        return self.profile.probed[question, : max(1, math.ceil(self.nprobe * share))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanInputs:
+    """See the module."""
+
+    plant: HardwareModel
+    system: EnginePolicy
+    query_cache: QueryCacheConfig
+    found: tuple[ObservedQuestion, ...]
+    """Of each question."""
+    texts: tuple[str, ...]
+    workload: PlannedWorkload
+    index: DivisibleIndex | None
+    index_kind: str
+    model_name: str
+    is_calibrated: bool
+    """Whether `stillroom calibrate` measured the costs, or a quick pass just now."""
+
+
+def measure_scene(  # noqa: PLR0913  what it is measured from
+    kb: KnowledgeBase,
+    config: StillroomConfig,
+    questions: QuestionCounts,
+    workload: PlannedWorkload,
+    answer_tokens: int,
+    clock: Clock,
+    say: Callable[[str], None] = lambda _: None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> PlanInputs:
+    """Measure.
+
+    Args:
+        say: told what begins.
+        tell: told how many of how many questions are searched.
+
+    Raises:
+        ModelError, ConfigError: the model cannot be used.
+        UsageError: too little memory to measure with.
+    """
+    say(f"loading {config.runtime.model}")
+    costs = measured_costs(config, kb.path, clock)
+    runtime, model = config.runtime, costs.model
+    spec = model.decoder.spec
+    plant = HardwareModel(
+        costs=costs.profile,
+        bytes_per_token=kv_shape(model.decoder).bytes_per_token,
+        num_layers=spec.num_layers,
+        device_bytes=runtime.kv_bytes,
+        max_model_len=spec.max_positions,
+        max_seqs=runtime.max_num_seqs,
+        step_tokens=max(runtime.max_num_batched_tokens, runtime.max_num_seqs),
+        max_tokens=answer_tokens,
+        block_size=runtime.block_size,
+        sequence_seconds=costs.sequence_seconds,
+        batch_delay_seconds=runtime.batch_delay_ms / 1000,
+    )
+    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
+    say("searching")
+    room = spec.max_positions - answer_tokens
+    room = min(room, config.generation.max_prompt_tokens or room)
+    lists = None if config.search.mode == "sparse" else lists_of(kb)
+    found = _search(kb, config, questions.texts, lists, prompts, room, clock, tell)
+    index = None
+    if lists is not None:
+        index = _index_lists(kb, lists, questions, workload, say)
+        index = _with_devices(index, kb, lists, config, questions, model.decoder.device, say)
+    system = EnginePolicy(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
+    prompts_of_warm = [found[number].prompt for number in workload.warm]
+    return PlanInputs(
+        replace(plant, step_seconds=_deciding_seconds(plant, system, prompts_of_warm)),
+        system,
+        config.query_cache,
+        tuple(found),
+        questions.texts,
+        workload,
+        index,
+        kb.index_config.kind,
+        model.name,
+        costs.is_calibrated,
+    )
+
+
+def _deciding_seconds(plant: HardwareModel, system: EnginePolicy, prompts: Sequence[Prompt]) -> float:
+    """Of a step, on this machine: the scheduler's decisions are as real in a simulation as anywhere."""
+    outcome = SimulatedRuntime(plant, system).ask(prompts[:_NUM_TIMED])
+    return float(np.median(outcome.scheduling_seconds))
+
+
+def _search(  # noqa: PLR0913  the parts
+    kb: KnowledgeBase,
+    config: StillroomConfig,
+    texts: Sequence[str],
+    lists: Any | None,
+    prompts: PromptBuilder,
+    max_tokens: int,
+    clock: Clock,
+    tell: Callable[[int, int], None],
+) -> list[ObservedQuestion]:
+    for _ in range(2):  # loads the embedder and the indexes
+        kb.search("warm up")
+    found = []
+    if config.search.mode != "sparse":
+        search_dense = _dense_search(kb, lists, max(config.search.num_candidates, config.search.top_k))
+    for number, text in enumerate(texts):
+        result = kb.search(text)
+        dense_seconds = 0.0
+        if config.search.mode != "sparse":
+            vector = kb.embed_question(text)
+            began = clock.monotonic()
+            search_dense(vector)
+            dense_seconds = min(clock.monotonic() - began, result.search_seconds)
+        prompt = prompts.build([scored.chunk for scored in result.results], text, max_tokens)
+        parts = tuple(segment.token_ids for segment in prompt.segments)
+        found.append(ObservedQuestion(parts, result, dense_seconds))
+        tell(number + 1, len(texts))
+    return found
+
+
+def _index_lists(
+    kb: KnowledgeBase, lists: Any, questions: QuestionCounts, workload: PlannedWorkload, say: Callable[[str], None]
+) -> DivisibleIndex:
+    say("profiling the index")
+    vectors = np.stack([kb.embed_question(text) for text in questions.texts])
+    nprobe = _nprobe(kb, lists)
+    profile = measure_profile(lists, vectors, nprobe, kb.path, _EFFORT)
+    wide = SearchProfile(
+        profile.sizes, profile.bytes_per_vector, probed_lists(lists, vectors, 2 * nprobe), profile.model
+    )
+    asked = wide.probed[list(workload.warm), :nprobe]  # those that count come later, as they will
+    heat = np.bincount(asked[asked >= 0].ravel(), minlength=len(wide.sizes)).astype(float)
+    return DivisibleIndex(wide, nprobe, heat)
+
+
+def _with_devices(  # noqa: PLR0913  the parts
+    index: DivisibleIndex,
+    kb: KnowledgeBase,
+    lists: Any,
+    config: StillroomConfig,
+    questions: QuestionCounts,
+    model_device: torch.device,
+    say: Callable[[str], None],
+) -> DivisibleIndex:
+    """The same with the devices that may hold lists, if any: those configured, else GPUs where the model is on one."""
+    own = config.index
+    if kb.index_config.nbits != 8 or not (own.device_bytes or model_device.type == "cuda"):
+        return index
+    devices = devices_named(own.devices)
+    shares_device = any(_is_same(torch.device(device), model_device) for device in devices)
+    num_bytes = own.device_bytes or config.runtime.kv_bytes
+    if not (own.device_bytes or shares_device):
+        return index
+    say(f"profiling lists on {devices[0]}")
+    vectors = np.stack([kb.embed_question(text) for text in questions.texts])
+    costs = measure_device(lists, vectors, index.nprobe, devices[0], num_bytes, _EFFORT)
+    if costs is None:
+        return index
+    profile = replace(index.profile, model=replace(index.profile.model, device=costs))
+    return replace(index, profile=profile, devices=devices, shares_device=shares_device)
+
+
+def _is_same(one: torch.device, other: torch.device) -> bool:
+    """A device without a number is the first."""
+    return one.type == other.type and (one.index or 0) == (other.index or 0)
+
+
+def _dense_search(kb: KnowledgeBase, lists: Any | None, num: int) -> Callable[[NDArray[np.float32]], object]:
+    """Searches the dense index for `num` chunks. Where its lists are on disk it looks at their copy in RAM; the full
+    vectors stay in the file, and scoring with them counts as the rest of a search."""
+    index, effort = kb.dense_index(), kb.search_effort()
+    if lists is None or not isinstance(index, TieredIvfPqIndex):
+        return lambda query: index.search(query, num, effort)
+    nprobe, num_fetched = _nprobe(kb, lists), num * max(1, kb.index_config.refine)
+
+    def search(query: NDArray[np.float32]) -> object:
+        with one_thread():
+            nearness, probed = lists.quantizer.search(query.reshape(1, -1), nprobe)
+        return scan(lists, query, num_fetched, probed[0], nearness[0])
+
+    return search
+
+
+def _nprobe(kb: KnowledgeBase, lists: Any) -> int:
+    return min(kb.search_effort() or kb.index_config.nprobe, int(lists.nlist))
+
+
+def lists_of(kb: KnowledgeBase) -> Any | None:
+    """The trained lists of an `ivf_pq` index, in RAM and without full vectors: an IndexIVFPQ that is not to be changed.
+    None where it has none."""
+    index = kb.dense_index()
+    if isinstance(index, TieredIvfPqIndex):
+        if not index.is_trained:
+            return None
+        snapshot = index.snapshot()  # whose quantizers it has: they go when the index is shown another file
+        return faiss.clone_index(snapshot.whole())
+    return index.parts[0] if isinstance(index, IvfPqIndex) else None

@@ -1,0 +1,186 @@
+"""Chooses how memory is split between the lists of the vector index and kept KV, and says what would change it
+(VectorLiteRAG 4.1, for index and KV together).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from stillroom.errors import PromptTooLongError, UsageError
+from stillroom.planner.choice import Option, Target, choose, simulated
+from stillroom.planner.constraints import Shortfall, Sufficient, smallest_hit_rate
+from stillroom.planner.forecast import Forecast, Forecaster, Variation
+from stillroom.planner.splits import Budgets, Split, candidates
+from stillroom.planner.what_if import Effect, purchases, sensitivity
+from stillroom.retrieval.tiers.hit_rates import HitRates
+from stillroom.retrieval.tiers.search_model import hits_of
+from stillroom.retrieval.tiers.search_profile import rate_at
+
+_MOST_RATE = 64.0
+"""Times as many requests are tried at most."""
+_NO_WAIT = Variation(rate=math.inf)
+"""All questions are asked in the first moment: what search and model can serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Why the target is missed."""
+
+    constraint: Literal["prefill", "search", "load"]
+    alone: Forecast
+    """One question at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is known of a choice."""
+
+    target: Target
+    rate: float
+    chosen: Option
+    options: tuple[Option, ...]
+    current: Option | None
+    """As configured now; None where that cannot run."""
+    throughput: float
+    """Requests per second that search and model can serve. At a higher rate the queue grows without end, whatever the
+    times of so many requests are."""
+    sustained_rate: float
+    """Requests per second up to which the target is met; 0 where it is not even alone."""
+    sustains_more: bool
+    """Whether no higher rate was tried."""
+    binding: Binding | None
+    """None where the target is met."""
+    rule: Sufficient | Shortfall | None
+    """VectorLiteRAG's, of the search alone; None without lists."""
+    hits: HitRates | None
+    """Of the questions that count, with the chosen lists on devices and in RAM: a Beta-binomial (4.1); None without
+    lists."""
+    sensitivity: tuple[Effect, ...]
+    purchases: tuple[Effect, ...]
+    """Best first."""
+
+    @property
+    def is_feasible(self) -> bool:
+        return self.binding is None
+
+
+def make_plan(
+    forecaster: Forecaster,
+    budgets: Budgets,
+    target: Target,
+    current: Split | None = None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Plan:
+    """Simulate the grid, choose, and vary the choice.
+
+    Raises:
+        UsageError: no split is possible: too little disk for the lists, or too little of the device for a prompt.
+    """
+    splits = candidates(budgets, forecaster.list_bytes, forecaster)
+    if not splits:
+        missing = forecaster.list_bytes - budgets.disk
+        raise UsageError(
+            f"the lists of the index do not fit: {missing:,} bytes are missing on disk; raise --disk by that"
+        )
+    progress = _PlanProgress(tell, len(splits) + 24)
+    options = simulated(forecaster, splits, progress.step)
+    if not options:
+        try:
+            forecaster.forecast(splits[0])  # the one with the most for KV
+        except PromptTooLongError as error:
+            raise UsageError(f"{error}; or give --device-memory more than {budgets.device:,} bytes") from None
+    chosen = choose(options, target.percent)
+    alone = forecaster.forecast(chosen.split, Variation(is_alone=True))
+    rate = forecaster.scene.workload.rate
+    throughput = forecaster.forecast(chosen.split, _NO_WAIT).requests_per_second
+    is_met = target.is_met(chosen.forecast) and rate <= throughput
+    most = min(_MOST_RATE, throughput / rate)
+    times = _sustained(forecaster, chosen.split, target, most, progress) if target.is_met(alone) else 0.0
+    plan = Plan(
+        target,
+        rate,
+        chosen,
+        tuple(options),
+        _current(forecaster, current),
+        throughput,
+        times * rate,
+        times == _MOST_RATE,
+        None if is_met else binding_constraint(alone, target),
+        _rule(forecaster, chosen.split, target, alone),
+        _hits(forecaster, chosen.split),
+        tuple(sensitivity(forecaster, chosen.split, progress.step)),
+        tuple(purchases(forecaster, budgets, chosen.split, target, progress.step)),
+    )
+    progress.end()
+    return plan
+
+
+def binding_constraint(alone: Forecast, target: Target) -> Binding:
+    """What keeps the target from being met: waiting for others, if one question at a time meets it; else the larger
+    part of what one takes, among the questions that miss it."""
+    if target.is_met(alone):
+        return Binding("load", alone)
+    late = alone.seconds > target.seconds
+    search = float(alone.search_seconds[late].mean())
+    return Binding("search" if 2 * search > float(alone.seconds[late].mean()) else "prefill", alone)
+
+
+class _PlanProgress:
+    def __init__(self, tell: Callable[[int, int], None], total: int) -> None:
+        self._tell, self._total, self._done = tell, total, 0
+
+    def step(self) -> None:
+        self._done = min(self._done + 1, self._total)
+        self._tell(self._done, self._total)
+
+    def end(self) -> None:
+        self._tell(self._total, self._total)
+
+
+def _current(forecaster: Forecaster, current: Split | None) -> Option | None:
+    try:
+        return None if current is None else Option(current, forecaster.forecast(current))
+    except PromptTooLongError:
+        return None
+
+
+def _sustained(forecaster: Forecaster, split: Split, target: Target, most: float, progress: _PlanProgress) -> float:
+    """Times as many requests as asked for, `most` at most; by halving, to a twentieth."""
+
+    def meets(times: float) -> bool:
+        progress.step()
+        return target.is_met(forecaster.forecast(split, Variation(rate=times)))
+
+    low, high = 0.0, min(1.0, most)
+    least = high / _MOST_RATE
+    while low < most and meets(high):
+        low, high = high, min(2 * high, most)
+    while high - low > 0.05 * high and high > least:
+        middle = (low + high) / 2
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    return low
+
+
+def _hits(forecaster: Forecaster, split: Split) -> HitRates | None:
+    index = forecaster.scene.index
+    if index is None:
+        return None
+    probed = np.stack([index.probed(number) for number in forecaster.scene.workload.asked])
+    return hits_of(forecaster.division_of(split), probed)
+
+
+def _rule(forecaster: Forecaster, split: Split, target: Target, alone: Forecast) -> Sufficient | Shortfall | None:
+    """Eq. 7 to 10."""
+    index = forecaster.scene.index
+    if index is None:
+        return None
+    profile, rate = index.profile, rate_at(index.profile, index.nprobe)
+    at_once = forecaster.forecast(split, Variation(at_once=True))
+    prefill = float(np.percentile(alone.seconds - alone.search_seconds, target.percent))
+    rest = target.seconds - prefill
+    if rest <= 0:
+        return Shortfall("latency", float("inf"), rate(1.0, 1))
+    return smallest_hit_rate(rate, profile.model.times.batch_sizes, at_once.requests_per_second, rest)

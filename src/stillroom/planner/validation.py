@@ -1,0 +1,69 @@
+"""Asks a real room the questions of a workload when they are due, and times it: `stillroom plan --validate`."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.core.clock import Clock
+from stillroom.planner.workload import PlannedWorkload
+from stillroom.rag.answer import AskOptions
+from stillroom.rag.stillroom import Stillroom
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """Of the requests of a workload, in their order."""
+
+    seconds: NDArray[np.float64]
+    """From due to the first token."""
+    search_seconds: NDArray[np.float64]
+    kept_share: float
+    """Of prompt tokens, whose KV was there."""
+
+    def percentile(self, percent: float) -> float:
+        """Seconds to the first token."""
+        return float(np.percentile(self.seconds, percent))
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "p50_seconds": self.percentile(50),
+            "p95_seconds": self.percentile(95),
+            "p99_seconds": self.percentile(99),
+            "mean_search_seconds": float(self.search_seconds.mean()),
+            "kept_share": self.kept_share,
+        }
+
+
+def measure(
+    room: Stillroom, texts: tuple[str, ...], workload: PlannedWorkload, answer_tokens: int, clock: Clock
+) -> Measured:
+    """Warm the room up, one question after the other, then ask each when it is due, whether or not the ones before have
+    been answered. Raises as `Stillroom.ask`."""
+    room.warm_up()
+    options = AskOptions(max_tokens=answer_tokens, min_tokens=answer_tokens)
+    for number in workload.warm:
+        room.ask(texts[number], options)
+    return asyncio.run(_measure(room, texts, workload, options, clock))
+
+
+async def _measure(
+    room: Stillroom, texts: tuple[str, ...], workload: PlannedWorkload, options: AskOptions, clock: Clock
+) -> Measured:
+    began = clock.monotonic()
+
+    async def ask(number: int, due: float) -> tuple[float, float, int, int]:
+        await asyncio.sleep(max(0.0, due - (clock.monotonic() - began)))
+        stream = await room.astream(texts[number], options)
+        async for _ in stream:
+            pass
+        answer = stream.answer
+        # counted from the moment it was due: the event loop may have come to it later
+        first = clock.monotonic() - answer.timing.total_seconds + answer.timing.ttft_seconds
+        reuse = answer.reuse
+        return first - began - due, answer.timing.retrieval_seconds, reuse.num_cached_tokens, reuse.num_prompt_tokens
+
+    asked = zip(workload.asked, workload.dues, strict=True)
+    found = np.array(await asyncio.gather(*(ask(number, due) for number, due in asked)))
+    return Measured(found[:, 0], found[:, 1], float(found[:, 2].sum() / max(1.0, found[:, 3].sum())))

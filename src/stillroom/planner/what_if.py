@@ -1,0 +1,93 @@
+"""What another choice than the planned one would give: each halved and doubled, and what could be bought next."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from stillroom.errors import PromptTooLongError
+from stillroom.planner.choice import Target, choose, simulated
+from stillroom.planner.forecast import Forecast, Forecaster, Variation
+from stillroom.planner.splits import Budgets, Split, candidates
+
+_GPU = 10.0
+"""Times as fast a decoder: an assumption, and no particular GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What another choice would give."""
+
+    name: str
+    forecast: Forecast | None
+    """None where it cannot work."""
+    remark: str = ""
+
+
+def _try(forecaster: Forecaster, name: str, split: Split, variation: Variation, remark: str = "") -> Effect:
+    try:
+        return Effect(name, forecaster.forecast(split, variation), remark)
+    except PromptTooLongError:
+        return Effect(name, None, "the longest prompt does not fit")
+
+
+def sensitivity(forecaster: Forecaster, split: Split, step: Callable[[], None]) -> list[Effect]:
+    """Each choice halved and doubled, all others left as they are."""
+    found = []
+    for word, times in (("half", 0.5), ("twice", 2.0)):
+        others = [
+            (f"{word} the KV on the device", replace(split, device_kv=int(split.device_kv * times))),
+            (f"{word} the KV in host memory", replace(split, host_kv=int(split.host_kv * times))),
+            (f"{word} the KV on disk", replace(split, disk_kv=int(split.disk_kv * times))),
+        ]
+        if forecaster.list_bytes:
+            ram_lists = min(int(split.ram_lists * times), forecaster.list_bytes)
+            fitted = forecaster.fitted(ram_lists, split.device_lists)
+            others.insert(0, (f"{word} the lists in RAM", replace(split, ram_lists=fitted)))
+        if split.num_devices:
+            device_lists = forecaster.fitted_on_devices(int(split.device_lists * times))
+            others.insert(0, (f"{word} the lists on devices", replace(split, device_lists=device_lists)))
+        for name, other in others:
+            found.append(_try(forecaster, name, other, Variation()))
+            step()
+        if forecaster.list_bytes:
+            found.append(
+                _try(forecaster, f"{word} the probes", split, Variation(probes=times), "changes what is found")
+            )
+        found.append(_try(forecaster, f"{word} the requests", split, Variation(rate=times)))
+        step()
+    return found
+
+
+def purchases(
+    forecaster: Forecaster, budgets: Budgets, split: Split, target: Target, step: Callable[[], None]
+) -> list[Effect]:
+    """What could be bought or given up next, best first."""
+    reuse = forecaster.scene.system.reuse
+    found = [_anew(forecaster, "twice the RAM", replace(budgets, ram=2 * budgets.ram), target)]
+    step()
+    if split.num_devices:
+        more = replace(budgets, device_lists=2 * budgets.device_lists)
+        if budgets.shares_device:
+            more = replace(more, device=2 * budgets.device, device_lists=2 * budgets.device)
+        name = "twice the device memory" if budgets.shares_device else "twice the device memory for lists"
+        found.append(_anew(forecaster, name, more, target))
+        step()
+    device = replace(split, device_kv=2 * split.device_kv)
+    found.append(_try(forecaster, "twice the memory for KV on the device", device, Variation()))
+    disk = replace(split, disk_kv=split.disk_kv + budgets.disk)
+    found.append(_try(forecaster, "twice the disk", disk, Variation()))
+    remark = f"assumed: computes {_GPU:g} times as fast"
+    found.append(_try(forecaster, "a GPU, or a faster one", split, Variation(speed=_GPU), remark))
+    if forecaster.list_bytes:
+        found.append(_try(forecaster, "half the probes", split, Variation(probes=0.5), "costs recall, no money"))
+    if reuse.mode == "exact":
+        remark = "answers may change (docs/chunk-reuse.md)"
+        found.append(_try(forecaster, 'reuse.mode = "anywhere"', split, Variation(reuse="anywhere"), remark))
+    step()
+    known = [one for one in found if one.forecast is not None]
+    return sorted(known, key=lambda one: one.forecast.percentile(target.percent) if one.forecast else 0.0)
+
+
+def _anew(forecaster: Forecaster, name: str, budgets: Budgets, target: Target) -> Effect:
+    """The best split of other budgets, of fewer than a plan looks at."""
+    splits = candidates(budgets, forecaster.list_bytes, forecaster, 4, 2)
+    return Effect(name, choose(simulated(forecaster, splits, lambda: None), target.percent).forecast, "split anew")

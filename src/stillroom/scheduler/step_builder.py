@@ -1,0 +1,80 @@
+"""What of a sequence runs in a step: the next tokens of its prompt or answer, or of the repair of its chunks."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.core.batch import SampleSpec, ScheduledSequence, Weighing
+from stillroom.core.request import uniform_at
+from stillroom.kvcache.chunk_reuse.recompute import SelectiveRecompute
+from stillroom.scheduler.sequence import Sequence
+
+
+def take(sequence: Sequence, budget: int) -> ScheduledSequence:
+    """The next tokens of a sequence, as many as the budget allows; changes nothing but what is remembered of them."""
+    if sequence.lease.repair is not None:
+        return _take_repair(sequence, sequence.lease.repair, budget)
+    start = sequence.num_computed
+    end = min(start + budget, sequence.next_cut(start))
+    samples = _samples(sequence) if end == sequence.num_tokens else ()
+    token_ids, slots = sequence.tokens(start, end), sequence.table.slots[:end]
+    weighing = _weighing(sequence, np.arange(start, end)) if sequence.lease.weigher is not None else None
+    return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, weighing=weighing)
+
+
+def _take_repair(sequence: Sequence, repair: SelectiveRecompute, budget: int) -> ScheduledSequence:
+    """The look of a sequence with placed chunks, a piece of its probe, or of the pass behind them."""
+    slots = sequence.table.slots
+    if repair.needs_probe:
+        probed = repair.probes_from(sequence.num_tokens, budget)
+        token_ids = sequence.tokens(probed.start, probed.stop)
+        return ScheduledSequence(sequence.request_id, token_ids, probed.start, slots[: probed.stop], (), is_probe=True)
+    if repair.needs_look:
+        positions = repair.looks_from(sequence.num_tokens, budget)
+        return _at(sequence, positions, slots[np.concatenate([repair.context, positions])], (), is_look=True)
+    if sequence.to_compute is None:
+        sequence.to_compute = repair.to_compute(sequence.num_tokens)
+    positions = sequence.to_compute[:budget]
+    samples = _samples(sequence) if len(positions) == len(sequence.to_compute) else ()
+    end = int(positions[-1]) + 1
+    return _at(sequence, positions, slots[:end], samples, weighing=_weighing(sequence, positions))
+
+
+def _at(
+    sequence: Sequence,
+    positions: NDArray[np.int64],
+    context: NDArray[np.int64],
+    samples: tuple[SampleSpec, ...],
+    *,
+    is_look: bool = False,
+    weighing: Weighing | None = None,
+) -> ScheduledSequence:
+    token_ids, first = sequence.tokens_at(positions), int(positions[0])
+    return ScheduledSequence(
+        sequence.request_id, token_ids, first, context, samples, positions, is_look, weighing=weighing
+    )
+
+
+def _weighing(sequence: Sequence, positions: NDArray[np.int64]) -> Weighing | None:
+    """What is to be measured of tokens of a prompt."""
+    weigher = sequence.lease.weigher
+    if weigher is None or positions[-1] >= sequence.num_prompt_tokens:
+        return None
+    return weigher.weighing(positions)
+
+
+def _samples(sequence: Sequence) -> tuple[SampleSpec, ...]:
+    """Of a sequence and its followers, as all of their tokens run."""
+    return (_sample_spec(sequence), *map(_sample_spec, sequence.followers))
+
+
+def _sample_spec(sequence: Sequence) -> SampleSpec:
+    request, params = sequence.request, sequence.request.sampling
+    return SampleSpec(
+        request_id=request.request_id,
+        params=params,
+        uniform=0.0 if params.is_greedy else uniform_at(params.seed, sequence.num_generated),
+        token_ids=sequence.tokens(0, sequence.num_tokens),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        forbidden=request.stop_token_ids if sequence.num_generated < params.min_tokens else frozenset(),
+        constraint=sequence.constraint,
+    )

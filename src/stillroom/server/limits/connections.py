@@ -1,0 +1,175 @@
+"""One connection, with time limits: whoever sends slowly, reads slowly or only holds on does not hold the server up.
+
+- A request's head must be there within `head_timeout_s`, its body within `body_timeout_s` after that: slow senders
+  (slowloris) and connections that say nothing are closed.
+- Answers go out through a buffer of 64 KiB. While it is full nothing more is made for it; if its reader has not taken
+  most of it within `write_timeout_s`, the connection is cut, and what ran for it is cancelled. So is one that is to be
+  closed and whose last answer is not taken within that time.
+- While a request runs its connection is read on, so that a client that leaves is noticed.
+- Connections beyond `max_connections` are told to come back; beyond twice as many they are cut.
+- What two readers could understand differently is refused, and the connection closed (`strict_http`).
+
+An answer that is given here has the form, the id and the line in the log that every other has. Uvicorn has no such
+limits; everything else is its own.
+"""
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from stillroom.config.settings import ServerConfig
+from stillroom.server.errors import error_body
+from stillroom.server.limits.strict_http import StrictConnection
+from stillroom.server.middleware import note_refused
+
+_MAX_AHEAD = 16 * 1024
+"""Bytes of later requests that are read while one runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    head_timeout_s: float
+    body_timeout_s: float
+    write_timeout_s: float
+    max_connections: int
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> "ConnectionLimits":
+        return cls(config.head_timeout_s, config.body_timeout_s, config.write_timeout_s, config.max_connections)
+
+
+def protocol_of(limits: ConnectionLimits) -> type[H11Protocol]:
+    """Uvicorn's protocol with these limits."""
+
+    class Limited(LimitedProtocol):
+        pass
+
+    Limited.limits = limits
+    return Limited
+
+
+class LimitedProtocol(H11Protocol):
+    """See the module's docstring."""
+
+    limits: ConnectionLimits
+    conn: StrictConnection
+    _stage: str | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _writing: asyncio.TimerHandle | None = None
+    _closing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.conn = StrictConnection()
+        if len(self.connections) > 2 * self.limits.max_connections:
+            transport.abort()
+        elif len(self.connections) > self.limits.max_connections:
+            self.app = _come_back
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._timer, self._writing, self._closing):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._writing = self._closing = None
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= _MAX_AHEAD:
+            self.flow.resume_reading()  # a pipelined request pauses it
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._cut_later()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writing = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._cut_later()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP, in the form of all other errors."""
+        refusal = self.conn.refusal
+        body = JSONResponse(error_body(refusal.message, "invalid_request_error", code="invalid_http")).body
+        try:
+            self._send_alone(refusal.status, bytes(body))
+        except h11.LocalProtocolError:  # in the middle of a response
+            self.transport.abort()
+
+    def _watch(self) -> None:
+        """Keep the time limit of what is expected now: a head, a body, or nothing."""
+        if self.transport.is_closing():
+            stage = None
+        else:
+            stage = {h11.IDLE: "head", h11.SEND_BODY: "body"}.get(self.conn.their_state)
+        if stage == self._stage:
+            return
+        self._stage = stage
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if stage is not None:
+            seconds = self.limits.head_timeout_s if stage == "head" else self.limits.body_timeout_s
+            self._timer = self.loop.call_later(seconds, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0] == b"":
+            self.transport.close()  # nothing was asked
+            return
+        body = error_body("the request did not arrive in time", "timeout_error", code="request_incomplete")
+        try:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            self._send_alone(408, bytes(JSONResponse(body).body))
+        except h11.LocalProtocolError:
+            self.transport.abort()
+
+    def _send_alone(self, status: int, body: bytes) -> None:
+        http_id = uuid.uuid4().hex
+        headers: list[tuple[bytes, bytes]] = [
+            (b"x-request-id", http_id.encode()),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        note_refused(status, http_id, self.client)
+        self.transport.close()
+        self._cut_later()
+
+    def _cut_later(self) -> None:
+        """Closing waits for the buffer to be read, which may be never."""
+        if self._closing is None:
+            self._closing = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
+
+
+async def _come_back(scope: Scope, receive: Receive, send: Send) -> None:
+    body: dict[str, Any] = error_body(
+        "too many connections; come back in a moment", "service_unavailable_error", code="too_many_connections"
+    )
+    headers = {"retry-after": "1", "connection": "close", "x-request-id": uuid.uuid4().hex}
+    note_refused(503, headers["x-request-id"], scope.get("client"))
+    await JSONResponse(body, status_code=503, headers=headers)(scope, receive, send)

@@ -1,0 +1,208 @@
+"""What chat and completions have in common: options, whole answers, streams of events, usage.
+
+A client that goes away takes its request with it: the streams are cancelled, and their KV blocks are free after the
+current step.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from stillroom.core.panics import ENDINGS
+from stillroom.errors import StillroomError
+from stillroom.rag.answer import Answer, AskOptions
+from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
+from stillroom.server.schemas.payloads import Payload
+from stillroom.server.schemas.replies import PromptTokensDetails, Usage
+from stillroom.server.schemas.requests import GenerationRequest
+
+if TYPE_CHECKING:
+    from stillroom.rag.stream import AsyncAnswerStream
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no minus infinity; OpenAI's word for it."""
+DONE = "data: [DONE]\n\n"
+
+logger = logging.getLogger(__name__)
+
+
+def generation_options(body: GenerationRequest) -> AskOptions:
+    """What a request of either route sets; the rest is left to the configuration."""
+    return AskOptions(
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        sample_top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        seed=body.seed,
+        min_tokens=body.min_tokens or 0,
+        priority=body.priority,
+        deadline_seconds=body.deadline_seconds,
+        logit_bias={int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()},
+        stop=body.stop or (),
+        json_schema=body.response_format.schema_to_enforce if body.response_format else None,
+    )
+
+
+async def whole_answers(
+    streams: "Sequence[AsyncAnswerStream]", request: Request, complete: Callable[[Sequence[Answer]], BaseModel]
+) -> Response:
+    """Wait for the complete answers, unless the client goes away first; `complete` makes the response of them."""
+    reading = asyncio.ensure_future(_read_all(streams))
+    leaving = asyncio.create_task(disconnected(request))
+    try:
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            cancel(streams)
+            await asyncio.gather(reading, return_exceptions=True)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(complete(reading.result()).model_dump())
+    finally:
+        cancel(streams)
+        reading.cancel()
+        leaving.cancel()
+
+
+def cancel(streams: "Sequence[AsyncAnswerStream]") -> None:
+    """Nobody reads these any more."""
+    for stream in streams:
+        stream.cancel()
+
+
+async def _read_all(streams: "Sequence[AsyncAnswerStream]") -> list[Answer]:
+    return await asyncio.gather(*(_read_to_end(stream) for stream in streams))
+
+
+async def _read_to_end(stream: "AsyncAnswerStream") -> Answer:
+    async for _ in stream:
+        pass
+    return stream.answer
+
+
+async def disconnected(request: Request) -> None:
+    """Wait until the client leaves. Precondition: the request's body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def usage_of(answers: Sequence[Answer], num_samples: int) -> Usage:
+    """A prompt is counted once, however many answers it has.
+
+    Args:
+        answers: of one prompt after another.
+        num_samples: answers to each prompt.
+    """
+    prompts = [answer.reuse for answer in answers[::num_samples]]
+    num_prompt = sum(prompt.num_prompt_tokens for prompt in prompts)
+    num_generated = sum(answer.num_generated_tokens for answer in answers)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt + num_generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(prompt.num_cached_tokens for prompt in prompts)),
+    )
+
+
+def slowest(answers: Sequence[Answer]) -> Answer:
+    """The one whose timing speaks for all."""
+    return max(answers, key=lambda answer: answer.timing.total_seconds)
+
+
+def costs(answer: Answer) -> Payload:
+    """Timing, reuse and speculation, in our field of an event."""
+    return {
+        "timing": asdict(answer.timing),
+        "reuse": asdict(answer.reuse),
+        "speculation": asdict(answer.speculation),
+    }
+
+
+class AnswerEvents(StreamingResponse):
+    """The answers as server-sent events. However the response ends, no request outlives it."""
+
+    def __init__(self, streams: "Sequence[AsyncAnswerStream]", events: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._with_errors(events), headers=headers, media_type="text/event-stream")
+        self._streams = streams
+        self._failed_with: int | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            scope["state"][FAILED_WITH] = self._failed_with
+            cancel(self._streams)
+
+    async def _with_errors(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        try:
+            async for event in events:
+                yield event
+        except ENDINGS:
+            raise
+        except BaseException as error:  # the status line is out already: the error is one more event
+            self._failed_with, body = describe(error)
+            if not isinstance(error, StillroomError):
+                logger.exception("streaming %s failed", self._streams[0].request_id)
+            yield as_event(body)
+
+
+async def merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[int, str | None]]:
+    """The pieces of all streams as they come, each with its stream's index; None is the end of that stream."""
+    if len(streams) == 1:  # the usual case needs no tasks
+        async for piece in streams[0]:
+            yield 0, piece
+        yield 0, None
+        return
+    arrived: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
+
+    async def read(index: int) -> None:
+        async for piece in streams[index]:
+            arrived.put_nowait((index, piece))
+
+    def end(index: int, task: asyncio.Task[None]) -> None:
+        arrived.put_nowait((index, None))
+
+    tasks = [asyncio.create_task(read(index)) for index in range(len(streams))]
+    for index, task in enumerate(tasks):
+        task.add_done_callback(partial(end, index))
+    try:
+        num_open = len(tasks)
+        while num_open:
+            index, text = await arrived.get()
+            if text is None:
+                num_open -= 1
+                tasks[index].result()  # raises what the stream raised
+            yield index, text
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def chunk_event(content: BaseModel, *, includes_usage: bool, ours: Payload | None = None) -> str:
+    """A chunk of a stream: fields that say nothing are left out, but for those that clients expect to be null."""
+    chunk = content.model_dump(exclude_none=True)
+    if ours is not None:
+        chunk["stillroom"] = ours
+    for choice in chunk["choices"]:
+        choice.setdefault("finish_reason", None)
+    if includes_usage:
+        chunk.setdefault("usage", None)
+    return as_event(chunk)
+
+
+def as_event(content: Payload) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,180 @@
+"""`/v1/chat/completions`: the last user message is the question; answers come whole or as a stream of events."""
+
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from stillroom.core.ids import public_id
+from stillroom.errors import UsageError
+from stillroom.rag.answer import Answer, AskOptions, Source, TokenScore
+from stillroom.server.routes.answer_events import (
+    DONE,
+    LEAST_LOGPROB,
+    chunk_event,
+    costs,
+    generation_options,
+    merged,
+    slowest,
+    usage_of,
+)
+from stillroom.server.routes.conversation_body import Conversation
+from stillroom.server.schemas.payloads import Payload, source_payload
+from stillroom.server.schemas.replies import (
+    AnswerDetails,
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Choice,
+    ChoiceLogprobs,
+    ChunkChoice,
+    Delta,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from stillroom.server.schemas.requests import ChatCompletionRequest, SearchOptions
+
+if TYPE_CHECKING:
+    from stillroom.rag.stream import AsyncAnswerStream
+
+
+def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskOptions:
+    """What the request sets; the rest is left to the configuration.
+
+    Raises:
+        UsageError: fields contradict each other.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise UsageError("top_logprobs needs logprobs: true")
+    _check_continuation(body, conversation)
+    extension = body.stillroom or SearchOptions()
+    return replace(
+        generation_options(body),
+        history=conversation.history,
+        system=conversation.system,
+        answer_start=conversation.answer_start,
+        mode=extension.mode,
+        where=extension.where,
+        top_k=extension.top_k,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def _check_continuation(body: ChatCompletionRequest, conversation: Conversation) -> None:
+    """An answer that has begun is continued; nothing else can follow it.
+
+    Raises:
+        UsageError: the request wants something else.
+    """
+    is_refused = body.continue_final_message is False or body.add_generation_prompt is True
+    if conversation.answer_start and is_refused:
+        raise UsageError(
+            "messages: the last one is of the assistant, so it is continued; set continue_final_message to true and "
+            "add_generation_prompt to false, or end with a message of the user"
+        )
+    if body.continue_final_message and not conversation.answer_start:
+        raise UsageError("continue_final_message: the last message must be of the assistant, and not empty")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise UsageError("continue_final_message and add_generation_prompt exclude each other")
+
+
+def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
+    """The whole response."""
+    first, last = answers[0], slowest(answers)
+    return ChatCompletion(
+        id=completion_id(first.request_id),
+        created=int(time.time()),
+        model=model,
+        choices=[
+            Choice(
+                index=index,
+                message=AssistantMessage(content=answer.text),
+                logprobs=None if answer.logprobs is None else choice_logprobs(answer.logprobs),
+                finish_reason=answer.finish_reason,
+            )
+            for index, answer in enumerate(answers)
+        ],
+        usage=usage_of(answers, len(answers)),
+        stillroom=AnswerDetails(
+            request_id=first.request_id,
+            sources=_public(first.sources),
+            timing=last.timing,
+            reuse=last.reuse,
+            speculation=last.speculation,
+        ),
+    )
+
+
+def choice_logprobs(scores: Sequence[TokenScore]) -> ChoiceLogprobs:
+    """In OpenAI's form."""
+
+    def one(score: TokenScore) -> TopLogprob:
+        return TopLogprob(token=score.text, logprob=max(score.logprob, LEAST_LOGPROB), bytes=list(score.utf8))
+
+    return ChoiceLogprobs(
+        content=[
+            TokenLogprob(**one(score).model_dump(), top_logprobs=[one(top) for top in score.top]) for score in scores
+        ]
+    )
+
+
+def completion_id(request_id: str) -> str:
+    return f"chatcmpl-{request_id}"
+
+
+def _public(sources: Sequence[Source]) -> list[Source]:
+    """Sources with the ids that clients see."""
+    return [dataclasses.replace(source, document=public_id(source.document)) for source in sources]
+
+
+async def chat_events(
+    streams: "Sequence[AsyncAnswerStream]", model: str, *, includes_usage: bool
+) -> AsyncIterator[str]:
+    """The response as server-sent events."""
+    first = streams[0]
+    chunks = _Chunks(first.request_id, model, includes_usage)
+    sources = [source_payload(source) for source in _public(first.sources)]
+    for index in range(len(streams)):
+        ours = {"request_id": first.request_id, "sources": sources} if index == 0 else None
+        yield chunks.event(index, Delta(role="assistant", content=""), ours=ours)
+    async for index, piece in merged(streams):
+        stream = streams[index]
+        scores = stream.take_logprobs()
+        if piece is not None:
+            yield chunks.event(index, Delta(content=piece), scores)
+            continue
+        ours = {"request_id": stream.request_id, **costs(stream.answer)}
+        yield chunks.event(index, Delta(), scores, finish_reason=stream.answer.finish_reason, ours=ours)
+    if includes_usage:
+        yield chunks.usage_event(usage_of([stream.answer for stream in streams], len(streams)))
+    yield DONE
+
+
+class _Chunks:
+    """The chunks of one response, with what they have in common."""
+
+    def __init__(self, request_id: str, model: str, includes_usage: bool) -> None:
+        self._common: dict[str, Any] = {"id": completion_id(request_id), "created": int(time.time()), "model": model}
+        self._includes_usage = includes_usage
+
+    def event(
+        self,
+        index: int,
+        delta: Delta,
+        scores: Sequence[TokenScore] = (),
+        *,
+        finish_reason: str | None = None,
+        ours: Payload | None = None,
+    ) -> str:
+        logprobs = choice_logprobs(scores) if scores else None
+        choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
+        return self._written(ChatCompletionChunk(**self._common, choices=[choice]), ours)
+
+    def usage_event(self, usage: Usage) -> str:
+        return self._written(ChatCompletionChunk(**self._common, choices=[], usage=usage))
+
+    def _written(self, chunk: ChatCompletionChunk, ours: Payload | None = None) -> str:
+        return chunk_event(chunk, includes_usage=self._includes_usage, ours=ours)

@@ -1,0 +1,87 @@
+"""Documents, chunks and results of uploads as replies."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stillroom.core.document import Chunk, DocumentInfo
+from stillroom.core.ids import DocumentId, format_chunk_id, public_id
+from stillroom.errors import UnknownDocumentError
+from stillroom.retrieval.uploads import UploadResult
+from stillroom.server.errors import Refused, error_body
+from stillroom.server.privacy import without_folders
+from stillroom.server.schemas.replies import (
+    DocumentChunk,
+    DocumentObject,
+    DocumentWithChunks,
+    ErrorDetail,
+    UploadedFile,
+    UploadReply,
+)
+
+if TYPE_CHECKING:
+    from stillroom.rag.stillroom import Stillroom
+
+UNREADABLE = "document_unreadable"
+
+
+def document_object(room: "Stillroom", info: DocumentInfo) -> DocumentObject:
+    return DocumentObject(
+        id=public_id(info.document_id),
+        status="indexed" if info.is_indexed else "not_indexed",
+        name=room.uploads.name_of(DocumentId(info.document_id)),
+        title=info.title,
+        num_chunks=info.num_chunks,
+        num_bytes=info.num_bytes,
+        added_at=info.added_at,
+        metadata=dict(info.metadata),
+    )
+
+
+def document_json(room: "Stillroom", document: str, limit: int, offset: int) -> str:
+    """A document with some of its chunks, as JSON.
+
+    Raises:
+        UnknownDocumentError, Refused: there is none of that name, or there are several.
+    """
+    found = room.uploads.find_any(document)
+    if not found:
+        raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists what there is")
+    if len(found) > 1:
+        raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
+    chunks = room.chunks_of(found[0].document_id, offset, limit + 1)
+    page = [_chunk(chunk) for chunk in chunks[:limit]]
+    whole = DocumentWithChunks(
+        **document_object(room, found[0]).model_dump(), chunks=page, has_more=len(chunks) > limit
+    )
+    return whole.model_dump_json()
+
+
+def upload_reply(room: "Stillroom", results: Sequence[UploadResult]) -> UploadReply:
+    """What an upload is answered with; an error as a whole if all of its files failed."""
+    data = [_uploaded(room, result) for result in results]
+    error = None
+    if all(result.outcome == "failed" for result in results):
+        error = _unreadable(f"no document could be read; the first: {results[0].reason}")
+    return UploadReply(data=data, error=error)
+
+
+def _uploaded(room: "Stillroom", result: UploadResult) -> UploadedFile:
+    error = _unreadable(result.reason) if result.outcome == "failed" else None
+    documents = [document_object(room, info) for info in result.documents]
+    return UploadedFile(name=result.name, status=result.outcome, documents=documents, error=error)
+
+
+def _unreadable(reason: str) -> ErrorDetail:
+    return ErrorDetail(**error_body(without_folders(reason), "invalid_request_error", code=UNREADABLE)["error"])
+
+
+def _chunk(chunk: Chunk) -> DocumentChunk:
+    return DocumentChunk(
+        chunk_id=format_chunk_id(chunk.chunk_id),
+        text=chunk.text,
+        heading=chunk.heading,
+        start_line=chunk.start_line,
+        end_line=chunk.end_line,
+        start_page=chunk.start_page,
+        end_page=chunk.end_page,
+    )

@@ -1,0 +1,291 @@
+"""`/v1/documents`: upload, list, look at and delete what the answers are made from; `/v1/jobs`: uploads that take long.
+
+An upload is answered when its documents can be found, or after a while with a job to look at (HTTP 202). Uploads and
+deletions of one tenant wait for each other. An upload ends early, between two pieces of its work, when its client
+leaves without having been given a job, when the job is deleted, or when the server stops.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from stillroom.core.cancellation import Cancellation
+from stillroom.core.clock import Clock, SystemClock
+from stillroom.core.panics import ENDINGS
+from stillroom.errors import ChangeCancelledError, EngineClosedError, StillroomError
+from stillroom.retrieval.ingest import RemoveReport
+from stillroom.retrieval.uploaded_files import checked_name
+from stillroom.retrieval.uploads import UploadResult
+from stillroom.server.auth.tenants import DEFAULT_TENANT, Tenants, caller_of, room_of
+from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
+from stillroom.server.limits.rates import OUTLASTING
+from stillroom.server.limits.workers import Workers
+from stillroom.server.routes.answer_events import DONE, as_event, disconnected
+from stillroom.server.routes.document_replies import document_json, document_object, upload_reply
+from stillroom.server.routes.jobs import MAX_WAIT_S, Job, Jobs, UploadProgress, wait_of
+from stillroom.server.routes.upload_body import FORMS, Upload, read_upload, size_of
+from stillroom.server.routes.upload_queue import QueuedChange, UploadQueue
+from stillroom.server.schemas.replies import (
+    DocumentDeleted,
+    DocumentJob,
+    DocumentJobList,
+    DocumentList,
+    DocumentWithChunks,
+    UploadReply,
+)
+
+if TYPE_CHECKING:
+    from stillroom.rag.stillroom import Stillroom
+
+logger = logging.getLogger(__name__)
+
+MAX_PAGE = 1000
+
+_DocumentPath = Annotated[str, Path(description="The id, or the name of an uploaded file.", min_length=1)]
+_JobPath = Annotated[str, Path(description="The id of a job.", min_length=1)]
+_Wait = Annotated[
+    float | None,
+    Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for the result before the answer is a job (HTTP 202)."),
+]
+
+
+class _Documents(UploadQueue):
+    """One tenant's documents, with the changes of them that wait."""
+
+    jobs: Jobs
+
+
+class DocumentRoutes:
+    """The routes' functions. Each tenant has a queue and jobs of its own."""
+
+    def __init__(self, workers: Workers, clock: Clock | None = None) -> None:
+        self._workers = workers
+        self._clock = clock or SystemClock()
+        self._tenants: dict[str, _Documents] = {}
+
+    def begin(self, tenants: Tenants) -> None:
+        """Complete what a killed server left of uploads: of the default tenant now, of each other when its room opens.
+        Called on the event loop."""
+        loop = asyncio.get_running_loop()
+
+        def opened(tenant: str, room: "Stillroom") -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._complete, tenant, room)
+
+        tenants.on_open = opened
+        self._complete(DEFAULT_TENANT, tenants.own)
+
+    def _complete(self, tenant: str, room: "Stillroom") -> None:
+        def ended(task: "asyncio.Task[int]") -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, (ChangeCancelledError, EngineClosedError)):
+                logger.warning("uploads that were interrupted are not completed: %s", error)
+            elif error is None and not task.cancelled() and task.result():
+                logger.info("%d uploads that were interrupted are completed", task.result())
+
+        self._of(tenant, room).start(room.complete_uploads).task.add_done_callback(ended)
+
+    def _documents(self, request: Request) -> _Documents:
+        return self._of(caller_of(request).tenant, room_of(request))
+
+    def _of(self, tenant: str, room: "Stillroom") -> _Documents:
+        if tenant not in self._tenants:
+            self._tenants[tenant] = _Documents(room, self._workers)
+            self._tenants[tenant].jobs = Jobs()
+        return self._tenants[tenant]
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["documents"])
+
+        def add(method: str, path: str, reply: type, call: Any, **more: Any) -> None:
+            router.add_api_route(path, call, methods=[method], response_model=reply, **more)
+
+        accepted: dict[int | str, dict[str, Any]] = {
+            202: {"model": DocumentJob, "description": "The upload goes on; look at the job."}
+        }
+        add("POST", "/v1/documents", UploadReply, self.upload, openapi_extra=FORMS, responses=accepted)
+        add("GET", "/v1/documents", DocumentList, self.page)
+        add("GET", "/v1/documents/{document:path}", DocumentWithChunks, self.get)
+        add("DELETE", "/v1/documents/{document:path}", DocumentDeleted, self.delete)
+        add("GET", "/v1/jobs", DocumentJobList, self.all_jobs)
+        add("GET", "/v1/jobs/{job_id}", DocumentJob, self.get_job)
+        add("DELETE", "/v1/jobs/{job_id}", DocumentJob, self.cancel_job)
+        return router
+
+    async def upload(self, request: Request, wait: _Wait = None) -> Response:
+        """Add or replace documents, as files of a form or as texts in JSON. The same again changes nothing.
+
+        If it takes longer than `wait` seconds, the answer is a job (HTTP 202) and the upload goes on. With `Accept:
+        text/event-stream` the response is a stream of events that say how far it is.
+        """
+        documents = self._documents(request)
+        job = await self._start(documents, request)
+        if "text/event-stream" in request.headers.get("accept", ""):
+            return _UploadEvents(self._workers, documents, job)
+        wait_s = wait_of(request, wait, documents.room.config.server.upload_wait_s)
+        results = await self._result(request, job.change, wait_s)
+        if results is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        if isinstance(results, QueuedChange):
+            found = await self._described(documents, job)
+            return JSONResponse(found.model_dump(), 202, {"location": f"jobs/{job.id}", "retry-after": "1"})
+        reply = await asyncio.to_thread(upload_reply, documents.room, results)
+        return JSONResponse(reply.model_dump(), 422 if reply.error else 200)
+
+    async def _start(self, documents: _Documents, request: Request) -> Job:
+        """Take an upload in and queue it."""
+        progress = UploadProgress()
+        with contextlib.ExitStack() as held:
+            held.enter_context(documents.holding(size_of(request, documents.max_bytes)))
+            upload = await read_upload(request)
+            with contextlib.ExitStack() as read:
+                read.callback(upload.close)
+                for name, _ in upload.files:
+                    checked_name(name)  # before a stream begins
+                documents.check_room()
+                read.pop_all()
+            change = documents.start(_indexing(documents, upload, progress), upload.close)
+            taken = held.pop_all()
+        change.task.add_done_callback(lambda _: taken.close())
+        request.scope["state"][OUTLASTING] = change.task
+        job = Job(change, progress, self._clock)
+        documents.jobs.add(job)
+        return job
+
+    async def _result(
+        self, request: Request, change: QueuedChange[list[UploadResult]], wait_s: float
+    ) -> "list[UploadResult] | QueuedChange[list[UploadResult]] | None":
+        """The results; the change itself where it goes on after `wait_s`; None where the client left, and with that
+        the change is cancelled."""
+        result = asyncio.ensure_future(self._workers.result(change.task))
+        leaving = asyncio.ensure_future(disconnected(request))
+        try:
+            await asyncio.wait({result, leaving}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if result.done():
+                return result.result()
+            if not leaving.done():
+                return change
+            change.cancel()
+            return None
+        finally:
+            result.cancel()
+            leaving.cancel()
+
+    async def page(
+        self,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Documents on this page.")] = 100,
+        after: Annotated[str, Query(description="The `last_id` of the page before.")] = "",
+    ) -> DocumentList:
+        """Documents by id, a page at a time."""
+        room = self._documents(request).room
+        found = await asyncio.to_thread(room.public_documents, after, limit + 1)
+        data = [document_object(room, info) for info in found[:limit]]
+        return DocumentList(
+            data=data,
+            first_id=data[0].id if data else None,
+            last_id=data[-1].id if data else None,
+            has_more=len(found) > limit,
+        )
+
+    async def get(
+        self,
+        document: _DocumentPath,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Chunks on this page.")] = 100,
+        offset: Annotated[int, Query(ge=0, lt=2**31, description="Chunks before it.")] = 0,
+    ) -> Response:
+        """One document, with its text as it is indexed, a page of chunks at a time."""
+        content = await asyncio.to_thread(document_json, self._documents(request).room, document, limit, offset)
+        return Response(content, media_type="application/json")
+
+    async def delete(self, document: _DocumentPath, request: Request) -> DocumentDeleted:
+        """Forget one document, or all of one file. An uploaded file is deleted with its last document; other files stay
+        where they are."""
+        documents = self._documents(request)
+        documents.check_room()
+
+        def discard(stop: Cancellation) -> RemoveReport:
+            stop.check()
+            return documents.room.discard(document)
+
+        change = documents.start(discard)
+        request.scope["state"][OUTLASTING] = change.task
+        report = await self._workers.result(change.task)
+        return DocumentDeleted(id=document, num_documents=report.num_documents, num_chunks=report.num_chunks)
+
+    async def all_jobs(self, request: Request) -> DocumentJobList:
+        """Uploads that are under way, and the last that have ended."""
+        documents = self._documents(request)
+        return DocumentJobList(data=[await self._described(documents, job) for job in documents.jobs.all()])
+
+    async def get_job(self, job_id: _JobPath, request: Request) -> DocumentJob:
+        """How far an upload is, and its result."""
+        documents = self._documents(request)
+        return await self._described(documents, documents.jobs.get(job_id))
+
+    async def cancel_job(self, job_id: _JobPath, request: Request) -> DocumentJob:
+        """Cancel an upload: it ends between two pieces of its work. One that has ended stays as it is."""
+        documents = self._documents(request)
+        job = documents.jobs.get(job_id)
+        job.change.cancel()
+        return await self._described(documents, job)
+
+    async def _described(self, documents: _Documents, job: Job) -> DocumentJob:
+        return await asyncio.to_thread(job.describe, lambda results: upload_reply(documents.room, results))
+
+
+def _indexing(documents: _Documents, upload: Upload, progress: UploadProgress) -> Any:
+    return lambda stop: documents.room.upload(upload.files, progress.note, upload.metadata, stop)
+
+
+class _UploadEvents(StreamingResponse):
+    """Server-sent events of an upload. A client that leaves cancels it."""
+
+    def __init__(self, workers: Workers, documents: _Documents, job: Job) -> None:
+        super().__init__(
+            self._events(),
+            headers={"Cache-Control": "no-cache", "x-stillroom-job": job.id},
+            media_type="text/event-stream",
+        )
+        self._workers = workers
+        self._documents = documents
+        self._job = job
+        self._arrived = job.progress.listen()
+        self._failed_with: int | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            scope["state"][FAILED_WITH] = self._failed_with
+            self._job.change.cancel()
+
+    def _ended(self, result: "asyncio.Future[list[UploadResult]]") -> None:
+        self._job.progress.note(None)
+        if not result.cancelled():
+            result.exception()  # after the client has left, nothing else asks for it
+
+    async def _events(self) -> AsyncIterator[str]:
+        ended = asyncio.ensure_future(self._workers.result(self._job.change.task))
+        ended.add_done_callback(self._ended)
+        while (step := await self._arrived.get()) is not None:
+            yield as_event({"object": "documents.progress", **asdict(step)})
+        try:
+            reply = await asyncio.to_thread(upload_reply, self._documents.room, await ended)
+            yield as_event(reply.model_dump())
+            yield DONE
+        except ENDINGS:
+            raise
+        except BaseException as error:
+            if not isinstance(error, StillroomError):
+                logger.exception("an upload failed")
+            self._failed_with, body = describe(error)
+            yield as_event(body)

@@ -1,0 +1,179 @@
+"""The OpenAPI document: what every route takes and answers, errors and streams included.
+
+FastAPI writes what it knows from types; here is the rest: OpenAI's shape of errors in place of FastAPI's, which
+statuses a route may answer with, events, and examples. Tests hold the server to it (tests/server/test_openapi.py).
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from stillroom.server.auth.guard import OPEN_PATHS
+from stillroom.server.schemas.replies import ChatCompletionChunk, CompletionChunk, ErrorReply
+from stillroom.server.schemas.requests import DocumentsRequest
+
+Document = dict[str, Any]
+
+DESCRIPTION = (
+    "Answers over your documents, with sources. The routes of OpenAI's that are here take what its clients send; "
+    "fields called `stillroom` are ours. Every error has OpenAI's shape."
+)
+TAGS = {
+    "answers": "Ask the documents, or continue a prompt.",
+    "documents": "What the answers are made from.",
+    "search": "Find and embed, without a model that writes.",
+    "operations": "What runs, and how it is.",
+}
+_KEY = "apiKey"
+_REF = "#/components/schemas/"
+_STATUSES = {
+    400: "The request can never work as written; `param` names the field.",
+    401: "The key is missing or unknown, where keys are asked for.",
+    403: "The key may not do this.",
+    404: "There is no such model or document.",
+    408: "The request did not arrive in time.",
+    409: "There is nothing to search yet, or the upload was cancelled.",
+    413: "The body is larger than this server takes.",
+    415: "The body has another content type than this route takes.",
+    422: "None of the documents could be read.",
+    429: "Too many requests; `Retry-After` says when to try again.",
+    500: "It failed; the server's log has the details.",
+    502: "The engine elsewhere refuses.",
+    503: "Not now; try again later.",
+    504: "It took too long.",
+    507: "The disk is full or failing.",
+}
+_ALWAYS = (400, 403, 500, 503, 507)
+_BODY = (408, 413, 415)
+_GENERATING = (404, 409, 502, 504)
+_MORE: dict[tuple[str, str], tuple[int, ...]] = {
+    ("/v1/chat/completions", "post"): (*_BODY, *_GENERATING),
+    ("/v1/completions", "post"): (*_BODY, *_GENERATING),
+    ("/v1/embeddings", "post"): (*_BODY, 404),
+    ("/v1/search", "post"): _BODY,
+    ("/v1/documents", "post"): (*_BODY, 409),
+    ("/v1/jobs/{job_id}", "get"): (404,),
+    ("/v1/jobs/{job_id}", "delete"): (404,),
+    ("/v1/models/{model}", "get"): (404,),
+    ("/v1/documents/{document}", "get"): (404,),
+    ("/v1/documents/{document}", "delete"): (404,),
+    ("/v1/requests/{request_id}", "get"): (404,),
+}
+_EVENTS = {
+    ("/v1/chat/completions", "post"): "ChatCompletionChunk",
+    ("/v1/completions", "post"): "CompletionChunk",
+    ("/v1/documents", "post"): "UploadReply",
+}
+_QUESTION = {"role": "user", "content": "How do I rotate keys?"}
+_EXAMPLES: dict[str, dict[str, Document]] = {
+    "/v1/chat/completions": {
+        "question": {"messages": [_QUESTION]},
+        "conversation": {
+            "messages": [
+                _QUESTION,
+                {"role": "assistant", "content": "Twice a year."},
+                {"role": "user", "content": "Why?"},
+            ],
+            "stillroom": {"top_k": 3, "mode": "hybrid"},
+            "max_tokens": 64,
+        },
+        "stream": {"messages": [_QUESTION], "stream": True, "stream_options": {"include_usage": True}},
+    },
+    "/v1/completions": {
+        "text": {"prompt": "Keys are rotated", "max_tokens": 16},
+        "several": {"prompt": ["Keys are rotated", "A key is lost"], "n": 2, "logprobs": 1, "max_tokens": 4},
+    },
+    "/v1/embeddings": {"texts": {"input": ["one text", "another"]}},
+    "/v1/search": {"hybrid": {"query": "rotate keys", "mode": "hybrid", "top_k": 3}},
+    "/v1/documents": {"text": {"documents": [{"name": "notes/keys.md", "text": "# Keys\n\nRotate them."}]}},
+}
+
+
+def install(app: FastAPI, *, asks_for_keys: bool) -> None:
+    """Let the app describe itself so."""
+
+    def document() -> Document:
+        if app.openapi_schema is None:
+            app.openapi_schema = describe(app, asks_for_keys=asks_for_keys)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def describe(app: FastAPI, *, asks_for_keys: bool) -> Document:
+    """The whole document."""
+    found = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=DESCRIPTION,
+        routes=app.routes,
+        tags=[{"name": name, "description": text} for name, text in TAGS.items()],
+    )
+    components = found.setdefault("components", {})
+    components["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer", "description": "sk-stillroom-..."}}
+    found["security"] = [{_KEY: []}] if asks_for_keys else [{_KEY: []}, {}]
+    schemas = components.setdefault("schemas", {})
+    for name, schema in _schemas().items():
+        schemas.setdefault(name, schema)
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    found["paths"] = {path.replace(":path}", "}"): item for path, item in found["paths"].items()}
+    for path, item in found["paths"].items():
+        for method, operation in item.items():
+            operation.setdefault("tags", ["operations"])
+            _complete(path, method, operation)
+    return found
+
+
+def _complete(path: str, method: str, operation: Document) -> None:
+    responses = operation["responses"]
+    if "HTTPValidationError" in str(responses.get("422")):
+        del responses["422"]
+    if path in OPEN_PATHS:
+        operation["security"] = []
+    else:
+        responses.setdefault("401", _error(401))
+    if method != "get":  # what only looks is not limited
+        responses.setdefault("429", _error(429))
+    for status in (*_ALWAYS, *_MORE.get((path, method), ())):
+        responses.setdefault(str(status), _error(status))
+    if events := _EVENTS.get((path, method)):
+        responses["200"]["content"]["text/event-stream"] = {"schema": _event(events)}
+    if (path, method) == ("/v1/documents", "post"):
+        responses["422"] = _error(422, "UploadReply")
+    for response in responses.values():
+        for content in response.setdefault("content", {"application/json": {}}).values():
+            content["schema"] = content.get("schema") or {"type": "object"}
+        schema = {"type": "string"}
+        response.setdefault("headers", {})["x-request-id"] = {
+            "description": "Named in the server's log.",
+            "schema": schema,
+        }
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    if content is not None and path in _EXAMPLES:
+        content["examples"] = {name: {"value": value} for name, value in _EXAMPLES[path].items()}
+
+
+def _error(status: int, name: str = "ErrorReply") -> Document:
+    return {
+        "description": _STATUSES[status],
+        "content": {"application/json": {"schema": {"$ref": _REF + name}}},
+    }
+
+
+def _event(name: str) -> Document:
+    """One server-sent event, as OpenAPI 3.2 describes them."""
+    content = {"anyOf": [{"$ref": _REF + one} for one in (name, "ErrorReply")]}
+    data = [{"contentMediaType": "application/json", "contentSchema": content}, {"const": "[DONE]"}]
+    properties = {"data": {"type": "string", "anyOf": data}, "event": {"type": "string"}}
+    return {"type": "object", "properties": properties, "required": ["data"]}
+
+
+def _schemas() -> Document:
+    """Of what no route says in its types."""
+    models = (ErrorReply, ChatCompletionChunk, CompletionChunk, DocumentsRequest)
+    _, found = models_json_schema([(model, "validation") for model in models], ref_template=_REF + "{model}")
+    schemas: Document = found["$defs"]
+    return schemas

@@ -1,0 +1,99 @@
+"""Splits of memory, by hand and by what must hold for all of them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stillroom.planner.splits import NUM_DEVICE_STEPS, Budgets, Split, candidates
+
+
+class Fit:
+    """Lists of one size: only whole ones fit. On a device they take half of it."""
+
+    def __init__(self, size: int, num_lists: int = 0, num_devices: int = 0) -> None:
+        self.size, self.num_lists, self.num_devices = size, num_lists, num_devices
+
+    def fitted(self, ram_bytes: int, device_lists: int = 0) -> int:
+        fitting = ram_bytes // self.size * self.size
+        return (
+            min(fitting, self.size * (self.num_lists - self._num_on_devices(device_lists))) if device_lists else fitting
+        )
+
+    def fitted_on_devices(self, device_lists: int) -> int:
+        return -(-self._num_on_devices(device_lists) // self.num_devices) * self.size // 2
+
+    def _num_on_devices(self, device_lists: int) -> int:
+        return min(device_lists * 2 // self.size * self.num_devices, self.num_lists)
+
+
+def test_by_hand() -> None:
+    budgets = Budgets(device=10, ram=60, disk=90)
+    assert candidates(budgets, 80, Fit(40), num_steps=4) == [
+        Split(device_kv=10, host_kv=60, disk_kv=10, ram_lists=0, disk_lists=80),
+        Split(device_kv=10, host_kv=20, disk_kv=10, ram_lists=40, disk_lists=80),
+    ], "80 do not fit into RAM; the file holds all of them"
+
+
+def test_an_index_without_lists_leaves_all_to_kv() -> None:
+    assert candidates(Budgets(device=1, ram=2, disk=3), 0, Fit(1)) == [Split(device_kv=1, host_kv=2, disk_kv=3)]
+
+
+def test_the_disk_must_hold_all_lists() -> None:
+    assert candidates(Budgets(device=1, ram=500, disk=99), 100, Fit(1)) == []
+
+
+def test_lists_on_the_devices_that_the_model_is_on_by_hand() -> None:
+    """Five lists of 20, 10 each on a device; the first of these two is the model's."""
+    budgets = Budgets(device=40, ram=45, disk=100, device_lists=20, shares_device=True)
+    found = candidates(budgets, 100, Fit(20, 5, 2), num_steps=2, num_device_steps=2)
+    assert [(split.device_lists, split.device_kv, split.ram_lists, split.host_kv) for split in found] == [
+        (0, 40, 0, 45),
+        (0, 40, 20, 25),
+        (0, 40, 40, 5),
+        (10, 30, 0, 45),
+        (10, 30, 20, 25),
+        (10, 30, 40, 5),
+        (20, 20, 0, 45),
+        (20, 20, 20, 25),
+    ], "with 20 on each, one list is left"
+    assert {split.num_devices for split in found} == {2} and {split.disk_kv for split in found} == {0}
+
+
+def test_lists_on_devices_of_their_own_leave_the_models_memory_to_kv() -> None:
+    budgets = Budgets(device=40, ram=0, disk=100, device_lists=30)
+    found = candidates(budgets, 100, Fit(20, 5, 1), num_device_steps=3)
+    assert [(split.device_lists, split.device_kv) for split in found] == [(0, 40), (10, 40), (20, 40), (30, 40)]
+
+
+SIZES = st.integers(0, 10_000)
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 500), st.integers(1, 12))
+def test_every_split_uses_the_budgets_and_holds_all_lists(
+    ram: int, disk: int, list_bytes: int, size: int, num_steps: int
+) -> None:
+    budgets = Budgets(device=5, ram=ram, disk=disk)
+    list_bytes = list_bytes // size * size
+    found = candidates(budgets, list_bytes, Fit(size), num_steps)
+    for split in found:
+        assert split.ram == ram and split.disk_kv + split.disk_lists == disk
+        assert split.ram_lists <= split.disk_lists == list_bytes
+        assert min(split.host_kv, split.disk_kv, split.ram_lists) >= 0
+    taken = [split.ram_lists for split in found]
+    assert taken == sorted(set(taken)) and len(taken) <= num_steps + 1
+    assert bool(found) == (list_bytes <= disk)
+
+
+@given(SIZES, SIZES, st.integers(1, 60), st.integers(2, 500), st.integers(1, 3), st.booleans())
+def test_every_split_uses_the_budgets_of_devices_too(
+    device: int, ram: int, num_lists: int, size: int, num_devices: int, shares: bool
+) -> None:
+    size = 2 * size
+    budgets = Budgets(device=device, ram=ram, disk=10**9, device_lists=device, shares_device=shares)
+    found = candidates(budgets, num_lists * size, Fit(size, num_lists, num_devices))
+    for split in found:
+        assert split.device_kv + shares * split.device_lists == device and split.ram == ram
+        assert min(split.device_kv, split.device_lists, split.ram_lists, split.host_kv) >= 0
+        assert split.ram_lists + 2 * split.device_lists <= num_lists * size + 2 * size * num_devices
+    taken = [(split.device_lists, split.ram_lists) for split in found]
+    assert taken == sorted(set(taken)) and len({one for one, _ in taken}) <= NUM_DEVICE_STEPS + 1
+    assert taken[0] == (0, 0)

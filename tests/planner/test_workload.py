@@ -1,0 +1,72 @@
+"""Questions of files, of the diary, and made ones; and how requests are drawn from them."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId, DocumentId
+from stillroom.errors import UsageError
+from stillroom.planner.workload import QuestionCounts, questions_of, read_questions, workload
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.telemetry.trace import TRACE_FILE, TraceLog
+
+
+def test_questions_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"question": "why?"}\n\nplain text?\n{"query": "how?", "id": 4}\n')
+    assert read_questions(file) == ["why?", "plain text?", "how?"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "no question"), ("{\n", "1 is not JSON"), ('why?\n{"id": 1}\n', "2 has no question")],
+)
+def test_files_without_questions(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=message):
+        read_questions(file)
+
+
+def test_the_diary_says_what_was_asked_and_how_long_answers_are(tmp_path: Path) -> None:
+    log = TraceLog(tmp_path / TRACE_FILE, 10)
+    for number, (question, tokens) in enumerate([("why?", 10), ("how?", 20), ("why?", 60), ("", 7)]):
+        log.add(f"r{number}", float(number), {"question": question, "num_generated_tokens": tokens})
+    log.close()
+
+    found = questions_of(cast(KnowledgeBase, SimpleNamespace(path=tmp_path)), None, 10, 0)
+
+    assert dict(zip(found.texts, found.counts, strict=True)) == {"why?": 2, "how?": 1}
+    assert found.answer_tokens == 30 and found.has_popularity
+
+
+def test_without_a_diary_that_can_be_read_questions_are_made_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks = [Chunk(ChunkId(1), DocumentId("a.md"), 0, "about keys")]
+    documents = [SimpleNamespace(document_id="a.md")]
+    kb = SimpleNamespace(path=tmp_path, documents=lambda: documents, chunks_of=lambda _: chunks)
+    (tmp_path / TRACE_FILE).write_text("no database" * 100)
+
+    assert questions_of(cast(KnowledgeBase, kb), None, 10, 0).texts == ("about keys",)
+
+    assert "the questions asked lately are not known" in caplog.text and "is damaged" in caplog.text
+
+
+def test_counts_decide_where_there_are_any() -> None:
+    questions = QuestionCounts(("often", "never"), (2, 0), "test")
+    drawn = workload(questions, 50, 2.0)
+    assert set(drawn.warm) == set(drawn.asked) == {0}
+    assert len(drawn.dues) == 50 and list(drawn.dues) == sorted(drawn.dues) and drawn.dues[-1] <= 25.0
+
+
+def test_otherwise_zipf_does() -> None:
+    questions = QuestionCounts(tuple(map(str, range(20))), (1,) * 20, "test")
+    unequal = Counter(workload(questions, 2000, 1.0, zipf=1.2).asked).most_common(1)[0][1]
+    equal = Counter(workload(questions, 2000, 1.0, zipf=0.0).asked).most_common(1)[0][1]
+    assert unequal > 500 and equal < 150
+    assert workload(questions, 9, 1.0) == workload(questions, 9, 1.0) != workload(questions, 9, 1.0, seed=1)
