@@ -2,7 +2,8 @@
 
 The caller's thread computes nothing, so it gets no pool of threads, which would slow down the engine's
 (`ops/thread_pools.py`). For the small batches of an embedder this beats one batch at a time on all threads: those wait
-for each other after every operation, and where another program holds one core, all of them wait for it (docs/retrieval.md).
+for each other after every operation, and where another program holds one core, all of them wait for it
+(docs/retrieval.md).
 The results are the same: a batch is computed as it would be alone.
 """
 
