@@ -168,6 +168,9 @@ class FakeRoom:
         self._lock = threading.Lock()
         self._count = 0
 
+    def hide_folders(self) -> None:
+        pass
+
     # what the streams use
 
     def next_number(self) -> int:

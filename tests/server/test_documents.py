@@ -332,3 +332,15 @@ def test_uploads_that_were_killed_are_listed_deletable_and_completed_at_the_star
         assert client.delete(f"{ROUTE}/uploads/lone.md").json()["num_documents"] == 0
         assert listed() == {"uploads/begun.md": "indexed"}
         assert client.get(f"{ROUTE}/begun.md").json()["metadata"] == {"team": "legal"}
+
+
+def test_deleting_an_id_twice_deletes_no_upload_of_that_name(tmp_path: Path) -> None:
+    with (
+        Stillroom.open(tmp_path / "kb") as room,
+        serving(room) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        for name in ("k.md", "uploads/k.md"):
+            client.post("/v1/documents", json={"documents": [{"name": name, "text": f"The key of {name}."}]})
+        assert [client.delete("/v1/documents/uploads/k.md").status_code for _ in range(2)] == [200, 404]
+        assert [one["id"] for one in client.get("/v1/documents").json()["data"]] == ["uploads/uploads/k.md"]

@@ -71,8 +71,14 @@ def test_clients_of_a_real_server_see_no_folder_of_it(tmp_path: Path) -> None:
         with FileLock(tmp_path / "kb" / "write.lock"):
             assert ask("DELETE", f"{ROUTE}/{quote(ids[0])}").status_code == 503
         assert ask("GET", f"{ROUTE}/{quote(ids[0])}").json()["chunks"][0]["text"] == "Rotate the keys twice a year."
+        for filter_, count in ((f"path ~ '{tmp_path}'", 0), (f"path = '{outside}'", 0), (f"path > '{tmp_path}'", 2)):
+            found = ask("POST", "/v1/search", json={"query": "rotate keys", "where": filter_}).json()["results"]
+            assert len(found) <= count, "as `files/...` and `uploads/...` sort"
+        [shown] = ask("POST", "/v1/search", json={"query": "keys", "where": f"path = '{ids[0]}'"}).json()["results"]
+        assert shown["document"] == ids[0]
+        assert client.get(f"{ROUTE}/{quote(str(outside), safe='')}").status_code == 404
+        assert client.delete(f"{ROUTE}/{quote(str(outside), safe='')}").status_code == 404
         assert ask("DELETE", f"{ROUTE}/{quote(ids[0])}").json()["num_documents"] == 1
-        assert ask("GET", f"{ROUTE}/{quote(str(outside))}").status_code == 404
     assert outside.exists()
-    for reply in replies[:-1]:
+    for reply in replies:
         assert str(tmp_path) not in reply.text and "outside" not in reply.text

@@ -44,6 +44,9 @@ class PreparedPrompt:
     """Continue it, once for each sample. Raises what `AsyncEngine.submit` and `OpenAIEngine.submit` raise."""
     max_answer_tokens: int | None = None
     """Most tokens that model and KV pool leave for an answer, at least 1. None: only the server knows."""
+    continues: tuple[int, ...] = ()
+    """The last tokens of the text that the answer continues: the text of its first token may depend on them, as a
+    leading blank does. Empty where it begins anew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.policy import POLICIES
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from stillroom.telemetry.figures import CacheFigures, EngineFigures
+
+_NUM_CONTEXT = 8
+"""Tokens before an answer that the text of its first one may depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class LocalBackend:
         prompt = self.prompts.build(chunks, question, max_tokens, history)
         if not self.knows_all_tokens:
             self._check_tokens(prompt)
-        return self._draft(prompt, self._constraint(schema))
+        return self._draft(prompt, self._constraint(schema), len(self.tokenizer.encode_text(history.answer_start)))
 
     def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)
@@ -117,7 +121,7 @@ class LocalBackend:
             raise UsageError("the prompt is empty")
         if not all(0 <= token_id < num_known for token_id in ids):
             raise UsageError(f"the prompt holds a token that the model does not have; it has 0 to {num_known - 1}")
-        return self._draft(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), self._constraint(schema))
+        return self._draft(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), self._constraint(schema), len(ids))
 
     def beside(self, salt: str) -> "LocalBackend":
         """The same model and engine for another tenant."""
@@ -151,7 +155,14 @@ class LocalBackend:
     def _constraint(self, schema: Mapping[str, Any] | None) -> TokenConstraint | None:
         return None if schema is None else self.constraints.compile(schema)
 
-    def _draft(self, prompt: SegmentedPrompt, constraint: TokenConstraint | None = None) -> PreparedPrompt:
+    def _draft(
+        self, prompt: SegmentedPrompt, constraint: TokenConstraint | None = None, num_continued: int = 0
+    ) -> PreparedPrompt:
+        """
+        Args:
+            num_continued: tokens at the end of the prompt that the answer continues as text.
+        """
+
         def request(sample: SampleRequest) -> Request:
             self._check_bias(sample.sampling)
             return Request(
@@ -172,7 +183,9 @@ class LocalBackend:
 
         fitting = self.cache.manager.max_output_tokens([len(segment.token_ids) for segment in prompt.segments])
         max_answer_tokens = max(1, min(fitting, self.max_model_len - prompt.num_tokens))
-        return PreparedPrompt(prompt.chunk_ids, prompt.num_tokens, start, max_answer_tokens)
+        last = prompt.segments[-1].token_ids[::-1][: min(num_continued, _NUM_CONTEXT)]
+        continues = tuple(takewhile(lambda token_id: token_id not in self.tokenizer.special_ids, last))[::-1]
+        return PreparedPrompt(prompt.chunk_ids, prompt.num_tokens, start, max_answer_tokens, continues)
 
     def _check_tokens(self, prompt: SegmentedPrompt) -> None:
         """Some checkpoints have added tokens without an embedding, which their prompts do not hold."""

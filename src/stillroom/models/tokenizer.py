@@ -161,11 +161,16 @@ class IncrementalDetokenizer:
     of a long wait everything is out but the end, in which a character may still begin.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
+        """
+        Args:
+            after: the last tokens of the text before, which is out already.
+        """
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # the window, which begins at `prefix`
+        self._ids = list(after)  # the window, which begins at `prefix`
         self._read = 0
         self._num_out = 0  # characters of the window's text that are out
+        self._begin_at(0)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; empty while a character is unfinished."""

@@ -303,7 +303,11 @@ class Pipeline:
                 speculation=report,
             )
             return AnswerCollector(
-                started, self._backend.tokenizer, stops, lambda answer: self._record(question, answer)
+                started,
+                self._backend.tokenizer,
+                stops,
+                lambda answer: self._record(question, answer),
+                attempt.draft.continues,
             )
 
         return _Prepared(attempt, tuple(collector(wanted) for wanted in attempt.wanted), has_searched=bool(question))
@@ -384,7 +388,7 @@ def _num_answer_tokens(asked: int | None, default: int, most: int | None) -> int
 def _no_room(draft: PreparedPrompt, room: int | None) -> PromptTooLongError:
     return PromptTooLongError(
         f"no document that was found fits beside the {draft.num_tokens} tokens of the rest of the prompt: beside the "
-        f"answer there is room for {room} tokens; lower max_tokens, shorten the question, or raise "
+        f"answer there is room for {max(room or 0, 0)} tokens; lower max_tokens, shorten the question, or raise "
         "generation.max_prompt_tokens"
     )
 

@@ -131,7 +131,14 @@ class Stillroom:
         guest = SharedBackend(self._answering, salt_of(tenant, kb.identity), OwnerNote(tenant, kb.path))
         room = Stillroom(kb, self.config, self.metrics, self._clock, guest)
         room._host = self  # stays open as long as this one
+        if self._kb.hides_folders:
+            room.hide_folders()
         return room
+
+    def hide_folders(self) -> None:
+        """From now on, names and filters know documents by their public ids, and tell no folder of this machine. A
+        server does this; it holds for rooms that are opened beside this one later."""
+        self._kb.hide_folders()
 
     # Documents
 

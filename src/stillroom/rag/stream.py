@@ -91,15 +91,24 @@ class AnswerCollector:
     """Token events in, pieces of text out, and the `Answer` at the end."""
 
     def __init__(
-        self, started: Started, tokenizer: Tokenizer | None, stops: Sequence[str], on_finish: Callable[[Answer], None]
+        self,
+        started: Started,
+        tokenizer: Tokenizer | None,
+        stops: Sequence[str],
+        on_finish: Callable[[Answer], None],
+        continues: Sequence[int] = (),
     ) -> None:
-        """Without a tokenizer the events hold text."""
+        """
+        Args:
+            tokenizer: None if the events hold text.
+            continues: the last tokens of the text that the answer continues.
+        """
         self.started = started
         self.answer: Answer | None = None
         self.scores: list[TokenScore] = []
         """Log probabilities of the tokens so far, if the request wants them."""
         self._tokenizer = tokenizer
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, continues)
         self._matcher = StopMatcher(stops)
         self._on_finish = on_finish
         self._token_ids: list[int] = []

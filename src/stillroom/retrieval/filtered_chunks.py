@@ -21,6 +21,8 @@ class FilteredChunks:
     """Finds what filters allow. Thread-safe."""
 
     def __init__(self, corpus: Corpus) -> None:
+        self.hides_folders = False
+        """Whether `path` tells nothing of the folders of this machine; see `condition_of`. Set before the first use."""
         self._corpus = corpus
         self._lock = Lock()
         self._kept: OrderedDict[str, tuple[int, AllowedIds, str]] = OrderedDict()
@@ -44,7 +46,7 @@ class FilteredChunks:
             if kept is not None and kept[0] == generation:
                 self._kept.move_to_end(where)
                 return kept[1:]
-        generation, ids = self._corpus.matching(condition_of(parsed))
+        generation, ids = self._corpus.matching(condition_of(parsed, hides_folders=self.hides_folders))
         found, complaint = AllowedIds(ids), "" if len(ids) else self._complaint(parsed)
         with self._lock:
             self._kept[where] = (generation, found, complaint)

@@ -86,6 +86,10 @@ class HybridSearch:
         """
         return next(self.search_staged(query, mode, top_k, 1, where))
 
+    def hide_folders(self) -> None:
+        """From now on, no filter tells anything of the folders of this machine."""
+        self._filters.hides_folders = True
+
     def allowed(self, where: str) -> AllowedIds:
         """The chunks that a filter allows now. Raises FilterError: it is none."""
         return self._filters.allowed(where)

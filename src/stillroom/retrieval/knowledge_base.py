@@ -84,6 +84,7 @@ class KnowledgeBase:
         self._dimension = manifest.dimension
         self._indexes = Indexes(path, self._corpus, self._config.index, manifest.dimension, qdrant=self._config.qdrant)
         self._search = HybridSearch(self._corpus, self._indexes, self._embedder, self._config.search, clock)
+        self.hides_folders = False
         self._lock = WriteLock(path, clock, self._corpus.check_is_there)
         self._repairs = Repairs(path, self._indexes, self._lock, clock)
         self._checking = Lock()
@@ -311,6 +312,12 @@ class KnowledgeBase:
         except DamagedPostingsError:
             self._repairs.mend_words()
             yield from self._search.search_staged(query, mode, top_k, 1, where)
+
+    def hide_folders(self) -> None:
+        """From now on, answer as to somebody who may not learn where files of this machine are: names and filters know
+        documents by their public ids (`core.ids.public_id`)."""
+        self.hides_folders = True
+        self._search.hide_folders()
 
     def allowed(self, where: str) -> AllowedIds:
         """The chunks of all documents that a filter allows now: what `search` finds some of.

@@ -117,9 +117,13 @@ class Uploads:
             shutil.rmtree(incoming, ignore_errors=True)
 
     def find(self, name: str) -> list[DocumentInfo]:
-        """The document of that id, or those of the file of that path or uploaded name; none if there are none."""
-        candidates = [name, f"{UPLOADS}/{name}"]
-        for candidate in candidates:
+        """The document of that id, or those of the file of that path or uploaded name; none if there are none.
+
+        `uploads/...` is always an id, so that deleting it twice never deletes an upload of that name.
+        """
+        if self._kb.hides_folders and name.startswith("/"):
+            return []
+        for candidate in [name] if name.startswith(f"{UPLOADS}/") else [name, f"{UPLOADS}/{name}"]:
             if found := self._kb.documents_of(candidate):
                 return found
         return []

@@ -81,6 +81,7 @@ def create_app(
         host: the address that it will listen on.
         tracing: without it there are no traces.
     """
+    room.hide_folders()
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
     app.state.workers = workers = Workers()
     errors.install(app)
@@ -207,7 +208,7 @@ class _Api:
         if not body.query.strip():
             raise UsageError("the query is empty")
         started = time.perf_counter()
-        options = {"mode": body.mode, "top_k": body.top_k, "where": body.where}
+        options = {"mode": body.mode, "top_k": body.top_k, "where": body.where or ""}
         found = await self._workers.run(None, room.search, body.query, **options)
         mode = body.mode or room.config.search.mode
         return search_payload(body.query, mode, found, time.perf_counter() - started, public_id)

@@ -13,15 +13,21 @@ from stillroom.retrieval.filters.language import AllOf, AnyOf, FieldComparison, 
 from stillroom.retrieval.filters.values import Span, contains, instant_in, number_in, number_of, span_of, truth_of
 
 BUILT_IN = {
-    "path": (
-        "SELECT 'text' AS type, d.path AS atom UNION ALL SELECT 'text', d.document_id "
-        "UNION ALL SELECT 'text', d.public_id"
-    ),
+    "path": "SELECT 'text' AS type, d.path AS atom",
     "title": "SELECT 'text' AS type, d.title AS atom",
     "type": "SELECT 'text' AS type, stillroom_type(d.path) AS atom",
     "added": "SELECT 'instant' AS type, CAST(d.added_at * 1000000 AS INTEGER) AS atom",
 }
 """Fields that every document has, as rows of type and value."""
+
+_EQUAL_PATHS = (
+    "SELECT 'text' AS type, d.path AS atom UNION ALL SELECT 'text', d.document_id UNION ALL SELECT 'text', d.public_id"
+)
+"""What `path =` is compared with."""
+_PUBLIC_PATHS = (
+    "SELECT 'text' AS type, d.public_id AS atom UNION ALL SELECT 'text', d.path WHERE substr(d.path, 1, 1) <> '/'"
+)
+"""What `path` is compared with where no folder of the machine may be learnt from it."""
 
 _RUN = 100
 
@@ -46,35 +52,47 @@ def register(connection: sqlite3.Connection) -> None:
     connection.create_function("stillroom_contains", 2, _contains, deterministic=True)
 
 
-def condition_of(where: Filter) -> Condition:
-    """The condition that a filter is."""
+def condition_of(where: Filter, *, hides_folders: bool = False) -> Condition:
+    """The condition that a filter is.
+
+    Args:
+        hides_folders: `path` is what a server shows of it (`core.ids.public_id`), so that comparing tells no folder.
+    """
     match where:
         case FieldComparison():
-            return _test(where)
+            return _test(where, hides_folders)
         case Not(inner):
-            found = condition_of(inner)
+            found = condition_of(inner, hides_folders=hides_folders)
             return Condition(f"NOT {found.sql}", found.parameters)
         case AllOf(parts) | AnyOf(parts):
-            conditions = [condition_of(part) for part in parts]
+            conditions = [condition_of(part, hides_folders=hides_folders) for part in parts]
             return _joined("AND" if isinstance(where, AllOf) else "OR", conditions)
 
 
-def _test(test: FieldComparison) -> Condition:
+def _test(test: FieldComparison, hides_folders: bool) -> Condition:
     if test.operator == "!=":
-        equal = _test(FieldComparison(test.field, "=", test.values))
+        equal = _test(FieldComparison(test.field, "=", test.values), hides_folders)
         return Condition(f"NOT {equal.sql}", equal.parameters)
     if '"' in test.field or "\\" in test.field:  # no document has such a field, and a path cannot say it
         return Condition("0")
-    holds = _joined("OR", [_holds(test.operator, value) for value in _as_printed(test)])
+    values = test.values if hides_folders else _as_printed(test)
+    holds = _joined("OR", [_holds(test.operator, value) for value in values])
     path = f'$."{test.field}"'
     own = Condition(f"EXISTS (SELECT 1 FROM ({_VALUES}) WHERE {holds.sql})", (path, *holds.parameters))
     if test.field not in BUILT_IN:
         return own
-    ours = f"EXISTS (SELECT 1 FROM ({BUILT_IN[test.field]}) WHERE {holds.sql})"
+    ours = f"EXISTS (SELECT 1 FROM ({_built_in(test, hides_folders)}) WHERE {holds.sql})"
     return Condition(
         f"CASE WHEN json_type(d.metadata, ?) IS NULL THEN {ours} ELSE {own.sql} END",
         (path, *holds.parameters, *own.parameters),
     )
+
+
+def _built_in(test: FieldComparison, hides_folders: bool) -> str:
+    """The rows that a built-in field is compared with."""
+    if test.field == "path" and hides_folders:
+        return _PUBLIC_PATHS
+    return _EQUAL_PATHS if test.field == "path" and test.operator == "=" else BUILT_IN[test.field]
 
 
 def _as_printed(test: FieldComparison) -> tuple[Value, ...]:

@@ -56,7 +56,7 @@ def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskO
         system=conversation.system,
         answer_start=conversation.answer_start,
         mode=extension.mode,
-        where=extension.where,
+        where=extension.where or "",
         top_k=extension.top_k,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -135,7 +135,8 @@ class DocumentRoutes:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         if isinstance(results, QueuedChange):
             found = await self._described(documents, job)
-            return JSONResponse(found.model_dump(), 202, {"location": f"jobs/{job.id}", "retry-after": "1"})
+            return JSONResponse(found.model_dump(), 202, {"location": f"/v1/jobs/{job.id}", "retry-after": "1"})
+        documents.jobs.forget(job)
         reply = await asyncio.to_thread(upload_reply, documents.room, results)
         return JSONResponse(reply.model_dump(), 422 if reply.error else 200)
 

@@ -85,7 +85,7 @@ class Job:
             return found
         error = ChangeCancelledError() if task.cancelled() else task.exception()
         if isinstance(error, ChangeCancelledError):
-            found.status = "cancelled"
+            found.status, found.error = "cancelled", ErrorDetail(**describe(error)[1]["error"])
         elif isinstance(error, Exception):
             found.status, found.error = "failed", ErrorDetail(**describe(error)[1]["error"])
         else:
@@ -106,6 +106,10 @@ class Jobs:
         for known in finished[: max(0, len(finished) - _MAX_FINISHED + 1)]:
             del self._jobs[known.id]
         self._jobs[job.id] = job
+
+    def forget(self, job: Job) -> None:
+        """Its client has the result, and was never told of the job."""
+        self._jobs.pop(job.id, None)
 
     def all(self) -> list[Job]:
         """The newest first."""

@@ -129,8 +129,8 @@ class SearchOptions(Body):
 
     top_k: TopK | None = None
     mode: SearchMode | None = None
-    where: Annotated[str, Field(max_length=MAX_CHARS)] = ""
-    """A filter (docs/filters.md); blank allows every document."""
+    where: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
+    """A filter (docs/filters.md); blank or null allows every document."""
 
 
 class JsonSchema(Body):
