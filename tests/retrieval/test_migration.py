@@ -21,7 +21,7 @@ from tests.retrieval.test_corpus import stored
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stillroom.retrieval import rows
+from stillroom.retrieval.store import rows
 from stillroom.retrieval.store.corpus import Corpus
 
 def dying(columns, at):

@@ -4,14 +4,17 @@ import io
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from stillroom.config.settings import ReuseConfig, SpeculationConfig, StillroomConfig
+from stillroom.core.cancellation import Cancellation
 from stillroom.rag.stillroom import Stillroom
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.auth.tenants import Tenants
+from tests.server.fakes import until
 from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, PEOPLE, QUESTION
 from tests.server.test_keys import add, bearer
@@ -97,3 +100,46 @@ def test_a_tenant_whose_folder_is_deleted_while_it_is_open_gets_an_empty_one(tmp
         house.close()
         shutil.rmtree(tmp_path / "kb")
         assert not own.is_there and not own.is_ready
+
+
+def test_a_tenant_goes_on_after_its_folder_was_deleted_and_nothing_of_the_old_one_is_kept(tmp_path: Path) -> None:
+    """Its own request is the first that notices, and it had uploaded before."""
+    path = tmp_path / "keys.json"
+    key = add(path, "key-of-legal", "legal")
+    document = {"documents": [{"name": "people.md", "text": PEOPLE}]}
+    config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=SpeculationConfig(mode="off"))
+    with Stillroom.open(tmp_path / "kb", config=config) as own:
+        house = Tenants(own, tmp_path / "tenants")
+        with (
+            serving(own, tenants=house, keys=KeyRing(path)) as url,
+            httpx.Client(base_url=url, headers=bearer(key), timeout=120) as client,
+        ):
+            assert client.post("/v1/documents", json=document).status_code == 200
+            assert client.post("/v1/chat/completions", json=ASKED).status_code == 200
+            backend: Any = own._answering.backend
+            assert {node.owner for node in backend.cache.tree}
+            shutil.rmtree(tmp_path / "tenants" / "legal")
+            assert client.get("/v1/documents").json()["data"] == []
+            until(lambda: not len(backend.cache.tree))
+            assert client.post("/v1/documents", json=document).status_code == 200
+            assert client.post("/v1/chat/completions", json=ASKED).json()["choices"][0]["message"]["content"] == ANSWER
+        house.close()
+
+
+def test_what_a_client_changes_goes_before_the_completion_of_killed_uploads(tmp_path: Path) -> None:
+    """The completion would take for ever; it is cancelled, and begins again afterwards."""
+    begun: list[Cancellation] = []
+
+    def complete(stop: Cancellation) -> int:
+        begun.append(stop)
+        until(lambda: stop.is_cancelled or len(begun) > 1)
+        stop.check()
+        return 0
+
+    with Stillroom.open(tmp_path / "kb") as own:
+        own.complete_uploads = complete  # type: ignore[method-assign, assignment]
+        with serving(own) as url, httpx.Client(base_url=url, timeout=60) as client:
+            until(lambda: len(begun) == 1)
+            reply = client.post("/v1/documents", json={"documents": [{"name": "a.md", "text": "A vault."}]})
+            assert reply.status_code == 200 and begun[0].is_cancelled
+            until(lambda: len(begun) == 2)

@@ -80,6 +80,10 @@ class _Style:
     """Whether there can be more than one question."""
 
 
+_OF_A_QUESTION = (("max_tokens", -1), ("sample_top_k", -1), ("seed", -1))
+"""Values that a question may have, and a configuration may not."""
+
+
 def ask(  # noqa: PLR0913  one parameter per flag
     questions: Annotated[list[str], typer.Argument(metavar="QUESTION", help="Questions; - reads them from stdin.")],
     kb: KbOption = DEFAULT_KB,
@@ -133,7 +137,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
         "reuse.mode": reuse,
         "search.top_k": top_k,
         "search.mode": mode,
-        **{f"generation.{name}": value for name, value in sampling.items() if value != -1},  # -1 is of a question only
+        **{f"generation.{name}": value for name, value in sampling.items() if (name, value) not in _OF_A_QUESTION},
         **engine_settings(engine, base_url, engine_model),
         **index_goal(ann_recall, search_budget),
     }

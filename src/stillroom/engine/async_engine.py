@@ -133,8 +133,10 @@ class AsyncEngine:
         self.run(Engine.catch_up)
 
     def leave(self, salt: str) -> None:
-        """Do not ask these documents any more, as from this method's return."""
-        self._engine.leave(salt)
+        """Do not ask these documents any more, as from this method's return. If they are gone, nothing of them is
+        kept."""
+        if self._engine.leave(salt):
+            self.run(lambda engine: engine.forget(salt))
 
     def close(self) -> None:
         """Abort what runs and stop the thread. Idempotent."""

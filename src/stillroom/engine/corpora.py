@@ -60,10 +60,15 @@ class Corpora:
         with self._lock:
             self._followed[salt] = _Followed(corpus)
 
-    def leave(self, salt: str) -> None:
-        """It is about to be closed."""
+    def leave(self, salt: str) -> bool:
+        """It is about to be closed. Returns whether it is gone, so that nothing of it may be kept."""
         with self._lock:
-            self._followed.pop(salt, None)
+            one = self._followed.pop(salt, None)
+            try:
+                return one is not None and _num_changes(one.corpus) == _GONE
+            except Exception:
+                logger.exception(_BLIND)
+                return False
 
     def catch_up(self, forget: Callable[[Existing, str], object], forget_all: Callable[[str], object]) -> None:
         """Let the chunks be forgotten that are gone from what has changed since the last time.

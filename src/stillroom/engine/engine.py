@@ -152,9 +152,18 @@ class Engine:
         is kept from the next `catch_up` on. From any thread."""
         self._corpora.follow(salt, corpus)
 
-    def leave(self, salt: str) -> None:
-        """Do not ask these documents any more, as from this method's return. From any thread."""
-        self._corpora.leave(salt)
+    def leave(self, salt: str) -> bool:
+        """Do not ask these documents any more, as from this method's return. From any thread.
+
+        Returns:
+            Whether they are gone: then call `forget` in the engine's thread.
+        """
+        return self._corpora.leave(salt)
+
+    def forget(self, salt: str) -> None:
+        """Keep nothing of this salt's requests."""
+        with self._noticing_loss():
+            self._forget_all(salt)
 
     def catch_up(self) -> None:
         """Forget the chunks that are gone."""

@@ -83,20 +83,21 @@ class DocumentRoutes:
         self._complete(DEFAULT_TENANT, tenants.own)
 
     def _complete(self, tenant: str, room: "Stillroom") -> None:
-        def ended(task: "asyncio.Task[int]") -> None:
+        def ended(task: "asyncio.Task[object]") -> None:
             error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, (ChangeCancelledError, EngineClosedError)):
                 logger.warning("uploads that were interrupted are not completed: %s", error)
             elif error is None and not task.cancelled() and task.result():
                 logger.info("%d uploads that were interrupted are completed", task.result())
 
-        self._of(tenant, room).start(room.complete_uploads).task.add_done_callback(ended)
+        self._of(tenant, room).start_when_idle(room.complete_uploads, ended)
 
     def _documents(self, request: Request) -> _Documents:
         return self._of(caller_of(request).tenant, room_of(request))
 
     def _of(self, tenant: str, room: "Stillroom") -> _Documents:
-        if tenant not in self._tenants:
+        known = self._tenants.get(tenant)
+        if known is None or known.room is not room:  # the folder was replaced, and opened anew
             self._tenants[tenant] = _Documents(room, self._workers)
             self._tenants[tenant].jobs = Jobs()
         return self._tenants[tenant]

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from stillroom.core.cancellation import Cancellation
-from stillroom.errors import QueueFullError
+from stillroom.errors import ChangeCancelledError, QueueFullError
 from stillroom.server.limits.workers import Workers, shutting_down
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ class UploadQueue:
         self._writing = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
         self._num_bytes_held = 0
+        self._idle_work: Callable[[Cancellation], object] | None = None
+        self._idle: QueuedChange[object] | None = None
+        self._on_idle_end: Callable[[asyncio.Task[object]], None] = lambda _: None
 
     @contextlib.contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:
@@ -116,6 +119,38 @@ class UploadQueue:
         Args:
             release: called when the change has ended or will never begin.
         """
+        if self._idle is not None:
+            self._idle.cancel()
+        change = self._queue(work, release)
+        change.task.add_done_callback(lambda _: self._resume())
+        return change
+
+    def start_when_idle(
+        self, work: Callable[[Cancellation], object], on_end: Callable[["asyncio.Task[object]"], None]
+    ) -> None:
+        """Do this while there is no change: one that comes cancels it, and it begins again after the last.
+
+        Args:
+            on_end: told each time it ends, cancelled or not.
+        """
+        self._idle_work, self._on_idle_end = work, on_end
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._idle_work is None or self._running or self._workers.is_stopping:
+            return
+
+        def ended(task: "asyncio.Task[object]") -> None:
+            self._idle = None
+            is_cancelled = task.cancelled() or isinstance(task.exception(), ChangeCancelledError)
+            self._idle_work = self._idle_work if is_cancelled else None
+            self._on_idle_end(task)
+            self._resume()
+
+        self._idle = self._queue(self._idle_work, lambda: None)
+        self._idle.task.add_done_callback(ended)
+
+    def _queue(self, work: Callable[[Cancellation], T], release: Callable[[], None]) -> QueuedChange[T]:
         change = QueuedChange(work, release)
 
         async def locked() -> T:
@@ -127,6 +162,8 @@ class UploadQueue:
                 )
 
         def ended(task: "asyncio.Task[T]") -> None:
+            if not task.cancelled():
+                task.exception()  # after the client has left, nothing else asks for it
             self._running.discard(task)
             self._workers.changes.discard(change)
             change.abandon()
