@@ -29,7 +29,8 @@ CLEAR_HELP = help_text(
     examples=("stillroom cache clear --kb ./kb",),
 )
 VERIFY_HELP = help_text(
-    "Read every record of KV on disk and check it against its checksum; damaged ones are removed.",
+    "Read every record of KV on disk and check it against its checksum; damaged ones are removed, or only "
+    "reported while a server uses the folder.",
     "They would never have been used: each is checked whenever it is loaded. Ends with code 1 if any was damaged.",
     "Records of documents and tenants that no longer exist are removed first. A server does the same when it starts.",
     examples=("stillroom cache verify --kb ./kb", "stillroom cache verify --json"),
