@@ -44,7 +44,7 @@ def test_a_record_goes_with_every_chunk_that_its_kv_has_seen(tmp_path: Path) -> 
 
 
 def test_a_record_that_does_not_say_what_it_has_seen_is_removed(tmp_path: Path) -> None:
-    """Its checksum fails, as that of another version's record does: nobody can use it, and it may hold anything."""
+    """Its checksum fails, as that of another version's record does: it is not used, and it may hold anything."""
     store = DiskStore(tmp_path, MODEL)
     assert all(store.write(record(n, first_position=0), *sealed(1)) for n in (1, 2))
     path = path_of(store.folder, key(1))

@@ -104,7 +104,7 @@ class KVCache:
         )
 
     def close(self, *, keeps_device: bool = True) -> None:
-        """Bring to disk what has room there, and let go of it. Precondition: nobody uses the cache any more.
+        """Bring to disk what has room there, and let go of it. Precondition: the cache is not in use any more.
 
         Args:
             keeps_device: False stores nothing, as it is not known what is on the device.

@@ -204,7 +204,7 @@ class AsyncEngine:
             return
         try:
             command()
-        except BaseException:  # nobody waits for it, and others must still be answered
+        except BaseException:  # it has no listener, and others must still be answered
             logger.exception("a command failed")
 
     def _tend(self) -> bool:
@@ -213,7 +213,7 @@ class AsyncEngine:
             return True
         try:
             return self._engine.tend()
-        except BaseException:  # whoever asks next must still be answered
+        except BaseException:  # the next request must still be answered
             logger.exception("work in an idle moment failed")
             return False
 

@@ -29,7 +29,7 @@ class CorpusView(Protocol):
 
     @property
     def num_changes(self) -> int:
-        """Of documents so far, whoever made them; one cheap read.
+        """Of documents so far, by any process; one cheap read.
 
         Raises:
             KnowledgeBaseNotFoundError: it was removed, or another one stands in its place.

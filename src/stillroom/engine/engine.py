@@ -172,7 +172,7 @@ class Engine:
             self._corpora.catch_up(self._forget_chunks, self._forget_all)
 
     def give_up_audit(self) -> None:
-        """A step failed, and whoever listens is told; nobody listens to an audit."""
+        """A step failed. Its listeners are told; an audit has none."""
         running = None if self.audit is None else self.audit.give_up()
         if running is not None:
             self.scheduler.abort(running)
@@ -192,7 +192,7 @@ class Engine:
             self._lose_device(error)
 
     def _lose_device(self, error: BaseException) -> None:
-        """Forget what was on the device, then recover it; in this order, so that nobody takes what is gone for KV."""
+        """Forget what was on the device, then recover it; in this order, so that what is gone is not taken for KV."""
         logger.warning("the device is lost: %s; requests go on from what host and disk keep", first_line(error))
         for request_id in self.scheduler.lose_device():
             text = "the model's device was lost; this answer was computed from placed KV and cannot go on as it began"
@@ -259,7 +259,7 @@ class Engine:
         return shadow is not None
 
     def _fail(self, request_id: RequestId, error: Exception) -> None:
-        """End a request; whoever listens is told with the events of this step."""
+        """End a request; its listener is told with the events of this step."""
         event, is_here, is_audit = self._end(request_id, error)
         if is_here and not is_audit:
             self._events.append(event)
@@ -273,7 +273,7 @@ class Engine:
         return event, self.scheduler.abort(request_id), is_audit
 
     def _is_of_audit(self, event: TokenEvent) -> bool:
-        """Tell the audit of an event; returns whether nobody else listens to its request. An audit that fails ends."""
+        """Tell the audit of an event; returns whether its request has no other listener. An audit that fails ends."""
         if self.audit is None:
             return False
         try:

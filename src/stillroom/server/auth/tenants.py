@@ -123,5 +123,5 @@ class Tenants:
         check_name("tenant", tenant)
         if self.folder is None:
             raise ConfigError(f"the tenant {tenant!r} has no knowledge base: server.tenants_folder is not set")
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # names of tenants are nobody else's business
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # names of tenants are private
         return self.folder / tenant
