@@ -1,5 +1,8 @@
 """Threads for parallel kernels end with the thread that they were for."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,25 @@ def test_what_computes_in_a_thread_that_ends_leaves_no_team() -> None:
     until(lambda: num_system_threads() <= before)
     with pytest.raises(ZeroDivisionError):
         in_a_thread_that_ends(lambda: 1 // 0)
+
+
+@pytest.mark.skipif(torch.get_num_threads() > 1, reason="the tests that need two threads run by themselves")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="no second core")
+def test_the_tests_that_count_threads_pass_with_two() -> None:
+    """`make test` gives each worker one thread, with which there is nothing to count."""
+    tests = Path(__file__).parents[1]
+    files = [tests / "ops" / "test_teams.py", tests / "retrieval" / "test_teams.py", tests / "rag" / "test_threads.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "team and not with_two",
+        *map(str, files),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, env=environment, cwd=tests.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout

@@ -77,7 +77,7 @@ class ReuseConfig:
 
     mode: ReuseMode = "exact"
     """`exact`: KV is reused where the same tokens stood after the same tokens. In float32 no token changes; in bfloat16
-    near ties can (2 of 500 answers), unless `runtime.fixed_shapes` is on. `anywhere`: beyond that, a document's KV is
+    near ties can (4 of 200 answers), unless `runtime.fixed_shapes` is on. `anywhere`: beyond that, a document's KV is
     reused wherever it stands in a prompt, and a share of its tokens is computed again; answers may change
     (docs/chunk-reuse.md). `off`: every prompt is computed."""
     recompute_ratio: float = 0.15
