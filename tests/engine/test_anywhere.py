@@ -7,7 +7,6 @@ changes between modes, every request whose report names no placed document answe
 import math
 import random
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -36,21 +35,6 @@ from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.attention_mass import attention_weights_reference
 from tests.engine.test_reuse import BLOCK, House, Oracle, damage, question, without
 from tests.fakes import random_checkpoint
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    path = tmp_path_factory.mktemp("checkpoint")
-    random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return load_decoder(path, device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")

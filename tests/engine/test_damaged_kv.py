@@ -1,6 +1,5 @@
 """Wrong KV never becomes valid: what is damaged in memory is dropped, not served, and never stored."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,9 @@ from stillroom.errors import NonFiniteError
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvstore.record import Defect
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
 from stillroom.runner.decode_graphs import StaticDecoding
 from stillroom.runner.torch_runner import TorchRunner
 from tests.engine.test_reuse import BLOCK, House, Oracle, question
-from tests.fakes import random_checkpoint
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    path = tmp_path_factory.mktemp("checkpoint")
-    random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return load_decoder(path, device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")

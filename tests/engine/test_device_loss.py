@@ -6,7 +6,7 @@ exception and the message of torch, and with everything on the device gone.
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,10 @@ from stillroom.core.request import FinishReason, Request
 from stillroom.engine.recovery import FIRST_PAUSE, LONGEST_PAUSE, MAX_LOSSES
 from stillroom.errors import DeviceLostError
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
 from stillroom.runner import torch_runner
 from stillroom.runner.decode_graphs import StaticDecoding
 from stillroom.runner.torch_runner import TorchRunner
 from tests.engine.test_reuse import House, Oracle, question
-from tests.fakes import random_checkpoint
 
 ILLEGAL_ACCESS = (
     "CUDA error: an illegal memory access was encountered\n"
@@ -39,21 +37,6 @@ ILLEGAL_ACCESS = (
 def cuda_error() -> Exception:
     """Return the error as this version of torch raises it."""
     return getattr(torch, "AcceleratorError", RuntimeError)(ILLEGAL_ACCESS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    path = tmp_path_factory.mktemp("checkpoint")
-    random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return load_decoder(path, device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """A step that fails for another reason than the device: the request at fault ends, and no token of others changes."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,24 +18,7 @@ from stillroom.engine.events import TokenEvent
 from stillroom.errors import EngineError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
 from tests.engine.test_reuse import House, Oracle, question
-from tests.fakes import random_checkpoint
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    path = tmp_path_factory.mktemp("checkpoint")
-    random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return load_decoder(path, device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,12 @@ removed documents and a device that loses its memory; and each of RAGCache's pro
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stillroom.backends.assembly import KVCache
 from stillroom.backends.local import build_engine
@@ -30,29 +28,12 @@ from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvstore.files import size_on_disk
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
-from tests.fakes import ManualClock, random_checkpoint
+from tests.fakes import ManualClock
 
 BLOCK = 8
 VOCABULARY = 301
 PROFILE = linear_profile(1e-3, 1e-4, 1e-7)
 """Loading costs nothing, so everything that is kept is used."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is tiny: two threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    path = tmp_path_factory.mktemp("checkpoint")
-    random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return load_decoder(path, device="cpu", dtype="float32")
 
 
 class House:

@@ -1,4 +1,4 @@
-"""Time is an argument: whoever needs the time is given a clock."""
+"""Time is an argument: what needs the time is given a clock."""
 
 import time
 from typing import Protocol

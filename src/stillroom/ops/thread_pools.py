@@ -1,4 +1,4 @@
-"""Who keeps threads for parallel kernels: the engine's thread, and nobody else.
+"""Threads for parallel kernels: only the engine's thread keeps a pool.
 
 Whoever calls a parallel kernel, torch's or ours, gets a team of threads that stays as long as the caller's thread does.
 OpenMP's library counts the threads of all teams. As soon as they are more than there are cores, they sleep whenever

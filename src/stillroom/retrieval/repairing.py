@@ -1,4 +1,4 @@
-"""Index files that an interrupted writer left behind, or somebody damaged, are brought up to date by whoever searches.
+"""Brings index files that an interrupted writer left behind, or that are damaged, up to date when a search needs them.
 
 Before the first search that is waited for; later it goes on beside the searches. Somebody else who writes will do it
 himself, and a folder that cannot be written is searched as it is, with postings elsewhere if it has none.

@@ -1,5 +1,5 @@
-"""The waiting requests, and who is next: those that have run already, then tenants in turn, of each by priority, then
-by the policy; and nobody is overtaken without end.
+"""The waiting requests and their order: those that have run already, then tenants in turn, of each by priority, then
+by the policy. No request is overtaken without end.
 
 Invariant: of the requests that came after a waiting one, at most `window` are admitted before it, whatever else holds.
 Decisions follow from the order of calls alone. O(log n) for each request, and for each that a change of what is kept

@@ -1,4 +1,4 @@
-"""Before any route: who asks? ASGI middleware that lets nobody pass whom it does not know.
+"""ASGI middleware before any route: finds the caller by its key and refuses unknown keys.
 
 With keys, every path needs one but `OPEN_PATHS` and those in `OPEN_FOLDER`. Without keys everybody may ask who reaches
 the address, and then other people's web pages must not do it with somebody's browser: a page that sends its own

@@ -1,4 +1,4 @@
-"""How much work the house takes on, so that whoever is let in is served in time and whoever is not is told at once.
+"""How many requests are admitted, so that each is served in time and the others are refused at once.
 
 Seats are for requests that generate, from when their body is here, before any search. Beyond those that can run, so
 many may wait as are served within `max_wait_s` at the pace at which the last ones were. When the house is full a tenant

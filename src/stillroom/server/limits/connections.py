@@ -1,4 +1,4 @@
-"""One connection, with time limits: whoever sends slowly, reads slowly or only holds on does not hold the server up.
+"""One connection, with time limits: a client that sends slowly, reads slowly or is idle does not hold the server up.
 
 - A request's head must be there within `head_timeout_s`, its body within `body_timeout_s` after that: slow senders
   (slowloris) and connections that say nothing are closed.

@@ -1,5 +1,5 @@
 """JSON as it may come from anywhere, read strictly: what is not made of text and finite numbers is refused here, so
-that nobody behind this has to think of it.
+that the routes need not check for it.
 
 Python's parser takes more than the format has (NaN, the last of two equal keys, halves of surrogate pairs), and its own
 limits raise errors of many kinds.
