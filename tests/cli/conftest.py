@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.harness import Opened, Run, runner, use_fake
-from tests.server.fakes import FakeRoom
+from tests.server.fakes import FakeStillroom
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +25,11 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.fixture
-def fake() -> FakeRoom:
-    return FakeRoom()
+def fake() -> FakeStillroom:
+    return FakeStillroom()
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch, fake: FakeRoom) -> Opened:
+def opened(monkeypatch: pytest.MonkeyPatch, fake: FakeStillroom) -> Opened:
     """Commands open the fake; tells with what."""
     return use_fake(monkeypatch, fake)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from stillroom.cli import main, room
+from stillroom.cli import main, opening
 from stillroom.config.settings import StillroomConfig
-from tests.server.fakes import FakeRoom
+from tests.server.fakes import FakeStillroom
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ Run = Callable[..., Result]
 
 
 class Opened:
-    """Stands in for `open_room` and keeps what it was called with."""
+    """Stands in for `open_stillroom` and keeps what it was called with."""
 
-    def __init__(self, fake: FakeRoom) -> None:
+    def __init__(self, fake: FakeStillroom) -> None:
         self.fake = fake
         self.calls: list[tuple[Path, StillroomConfig, bool]] = []
 
-    def __call__(self, kb: Path, config: StillroomConfig, *, create: bool = False) -> FakeRoom:
+    def __call__(self, kb: Path, config: StillroomConfig, *, create: bool = False) -> FakeStillroom:
         self.calls.append((kb, config, create))
         self.fake.config = config
         return self.fake
@@ -50,7 +50,7 @@ def runner(capfd: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def use_fake(monkeypatch: pytest.MonkeyPatch, fake: FakeRoom) -> Opened:
+def use_fake(monkeypatch: pytest.MonkeyPatch, fake: FakeStillroom) -> Opened:
     opened = Opened(fake)
-    monkeypatch.setattr(room, "open_room", opened)
+    monkeypatch.setattr(opening, "open_stillroom", opened)
     return opened

@@ -10,7 +10,7 @@ import pytest
 from stillroom.config.settings import GenerationConfig
 from stillroom.rag.answer import AskOptions
 from tests.cli.harness import Opened, Run
-from tests.server.fakes import FakeRoom
+from tests.server.fakes import FakeStillroom
 
 QUESTION = "How do I rotate keys?"
 KEYS = ["question", "text", "token_ids", "finish_reason", "request_id", "sources", "timing", "reuse", "speculation"]
@@ -31,7 +31,7 @@ def test_answer_sources_and_timing(run: Run, opened: Opened) -> None:
     )
 
 
-def test_models_are_loaded_before_the_first_question_is_timed(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_models_are_loaded_before_the_first_question_is_timed(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     run("ask", QUESTION)
 
     assert fake.is_warm
@@ -83,7 +83,9 @@ def test_single_question_from_stdin_is_still_one_line(
     assert len(run("ask", "-", "--json").out.splitlines()) == 1
 
 
-def test_question_that_cannot_be_answered_does_not_stop_the_others(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_question_that_cannot_be_answered_does_not_stop_the_others(
+    run: Run, opened: Opened, fake: FakeStillroom
+) -> None:
     result = run("ask", "first one", " ", "last one", "--json")
 
     assert result.code == 2
@@ -93,20 +95,20 @@ def test_question_that_cannot_be_answered_does_not_stop_the_others(run: Run, ope
     assert last == "some questions were not answered; see above"
 
 
-def test_a_question_that_finds_nothing_is_no_answer(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_a_question_that_finds_nothing_is_no_answer(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     result = run("ask", QUESTION, "--where", "team = nothing")
     assert (result.code, result.out) == (1, "") and "no document was found" in result.err
     result = run("ask", QUESTION, "--where", "team = nothing", "--json")
     assert result.out == "" and json.loads(result.err)["error"]["type"] == "NothingFoundError"
 
 
-def test_minus_one_is_taken_for_limits_and_seed(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_minus_one_is_taken_for_limits_and_seed(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     assert run("ask", QUESTION, *["--max-tokens", "-1", "--sample-top-k", "-1", "--seed", "-1"]).code == 0
     [(_, options)] = fake.asked
     assert (options.max_tokens, options.sample_top_k, options.seed) == (-1, -1, -1)
 
 
-def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     flags = "-k 3 --mode dense --max-tokens 7 --temperature 0.5 --top-p 0.9 --seed 5 --stop a --stop b --model m"
 
     run("ask", QUESTION, *flags.split())
@@ -116,7 +118,7 @@ def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeRoom) -> Non
     assert opened.calls[0][1].runtime.model == "m"
 
 
-def test_every_way_to_pick_tokens_has_a_flag(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_every_way_to_pick_tokens_has_a_flag(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     """A setting without a flag is found by the first assertion."""
     limits = {"max_prompt_tokens": 0}
     values = {field.name: 0.5 for field in dataclasses.fields(GenerationConfig) if field.name not in limits}
@@ -129,7 +131,7 @@ def test_every_way_to_pick_tokens_has_a_flag(run: Run, opened: Opened, fake: Fak
     assert dataclasses.asdict(opened.calls[0][1].generation) == values | limits
 
 
-def test_json_schema_is_read_from_a_file(run: Run, opened: Opened, fake: FakeRoom, tmp_path: Path) -> None:
+def test_json_schema_is_read_from_a_file(run: Run, opened: Opened, fake: FakeStillroom, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"type": "integer"}')
     (tmp_path / "list.json").write_text("[]")
 
@@ -161,7 +163,7 @@ def test_engine_elsewhere_needs_an_address(run: Run, opened: Opened) -> None:
     assert "--base-url" in result.err
 
 
-def test_failure_in_the_middle_keeps_what_came_before(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_failure_in_the_middle_keeps_what_came_before(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     fake.fails_at = "rotate"
 
     result = run("ask", QUESTION)

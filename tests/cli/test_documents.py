@@ -23,10 +23,10 @@ from stillroom.retrieval.intake import watching
 from stillroom.retrieval.intake.discovery import Skipped
 from tests.cli.harness import Opened, Run, use_fake
 from tests.fakes import ManualClock
-from tests.server.fakes import FakeRoom
+from tests.server.fakes import FakeStillroom
 
 
-class EditableRoom(FakeRoom):
+class EditableStillroom(FakeStillroom):
     """A room whose documents can be added and removed, in name only."""
 
     def __init__(self, failures: tuple[tuple[str, str], ...] = ()) -> None:
@@ -59,29 +59,29 @@ class EditableRoom(FakeRoom):
 
 
 @pytest.fixture
-def room() -> EditableRoom:
-    return EditableRoom()
+def stillroom() -> EditableStillroom:
+    return EditableStillroom()
 
 
 @pytest.fixture(autouse=True)
-def editable(monkeypatch: pytest.MonkeyPatch, room: EditableRoom) -> Opened:
+def editable(monkeypatch: pytest.MonkeyPatch, stillroom: EditableStillroom) -> Opened:
     Path("docs").mkdir()
-    return use_fake(monkeypatch, room)
+    return use_fake(monkeypatch, stillroom)
 
 
-def test_add_makes_the_knowledge_base_and_sums_up(run: Run, editable: Opened, room: EditableRoom) -> None:
+def test_add_makes_the_knowledge_base_and_sums_up(run: Run, editable: Opened, stillroom: EditableStillroom) -> None:
     result = run("add", "docs")
 
     assert result.code == 0
     assert result.out == "added 3, updated 1, unchanged 10, removed 2: 57 chunks in 4.2 s\n"
-    assert room.added == ["docs"]
-    assert room.reports_progress
+    assert stillroom.added == ["docs"]
+    assert stillroom.reports_progress
     [(kb, _, create)] = editable.calls
     assert (kb, create) == (Path("kb"), True)
 
 
-def test_add_lists_failures_and_is_1(run: Run, room: EditableRoom) -> None:
-    room.failures = (("/x/bad.html", "it is not UTF-8"), ("/x/huge.md", "it is too big"))
+def test_add_lists_failures_and_is_1(run: Run, stillroom: EditableStillroom) -> None:
+    stillroom.failures = (("/x/bad.html", "it is not UTF-8"), ("/x/huge.md", "it is too big"))
 
     result = run("add", "docs")
 
@@ -91,8 +91,8 @@ def test_add_lists_failures_and_is_1(run: Run, room: EditableRoom) -> None:
     assert result.err == expected
 
 
-def test_add_as_json(run: Run, room: EditableRoom) -> None:
-    room.failures = (("/x/bad.html", "it is not UTF-8"),)
+def test_add_as_json(run: Run, stillroom: EditableStillroom) -> None:
+    stillroom.failures = (("/x/bad.html", "it is not UTF-8"),)
 
     result = run("add", "docs", "--json")
 
@@ -107,20 +107,20 @@ def test_add_as_json(run: Run, room: EditableRoom) -> None:
         "failures": [{"path": "/x/bad.html", "reason": "it is not UTF-8"}],
         "skipped": {"hidden": 0, "ignored": 0, "other": 0},
     }
-    assert not room.reports_progress
+    assert not stillroom.reports_progress
 
 
-def test_add_says_what_it_passed_over(run: Run, room: EditableRoom) -> None:
-    room.skipped = Skipped(num_hidden=2, num_other=1000)
+def test_add_says_what_it_passed_over(run: Run, stillroom: EditableStillroom) -> None:
+    stillroom.skipped = Skipped(num_hidden=2, num_other=1000)
 
     result = run("add", "docs", "--exclude", "drafts/", "--exclude", "*.csv")
 
     assert result.err == "passed over: 2 hidden, 1,000 of no format that is read\n"
-    assert room.exclude == ["drafts/", "*.csv"]
+    assert stillroom.exclude == ["drafts/", "*.csv"]
 
 
 def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writing(
-    run: Run, room: EditableRoom, monkeypatch: pytest.MonkeyPatch
+    run: Run, stillroom: EditableStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[bool] = []
     reports: Iterator[AddReport | Exception] = iter(
@@ -147,7 +147,7 @@ def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writi
         answers.extend(follow() for _ in range(8))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(room, "add", add)
+    monkeypatch.setattr(stillroom, "add", add)
     monkeypatch.setattr(watching, "keep_in_step", keep_in_step)
     result = run("add", "docs", "--watch", "--json")
 
@@ -162,15 +162,15 @@ def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writi
     assert result.code == 0
 
 
-def test_add_quietly_prints_failures_only(run: Run, room: EditableRoom) -> None:
+def test_add_quietly_prints_failures_only(run: Run, stillroom: EditableStillroom) -> None:
     quiet = run("add", "docs", "-q")
-    room.failures = (("bad.html", "it is not UTF-8"),)
+    stillroom.failures = (("bad.html", "it is not UTF-8"),)
     failing = run("add", "docs", "-q")
 
     assert (quiet.out, quiet.err, quiet.code) == ("", "", 0)
     assert (failing.out, failing.code) == ("", 1)
     assert "bad.html" in failing.err
-    assert not room.reports_progress
+    assert not stillroom.reports_progress
 
 
 def test_remove_says_how_much(run: Run) -> None:
@@ -178,8 +178,8 @@ def test_remove_says_how_much(run: Run) -> None:
     assert run("remove", "a.md", "--json").json == {"num_documents": 1, "num_chunks": 5, "unknown": []}
 
 
-def test_remove_says_which_targets_stand_for_nothing(run: Run, room: EditableRoom) -> None:
-    room.unknown = ("gone.md",)
+def test_remove_says_which_targets_stand_for_nothing(run: Run, stillroom: EditableStillroom) -> None:
+    stillroom.unknown = ("gone.md",)
 
     result, quiet, as_json = run("remove", "a.md"), run("remove", "a.md", "-q"), run("remove", "a.md", "--json")
 
@@ -195,8 +195,8 @@ def test_remove_of_what_is_not_there_is_a_wrong_call(run: Run) -> None:
     assert result.err.startswith("error: nowhere.md is not in")
 
 
-def test_list_is_a_table(run: Run, room: EditableRoom, tmp_path: Path) -> None:
-    room.texts = {str(tmp_path / "docs" / "a.md"): "x" * 3000, "/b.md": "y"}
+def test_list_is_a_table(run: Run, stillroom: EditableStillroom, tmp_path: Path) -> None:
+    stillroom.texts = {str(tmp_path / "docs" / "a.md"): "x" * 3000, "/b.md": "y"}
 
     header, *rows = run("list").out.splitlines()
 
@@ -207,9 +207,11 @@ def test_list_is_a_table(run: Run, room: EditableRoom, tmp_path: Path) -> None:
     ]
 
 
-def test_a_name_is_shown_on_one_line_in_the_direction_in_which_it_is_written(run: Run, room: EditableRoom) -> None:
-    room.texts = {"/a\n\u202ecod.md": "x"}
-    room.failures = (("/b\n\x1b\u2067.md", "cannot\nbe read"),)
+def test_a_name_is_shown_on_one_line_in_the_direction_in_which_it_is_written(
+    run: Run, stillroom: EditableStillroom
+) -> None:
+    stillroom.texts = {"/a\n\u202ecod.md": "x"}
+    stillroom.failures = (("/b\n\x1b\u2067.md", "cannot\nbe read"),)
 
     listed, found, added = run("list"), run("search", "x"), run("add", "docs")
 
@@ -219,10 +221,10 @@ def test_a_name_is_shown_on_one_line_in_the_direction_in_which_it_is_written(run
     assert list(run("list", "--json").json["documents"][0].values())[0] == "/a\n\u202ecod.md"
 
 
-def test_meta_goes_to_the_documents_with_its_type(run: Run, room: EditableRoom) -> None:
+def test_meta_goes_to_the_documents_with_its_type(run: Run, stillroom: EditableStillroom) -> None:
     flags = ["team=legal", "year=2024", "score=0.5", "code=007", "is_draft=true", "tag=a", "tag=b", "old=", "x=a=b"]
     assert run("add", "docs", *(part for flag in flags for part in ("--meta", flag))).code == 0
-    assert room.metadata == {
+    assert stillroom.metadata == {
         "team": "legal",
         "year": 2024,
         "score": 0.5,
@@ -235,13 +237,13 @@ def test_meta_goes_to_the_documents_with_its_type(run: Run, room: EditableRoom) 
 
 
 @pytest.mark.parametrize("flag", ["team", "=legal"])
-def test_meta_that_is_no_pair_is_refused(run: Run, room: EditableRoom, flag: str) -> None:
+def test_meta_that_is_no_pair_is_refused(run: Run, stillroom: EditableStillroom, flag: str) -> None:
     result = run("add", "docs", "--meta", flag)
     assert result.code == 2 and "NAME=VALUE" in result.err
-    assert room.added == []
+    assert stillroom.added == []
 
 
-def test_list_as_json(run: Run, room: EditableRoom) -> None:
+def test_list_as_json(run: Run, stillroom: EditableStillroom) -> None:
     assert run("list", "--json").json == {
         "documents": [
             {
@@ -256,8 +258,8 @@ def test_list_as_json(run: Run, room: EditableRoom) -> None:
     }
 
 
-def test_list_of_nothing_says_what_to_do(run: Run, room: EditableRoom) -> None:
-    room.texts = {}
+def test_list_of_nothing_says_what_to_do(run: Run, stillroom: EditableStillroom) -> None:
+    stillroom.texts = {}
 
     result = run("list")
 

@@ -21,7 +21,7 @@ from stillroom.errors import (
     UnknownDocumentError,
 )
 from tests.cli.harness import Opened, Run
-from tests.server.fakes import FakeRoom, until
+from tests.server.fakes import FakeStillroom, until
 
 COMMANDS = ["add", "remove", "list", "search", "ask", "serve", "bench", "bench retrieval"]
 
@@ -103,7 +103,7 @@ def test_wrong_call_as_json(run: Run, opened: Opened) -> None:
     assert json.loads(result.err)["error"]["type"] == "UsageError"
 
 
-def test_json_behind_dashes_is_a_word(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_json_behind_dashes_is_a_word(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     fake.texts = {}
 
     result = run("ask", "--", "--json")
@@ -124,7 +124,7 @@ def test_json_behind_dashes_is_a_word(run: Run, opened: Opened, fake: FakeRoom) 
     ],
 )
 def test_exit_code_says_whose_turn_it_is(
-    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch, failure: Exception, code: int
+    run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch, failure: Exception, code: int
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise failure
@@ -142,7 +142,7 @@ def test_exit_code_says_whose_turn_it_is(
 
 
 def test_bug_is_one_line_unless_debugging(
-    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
+    run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake, "search", lambda *_, **__: 1 // 0)
 
@@ -158,7 +158,7 @@ def test_bug_is_one_line_unless_debugging(
 
 
 def test_interrupt_is_130_and_says_that_nothing_is_lost(
-    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
+    run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -180,8 +180,8 @@ def test_interrupt_is_130_and_says_that_nothing_is_lost(
 
 def test_reader_that_goes_away_is_not_an_error() -> None:
     code = (
-        "import sys\nfrom stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
-        "room.open_room = lambda *_, **__: FakeRoom()\n"
+        "import sys\nfrom stillroom.cli import main, opening\nfrom tests.server.fakes import FakeStillroom\n"
+        "opening.open_stillroom = lambda *_, **__: FakeStillroom()\n"
         "sys.argv = ['stillroom', 'ask', '-', '--quiet']\nmain.main()\n"
     )
     root = Path(__file__).resolve().parents[2]
@@ -237,8 +237,8 @@ def test_a_note_does_not_stand_behind_half_a_line() -> None:
 
 
 OVER_A_FAKE_ROOM = (
-    "import sys\nfrom stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
-    "room.open_room = lambda *_, **__: FakeRoom()\nmain.main()\n"
+    "import sys\nfrom stillroom.cli import main, opening\nfrom tests.server.fakes import FakeStillroom\n"
+    "opening.open_stillroom = lambda *_, **__: FakeStillroom()\nmain.main()\n"
 )
 
 
@@ -277,10 +277,10 @@ def test_signals_end_a_command_without_a_stack_trace(number: int, code: int, tmp
     program = (
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & has it ignored
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # and so has nohup
-        "from stillroom.cli import main, room\nfrom tests.server.fakes import FakeRoom\n"
+        "from stillroom.cli import main, opening\nfrom tests.server.fakes import FakeStillroom\n"
         "class Room(FakeRoom):\n"
         "    def close(self): print('closed', file=sys.stderr)\n"
-        "room.open_room = lambda *_, **__: Room()\n"
+        "opening.open_stillroom = lambda *_, **__: Room()\n"
         "sys.argv = ['stillroom', 'ask', '-', '--quiet']\nmain.main()\n"
     )
     root = Path(__file__).resolve().parents[2]

@@ -30,8 +30,8 @@ SMALL = ("--requests", 6, "--different", 3, "--answer-tokens", 2, "--device-memo
 def kb(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two documents, in a flat index."""
     folder = tmp_path_factory.mktemp("plan")
-    with Stillroom.open(folder / "kb") as room:
-        room.add(write_knowledge(folder / "docs"))
+    with Stillroom.open(folder / "kb") as stillroom:
+        stillroom.add(write_knowledge(folder / "docs"))
     return folder / "kb"
 
 
@@ -42,9 +42,9 @@ def lists_kb(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = [{"_id": f"r{number}", "text": f"key {number} of town {number * 37 % 101}"} for number in range(640)]
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     config = StillroomConfig(index=IndexConfig(kind="ivf_pq", nlist=16, nprobe=4))
-    with pytest.MonkeyPatch.context() as patch, Stillroom.open(folder / "kb", config=config) as room:
+    with pytest.MonkeyPatch.context() as patch, Stillroom.open(folder / "kb", config=config) as stillroom:
         patch.setattr(ivf_pq, "_POINTS_PER_CENTROID", 2)  # 8 bits, as a device wants, without 9,984 records
-        room.add(folder / "records.jsonl")
+        stillroom.add(folder / "records.jsonl")
     return folder / "kb"
 
 

@@ -26,8 +26,8 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kb(docs: Path) -> Path:
     """A knowledge base that no test changes."""
     folder = docs.parent / "kb"
-    with Stillroom.open(folder) as room:
-        room.add(docs)
+    with Stillroom.open(folder) as stillroom:
+        stillroom.add(docs)
     return folder
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from stillroom.config.load import load_config
 from tests.cli.harness import Opened, Run
-from tests.server.fakes import FakeRoom
+from tests.server.fakes import FakeStillroom
 
 
 def test_results_are_readable(run: Run, opened: Opened) -> None:
@@ -44,7 +44,7 @@ def test_json_is_that_of_the_server(run: Run, opened: Opened) -> None:
     assert list(body["timing"]) == ["embed_seconds", "search_seconds", "total_seconds"]
 
 
-def test_nothing_found_says_so_on_stderr(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_nothing_found_says_so_on_stderr(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     fake.texts = {}
 
     result = run("search", "x")
@@ -54,7 +54,7 @@ def test_nothing_found_says_so_on_stderr(run: Run, opened: Opened, fake: FakeRoo
 
 
 def test_document_under_the_current_folder_is_shown_relative_to_it(
-    run: Run, opened: Opened, fake: FakeRoom, tmp_path: Path
+    run: Run, opened: Opened, fake: FakeStillroom, tmp_path: Path
 ) -> None:
     fake.texts = {str(tmp_path / "docs" / "a.md"): "text", "/b.md": "text"}
 
@@ -64,7 +64,7 @@ def test_document_under_the_current_folder_is_shown_relative_to_it(
     assert ". /b.md:3-4\n" in out
 
 
-def test_long_text_is_cut_to_a_snippet(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_long_text_is_cut_to_a_snippet(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     fake.texts = {"a.md": "word " * 500}
 
     lines = run("search", "x").out.splitlines()
@@ -74,7 +74,7 @@ def test_long_text_is_cut_to_a_snippet(run: Run, opened: Opened, fake: FakeRoom)
     assert max(map(len, lines)) <= 100
 
 
-def test_text_cannot_steer_the_terminal(run: Run, opened: Opened, fake: FakeRoom) -> None:
+def test_text_cannot_steer_the_terminal(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     fake.texts = {"a.md": "before \x1b[31mred\x07 \x9b2J after"}
 
     out = run("search", "x").out

@@ -16,7 +16,7 @@ import pytest
 from stillroom.server.loading import Loading
 from stillroom.server.run import HttpServer
 from tests.cli.harness import Opened, Run
-from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import serving
 from tests.server.test_leaving import streaming
 
@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 import threading
-from stillroom.cli import main, room
+from stillroom.cli import main, opening
 from stillroom.config.settings import ServerConfig, StillroomConfig
-from tests.server.fakes import FakeRoom
+from tests.server.fakes import FakeStillroom
 
 class Room(FakeRoom):
     def upload(self, files, progress, metadata, stop):
@@ -149,7 +149,7 @@ def test_host_that_is_not_this_machine_is_a_wrong_call(run: Run, opened: Opened,
 
 
 def test_port_is_given_back_when_the_room_cannot_be_opened(
-    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
+    run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise KeyboardInterrupt
@@ -173,7 +173,7 @@ def test_url_is_one_that_a_client_can_use(host: str, shown: str) -> None:
 
 
 def test_other_machines_are_warned_of(
-    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
+    run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HttpServer, "run_loading", lambda _, load, *__: load(Loading()))
 
@@ -182,11 +182,11 @@ def test_other_machines_are_warned_of(
 
 
 def test_a_server_may_come_before_its_documents(
-    run: Run, opened: Opened, fake: FakeRoom, monkeypatch: pytest.MonkeyPatch
+    run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container has no knowledge base when it first starts."""
     monkeypatch.setattr(HttpServer, "run_loading", lambda _, load, *__: load(Loading()))
-    monkeypatch.setattr(FakeRoom, "num_documents", 0)
+    monkeypatch.setattr(FakeStillroom, "num_documents", 0)
 
     found = run("serve", "--kb", "new", "--port", "0")
 
@@ -196,7 +196,7 @@ def test_a_server_may_come_before_its_documents(
 
 def test_python_hands_over_quickly_while_it_serves() -> None:
     before = sys.getswitchinterval()
-    with serving(as_room(FakeRoom())) as url:
+    with serving(as_stillroom(FakeStillroom())) as url:
         assert httpx.get(f"{url}/healthz").status_code == 200
         assert sys.getswitchinterval() == pytest.approx(1e-4, rel=0.05)  # it counts microseconds
     assert sys.getswitchinterval() == pytest.approx(before, rel=0.05)
@@ -207,7 +207,7 @@ def test_stop_before_run_ends_it_at_once() -> None:
 
     server = HttpServer("127.0.0.1", 0)
     server.stop()
-    thread = threading.Thread(target=server.run, args=(create_app(as_room(FakeRoom())), lambda: None))
+    thread = threading.Thread(target=server.run, args=(create_app(as_stillroom(FakeStillroom())), lambda: None))
     thread.start()
     thread.join(20)
     assert not thread.is_alive()

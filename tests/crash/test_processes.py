@@ -107,7 +107,7 @@ def test_a_running_server_sees_what_the_command_line_adds_and_removes_beside_it(
         assert main.run([*map(str, args), "--kb", str(kb), "--quiet"]) == 0
 
     run("add", docs)
-    with Stillroom.open(kb) as room, serving(room) as url:
+    with Stillroom.open(kb) as stillroom, serving(stillroom) as url:
 
         def found() -> str:
             body = {"query": "lighthouse of Perint", "mode": "sparse", "top_k": 1}

@@ -139,9 +139,9 @@ def test_the_backup_of_operations_md_works_every_night(tmp_path: Path) -> None:
     data, backup, python = tmp_path / "data", tmp_path / "data/backup", shlex.quote(sys.executable)
     command = script[1].replace("/data/", f"{data}/").replace("python ", f"{python} ")
     for night in ("first", "second"):
-        with Stillroom.open(data / "kb") as room:
+        with Stillroom.open(data / "kb") as stillroom:
             (tmp_path / f"{night}.md").write_text(f"the {night} document")
-            room.add(tmp_path / f"{night}.md")
+            stillroom.add(tmp_path / f"{night}.md")
             subprocess.run(["sh", "-e"], input=command, text=True, check=True)  # while it is open
     assert sorted(path.name for path in backup.iterdir()) == ["corpus.sqlite3", "manifest.json"]
     with Stillroom.open(backup) as restored:

@@ -15,18 +15,18 @@ ANSWERS = ["Remun Wurker", "Beritine", "Baxer Mills", "Canham", "wool"]
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
-    with Stillroom.open(tmp_path_factory.mktemp("demo") / "kb") as room:
-        report = room.add(ROOT / "docs", ROOT / "examples" / "gazetteer")
+def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+    with Stillroom.open(tmp_path_factory.mktemp("demo") / "kb") as stillroom:
+        report = stillroom.add(ROOT / "docs", ROOT / "examples" / "gazetteer")
         assert report.failures == ()
-        yield room
+        yield stillroom
 
 
-def test_the_demo_questions_are_answered_with_their_source(room: Stillroom) -> None:
+def test_the_demo_questions_are_answered_with_their_source(stillroom: Stillroom) -> None:
     questions = (ROOT / "examples" / "demo_questions.txt").read_text().splitlines()
     assert len(questions) == len(ANSWERS)
     for question, expected in zip(questions, ANSWERS, strict=True):
-        answer = room.ask(question)
+        answer = stillroom.ask(question)
         assert answer.text == expected
         assert any(expected in source.text for source in answer.sources)
         assert answer.sources[0].document.endswith(".md") and answer.sources[0].start_line > 0
@@ -42,18 +42,18 @@ def check_books(answer: Answer) -> None:
     assert answer.finish_reason == "stop"
 
 
-def test_the_honest_question_set_is_mostly_right(room: Stillroom) -> None:
+def test_the_honest_question_set_is_mostly_right(stillroom: Stillroom) -> None:
     rows = [json.loads(line) for line in (ROOT / "examples" / "questions.jsonl").read_text().splitlines()]
-    streams = [(row, room.stream(row["question"])) for row in rows]  # all at once: they share steps
+    streams = [(row, stillroom.stream(row["question"])) for row in rows]  # all at once: they share steps
     right = 0
     for row, stream in streams:
         right += "".join(stream) == row["answer"]
     assert right / len(rows) >= 0.9  # 0.955 in a reference run through transformers
-    assert room.num_free_blocks == room.num_blocks
+    assert stillroom.num_free_blocks == stillroom.num_blocks
 
 
-def test_streaming_gives_the_same_answer_in_pieces(room: Stillroom) -> None:
-    stream = room.stream("Who is the director of Tasker Press?")
+def test_streaming_gives_the_same_answer_in_pieces(stillroom: Stillroom) -> None:
+    stream = stillroom.stream("Who is the director of Tasker Press?")
     assert len(stream.sources) == 5, "sources are known before the first piece"
     with pytest.raises(UsageError, match="not complete"):
         _ = stream.answer
@@ -61,26 +61,28 @@ def test_streaming_gives_the_same_answer_in_pieces(room: Stillroom) -> None:
     assert len(pieces) > 1 and "".join(pieces) == stream.answer.text == "Remun Wurker"
 
 
-def test_cancelling_frees_the_blocks(room: Stillroom) -> None:
-    stream = room.stream("Who is the director of Tasker Press?")
+def test_cancelling_frees_the_blocks(stillroom: Stillroom) -> None:
+    stream = stillroom.stream("Who is the director of Tasker Press?")
     stream.cancel()
-    assert room.ask("Where is Baxer Mills based?").text == "Canham"  # the engine has taken a step since
-    assert room.num_free_blocks == room.num_blocks
+    assert stillroom.ask("Where is Baxer Mills based?").text == "Canham"  # the engine has taken a step since
+    assert stillroom.num_free_blocks == stillroom.num_blocks
 
 
-def test_options_are_honoured_and_checked(room: Stillroom) -> None:
+def test_options_are_honoured_and_checked(stillroom: Stillroom) -> None:
     question = "Where is Baxer Mills based?"
-    short = room.ask(question, AskOptions(top_k=2, max_tokens=1, mode="sparse"))
+    short = stillroom.ask(question, AskOptions(top_k=2, max_tokens=1, mode="sparse"))
     assert len(short.sources) == 2 and len(short.token_ids) == 1 and short.finish_reason in ("length", "stop")
-    drawn = [room.ask(question, AskOptions(temperature=5.0, seed=seed, max_tokens=8)).token_ids for seed in (1, 1, 2)]
+    drawn = [
+        stillroom.ask(question, AskOptions(temperature=5.0, seed=seed, max_tokens=8)).token_ids for seed in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
     for bad in (AskOptions(max_tokens=0), AskOptions(temperature=-1), AskOptions(top_p=0), AskOptions(top_k=0)):
         with pytest.raises(UsageError):
-            room.ask(question, bad)
+            stillroom.ask(question, bad)
     with pytest.raises(UsageError, match="empty"):
-        room.ask("  ")
+        stillroom.ask("  ")
     with pytest.raises(UsageError, match="room for 0 tokens; lower max_tokens"):
-        room.ask(question, AskOptions(max_tokens=2048))
+        stillroom.ask(question, AskOptions(max_tokens=2048))
 
 
 def test_an_empty_knowledge_base_says_so(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ class _OneSecond:
         return 1.0
 
 
-def modelled_engine(*, seats: int = 4, timeout: float = 0.0, batch_delay: float = 0.0) -> Engine:
+def modelled_engine(*, slots: int = 4, timeout: float = 0.0, batch_delay: float = 0.0) -> Engine:
     """16 tokens a step; KV for 256."""
     clock = VirtualClock()
     limits = SchedulerLimits(
-        max_num_seqs=seats, max_num_batched_tokens=16, max_model_len=200, batch_delay_s=batch_delay
+        max_num_seqs=slots, max_num_batched_tokens=16, max_model_len=200, batch_delay_s=batch_delay
     )
     scheduler = Scheduler(KVCacheManager(BlockPool(NUM_BLOCKS, 4)), limits)
     return Engine(scheduler, ModelledRunner(_OneSecond(), clock), clock, timeout)

@@ -236,8 +236,8 @@ def test_what_will_be_placed_is_read_ahead(decoder: Decoder, tmp_path: Path) -> 
         house = new_house(decoder, tmp_path.parent / folder, ratio=0.2, prefetch_bytes=prefetch_bytes)
         answers.append(house.run(question("b", 2, 1)))
         assert house.cache.tiers is not None
-        read_ahead = house.cache.tiers.stats.read_ahead
-        assert read_ahead.used_bytes <= 26 * house.bytes_per_token and read_ahead.wasted_bytes == 0
+        prefetch = house.cache.tiers.stats.prefetch
+        assert prefetch.used_bytes <= 26 * house.bytes_per_token and prefetch.wasted_bytes == 0
         house.cache.close()
     assert answers[0] == answers[1] and answers[0][1].has_placed
 
@@ -598,7 +598,7 @@ def test_loading_ahead_changes_nothing(decoder: Decoder, tmp_path: Path) -> None
         alive -= set(ahead.last)
     assert all(ahead.tree.stats.placed[tier] for tier in Tier) and ahead.tree.stats.loads, ahead.tree.stats
     assert ahead.cache.tiers is not None and ahead.cache.tiers._prefetcher is not None
-    assert ahead.cache.tiers.stats.read_ahead.used_bytes > 0 and ahead.cache.tiers._prefetcher.num_bytes == 0
+    assert ahead.cache.tiers.stats.prefetch.used_bytes > 0 and ahead.cache.tiers._prefetcher.num_bytes == 0
     for house in houses:
         house.cache.close()
 

@@ -183,7 +183,7 @@ def test_a_command_that_fails_costs_nobody_else_anything(monkeypatch: pytest.Mon
 def test_whoever_waits_is_told_when_the_engine_itself_fails(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    inner = modelled_engine(seats=1)
+    inner = modelled_engine(slots=1)
     runner = inner.runner = Halting(inner.runner)
 
     def broken(*_: object) -> None:
@@ -309,7 +309,7 @@ class Halting:
 
 
 def test_no_more_wait_than_may_also_if_many_come_at_once() -> None:
-    inner = modelled_engine(seats=1)
+    inner = modelled_engine(slots=1)
     runner = inner.runner = Halting(inner.runner)
     done: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     refused: queue.SimpleQueue[QueueFullError] = queue.SimpleQueue()

@@ -82,7 +82,7 @@ class Reader:
         segments = [Segment(SegmentKind.SYSTEM, (40,) * SIZE)]
         segments += [Segment(SegmentKind.CHUNK, (d,) * SIZE, ChunkId(d)) for d in documents]
         prompt = SegmentedPrompt((*segments, Segment(SegmentKind.QUESTION, (30, 31))))
-        self.runner.expect(RequestId(name), prompt.token_ids)
+        self.runner.protect(RequestId(name), prompt.token_ids)
         return Request(
             request_id=RequestId(name), prompt=prompt, sampling=SamplingParams(max_tokens=2), cache_salt=salt
         )
@@ -201,7 +201,7 @@ def test_documents_that_cannot_be_seen_stop_nobody(caplog: pytest.LogCaptureFixt
 def test_a_sample_that_takes_over_keeps_nothing_of_a_removed_document() -> None:
     reader = Reader()
     leader = reader.request("a", 1, 2)
-    reader.runner.expect(RequestId("b"), leader.prompt.token_ids)
+    reader.runner.protect(RequestId("b"), leader.prompt.token_ids)
     reader.engine.submit(leader, replace(leader, request_id=RequestId("b")))
     reader.engine.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(2)})
     reader.engine.cancel(RequestId("a"))

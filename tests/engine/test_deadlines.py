@@ -43,7 +43,7 @@ def test_a_running_request_is_dropped_and_its_tokens_so_far_were_delivered() -> 
 
 
 def test_a_waiting_request_is_dropped_and_the_others_go_on() -> None:
-    engine = modelled_engine(seats=1)
+    engine = modelled_engine(slots=1)
     engine.submit(ask("runs", max_tokens=5))
     engine.submit(ask("late", deadline=2.0))
     engine.submit(ask("in time", max_tokens=2, deadline=7.0))

@@ -286,7 +286,7 @@ def test_what_was_read_ahead_for_a_request_that_left_is_wasted(decoder: Decoder,
         entry.future.result(30.0)
     assert second.engine.cancel(RequestId("b")) is not None
     assert second.cache.tiers._prefetcher.num_bytes == 0
-    assert second.cache.tiers.stats.read_ahead.wasted_bytes == 13 * second.bytes_per_token
+    assert second.cache.tiers.stats.prefetch.wasted_bytes == 13 * second.bytes_per_token
 
 
 def test_what_an_idle_moment_stored_survives_a_kill(decoder: Decoder, tmp_path: Path) -> None:

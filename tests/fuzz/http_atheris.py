@@ -31,14 +31,14 @@ def main() -> None:
 
     with atheris.instrument_imports(include=["stillroom.server", "stillroom.retrieval.filters", "multipart"]):
         from stillroom.server.app import create_app
-        from tests.server.fakes import FakeRoom, as_room
+        from tests.server.fakes import FakeStillroom, as_stillroom
 
     folder, *rest = sys.argv[1:]
     Path(folder).mkdir(parents=True, exist_ok=True)
     seeds = [*(json.dumps(body).encode() for body in BODIES.values()), _UPLOAD, b"a%2fb.md", b"req-1", b""]
     for number, seed in enumerate(seeds):
         (Path(folder) / f"seed-{number}").write_bytes(bytes([number]) + seed)
-    app, loop = create_app(as_room(FakeRoom())), asyncio.new_event_loop()
+    app, loop = create_app(as_stillroom(FakeStillroom())), asyncio.new_event_loop()
 
     def run(data: bytes) -> None:
         if data:

@@ -40,12 +40,12 @@ class PrefixMemory:
     def _slots(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[int]:
         return [block * self.block_size + i for block in block_ids for i in range(self.block_size)][:num_tokens]
 
-    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
         assert len(self.lower[Tier.DISK][key]) == num_tokens
         self.expected[key] += 1
         return True
 
-    def unexpect(self, key: NodeKey) -> None:
+    def cancel_prefetch(self, key: NodeKey) -> None:
         assert self.expected[key] > 0
         self.expected[key] -= 1
 
@@ -122,7 +122,7 @@ class PrefixRunner:
     histories: dict[RequestId, list[bytes]] = field(default_factory=dict)
     """What each request's slots must hold, position by position."""
 
-    def expect(self, request_id: RequestId, prompt: Sequence[int]) -> None:
+    def protect(self, request_id: RequestId, prompt: Sequence[int]) -> None:
         """A request that will come."""
         history, histories = b"", []
         for token in prompt:

@@ -29,10 +29,10 @@ class Narrow(PrefixMemory):
         self._refuse("place")
         return super().place(copy, block_ids, first_position)
 
-    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
         if self.expected:
             self._refuse("second expect")
-        return super().expect(key, num_tokens)
+        return super().prefetch(key, num_tokens)
 
     def _refuse(self, move: str) -> None:
         if move in self.moves:
@@ -92,7 +92,7 @@ def test_a_request_for_which_reading_ahead_fails_holds_nothing(is_placed: bool) 
     lease = kitchen.lease(2, 1) if is_placed else kitchen.lease(1, 2)
     memory.moves = ("second expect",)
     with pytest.raises(MemoryError):
-        kitchen.manager.expect(lease)
+        kitchen.manager.protect(lease)
     kitchen.manager.release(lease)
     with pytest.raises(MemoryError):
         kitchen.admit(lease)

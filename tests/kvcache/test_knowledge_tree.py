@@ -276,10 +276,10 @@ def test_what_a_waiting_request_will_use_leaves_last() -> None:
         for _ in range(3):
             kitchen.serve(2)
         waiting = kitchen.lease(1)
-        kitchen.manager.expect(waiting)
+        kitchen.manager.protect(waiting)
         kitchen.tree.make_room(6)
         assert (kitchen.tier(1), kitchen.tier(2)) == ((Tier.DEVICE, None) if looks_ahead else (None, Tier.DEVICE))
-        kitchen.manager.unexpect(waiting)
+        kitchen.manager.unprotect(waiting)
         kitchen.check()
 
 

@@ -49,10 +49,10 @@ class SeenMemory:
     def of(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[int]:
         return [block * SIZE + offset for block in block_ids for offset in range(SIZE)][:num_tokens]
 
-    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
         return False
 
-    def unexpect(self, key: NodeKey) -> None:
+    def cancel_prefetch(self, key: NodeKey) -> None:
         raise AssertionError("nothing is read ahead")
 
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:

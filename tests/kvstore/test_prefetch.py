@@ -13,7 +13,7 @@ from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import path_of
 from stillroom.kvstore.host import HostStore
-from stillroom.kvstore.prefetch import Prefetcher, ReadAhead, ReadPayload, read_record
+from stillroom.kvstore.prefetch import Prefetcher, PrefetchStats, ReadPayload, read_record
 from stillroom.kvstore.record import Defect, checksum_of
 from stillroom.kvstore.tiered import TieredStore
 from tests.fakes import ManualClock
@@ -83,7 +83,7 @@ def test_what_was_requested_is_there(prefetcher: Prefetcher, gate: Gate) -> None
     prefetcher.release(key(1))
     prefetcher.release(key(2))
     assert prefetcher.num_bytes == 0
-    assert prefetcher.stats == ReadAhead(used_bytes=SIZE, wasted_bytes=SIZE)
+    assert prefetcher.stats == PrefetchStats(used_bytes=SIZE, wasted_bytes=SIZE)
 
 
 def test_who_comes_while_it_is_read_waits(prefetcher: Prefetcher, gate: Gate) -> None:
@@ -139,7 +139,7 @@ def test_a_cancelled_record_is_never_given(prefetcher: Prefetcher, gate: Gate) -
     prefetcher.cancel(key(1))
     gate.is_open.set()
     assert prefetcher.get(key(1)) is None
-    assert prefetcher.stats == ReadAhead(wasted_bytes=SIZE)
+    assert prefetcher.stats == PrefetchStats(wasted_bytes=SIZE)
 
 
 def test_a_failed_read_is_a_miss(prefetcher: Prefetcher, gate: Gate) -> None:
@@ -204,7 +204,7 @@ def test_tiers_take_what_was_read_ahead(tmp_path: Path, is_placed: bool) -> None
     slow, fast = new_tiers(tmp_path / "slow", 0), new_tiers(tmp_path / "fast")
     for tiers in (slow, fast):
         stored(1, tiers, 2, 3)
-    assert not slow.expect(key(1), 8) and fast.expect(key(1), 8)
+    assert not slow.prefetch(key(1), 8) and fast.prefetch(key(1), 8)
     await_read(fast, 1)
     assert fast.disk is not None
     path_of(fast.disk.folder, key(1)).unlink()
@@ -214,8 +214,8 @@ def test_tiers_take_what_was_read_ahead(tmp_path: Path, is_placed: bool) -> None
         else:
             assert tiers.load(key(1), Tier.DISK, blocks(7, 9), 8)
     assert_same(slow.device, fast.device)
-    fast.unexpect(key(1))
-    assert fast.stats.read_ahead.used_bytes == 8 * fast.device.shape.bytes_per_token
+    fast.cancel_prefetch(key(1))
+    assert fast.stats.prefetch.used_bytes == 8 * fast.device.shape.bytes_per_token
     for tiers in (slow, fast):
         tiers.close()
 
@@ -223,7 +223,7 @@ def test_tiers_take_what_was_read_ahead(tmp_path: Path, is_placed: bool) -> None
 def test_damage_to_what_was_read_ahead_is_read_from_disk_again(tmp_path: Path) -> None:
     tiers = new_tiers(tmp_path)
     stored(1, tiers, 2, 3)
-    assert tiers.expect(key(1), 8)
+    assert tiers.prefetch(key(1), 8)
     await_read(tiers, 1)
     assert tiers._prefetcher is not None
     read = tiers._prefetcher.get(key(1))
@@ -238,7 +238,7 @@ def test_damage_to_what_was_read_ahead_is_read_from_disk_again(tmp_path: Path) -
 def test_what_was_dropped_since_is_not_used(tmp_path: Path) -> None:
     tiers = new_tiers(tmp_path)
     stored(1, tiers, 2, 3)
-    assert tiers.expect(key(1), 8)
+    assert tiers.prefetch(key(1), 8)
     await_read(tiers, 1)
     tiers.drop(key(1), Tier.DISK)
     assert not tiers.load(key(1), Tier.DISK, blocks(7, 9), 8)
@@ -248,13 +248,13 @@ def test_what_was_dropped_since_is_not_used(tmp_path: Path) -> None:
 def test_what_was_written_again_since_is_read_again(tmp_path: Path) -> None:
     tiers = new_tiers(tmp_path)
     stored(1, tiers, 2, 3)
-    assert tiers.expect(key(1), 8)
+    assert tiers.prefetch(key(1), 8)
     await_read(tiers, 1)
     stored(1, tiers, 4, 5)
     assert tiers.load(key(1), Tier.DISK, blocks(7, 9), 8)
     device = tiers.device
     assert torch.equal(device.gather(blocks(7, 9), 8), device.gather(blocks(4, 5), 8))
-    assert tiers.stats.read_ahead.used_bytes == 0
+    assert tiers.stats.prefetch.used_bytes == 0
 
 
 def test_a_record_damaged_before_it_is_read_ahead_fails_once(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_record_damaged_before_it_is_read_ahead_fails_once(tmp_path: Path) -> 
     content = bytearray(path.read_bytes())
     content[-20] ^= 1
     path.write_bytes(content)
-    assert tiers.expect(key(1), 8)
+    assert tiers.prefetch(key(1), 8)
     assert not tiers.load(key(1), Tier.DISK, blocks(7, 9), 8)
     assert_same(tiers.device, new_device())
     assert sum(tiers.stats.verify_failures.values()) == 1 and not path.exists()

@@ -91,28 +91,28 @@ def test_a_raw_prompt_has_no_search() -> None:
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
     folder = tmp_path_factory.mktemp("accounting")
-    with Stillroom.open(folder / "kb", config=StillroomConfig(speculation=SpeculationConfig(mode="off"))) as room:
-        room.add(write_knowledge(folder / "docs"))
-        room.warm_up()
-        yield room
+    with Stillroom.open(folder / "kb", config=StillroomConfig(speculation=SpeculationConfig(mode="off"))) as stillroom:
+        stillroom.add(write_knowledge(folder / "docs"))
+        stillroom.warm_up()
+        yield stillroom
 
 
 class Growth:
     """By how much metrics have grown."""
 
-    def __init__(self, room: Stillroom) -> None:
-        self._room = room
-        self._before = samples(room.metrics)
+    def __init__(self, stillroom: Stillroom) -> None:
+        self._room = stillroom
+        self._before = samples(stillroom.metrics)
 
     def __getitem__(self, name: str) -> float:
         return samples(self._room.metrics)[name] - self._before.get(name, 0.0)
 
 
-def test_several_answers_to_a_question_are_one_question(room: Stillroom) -> None:
-    grown = Growth(room)
-    answers = room.ask_several(QUESTION, 4, AskOptions(max_tokens=3, min_tokens=3))
+def test_several_answers_to_a_question_are_one_question(stillroom: Stillroom) -> None:
+    grown = Growth(stillroom)
+    answers = stillroom.ask_several(QUESTION, 4, AskOptions(max_tokens=3, min_tokens=3))
 
     assert sum(grown[f"stillroom_requests_total{{outcome={how}}}"] for how in ("stop", "length")) == 4
     expected = [answers[0].reuse.num_prompt_tokens, 12, 1, 1, 4]
@@ -120,9 +120,9 @@ def test_several_answers_to_a_question_are_one_question(room: Stillroom) -> None
     assert grown["stillroom_cached_tokens_total"] == answers[0].reuse.num_cached_tokens
 
 
-def test_a_stream_that_is_left_counts_with_what_was_generated(room: Stillroom) -> None:
-    grown = Growth(room)
-    stream = room.stream(QUESTION, LONG)
+def test_a_stream_that_is_left_counts_with_what_was_generated(stillroom: Stillroom) -> None:
+    grown = Growth(stillroom)
+    stream = stillroom.stream(QUESTION, LONG)
     next(iter(stream))
     stream.cancel()
 
@@ -131,19 +131,19 @@ def test_a_stream_that_is_left_counts_with_what_was_generated(room: Stillroom) -
     assert grown["stillroom_time_to_first_token_seconds_count"] == 1
 
 
-def test_an_answer_that_nobody_reads_counts(room: Stillroom) -> None:
-    grown = Growth(room)
-    room.stream(QUESTION, AskOptions(max_tokens=3, min_tokens=3))
+def test_an_answer_that_nobody_reads_counts(stillroom: Stillroom) -> None:
+    grown = Growth(stillroom)
+    stillroom.stream(QUESTION, AskOptions(max_tokens=3, min_tokens=3))
 
     until(lambda: grown["stillroom_request_seconds_count"] == 1)
     assert grown["stillroom_generated_tokens_total"] == 3
 
 
-def test_a_continuation_is_in_no_time_of_search(room: Stillroom) -> None:
-    grown = Growth(room)
+def test_a_continuation_is_in_no_time_of_search(stillroom: Stillroom) -> None:
+    grown = Growth(stillroom)
 
     async def read() -> None:
-        [stream] = await room.acontinue(QUESTION, AskOptions(max_tokens=2))
+        [stream] = await stillroom.acontinue(QUESTION, AskOptions(max_tokens=2))
         async for _ in stream:
             pass
 
@@ -151,8 +151,8 @@ def test_a_continuation_is_in_no_time_of_search(room: Stillroom) -> None:
     assert grown["stillroom_request_seconds_count"] == 1 and grown["stillroom_retrieval_seconds_count"] == 0
 
 
-def test_a_deadline_during_the_search_counts(room: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
-    search = room._search.search_staged
+def test_a_deadline_during_the_search_counts(stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = stillroom._search.search_staged
 
     is_late = threading.Event()
 
@@ -160,12 +160,12 @@ def test_a_deadline_during_the_search_counts(room: Stillroom, monkeypatch: pytes
         assert is_late.wait(30)
         return search(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(room._search, "search_staged", slow)
-    grown = Growth(room)
+    monkeypatch.setattr(stillroom._search, "search_staged", slow)
+    grown = Growth(stillroom)
 
     async def ask() -> None:
         try:
-            await room.astreams(QUESTION, AskOptions(deadline_seconds=0.1), n=2)
+            await stillroom.astreams(QUESTION, AskOptions(deadline_seconds=0.1), n=2)
         finally:
             is_late.set()
 
@@ -175,10 +175,10 @@ def test_a_deadline_during_the_search_counts(room: Stillroom, monkeypatch: pytes
     assert [grown[name] for name in HEARD] == [0, 0, 0, 0, 0]
 
 
-def test_documents_that_another_process_adds_show_at_once(room: Stillroom, tmp_path: Path) -> None:
+def test_documents_that_another_process_adds_show_at_once(stillroom: Stillroom, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("Dola Kenric bought the ship Perint .", encoding="utf-8")
-    grown = Growth(room)
-    with Stillroom.open(room._kb.path) as other:
+    grown = Growth(stillroom)
+    with Stillroom.open(stillroom._kb.path) as other:
         other.add(tmp_path / "more.txt")
 
     assert grown["stillroom_documents"] == 1

@@ -5,7 +5,7 @@ import pytest
 from stillroom.rag.break_even import BreakEven, Overlap, Stage
 
 
-def books(*, plain: float, staged: float, gained: float, num: int = 4) -> BreakEven:
+def accounting(*, plain: float, staged: float, gained: float, num: int = 4) -> BreakEven:
     made = BreakEven()
     for _ in range(num):
         made.note_plain(plain)
@@ -27,17 +27,17 @@ def test_both_ways_are_tried_before_one_is_judged() -> None:
 
 @pytest.mark.parametrize(("gained", "is_worth"), [(0.03, True), (0.01, False)])
 def test_the_gain_must_exceed_what_stages_cost_the_search(gained: float, is_worth: bool) -> None:
-    made = books(plain=0.1, staged=0.12, gained=gained)
+    made = accounting(plain=0.1, staged=0.12, gained=gained)
     decisions = [made.decide() for _ in range(32)]
     assert decisions.count(is_worth) == 30, "now and then the other way is tried"
 
 
 def test_break_even_by_hand() -> None:
-    made = books(plain=0.1, staged=0.12, gained=0.04)
+    made = accounting(plain=0.1, staged=0.12, gained=0.04)
     # 40 % of a search of 100 ms is gained and 20 ms are lost: 50 ms would lose as much as they gain
     assert made.break_even_seconds == pytest.approx(0.05)
     assert BreakEven().break_even_seconds is None
-    assert books(plain=0.1, staged=0.1, gained=0.0).break_even_seconds is None
+    assert accounting(plain=0.1, staged=0.1, gained=0.0).break_even_seconds is None
 
 
 def test_wrong_prompts_that_held_the_engine_are_a_cost() -> None:
@@ -61,7 +61,7 @@ def test_a_stage_that_is_seldom_right_is_skipped() -> None:
 
 
 def test_what_is_long_ago_is_forgotten() -> None:
-    made = books(plain=0.1, staged=0.3, gained=0.0, num=40)
+    made = accounting(plain=0.1, staged=0.3, gained=0.0, num=40)
     for _ in range(40):
         made.note_plain(0.1)
         made.note_staged(Overlap(0.1, 0.05), [Stage(True, 0.05)])

@@ -224,18 +224,18 @@ def test_sources_are_those_of_the_question_then_those_of_the_turns_before() -> N
 
 def test_the_second_turn_computes_what_is_new_and_says_what_it_would_without_reuse(tmp_path: Path) -> None:
     docs = write_knowledge(tmp_path / "docs")
-    with Stillroom.open(tmp_path / "kb") as room:
-        room.add(docs)
+    with Stillroom.open(tmp_path / "kb") as stillroom:
+        stillroom.add(docs)
         options = AskOptions(top_k=2)
-        first = room.ask(QUESTION, options)
+        first = stillroom.ask(QUESTION, options)
         told = AskOptions(top_k=2, history=(Exchange(QUESTION, first.text),))
-        second = room.ask(SECOND, told)
-        again = room.ask(SECOND, told)
+        second = stillroom.ask(SECOND, told)
+        again = stillroom.ask(SECOND, told)
 
     num_question = second.reuse.segments[-1].num_tokens
     assert (first.text, second.text) == ("Yunder Bank", "1740")
     assert second.reuse.num_cached_tokens >= first.reuse.num_prompt_tokens - first.reuse.segments[-1].num_tokens
     assert again.reuse.num_cached_tokens == again.reuse.num_prompt_tokens - num_question
     assert {source.turns_ago for source in second.sources} == {0, 1}
-    with Stillroom.open(tmp_path / "kb") as room:  # another process computes it all by itself
-        assert room.ask(SECOND, told).token_ids == second.token_ids
+    with Stillroom.open(tmp_path / "kb") as stillroom:  # another process computes it all by itself
+        assert stillroom.ask(SECOND, told).token_ids == second.token_ids

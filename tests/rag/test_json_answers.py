@@ -21,31 +21,31 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
     folder = tmp_path_factory.mktemp("json")
     random_checkpoint(folder / "model", "Llama", num_hidden_layers=2, eos_token_id=1, max_position_embeddings=4096)
     byte_tokenizer().save_pretrained(folder / "model")
-    with Stillroom.open(folder / "kb", model=folder / "model") as room:
-        room.add(write_knowledge(folder / "docs"))
-        yield room
+    with Stillroom.open(folder / "kb", model=folder / "model") as stillroom:
+        stillroom.add(write_knowledge(folder / "docs"))
+        yield stillroom
 
 
-def test_every_answer_follows_the_schema(room: Stillroom) -> None:
+def test_every_answer_follows_the_schema(stillroom: Stillroom) -> None:
     options = AskOptions(json_schema=SCHEMA, temperature=2.0, top_k=1, max_tokens=60, logprobs=1)
-    answers = room.ask_several(QUESTION, 3, options)
+    answers = stillroom.ask_several(QUESTION, 3, options)
     for answer in answers:
         found = json.loads(answer.text)
         assert list(found) == ["year", "bank"] and isinstance(found["bank"], bool)
         assert answer.finish_reason == "stop"
         assert answer.logprobs and len(answer.logprobs) == len(answer.token_ids)
         assert "".join(score.text for score in answer.logprobs) == answer.text
-    assert answers[0].text == room.ask(QUESTION, options).text
+    assert answers[0].text == stillroom.ask(QUESTION, options).text
     assert answers[0].reuse.num_cached_tokens == 0
     assert answers[1].reuse.num_cached_tokens == answers[1].reuse.num_prompt_tokens
 
 
-def test_a_stop_string_ends_json_too(room: Stillroom) -> None:
-    answer = room.ask(QUESTION, AskOptions(json_schema=SCHEMA, stop=', "bank', top_k=1))
+def test_a_stop_string_ends_json_too(stillroom: Stillroom) -> None:
+    answer = stillroom.ask(QUESTION, AskOptions(json_schema=SCHEMA, stop=', "bank', top_k=1))
     assert json.loads(answer.text + "}").keys() == {"year"}
 
 

@@ -160,7 +160,7 @@ def test_what_the_command_line_removed_is_gone_at_the_next_start_and_under_a_run
     with Stillroom.open(tmp_path / "own", config=config) as own:
         own.add(docs)
         for name in ("a", "b"):
-            with own.beside(tmp_path / name, name) as tenant:
+            with own.for_tenant(tmp_path / name, name) as tenant:
                 tenant.add(docs)
                 tenant.ask(QUESTION)
                 owners.append(owner_of(salt_of(name, tenant._kb.identity)))

@@ -77,12 +77,12 @@ def config(url: str) -> EngineConfig:
     return EngineConfig(kind="openai", base_url=url, api_key=KEY, max_retries=0)
 
 
-def open_room(folder: Path, config: EngineConfig, prompt: EnginePrompt = "chat") -> Stillroom:
+def open_stillroom(folder: Path, config: EngineConfig, prompt: EnginePrompt = "chat") -> Stillroom:
     settings = StillroomConfig(engine=dataclasses.replace(config, prompt=prompt))
-    room = Stillroom.open(folder / "kb", config=settings)
-    if not room.num_documents:
-        room.add(write_knowledge(folder / "docs"))
-    return room
+    stillroom = Stillroom.open(folder / "kb", config=settings)
+    if not stillroom.num_documents:
+        stillroom.add(write_knowledge(folder / "docs"))
+    return stillroom
 
 
 def test_greedy_story_is_that_of_transformers(config: EngineConfig, shared: Path) -> None:
@@ -108,10 +108,10 @@ def test_greedy_story_is_that_of_transformers(config: EngineConfig, shared: Path
 @pytest.mark.parametrize("prompt", ["chat", "text"])
 def test_answer_from_documents(config: EngineConfig, tmp_path: Path, prompt: EnginePrompt) -> None:
     options = AskOptions(top_k=1, max_tokens=12)
-    with open_room(tmp_path, config, prompt) as room:
-        stream = room.stream(QUESTION, options)
+    with open_stillroom(tmp_path, config, prompt) as stillroom:
+        stream = stillroom.stream(QUESTION, options)
         pieces = list(stream)
-        again = room.ask(QUESTION, options)
+        again = stillroom.ask(QUESTION, options)
 
     assert len(pieces) > 1
     assert stream.answer.text == "".join(pieces) == again.text
@@ -122,21 +122,27 @@ def test_answer_from_documents(config: EngineConfig, tmp_path: Path, prompt: Eng
 
 
 def test_leaving_stops_the_server(config: EngineConfig, tmp_path: Path) -> None:
-    with open_room(tmp_path, config) as room:
-        for _ in room.stream(QUESTION, AskOptions(top_k=1, max_tokens=250)):
+    with open_stillroom(tmp_path, config) as stillroom:
+        for _ in stillroom.stream(QUESTION, AskOptions(top_k=1, max_tokens=250)):
             break
         # one request at a time over there
-        assert room.ask(QUESTION, AskOptions(top_k=1, max_tokens=2)).finish_reason == "length"
+        assert stillroom.ask(QUESTION, AskOptions(top_k=1, max_tokens=2)).finish_reason == "length"
 
 
 def test_prompt_that_is_too_long(config: EngineConfig, tmp_path: Path) -> None:
     """This server ends such a stream without a word."""
-    with open_room(tmp_path, config) as room, pytest.raises(EngineUnavailableError, match="lower search.top_k"):
-        room.ask("Dola Kenric " * 200, AskOptions(max_tokens=5))
+    with (
+        open_stillroom(tmp_path, config) as stillroom,
+        pytest.raises(EngineUnavailableError, match="lower search.top_k"),
+    ):
+        stillroom.ask("Dola Kenric " * 200, AskOptions(max_tokens=5))
 
 
 def test_wrong_key(config: EngineConfig, tmp_path: Path) -> None:
     wrong = dataclasses.replace(config, api_key="sk-wrong")
-    with open_room(tmp_path, wrong) as room, pytest.raises(EngineRefusedError, match="refuses the API key") as caught:
-        room.warm_up()
+    with (
+        open_stillroom(tmp_path, wrong) as stillroom,
+        pytest.raises(EngineRefusedError, match="refuses the API key") as caught,
+    ):
+        stillroom.warm_up()
     assert "sk-wrong" not in str(caught.value)

@@ -253,17 +253,17 @@ def test_what_was_found_before_the_words_had_followed_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docs = write_knowledge(tmp_path / "docs")
-    with Stillroom.open(tmp_path / "kb") as room:
-        room.add(docs)
-        write = room._kb._indexes._write_sparse
+    with Stillroom.open(tmp_path / "kb") as stillroom:
+        stillroom.add(docs)
+        write = stillroom._kb._indexes._write_sparse
         during: list[int] = []
 
         def search_and_write() -> None:
-            during.append(len(room.search("Wunwick bells", mode="sparse", top_k=9).results))
+            during.append(len(stillroom.search("Wunwick bells", mode="sparse", top_k=9).results))
             write()
 
-        monkeypatch.setattr(room._kb._indexes, "_write_sparse", search_and_write)
+        monkeypatch.setattr(stillroom._kb._indexes, "_write_sparse", search_and_write)
         (docs / "bells.txt").write_text("The bells rang .\n", encoding="utf-8")
-        room.add(docs)
-        found = room.search("Wunwick bells", mode="sparse", top_k=9).results
+        stillroom.add(docs)
+        found = stillroom.search("Wunwick bells", mode="sparse", top_k=9).results
         assert during[-1] == 1 and [one.chunk.text for one in found if "bells" in one.chunk.text]

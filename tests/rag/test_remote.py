@@ -27,10 +27,10 @@ ENDLESS = AskOptions(max_tokens=1500, temperature=50.0, seed=1)
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
     """Generates with the built-in runtime."""
     folder = tmp_path_factory.mktemp("remote")
-    with Stillroom.open(folder / "kb") as room:
-        room.add(write_knowledge(folder / "docs"))
-        room.warm_up()
-        yield room
+    with Stillroom.open(folder / "kb") as stillroom:
+        stillroom.add(write_knowledge(folder / "docs"))
+        stillroom.warm_up()
+        yield stillroom
 
 
 @pytest.fixture(scope="module")
@@ -53,35 +53,35 @@ def away(here: Stillroom, address: str, **engine: object) -> Stillroom:
 
 @pytest.mark.parametrize("prompt", ["tokens", "text"])
 def test_answers_are_those_of_the_built_in_runtime(here: Stillroom, url: str, prompt: EnginePrompt) -> None:
-    with away(here, url, prompt=prompt, document_order="rank") as room:
+    with away(here, url, prompt=prompt, document_order="rank") as stillroom:
         for question in QUESTIONS:
-            answer, expected = room.ask(question), here.ask(question)
+            answer, expected = stillroom.ask(question), here.ask(question)
 
             assert (answer.text, answer.finish_reason) == (expected.text, expected.finish_reason)
             assert answer.sources == expected.sources
             assert answer.reuse.num_prompt_tokens == expected.reuse.num_prompt_tokens
             assert answer.num_generated_tokens == expected.num_generated_tokens
             assert 0 < answer.timing.retrieval_seconds < answer.timing.ttft_seconds <= answer.timing.total_seconds
-        assert room.model_name == here.model_name
-        assert room.num_blocks == 0
+        assert stillroom.model_name == here.model_name
+        assert stillroom.num_blocks == 0
 
 
 def test_sampled_answers_are_those_of_the_built_in_runtime(here: Stillroom, url: str) -> None:
     options = AskOptions(max_tokens=20, temperature=5.0, top_p=0.9, seed=7, top_k=2)
-    with away(here, url, prompt="tokens", document_order="rank") as room:
-        assert room.ask(QUESTION, options).text == here.ask(QUESTION, options).text
+    with away(here, url, prompt="tokens", document_order="rank") as stillroom:
+        assert stillroom.ask(QUESTION, options).text == here.ask(QUESTION, options).text
 
 
 def test_several_answers_and_stop_strings(here: Stillroom, url: str) -> None:
     options = AskOptions(max_tokens=12, temperature=5.0, seed=7, min_p=0.01)
-    with away(here, url, prompt="tokens", document_order="rank") as room:
-        answers = [stream.answer for stream in room.streams(QUESTION, options, n=3) if list(stream)]
+    with away(here, url, prompt="tokens", document_order="rank") as stillroom:
+        answers = [stream.answer for stream in stillroom.streams(QUESTION, options, n=3) if list(stream)]
         expected = [stream.answer for stream in here.streams(QUESTION, options, n=3) if list(stream)]
         assert [answer.text for answer in answers] == [answer.text for answer in expected]
 
-        assert room.ask(QUESTION, AskOptions(stop="Bank")).text == here.ask(QUESTION, AskOptions(stop="Bank")).text
+        assert stillroom.ask(QUESTION, AskOptions(stop="Bank")).text == here.ask(QUESTION, AskOptions(stop="Bank")).text
         with pytest.raises(UsageError, match="not asked for JSON"):
-            room.ask(QUESTION, AskOptions(json_schema={"type": "integer"}))
+            stillroom.ask(QUESTION, AskOptions(json_schema={"type": "integer"}))
 
 
 def test_a_limit_of_prompts_holds_where_tokens_are_sent(here: Stillroom, url: str) -> None:
@@ -89,28 +89,28 @@ def test_a_limit_of_prompts_holds_where_tokens_are_sent(here: Stillroom, url: st
     limit = GenerationConfig(max_prompt_tokens=whole.reuse.num_prompt_tokens - 1)
     engine = EngineConfig(kind="openai", base_url=url, prompt="tokens")
     config = StillroomConfig(engine=engine, generation=limit)
-    with Stillroom.open(here._kb.path, config=config) as room:
-        answer = room.ask(QUESTION)
+    with Stillroom.open(here._kb.path, config=config) as stillroom:
+        answer = stillroom.ask(QUESTION)
         assert answer.reuse.num_prompt_tokens < whole.reuse.num_prompt_tokens
         left = [source.chunk_id for source in answer.sources]
         assert left == [source.chunk_id for source in whole.sources][:-1], "the last by rank is left out"
         with pytest.raises(PromptTooLongError, match="max_prompt_tokens"):
-            room.ask("Dola Kenric " * 200)
+            stillroom.ask("Dola Kenric " * 200)
         with pytest.raises(PromptTooLongError, match="max_prompt_tokens"):
-            asyncio.run(room.acontinue("Dola Kenric " * 200))
+            asyncio.run(stillroom.acontinue("Dola Kenric " * 200))
     with pytest.raises(ConfigError, match="max_prompt_tokens needs engine.prompt = 'tokens'"):
         StillroomConfig(engine=EngineConfig(kind="openai", base_url=url), generation=limit)
 
 
 def test_stream_for_threads_and_for_event_loops(here: Stillroom, url: str) -> None:
-    async def read(room: Stillroom) -> list[str]:
-        return [piece async for piece in await room.astream(QUESTION)]
+    async def read(stillroom: Stillroom) -> list[str]:
+        return [piece async for piece in await stillroom.astream(QUESTION)]
 
-    with away(here, url, prompt="tokens") as room:
-        stream = room.stream(QUESTION)
+    with away(here, url, prompt="tokens") as stillroom:
+        stream = stillroom.stream(QUESTION)
         assert len(stream.sources) > 0
         pieces = list(stream)
-        assert pieces == asyncio.run(read(room))
+        assert pieces == asyncio.run(read(stillroom))
 
     assert len(pieces) == 2
     assert "".join(pieces) == ANSWER
@@ -118,16 +118,16 @@ def test_stream_for_threads_and_for_event_loops(here: Stillroom, url: str) -> No
 
 def test_tenants_cannot_be_kept_apart_by_a_server_elsewhere(here: Stillroom, url: str, tmp_path: Path) -> None:
     with (
-        away(here, url, prompt="tokens") as room,
-        room.beside(tmp_path / "a", "a") as other,
+        away(here, url, prompt="tokens") as stillroom,
+        stillroom.for_tenant(tmp_path / "a", "a") as other,
         pytest.raises(ConfigError, match="serves one tenant only"),
     ):
         other.ask(QUESTION)
 
 
 def test_chat_is_asked_as_messages(here: Stillroom) -> None:
-    with ScriptedServer([GOOD]) as server, away(here, server.url, model="m") as room:
-        answer = room.ask(QUESTION, AskOptions(top_k=1))
+    with ScriptedServer([GOOD]) as server, away(here, server.url, model="m") as stillroom:
+        answer = stillroom.ask(QUESTION, AskOptions(top_k=1))
 
     [asked] = server.asked
     system, user = asked.body["messages"]
@@ -142,8 +142,8 @@ def test_sources_stand_in_the_order_of_the_prompt(here: Stillroom) -> None:
     questions = ["Dola Kenric Cirik Prurs", "Cirik Prurs Dola Kenric birthplace Tunstead"]
     ranked = [here.search(question, mode="sparse", top_k=2).results for question in questions]
     assert [scored.chunk for scored in ranked[0]] == [scored.chunk for scored in reversed(ranked[1])]
-    with ScriptedServer([GOOD, GOOD]) as server, away(here, server.url, model="m") as room:
-        first, second = (room.ask(question, AskOptions(mode="sparse", top_k=2)) for question in questions)
+    with ScriptedServer([GOOD, GOOD]) as server, away(here, server.url, model="m") as stillroom:
+        first, second = (stillroom.ask(question, AskOptions(mode="sparse", top_k=2)) for question in questions)
 
     assert [source.chunk_id for source in second.sources] == [source.chunk_id for source in first.sources]
     assert [source.position for source in second.sources] == [1, 2]
@@ -153,8 +153,8 @@ def test_sources_stand_in_the_order_of_the_prompt(here: Stillroom) -> None:
 
 
 def test_leaving_a_stream_frees_the_blocks_over_there(here: Stillroom, url: str) -> None:
-    with away(here, url, prompt="tokens") as room:
-        for _ in room.stream(QUESTION, ENDLESS):
+    with away(here, url, prompt="tokens") as stillroom:
+        for _ in stillroom.stream(QUESTION, ENDLESS):
             assert here.num_free_blocks < here.num_blocks
             break
 
@@ -168,7 +168,7 @@ def test_client_that_leaves_is_passed_on(here: Stillroom, url: str) -> None:
         "temperature": 50.0,
         "stream": True,
     }
-    with away(here, url, prompt="tokens") as room, serving(room) as middle:
+    with away(here, url, prompt="tokens") as stillroom, serving(stillroom) as middle:
         with httpx.stream("POST", f"{middle}/v1/chat/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             while '"content":" ' not in next(lines):
@@ -183,32 +183,35 @@ def test_failures_have_a_status(here: Stillroom, url: str) -> None:
     replies = [error(401, "no"), error(503, "full")]
     with (
         ScriptedServer(replies) as server,
-        away(here, server.url, model="m", max_retries=0) as room,
-        serving(room) as middle,
+        away(here, server.url, model="m", max_retries=0) as stillroom,
+        serving(stillroom) as middle,
     ):
         refused, full = (httpx.post(f"{middle}/v1/chat/completions", json=asked) for _ in range(2))
 
     assert (refused.status_code, refused.json()["error"]["code"]) == (502, "engine_refused")
     assert (full.status_code, full.json()["error"]["code"]) == (503, "engine_unavailable")
-    assert "stillroom_requests_total" in room.metrics.render().decode()
+    assert "stillroom_requests_total" in stillroom.metrics.render().decode()
 
 
 def test_prompt_that_is_too_long_over_there(here: Stillroom, url: str) -> None:
     with (
-        away(here, url, prompt="tokens") as room,
+        away(here, url, prompt="tokens") as stillroom,
         pytest.raises(PromptTooLongError, match="no room for the prompt.*more than the model's 2048"),
     ):
-        room.ask(QUESTION, AskOptions(max_tokens=100_000))
+        stillroom.ask(QUESTION, AskOptions(max_tokens=100_000))
 
 
 def test_model_that_is_not_served_over_there(here: Stillroom, url: str) -> None:
-    with away(here, url, model="other") as room, pytest.raises(EngineRefusedError, match="'other' is not served here"):
-        room.ask(QUESTION)
+    with (
+        away(here, url, model="other") as stillroom,
+        pytest.raises(EngineRefusedError, match="'other' is not served here"),
+    ):
+        stillroom.ask(QUESTION)
 
 
 def test_nobody_at_the_address(here: Stillroom) -> None:
-    with away(here, "http://127.0.0.1:9", max_retries=0) as room, pytest.raises(EngineUnavailableError):
-        room.warm_up()
+    with away(here, "http://127.0.0.1:9", max_retries=0) as stillroom, pytest.raises(EngineUnavailableError):
+        stillroom.warm_up()
 
 
 def test_prompt_is_continued_as_it_is(here: Stillroom, url: str) -> None:
@@ -224,7 +227,7 @@ def test_prompt_is_continued_as_it_is(here: Stillroom, url: str) -> None:
     assert whole["usage"]["completion_tokens"] == 1
     assert '"text":"1720"' in streamed and streamed.endswith("data: [DONE]\n\n")
 
-    with away(here, url, prompt="tokens") as room, serving(room) as middle:
+    with away(here, url, prompt="tokens") as stillroom, serving(stillroom) as middle:
         passed_on = httpx.post(f"{middle}/v1/completions", json=body).json()
     assert passed_on["choices"] == whole["choices"]
 

@@ -31,20 +31,20 @@ def docs(tmp_path: Path) -> Path:
     return folder
 
 
-def ask(room: Stillroom, question: str = "What is the capital of Ardun ?") -> Answer:
-    return room.ask(question)
+def ask(stillroom: Stillroom, question: str = "What is the capital of Ardun ?") -> Answer:
+    return stillroom.ask(question)
 
 
 def test_the_second_question_and_the_next_process(docs: Path, tmp_path: Path) -> None:
-    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as room:
-        room.add(docs)
-        first, second = ask(room), ask(room)
-        metrics = room.metrics.render().decode()
-    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as room:
-        third = ask(room)
+    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as stillroom:
+        stillroom.add(docs)
+        first, second = ask(stillroom), ask(stillroom)
+        metrics = stillroom.metrics.render().decode()
+    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as stillroom:
+        third = ask(stillroom)
     off = dataclasses.replace(ALWAYS, reuse=ReuseConfig(mode="off"))
-    with Stillroom.open(tmp_path / "kb", config=off) as room:
-        fourth = ask(room)
+    with Stillroom.open(tmp_path / "kb", config=off) as stillroom:
+        fourth = ask(stillroom)
 
     assert len({answer.token_ids for answer in (first, second, third, fourth)}) == 1
     assert first.reuse.num_cached_tokens == 0
@@ -57,20 +57,20 @@ def test_the_second_question_and_the_next_process(docs: Path, tmp_path: Path) ->
 
 
 def test_a_room_that_keeps_no_questions_forgets_those_of_before(docs: Path, tmp_path: Path) -> None:
-    with Stillroom.open(tmp_path / "kb") as room:
-        room.add(docs)
-        ask(room)
-    with Stillroom.open(tmp_path / "kb", config=StillroomConfig(trace=TraceConfig(keep=0))) as room:
-        assert len(room.records.recent()) == 1, "who does not answer forgets nothing"
-        ask(room)
-        assert room.records.recent() == []
+    with Stillroom.open(tmp_path / "kb") as stillroom:
+        stillroom.add(docs)
+        ask(stillroom)
+    with Stillroom.open(tmp_path / "kb", config=StillroomConfig(trace=TraceConfig(keep=0))) as stillroom:
+        assert len(stillroom.records.recent()) == 1, "who does not answer forgets nothing"
+        ask(stillroom)
+        assert stillroom.records.recent() == []
     assert b"Ardun" not in (tmp_path / "kb" / TRACE_FILE).read_bytes()
 
 
 def test_every_answer_can_be_explained_later(docs: Path, tmp_path: Path) -> None:
-    with Stillroom.open(tmp_path / "kb") as room:
-        room.add(docs)
-        answers = [ask(room), ask(room, "What is the river of Corvia ?")]
+    with Stillroom.open(tmp_path / "kb") as stillroom:
+        stillroom.add(docs)
+        answers = [ask(stillroom), ask(stillroom, "What is the river of Corvia ?")]
     log = TraceLog(tmp_path / "kb" / TRACE_FILE, keep=0)
     for answer, question in zip(
         answers, ("What is the capital of Ardun ?", "What is the river of Corvia ?"), strict=True
@@ -94,33 +94,33 @@ def test_every_answer_can_be_explained_later(docs: Path, tmp_path: Path) -> None
 def test_a_removed_document_takes_its_kv_with_it(docs: Path, tmp_path: Path, is_loaded: bool) -> None:
     """Whether the process that removes it has a model or not."""
     kv = tmp_path / "kb" / KV_FOLDER
-    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as room:
-        room.add(docs)
-        first = ask(room)
+    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as stillroom:
+        stillroom.add(docs)
+        first = ask(stillroom)
         order = [Path(source.document).stem for source in first.sources]
         if is_loaded:
-            room.remove(str(docs / f"{order[1]}.txt"))
+            stillroom.remove(str(docs / f"{order[1]}.txt"))
     if not is_loaded:
-        with Stillroom.open(tmp_path / "kb") as room:
-            room.remove(str(docs / f"{order[1]}.txt"))
+        with Stillroom.open(tmp_path / "kb") as stillroom:
+            stillroom.remove(str(docs / f"{order[1]}.txt"))
 
     assert len(list(kv.rglob("*.kv"))) == 2, "the system prompt and the document before it"
 
-    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as room:
-        again = ask(room)
+    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as stillroom:
+        again = ask(stillroom)
         assert [Path(source.document).stem for source in again.sources] == [order[0], order[2]]
         assert [segment.reason for segment in again.reuse.segments[:2]] == ["hit", "hit"]
         assert again.reuse.segments[2].source == "computed"
 
 
 def test_other_samples_compute_nothing(docs: Path, tmp_path: Path) -> None:
-    with Stillroom.open(tmp_path / "kb") as room:
-        room.add(docs)
-        answers = room.ask_several("What is the capital of Ardun ?", 3)
+    with Stillroom.open(tmp_path / "kb") as stillroom:
+        stillroom.add(docs)
+        answers = stillroom.ask_several("What is the capital of Ardun ?", 3)
         for answer in answers[1:]:
             assert answer.reuse.num_cached_tokens == answer.reuse.num_prompt_tokens
             assert {segment.reason for segment in answer.reuse.segments} == {"computed by another sample"}
-        assert room.num_free_blocks == room.num_blocks, "kept blocks that nobody uses count as free"
+        assert stillroom.num_free_blocks == stillroom.num_blocks, "kept blocks that nobody uses count as free"
 
 
 def test_a_document_is_reused_at_another_place_if_asked_for(tmp_path: Path) -> None:
@@ -132,15 +132,15 @@ def test_a_document_is_reused_at_another_place_if_asked_for(tmp_path: Path) -> N
     (docs / "mulo.txt").write_text("Mulo Trallow bought the ship Pisent . Mulo Trallow was born in Sanwick .")
     anywhere = ReuseConfig(mode="anywhere", load="always", recompute_ratio=0.2, audit_share=1.0)
     alone = SpeculationConfig(mode="off")  # its wrong guesses would be counted too
-    with Stillroom.open(tmp_path / "kb", config=StillroomConfig(reuse=anywhere, speculation=alone)) as room:
-        room.add(docs)
-        first = ask(room, "Where did Pis Jurs move later ?")
-        other = ask(room, "Where was Kala Broster born ?")
-        metrics = room.metrics.render().decode()
+    with Stillroom.open(tmp_path / "kb", config=StillroomConfig(reuse=anywhere, speculation=alone)) as stillroom:
+        stillroom.add(docs)
+        first = ask(stillroom, "Where did Pis Jurs move later ?")
+        other = ask(stillroom, "Where was Kala Broster born ?")
+        metrics = stillroom.metrics.render().decode()
     assert [source.document for source in first.sources] != [source.document for source in other.sources]
     exact = StillroomConfig(reuse=ReuseConfig(mode="off"))
-    with Stillroom.open(tmp_path / "kb", config=exact) as room:
-        assert ask(room, "Where was Kala Broster born ?").text == other.text == "Glanwick"
+    with Stillroom.open(tmp_path / "kb", config=exact) as stillroom:
+        assert ask(stillroom, "Where was Kala Broster born ?").text == other.text == "Glanwick"
 
     placed = [segment for segment in other.reuse.segments if segment.reason == "placed"]
     assert placed and other.reuse.num_recomputed_tokens == sum(segment.num_recomputed for segment in placed)
@@ -169,28 +169,28 @@ def test_a_filter_holds_for_what_kept_kv_has_seen_as_of_the_question(tmp_path: P
     anywhere = ReuseConfig(mode="anywhere", load="always", recompute_ratio=0.0, audit_share=0.0)
     config = StillroomConfig(reuse=anywhere, speculation=SpeculationConfig(mode="off"))
     not_hr = AskOptions(where="team != hr")
-    with Stillroom.open(tmp_path / "kb", config=config) as room:
-        room.add(docs)
-        first = ask(room, "Where did Pis Jurs move later ?")
+    with Stillroom.open(tmp_path / "kb", config=config) as stillroom:
+        stillroom.add(docs)
+        first = ask(stillroom, "Where did Pis Jurs move later ?")
         assert Path(first.sources[0].document).stem == "pis", "the others are computed behind it"
-        room.add(docs / "pis.txt", metadata={"team": "hr"})
-        filtered = room.ask("Where was Kala Broster born ?", not_hr)
+        stillroom.add(docs / "pis.txt", metadata={"team": "hr"})
+        filtered = stillroom.ask("Where was Kala Broster born ?", not_hr)
         assert {Path(source.document).stem for source in filtered.sources} == {"kala", "mulo"}
         assert filtered.text == "Glanwick" and not placed(filtered)
-        room.add(docs / "pis.txt", metadata={"team": None})
-        assert placed(room.ask("Which ship did Mulo Trallow buy ?", not_hr))
+        stillroom.add(docs / "pis.txt", metadata={"team": None})
+        assert placed(stillroom.ask("Which ship did Mulo Trallow buy ?", not_hr))
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_a_removed_document_takes_its_kv_of_other_models_with_it(docs: Path, tmp_path: Path, is_loaded: bool) -> None:
-    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as room:
-        room.add(docs)
-        chunk_ids = [room.chunks_of(document.document_id)[0].chunk_id for document in room.documents()]
+    with Stillroom.open(tmp_path / "kb", config=ALWAYS) as stillroom:
+        stillroom.add(docs)
+        chunk_ids = [stillroom.chunks_of(document.document_id)[0].chunk_id for document in stillroom.documents()]
         if is_loaded:
-            room.warm_up()
+            stillroom.warm_up()
         other = DiskStore(tmp_path / "kb" / KV_FOLDER, b"other model" + bytes(21))
         for number, chunk_id in enumerate(chunk_ids):
             assert other.write(record(number, chunk=chunk_id), *sealed(number))
-        room.remove(str(docs / "corvia.txt"))
+        stillroom.remove(str(docs / "corvia.txt"))
         assert len(list(other.folder.rglob("*.kv"))) == len(chunk_ids) - 1
         other.close()

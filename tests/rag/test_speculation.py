@@ -87,19 +87,19 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         (folder / "docs" / f"{name}.txt").write_text(text, encoding="utf-8")
     config = StillroomConfig()
     script, metrics, clock = Script(), Metrics(), SystemClock()
-    with Stillroom.open(folder / "kb", config=config) as room:
-        room.add(folder / "docs")
-        found = {one.chunk.document_id: one for name in PEOPLE for one in room.search(name, mode="sparse").results}
+    with Stillroom.open(folder / "kb", config=config) as stillroom:
+        stillroom.add(folder / "docs")
+        found = {one.chunk.document_id: one for name in PEOPLE for one in stillroom.search(name, mode="sparse").results}
         script.chunks = [found[name] for name in sorted(found)]
-        room.warm_up()
-        generator = room._answering.backend
+        stillroom.warm_up()
+        generator = stillroom._answering.backend
         assert isinstance(generator, LocalBackend) and len(script.chunks) == len(PEOPLE)
-        search = QueryCache(script.search, lambda: 0, room._kb.embed_question, QueryCacheConfig(max_tokens=0))
+        search = QueryCache(script.search, lambda: 0, stillroom._kb.embed_question, QueryCacheConfig(max_tokens=0))
         traces = TraceLog(folder / "trace.sqlite", 0)
 
         def make(speculation: SpeculationConfig) -> Pipeline:
             speculator = Speculator(generator, speculation, clock, metrics)
-            return Pipeline(room._kb, search, generator, speculator, config, metrics, traces, clock)
+            return Pipeline(stillroom._kb, search, generator, speculator, config, metrics, traces, clock)
 
         yield House(script, generator, metrics, make)
         traces.close()
@@ -183,8 +183,10 @@ def test_nothing_is_begun_beside_prompts_that_are_still_to_be_read(
     speculator = Speculator(busy, SpeculationConfig(mode="on"), SystemClock(), house.metrics)
 
     def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
-        draft = busy.draft([one.chunk for one in found], QUESTION, None)
-        return Attempt(draft, [Wanted(RequestId(f"busy-{num_waiting}-{num_prefilling}"), SamplingParams(max_tokens=4))])
+        prepared = busy.prepare_prompt([one.chunk for one in found], QUESTION, None)
+        return Attempt(
+            prepared, [Wanted(RequestId(f"busy-{num_waiting}-{num_prefilling}"), SamplingParams(max_tokens=4))]
+        )
 
     found = speculator.find(lambda num: house.script.search("", "", 2, num, ""), "hybrid", attempt_with)
     assert found.report.outcome == outcome

@@ -57,16 +57,16 @@ def test_the_same_question_on_the_same_documents_finds_nothing_of_another_tenant
         assert again.reuse.num_cached_tokens > 0, "within a tenant it is found"
         assert own.ask(LONG).reuse.num_cached_tokens > long.reuse.num_prompt_tokens - 64 - 16
 
-        with own.beside(tmp_path / "a", "a") as a, own.beside(tmp_path / "b", "b") as b:
-            for room in (a, b):
-                room.add(docs)
-                answer = room.ask(QUESTION)
+        with own.for_tenant(tmp_path / "a", "a") as a, own.for_tenant(tmp_path / "b", "b") as b:
+            for stillroom in (a, b):
+                stillroom.add(docs)
+                answer = stillroom.ask(QUESTION)
                 assert answer.reuse.num_cached_tokens == answer.reuse.num_recomputed_tokens == 0
                 assert set(reasons(answer)) == {"never seen"}
                 assert (answer.text, answer.token_ids) == (first.text, first.token_ids)
-                asked = [one for one in room.ask(LONG).reuse.segments if one.kind == "question"]
+                asked = [one for one in stillroom.ask(LONG).reuse.segments if one.kind == "question"]
                 assert {one.source for one in asked} == {"computed"}
-                assert room.ask(QUESTION).reuse.num_cached_tokens == again.reuse.num_cached_tokens
+                assert stillroom.ask(QUESTION).reuse.num_cached_tokens == again.reuse.num_cached_tokens
             assert own.ask(QUESTION).reuse.num_cached_tokens == again.reuse.num_cached_tokens
         assert own.ask(QUESTION).text == first.text, "guests that close leave the engine running"
 
@@ -76,9 +76,9 @@ def test_raw_prompts_and_what_lies_on_disk(docs: Path, tmp_path: Path) -> None:
 
     config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=ALONE)
 
-    def continued(room: Stillroom) -> int:
+    def continued(stillroom: Stillroom) -> int:
         async def read() -> int:
-            [stream] = await room.acontinue(LONG, AskOptions(max_tokens=1))
+            [stream] = await stillroom.acontinue(LONG, AskOptions(max_tokens=1))
             async for _ in stream:
                 pass
             return stream.answer.reuse.num_cached_tokens
@@ -89,12 +89,12 @@ def test_raw_prompts_and_what_lies_on_disk(docs: Path, tmp_path: Path) -> None:
         own.add(docs)
         own.ask(QUESTION)
         assert (continued(own), continued(own) > 0) == (0, True)
-        with own.beside(tmp_path / "a", "a") as a:
+        with own.for_tenant(tmp_path / "a", "a") as a:
             a.add(docs)
             assert (continued(a), continued(a) > 0) == (0, True)
     assert usage(tmp_path / "own" / KV_FOLDER)[0].num_records > 0, "it went to disk"
     with Stillroom.open(tmp_path / "own", config=config) as own:
-        with own.beside(tmp_path / "b", "b") as b, own.beside(tmp_path / "a", "a") as a:
+        with own.for_tenant(tmp_path / "b", "b") as b, own.for_tenant(tmp_path / "a", "a") as a:
             b.add(docs)
             assert b.ask(QUESTION).reuse.num_cached_tokens == 0
             assert continued(b) == 0
@@ -107,24 +107,24 @@ def test_a_knowledge_base_made_anew_under_the_same_name_finds_nothing_of_the_old
 ) -> None:
     with Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own:
         for folder in ("old", "new"):
-            with own.beside(tmp_path / folder, "a") as room:
-                room.add(docs)
-                assert room.ask(QUESTION).reuse.num_cached_tokens == 0
+            with own.for_tenant(tmp_path / folder, "a") as stillroom:
+                stillroom.add(docs)
+                assert stillroom.ask(QUESTION).reuse.num_cached_tokens == 0
 
 
 def test_search_results_and_vectors_of_questions_are_not_shared_but_weights_are(docs: Path, tmp_path: Path) -> None:
     config = StillroomConfig(query_cache=QueryCacheConfig(similarity=0.95))
     with (
         Stillroom.open(tmp_path / "own", config=config) as own,
-        own.beside(tmp_path / "a", "a") as a,
+        own.for_tenant(tmp_path / "a", "a") as a,
     ):
-        for room in (own, a):
-            room.add(docs)
-            found = room.search(QUESTION)
+        for stillroom in (own, a):
+            stillroom.add(docs)
+            found = stillroom.search(QUESTION)
             assert found.embed_seconds > 0 and found.search_seconds > 0, "it was searched"
-            assert room.search(QUESTION).search_seconds == 0, "within a tenant it is remembered"
-            assert room._search.stats.num_hits == 1
-            assert room._kb._embedder._kept.cache_info().misses == 1
+            assert stillroom.search(QUESTION).search_seconds == 0, "within a tenant it is remembered"
+            assert stillroom._search.stats.num_hits == 1
+            assert stillroom._kb._embedder._kept.cache_info().misses == 1
         assert a._kb._embedder._load() is own._kb._embedder._load()
 
 
@@ -132,12 +132,12 @@ def test_removing_a_document_forgets_its_kv_for_that_tenant_and_for_no_other(doc
     """Or one could tell by one's own document, removed and added again, whether another tenant has the same."""
     with (
         Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own,
-        own.beside(tmp_path / "a", "a") as a,
+        own.for_tenant(tmp_path / "a", "a") as a,
     ):
-        for room in (own, a):
-            room.add(docs)
-            room.ask(QUESTION)
-            room.ask(QUESTION)
+        for stillroom in (own, a):
+            stillroom.add(docs)
+            stillroom.ask(QUESTION)
+            stillroom.ask(QUESTION)
         a.remove(str(docs / "ardun.txt"))
         kept = own.ask(QUESTION).reuse.num_cached_tokens
         assert kept > 0
@@ -149,7 +149,7 @@ def test_removing_a_document_forgets_its_kv_for_that_tenant_and_for_no_other(doc
 
 def test_a_tenant_who_has_not_asked_yet_takes_his_kv_with_his_document(docs: Path, tmp_path: Path) -> None:
     """His records are in the host's folder, from an earlier process."""
-    with Stillroom.open(tmp_path / "own") as own, own.beside(tmp_path / "a", "a") as a:
+    with Stillroom.open(tmp_path / "own") as own, own.for_tenant(tmp_path / "a", "a") as a:
         a.add(docs)
         document = a.documents()[0].document_id
         store = DiskStore(tmp_path / "own" / KV_FOLDER, bytes(32))
@@ -164,7 +164,7 @@ def test_a_tenant_who_has_not_asked_yet_takes_his_kv_with_his_document(docs: Pat
 def test_each_tenants_diary_is_his_own(docs: Path, tmp_path: Path) -> None:
     with (
         Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own,
-        own.beside(tmp_path / "a", "a") as a,
+        own.for_tenant(tmp_path / "a", "a") as a,
     ):
         a.add(docs)
         answer = a.ask(QUESTION)
@@ -177,7 +177,7 @@ def test_each_tenants_diary_is_his_own(docs: Path, tmp_path: Path) -> None:
 def test_documents_of_all_rooms_are_counted(docs: Path, tmp_path: Path) -> None:
     with (
         Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own,
-        own.beside(tmp_path / "a", "a") as a,
+        own.for_tenant(tmp_path / "a", "a") as a,
     ):
         own.add(docs)
         a.add(docs / "ardun.txt")
@@ -195,12 +195,12 @@ def test_no_room_is_ready_once_their_engine_has_failed(
         raise MemoryError
 
     monkeypatch.setattr(KnowledgeTree, "tend", lambda _: False)
-    with Stillroom.open(tmp_path / "own") as own, own.beside(tmp_path / "a", "a") as a:
-        for room in (own, a):
-            assert not room.is_ready
-            room.add(docs)
-            room.ask(QUESTION)
-            assert room.is_ready
+    with Stillroom.open(tmp_path / "own") as own, own.for_tenant(tmp_path / "a", "a") as a:
+        for stillroom in (own, a):
+            assert not stillroom.is_ready
+            stillroom.add(docs)
+            stillroom.ask(QUESTION)
+            assert stillroom.is_ready
         monkeypatch.setattr(Engine, "has_work", property(broken))
         own.remove(str(docs / f"{next(iter(TEXTS))}.txt"))  # wakes it
         until(lambda: not own.is_ready and not a.is_ready)

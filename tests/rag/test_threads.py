@@ -72,14 +72,14 @@ def test_only_the_engine_keeps_a_team(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The capital of Ardun is Belmar .")
     off = QueryCacheConfig(max_tokens=0)  # each embeds its question
     config = StillroomConfig(query_cache=off, runtime=RuntimeConfig(num_threads=2))
-    with Stillroom.open(tmp_path / "kb", config=config) as room:
-        room.add(tmp_path / "a.txt")
-        room.ask("What is the capital of Ardun ?")
+    with Stillroom.open(tmp_path / "kb", config=config) as stillroom:
+        stillroom.add(tmp_path / "a.txt")
+        stillroom.ask("What is the capital of Ardun ?")
         before, leave = num_system_threads(), threading.Event()
         asked = [threading.Event() for _ in range(3)]
 
         def ask(number: int) -> None:
-            room.search("What is the capital of Ardun ? " * 40 + str(number))
+            stillroom.search("What is the capital of Ardun ? " * 40 + str(number))
             asked[number].set()
             leave.wait(30)
 

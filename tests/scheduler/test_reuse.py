@@ -103,7 +103,7 @@ class Plant:
         for index in range(1, num_samples):
             group.append(replace(first, request_id=RequestId(f"{first.request_id}-{index}")))
         for one in group:
-            self.runner.expect(one.request_id, one.prompt.token_ids)
+            self.runner.protect(one.request_id, one.prompt.token_ids)
             self.waiting[one.request_id] = one
             self.answers[one.request_id] = []
         self.scheduler.add(*group)
@@ -294,7 +294,7 @@ def test_who_finds_his_documents_goes_before_who_does_not() -> None:
             prompt=SegmentedPrompt((*segments, Segment(SegmentKind.QUESTION, (30, 31)))),
             sampling=SamplingParams(max_tokens=1),
         )
-        plant.runner.expect(request.request_id, request.prompt.token_ids)
+        plant.runner.protect(request.request_id, request.prompt.token_ids)
         plant.waiting[request.request_id], plant.answers[request.request_id] = request, []
         plant.scheduler.add(request)
         return request

@@ -47,8 +47,10 @@ DIMENSION = 4
 class FakeStream:
     """Both kinds of stream: iterate with `for` or with `async for`."""
 
-    def __init__(self, room: "FakeRoom", question: str, options: AskOptions, sources: tuple[Source, ...]) -> None:
-        self._room = room
+    def __init__(
+        self, stillroom: "FakeStillroom", question: str, options: AskOptions, sources: tuple[Source, ...]
+    ) -> None:
+        self._stillroom = stillroom
         self._words = question.split()[: options.max_tokens]
         self._is_cut = len(self._words) < len(question.split())
         self._is_cancelled = False
@@ -60,9 +62,9 @@ class FakeStream:
             for index, word in enumerate([] if wanted is None else self._words)
         ]
         self._num_read = self._num_scores_taken = 0
-        self.request_id = RequestId(f"req-{room.next_number()}")
+        self.request_id = RequestId(f"req-{stillroom.next_number()}")
         self.sources = sources
-        room.acquire(self)
+        stillroom.acquire(self)
 
     @property
     def answer(self) -> Answer:
@@ -86,12 +88,12 @@ class FakeStream:
 
     def cancel(self) -> None:
         self._is_cancelled = True
-        self._room.release(self)
+        self._stillroom.release(self)
 
     def __iter__(self) -> Iterator[str]:
         try:
             for index, word in enumerate(self._words):
-                self._room.gate.wait()
+                self._stillroom.gate.wait()
                 yield self._piece(index, word)
             self._is_done = True
         finally:
@@ -100,7 +102,7 @@ class FakeStream:
     async def __aiter__(self) -> AsyncIterator[str]:
         try:
             for index, word in enumerate(self._words):
-                while not self._room.gate.is_set() and not self._is_cancelled:
+                while not self._stillroom.gate.is_set() and not self._is_cancelled:
                     await asyncio.sleep(0.001)
                 yield self._piece(index, word)
             self._is_done = True
@@ -108,21 +110,21 @@ class FakeStream:
             self.cancel()
 
     def _piece(self, index: int, word: str) -> str:
-        if self._room.is_stopped:
+        if self._stillroom.is_stopped:
             raise EngineClosedError("the engine was closed before the answer was complete")
         if self._is_cancelled:
             raise RequestAbortedError(f"{self.request_id} was cancelled")
         self._num_read = index + 1
-        if word == self._room.fails_at:
-            raise self._room.failure
+        if word == self._stillroom.fails_at:
+            raise self._stillroom.failure
         return word if index == 0 else f" {word}"
 
 
 class FakeUploads:
     """Texts under names that begin with `uploads/`."""
 
-    def __init__(self, room: "FakeRoom") -> None:
-        self._room = room
+    def __init__(self, stillroom: "FakeStillroom") -> None:
+        self._stillroom = stillroom
 
     def add(self, name: str, content: bytes, progress: Callable[[AddProgress], None] | None) -> UploadResult:
         if progress is not None:
@@ -130,13 +132,13 @@ class FakeUploads:
         if b"\0" in content:
             return UploadResult(name, "failed", reason=f"{name}: binary data, not text")
         document_id, text = f"uploads/{name}", content.decode(errors="replace")
-        known = self._room.texts.get(document_id)
-        self._room.texts[document_id] = text
+        known = self._stillroom.texts.get(document_id)
+        self._stillroom.texts[document_id] = text
         outcome: Any = "added" if known is None else "unchanged" if known == text else "updated"
         return UploadResult(name, outcome, tuple(self.find(name)))
 
     def find(self, name: str) -> list[DocumentInfo]:
-        return [info for info in self._room.documents() if info.document_id in (name, f"uploads/{name}")]
+        return [info for info in self._stillroom.documents() if info.document_id in (name, f"uploads/{name}")]
 
     find_any = find
 
@@ -144,7 +146,7 @@ class FakeUploads:
         return document_id.removeprefix("uploads/") if document_id.startswith("uploads/") else None
 
 
-class FakeRoom:
+class FakeStillroom:
     """The facade's contract over a dictionary of texts."""
 
     def __init__(self, texts: dict[str, str] | None = None, config: StillroomConfig | None = None) -> None:
@@ -303,14 +305,14 @@ class FakeRoom:
     def close(self) -> None:
         self.is_closed = True
 
-    def __enter__(self) -> "FakeRoom":
+    def __enter__(self) -> "FakeStillroom":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def as_room(fake: FakeRoom) -> Any:
+def as_stillroom(fake: FakeStillroom) -> Any:
     """The fake where a `Stillroom` is asked for; the types differ by name only."""
     return fake
 

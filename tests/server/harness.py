@@ -18,11 +18,11 @@ QUESTION = {"messages": [{"role": "user", "content": "How do I rotate keys?"}]}
 
 
 @contextmanager
-def running(room: "Stillroom", **options: Any) -> Iterator[HttpServer]:
+def running(stillroom: "Stillroom", **options: Any) -> Iterator[HttpServer]:
     """The server, which a test may stop itself. The room stays open. Options are those of `create_app`."""
     server = HttpServer("127.0.0.1", 0)
     ready = threading.Event()
-    arguments = (create_app(room, **options), ready.set, room.config.server)
+    arguments = (create_app(stillroom, **options), ready.set, stillroom.config.server)
     thread = threading.Thread(target=server.run, args=arguments, name="test-server")
     thread.start()
     try:
@@ -35,9 +35,9 @@ def running(room: "Stillroom", **options: Any) -> Iterator[HttpServer]:
 
 
 @contextmanager
-def serving(room: "Stillroom", **options: Any) -> Iterator[str]:
+def serving(stillroom: "Stillroom", **options: Any) -> Iterator[str]:
     """The server's address."""
-    with running(room, **options) as server:
+    with running(stillroom, **options) as server:
         yield server.url
 
 

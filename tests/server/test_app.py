@@ -6,7 +6,7 @@ from starlette.testclient import TestClient
 
 from stillroom.retrieval.tiers.list_figures import ListFigures
 from stillroom.server.app import create_app
-from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room
+from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom
 
 
 def test_health_shows_model_documents_and_blocks(client: httpx.Client) -> None:
@@ -18,8 +18,8 @@ def test_health_shows_model_documents_and_blocks(client: httpx.Client) -> None:
     }
 
 
-def test_health_shows_the_tiers_of_an_index(client: httpx.Client, room: FakeRoom) -> None:
-    room.list_figures = ListFigures(10, 3, 0, 100, 70, 30, 0, 0, 0, 0, 0.0, 0)
+def test_health_shows_the_tiers_of_an_index(client: httpx.Client, stillroom: FakeStillroom) -> None:
+    stillroom.list_figures = ListFigures(10, 3, 0, 100, 70, 30, 0, 0, 0, 0, 0.0, 0)
     assert client.get("/healthz").json()["index_lists"] == {"ram": 3, "total": 10}
 
 
@@ -43,8 +43,8 @@ def test_probes_may_ask_for_the_head_only(client: httpx.Client, path: str) -> No
     assert client.put(path).headers["allow"] == "GET, HEAD"
 
 
-def test_a_part_that_cannot_serve_makes_the_server_not_ready(room: FakeRoom) -> None:
-    app = create_app(as_room(room))
+def test_a_part_that_cannot_serve_makes_the_server_not_ready(stillroom: FakeStillroom) -> None:
+    app = create_app(as_stillroom(stillroom))
     problems = ["the device is lost", None]
     app.state.readiness.add("device", lambda: problems[0])
     with TestClient(app, base_url="http://127.0.0.1") as client:

@@ -5,11 +5,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.fakes import NUM_BLOCKS, FakeRoom, until
+from tests.server.fakes import NUM_BLOCKS, FakeStillroom, until
 from tests.server.harness import QUESTION, events
 
 
-def test_answer_has_the_usual_fields_and_ours(client: httpx.Client, room: FakeRoom) -> None:
+def test_answer_has_the_usual_fields_and_ours(client: httpx.Client, stillroom: FakeStillroom) -> None:
     response = client.post("/v1/chat/completions", json=QUESTION)
 
     assert response.status_code == 200
@@ -37,10 +37,10 @@ def test_answer_has_the_usual_fields_and_ours(client: httpx.Client, room: FakeRo
     assert ours["sources"][0]["position"] == 1
     assert ours["timing"]["ttft_seconds"] == 0.02
     assert (ours["reuse"]["num_prompt_tokens"], ours["reuse"]["num_cached_tokens"]) == (100, 40)
-    assert room.num_free_blocks == NUM_BLOCKS
+    assert stillroom.num_free_blocks == NUM_BLOCKS
 
 
-def test_options_of_the_request_reach_the_room(client: httpx.Client, room: FakeRoom) -> None:
+def test_options_of_the_request_reach_the_room(client: httpx.Client, stillroom: FakeStillroom) -> None:
     client.post(
         "/v1/chat/completions",
         json=QUESTION
@@ -67,7 +67,7 @@ def test_options_of_the_request_reach_the_room(client: httpx.Client, room: FakeR
         },
     )
 
-    [(question, options)] = room.asked
+    [(question, options)] = stillroom.asked
     assert question == "How do I rotate keys?"
     assert (options.max_tokens, options.temperature, options.top_p, options.seed) == (2, 0.5, 0.9, 7)
     assert (options.top_k, options.mode) == (3, "sparse")
@@ -77,14 +77,16 @@ def test_options_of_the_request_reach_the_room(client: httpx.Client, room: FakeR
     assert (options.logit_bias, options.stop, options.logprobs) == ({5: -100}, ["\n", "END"], 2)
 
 
-def test_what_the_request_leaves_out_is_left_to_the_configuration(client: httpx.Client, room: FakeRoom) -> None:
+def test_what_the_request_leaves_out_is_left_to_the_configuration(
+    client: httpx.Client, stillroom: FakeStillroom
+) -> None:
     client.post("/v1/chat/completions", json=QUESTION | {"temperature": None})
 
-    [(_, options)] = room.asked
+    [(_, options)] = stillroom.asked
     assert (options.max_tokens, options.temperature, options.top_p, options.seed) == (None,) * 4
 
 
-def test_question_is_the_last_message_of_the_user(client: httpx.Client, room: FakeRoom) -> None:
+def test_question_is_the_last_message_of_the_user(client: httpx.Client, stillroom: FakeStillroom) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "first"},
@@ -95,7 +97,7 @@ def test_question_is_the_last_message_of_the_user(client: httpx.Client, room: Fa
 
     client.post("/v1/chat/completions", json={"messages": messages})
 
-    assert [question for question, _ in room.asked] == ["second\npart"]
+    assert [question for question, _ in stillroom.asked] == ["second\npart"]
 
 
 def test_stream_is_openai_chunks_with_sources_first_and_timing_last(client: httpx.Client) -> None:
@@ -159,11 +161,11 @@ def test_log_probabilities_in_openais_form(client: httpx.Client) -> None:
     ],
 )
 def test_response_formats(
-    client: httpx.Client, room: FakeRoom, response_format: dict[str, Any], schema: dict[str, Any] | None
+    client: httpx.Client, stillroom: FakeStillroom, response_format: dict[str, Any], schema: dict[str, Any] | None
 ) -> None:
     client.post("/v1/chat/completions", json=QUESTION | {"response_format": response_format})
 
-    assert room.asked[0][1].json_schema == schema
+    assert stillroom.asked[0][1].json_schema == schema
 
 
 def test_alternatives_without_log_probabilities_are_a_contradiction(client: httpx.Client) -> None:
@@ -195,17 +197,17 @@ def test_several_answers_in_one_stream(client: httpx.Client) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-def test_failure_of_one_of_several_answers_ends_the_stream(client: httpx.Client, room: FakeRoom) -> None:
-    room.fails_at = "rotate"
+def test_failure_of_one_of_several_answers_ends_the_stream(client: httpx.Client, stillroom: FakeStillroom) -> None:
+    stillroom.fails_at = "rotate"
 
     *_, error = events(client.post("/v1/chat/completions", json=QUESTION | {"stream": True, "n": 3}))
 
     assert error["error"]["message"] == "internal error; the server's log has the details"
-    until(lambda: room.num_free_blocks == NUM_BLOCKS)
+    until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
 
 
-def test_failure_in_the_middle_of_a_stream_is_an_error_event(client: httpx.Client, room: FakeRoom) -> None:
-    room.fails_at = "rotate"
+def test_failure_in_the_middle_of_a_stream_is_an_error_event(client: httpx.Client, stillroom: FakeStillroom) -> None:
+    stillroom.fails_at = "rotate"
 
     *chunks, error = events(client.post("/v1/chat/completions", json=QUESTION | {"stream": True}))
 
@@ -218,7 +220,7 @@ def test_failure_in_the_middle_of_a_stream_is_an_error_event(client: httpx.Clien
             "code": "internal_error",
         }
     }
-    assert room.num_free_blocks == NUM_BLOCKS
+    assert stillroom.num_free_blocks == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -228,10 +230,10 @@ def test_a_question_that_finds_nothing_is_404_and_not_an_answer(any_client: http
     assert (response.status_code, response.json()["error"]["code"]) == (404, "nothing_found")
 
 
-def test_minus_one_as_clients_of_other_servers_send_it_is_taken(client: httpx.Client, room: FakeRoom) -> None:
+def test_minus_one_as_clients_of_other_servers_send_it_is_taken(client: httpx.Client, stillroom: FakeStillroom) -> None:
     change = {"max_tokens": -1, "top_k": -1, "seed": -1}
     assert client.post("/v1/chat/completions", json=QUESTION | change).status_code == 200
-    options = room.asked[-1][1]
+    options = stillroom.asked[-1][1]
     assert (options.max_tokens, options.sample_top_k, options.seed) == (-1, -1, -1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.fakes import FakeRoom, as_room
+from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import serving
 
 QUESTION = "How do I rotate keys?"
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 
 
 @pytest.fixture
-def room() -> FakeRoom:
-    return FakeRoom()
+def stillroom() -> FakeStillroom:
+    return FakeStillroom()
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def http() -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def url(room: FakeRoom) -> Iterator[str]:
-    with serving(as_room(room)) as address:
+def url(stillroom: FakeStillroom) -> Iterator[str]:
+    with serving(as_stillroom(stillroom)) as address:
         yield address
 
 
-def test_langchain_asks_streams_and_goes_on_with_a_conversation(url: str, room: FakeRoom) -> None:
+def test_langchain_asks_streams_and_goes_on_with_a_conversation(url: str, stillroom: FakeStillroom) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     messages = pytest.importorskip("langchain_core.messages")
     chat = langchain_openai.ChatOpenAI(model="stillroom", base_url=f"{url}/v1", api_key="unused", max_retries=0)
@@ -45,12 +45,12 @@ def test_langchain_asks_streams_and_goes_on_with_a_conversation(url: str, room: 
 
     assert answer.content == streamed == QUESTION
     assert answer.usage_metadata["input_token_details"]["cache_read"] == 40
-    question, options = room.asked[-1]
+    question, options = stillroom.asked[-1]
     assert (question, options.system) == ("And how often?", "Be brief.")
     assert [(one.question, one.answer) for one in options.history] == [(QUESTION, QUESTION)]
 
 
-def test_langchain_embeds_and_has_a_retriever(url: str, room: FakeRoom) -> None:
+def test_langchain_embeds_and_has_a_retriever(url: str, stillroom: FakeStillroom) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     documents = pytest.importorskip("langchain_core.documents")
     retrievers = pytest.importorskip("langchain_core.retrievers")
@@ -71,12 +71,12 @@ def test_langchain_embeds_and_has_a_retriever(url: str, room: FakeRoom) -> None:
         model="stillroom", base_url=f"{url}/v1", api_key="unused", check_embedding_ctx_length=False
     )
 
-    assert embeddings.embed_query("one") == pytest.approx(room.embed(["one"])[0].tolist())
+    assert embeddings.embed_query("one") == pytest.approx(stillroom.embed(["one"])[0].tolist())
     [found] = StillroomRetriever(url=url, top_k=1).invoke("keys")
     assert found.page_content.startswith("Rotate keys") and found.metadata["document"] == "docs/keys.md"
 
 
-def test_llamaindex_asks_streams_completes_and_goes_on(url: str, room: FakeRoom, http: httpx.Client) -> None:
+def test_llamaindex_asks_streams_completes_and_goes_on(url: str, stillroom: FakeStillroom, http: httpx.Client) -> None:
     llms = pytest.importorskip("llama_index.llms.openai_like")
     core = pytest.importorskip("llama_index.core.llms")
     llm = llms.OpenAILike(
@@ -96,5 +96,5 @@ def test_llamaindex_asks_streams_completes_and_goes_on(url: str, room: FakeRoom,
     assert raw.complete("keys are rotated").text == "keys are rotated"
     assert "".join(piece.delta or "" for piece in raw.stream_complete("keys are")) == "keys are"
     llm.chat([*asked, core.ChatMessage(role="assistant", content="So."), core.ChatMessage(role="user", content="Why?")])
-    question, options = room.asked[-1]
+    question, options = stillroom.asked[-1]
     assert question == "Why?" and [one.answer for one in options.history] == ["So."]

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.fakes import NUM_BLOCKS, FakeRoom, until
+from tests.server.fakes import NUM_BLOCKS, FakeStillroom, until
 from tests.server.harness import events
 
 PROMPT = {"prompt": "keys are rotated twice"}
@@ -15,7 +15,7 @@ def post(client: httpx.Client, **fields: Any) -> httpx.Response:
     return client.post("/v1/completions", json=PROMPT | fields)
 
 
-def test_a_prompt_is_continued_as_it_is(client: httpx.Client, room: FakeRoom) -> None:
+def test_a_prompt_is_continued_as_it_is(client: httpx.Client, stillroom: FakeStillroom) -> None:
     body = post(client, max_tokens=2).json()
 
     assert (body["object"], body["model"]) == ("text_completion", "fake-model")
@@ -23,14 +23,14 @@ def test_a_prompt_is_continued_as_it_is(client: httpx.Client, room: FakeRoom) ->
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 40}
     assert body["id"] == f"cmpl-{body['stillroom']['request_id']}"
     assert set(body["stillroom"]) == {"request_id", "sources", "timing", "reuse", "speculation"}
-    assert room.num_free_blocks == NUM_BLOCKS
+    assert stillroom.num_free_blocks == NUM_BLOCKS
 
 
-def test_options_are_those_of_a_chat(client: httpx.Client, room: FakeRoom) -> None:
+def test_options_are_those_of_a_chat(client: httpx.Client, stillroom: FakeStillroom) -> None:
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
     post(client, temperature=0.5, seed=3, stop="END", logit_bias={"7": 1}, response_format=schema, logprobs=2)
 
-    [(_, options)] = room.asked
+    [(_, options)] = stillroom.asked
     assert (options.temperature, options.seed, options.stop, options.logprobs) == (0.5, 3, ["END"], 2)
     assert (options.logit_bias, options.json_schema) == ({7: 1.0}, {"type": "integer"})
 
@@ -46,12 +46,12 @@ def test_options_are_those_of_a_chat(client: httpx.Client, room: FakeRoom) -> No
     ],
 )
 def test_prompts_are_texts_or_tokens_or_lists_of_them(
-    client: httpx.Client, room: FakeRoom, prompt: Any, texts: list[str]
+    client: httpx.Client, stillroom: FakeStillroom, prompt: Any, texts: list[str]
 ) -> None:
     choices = post(client, prompt=prompt).json()["choices"]
 
     assert [choice["text"] for choice in choices] == texts
-    assert [text for text, _ in room.asked] == texts
+    assert [text for text, _ in stillroom.asked] == texts
 
 
 def test_choices_are_numbered_prompt_by_prompt_and_each_prompt_is_counted_once(client: httpx.Client) -> None:
@@ -110,14 +110,14 @@ def test_echo_puts_the_prompt_in_front(client: httpx.Client, prompt: Any, echo: 
 
 
 def test_a_failure_of_one_prompt_is_that_of_the_request_and_frees_the_others(
-    client: httpx.Client, room: FakeRoom
+    client: httpx.Client, stillroom: FakeStillroom
 ) -> None:
-    room.fails_at = "bad"
+    stillroom.fails_at = "bad"
 
     response = post(client, prompt=["fine", "bad", "fine too"])
 
     assert response.status_code == 500
-    until(lambda: room.num_free_blocks == NUM_BLOCKS)
+    until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,18 @@ import pytest
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
 from stillroom.server.limits.connections import LimitedProtocol
-from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
+from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom, until
 from tests.server.harness import serving
 
 SHORT = {"head_timeout_s": 0.2, "body_timeout_s": 0.2, "write_timeout_s": 0.2}
 
 
 @contextmanager
-def talking(**settings: Any) -> Iterator[tuple[FakeRoom, Callable[[], socket.socket]]]:
+def talking(**settings: Any) -> Iterator[tuple[FakeStillroom, Callable[[], socket.socket]]]:
     """A server with short limits, and a way to connect to it."""
-    room = FakeRoom(config=StillroomConfig(server=ServerConfig(**SHORT | settings)))
+    stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(**SHORT | settings)))
     opened: list[socket.socket] = []
-    with serving(as_room(room)) as url:
+    with serving(as_stillroom(stillroom)) as url:
         address = urlsplit(url)
 
         def connect() -> socket.socket:
@@ -34,7 +34,7 @@ def talking(**settings: Any) -> Iterator[tuple[FakeRoom, Callable[[], socket.soc
             return connection
 
         try:
-            yield room, connect
+            yield stillroom, connect
         finally:
             for connection in opened:
                 connection.close()
@@ -86,13 +86,13 @@ def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
 
 
 def test_a_body_that_does_not_come_ends_the_connection() -> None:
-    with talking() as (room, connect):
+    with talking() as (stillroom, connect):
         connection = connect()
         connection.sendall(head("/v1/chat/completions", 1000) + b'{"messages": ')
         reply = read_all(connection)
         until(lambda: is_alive(connect))
     assert reply.startswith(b"HTTP/1.1 408") and b'"request_incomplete"' in reply
-    assert not room.asked
+    assert not stillroom.asked
 
 
 def test_dripping_bytes_does_not_extend_the_time() -> None:
@@ -119,14 +119,14 @@ def test_dripping_bytes_does_not_extend_the_time() -> None:
 
 
 def test_a_reader_that_does_not_read_is_cut_and_frees_what_it_held() -> None:
-    with talking() as (room, connect):
+    with talking() as (stillroom, connect):
         connection = connect()
         question = " ".join(["w" * 900] * 2000)  # comes back in as many events of a kilobyte
         body = {"messages": [{"role": "user", "content": question}], "stream": True}
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(request(body, "/v1/chat/completions"))
-        until(lambda: len(room.asked) == 1)
-        until(lambda: room.num_free_blocks == NUM_BLOCKS)
+        until(lambda: len(stillroom.asked) == 1)
+        until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
         until(lambda: is_alive(connect))
 
 
@@ -143,8 +143,8 @@ def test_an_answer_that_nobody_reads_does_not_hold_a_connection_that_closes(monk
 
     monkeypatch.setattr(LimitedProtocol, "connection_made", connection_made)
     monkeypatch.setattr(LimitedProtocol, "connection_lost", connection_lost)
-    with talking() as (room, connect):
-        room.texts["docs/keys.md"] = "x" * 20_000_000
+    with talking() as (stillroom, connect):
+        stillroom.texts["docs/keys.md"] = "x" * 20_000_000
         content = json.dumps({"query": "keys"}).encode()
         connect().sendall(head(length=len(content), connection="close") + content)
         assert is_lost.wait(10), "it is held for ever"
@@ -153,15 +153,15 @@ def test_an_answer_that_nobody_reads_does_not_hold_a_connection_that_closes(monk
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("sent", [b"x", b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"])
 def test_a_client_that_leaves_is_noticed_though_it_had_sent_more(sent: bytes, is_stream: bool) -> None:
-    with talking(head_timeout_s=20.0) as (room, connect):
-        room.gate.clear()
+    with talking(head_timeout_s=20.0) as (stillroom, connect):
+        stillroom.gate.clear()
         connection = connect()
         body = {"messages": [{"role": "user", "content": "a b c"}], "stream": is_stream}
         connection.sendall(request(body, "/v1/chat/completions"))
-        until(lambda: room.num_free_blocks < NUM_BLOCKS)
+        until(lambda: stillroom.num_free_blocks < NUM_BLOCKS)
         connection.sendall(sent)
         connection.close()
-        until(lambda: room.num_free_blocks == NUM_BLOCKS)
+        until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
 
 
 def test_requests_that_come_at_once_are_answered_one_after_the_other() -> None:

@@ -8,7 +8,7 @@ import pytest
 from stillroom.backends.conversation import Exchange
 from stillroom.server.routes.conversation_body import Conversation, read_messages
 from stillroom.server.schemas.requests import ChatMessage
-from tests.server.fakes import FakeRoom
+from tests.server.fakes import FakeStillroom
 
 
 def said(*messages: tuple[str, str | None]) -> list[ChatMessage]:
@@ -45,7 +45,7 @@ def test_messages(messages: list[tuple[str, str | None]], expected: Conversation
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_history_and_system_reach_the_room(client: httpx.Client, room: FakeRoom, stream: bool) -> None:
+def test_history_and_system_reach_the_room(client: httpx.Client, stillroom: FakeStillroom, stream: bool) -> None:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "first"}]},
@@ -55,7 +55,7 @@ def test_history_and_system_reach_the_room(client: httpx.Client, room: FakeRoom,
 
     client.post("/v1/chat/completions", json={"messages": messages, "stream": stream})
 
-    [(question, options)] = room.asked
+    [(question, options)] = stillroom.asked
     assert (question, options.system, options.history) == ("second", "Be brief.", (Exchange("first", "answer"),))
 
 
@@ -66,10 +66,10 @@ PREFILLED = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant"
     "flags", [{}, {"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}]
 )
 def test_a_last_message_of_the_assistant_is_continued(
-    client: httpx.Client, room: FakeRoom, flags: dict[str, bool]
+    client: httpx.Client, stillroom: FakeStillroom, flags: dict[str, bool]
 ) -> None:
     assert client.post("/v1/chat/completions", json=PREFILLED | flags).status_code == 200
-    [(question, options)] = room.asked
+    [(question, options)] = stillroom.asked
     assert (question, options.answer_start, options.history) == ("a", "The answer is", ())
 
 

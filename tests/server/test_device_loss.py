@@ -50,15 +50,15 @@ class Device:
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
     folder: Path = tmp_path_factory.mktemp("lost")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recovery, "FIRST_PAUSE", 0.005)
         patch.setattr(recovery, "LONGEST_PAUSE", 0.01)
-        with Stillroom.open(folder / "kb") as room:
-            room.add(write_knowledge(folder / "docs"))
-            room.warm_up()
-            yield room
+        with Stillroom.open(folder / "kb") as stillroom:
+            stillroom.add(write_knowledge(folder / "docs"))
+            stillroom.warm_up()
+            yield stillroom
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-def test_a_lost_device_is_not_ready_and_says_why_until_it_is_back(room: Stillroom, device: Device) -> None:
-    with serving(room) as url, httpx.Client(base_url=url, timeout=30) as client:
+def test_a_lost_device_is_not_ready_and_says_why_until_it_is_back(stillroom: Stillroom, device: Device) -> None:
+    with serving(stillroom) as url, httpx.Client(base_url=url, timeout=30) as client:
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
         assert client.get("/readyz").json()["checks"]["device"] is True
         device.is_gone = True
@@ -92,9 +92,9 @@ def test_a_lost_device_is_not_ready_and_says_why_until_it_is_back(room: Stillroo
         assert answer["choices"][0]["message"]["content"] == ANSWER
 
 
-def test_a_stream_that_cannot_go_on_ends_with_the_error(room: Stillroom, device: Device) -> None:
+def test_a_stream_that_cannot_go_on_ends_with_the_error(stillroom: Stillroom, device: Device) -> None:
     prompt = {"prompt": "The mentor of", "max_tokens": 30, "min_tokens": 30, "stream": True}
-    with serving(room) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with serving(stillroom) as url, httpx.Client(base_url=url, timeout=30) as client:
         device.is_gone, device.num_steps = True, 3
         reply = client.post("/v1/completions", json=prompt)
         *pieces, last = events(reply)

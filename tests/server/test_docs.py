@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from stillroom.rag.stillroom import Stillroom
-from tests.server.fakes import FakeRoom, as_room
+from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge
 
@@ -24,7 +24,7 @@ def blocks(language: str, page: Path = PAGE) -> list[str]:
 
 
 def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(as_room(FakeRoom())) as url:
+    with serving(as_stillroom(FakeStillroom())) as url:
         program = "\n".join(blocks("python")).replace(ADDRESS, url)
         scope: dict[str, object] = {}
         try:
@@ -39,15 +39,15 @@ def test_a_conversation_over_http_and_in_python(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over_http, in_python = blocks("python", CONVERSATIONS)
-    room = FakeRoom()
+    stillroom = FakeStillroom()
     scope: dict[str, object] = {}
-    with serving(as_room(room)) as url:
+    with serving(as_stillroom(stillroom)) as url:
         try:
             exec(compile(over_http.replace(ADDRESS, url), str(CONVERSATIONS), "exec"), scope)
         finally:
             scope["client"].close()  # type: ignore[attr-defined]
     assert capsys.readouterr().out == "How do I rotate keys? 40\nAnd how often? 40\n"
-    assert [(question, len(options.history), options.system) for question, options in room.asked] == [
+    assert [(question, len(options.history), options.system) for question, options in stillroom.asked] == [
         ("How do I rotate keys?", 0, "Answer in one sentence."),
         ("And how often?", 1, "Answer in one sentence."),
     ]
@@ -62,7 +62,7 @@ def test_curl_examples_are_answered() -> None:
     commands = [shlex.split(block) for block in blocks("sh") if block.startswith("curl ")]
     assert len(commands) >= 8
 
-    with serving(as_room(FakeRoom())) as url:
+    with serving(as_stillroom(FakeStillroom())) as url:
         for words in commands:
             target = next(word for word in words if word.startswith(ADDRESS)).replace(ADDRESS, url)
             content = words[words.index("-d") + 1] if "-d" in words else None
@@ -83,7 +83,7 @@ def form(parts: list[str]) -> dict[str, Any]:
 
 
 def test_every_route_is_on_the_page() -> None:
-    with serving(as_room(FakeRoom())) as url:
+    with serving(as_stillroom(FakeStillroom())) as url:
         routes = httpx.get(f"{url}/openapi.json").json()["paths"]
 
     page = PAGE.read_text(encoding="utf-8")

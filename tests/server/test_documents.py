@@ -18,7 +18,7 @@ from stillroom.config.settings import ServerConfig, StillroomConfig
 from stillroom.errors import KnowledgeBaseBusyError
 from stillroom.rag.stillroom import Stillroom
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import events, serving
 
 ROUTE = "/v1/documents"
@@ -28,7 +28,7 @@ def as_json(**texts: str) -> dict[str, list[dict[str, str]]]:
     return {"documents": [{"name": name.replace("_", "."), "text": text} for name, text in texts.items()]}
 
 
-def test_files_of_a_form_and_texts_of_json_are_the_same(client: httpx.Client, room: FakeRoom) -> None:
+def test_files_of_a_form_and_texts_of_json_are_the_same(client: httpx.Client, stillroom: FakeStillroom) -> None:
     form = client.post(ROUTE, files=[("file", ("a/b.md", b"one")), ("file", ("c.md", b"two"))])
     again = client.post(ROUTE, json={"documents": [{"name": "a/b.md", "text": "one"}, {"name": "c.md", "text": "2"}]})
 
@@ -37,7 +37,7 @@ def test_files_of_a_form_and_texts_of_json_are_the_same(client: httpx.Client, ro
     assert [one["status"] for one in again.json()["data"]] == ["unchanged", "updated"]
     [document] = form.json()["data"][0]["documents"]
     assert (document["id"], document["name"], document["num_chunks"]) == ("uploads/a/b.md", "a/b.md", 1)
-    assert room.texts["uploads/c.md"] == "2"
+    assert stillroom.texts["uploads/c.md"] == "2"
 
 
 def test_a_file_that_cannot_be_read_has_an_error_and_stops_nobody(client: httpx.Client) -> None:
@@ -70,12 +70,12 @@ def test_progress_comes_as_events(client: httpx.Client) -> None:
 
 
 def test_an_error_after_the_stream_has_begun_is_an_event(
-    client: httpx.Client, room: FakeRoom, monkeypatch: pytest.MonkeyPatch
+    client: httpx.Client, stillroom: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(*_: object) -> None:
         raise KnowledgeBaseBusyError("somebody writes")
 
-    monkeypatch.setattr(room, "upload", busy)
+    monkeypatch.setattr(stillroom, "upload", busy)
 
     streamed = client.post(ROUTE, json=as_json(a_md="one"), headers={"accept": "text/event-stream"})
     plain = client.post(ROUTE, json=as_json(a_md="one"))
@@ -85,12 +85,12 @@ def test_an_error_after_the_stream_has_begun_is_an_event(
 
 
 def test_a_failure_after_the_stream_has_begun_is_in_the_log(
-    client: httpx.Client, room: FakeRoom, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    client: httpx.Client, stillroom: FakeStillroom, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(room, "upload", broken)
+    monkeypatch.setattr(stillroom, "upload", broken)
 
     streamed = client.post(ROUTE, json=as_json(a_md="one"), headers={"accept": "text/event-stream"})
 
@@ -101,19 +101,19 @@ def test_a_failure_after_the_stream_has_begun_is_in_the_log(
 
 def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more upload is refused before it is read."""
-    room = FakeRoom(config=StillroomConfig(server=ServerConfig(max_upload_bytes=1000)))
-    go_on, upload = threading.Event(), room.upload
+    stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(max_upload_bytes=1000)))
+    go_on, upload = threading.Event(), stillroom.upload
 
     def slow(*arguments: Any) -> Any:
         assert go_on.wait(20)
         return upload(*arguments)
 
-    monkeypatch.setattr(room, "upload", slow)
+    monkeypatch.setattr(stillroom, "upload", slow)
     content = json.dumps(as_json(a_md="x" * 800)).encode()
     bodies: list[Any] = [content, iter([b"of any length"])]
     kind = {"content-type": "application/json"}
     streamed = kind | {"accept": "text/event-stream"}
-    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
+    with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url, timeout=20) as client:
         for _ in range(3):
             assert client.post(ROUTE, content=b"{" * 900, headers=kind).status_code == 400, "it takes no room for good"
         with (
@@ -126,18 +126,18 @@ def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
                 one.read()
                 assert events(one)[-1] == "[DONE]"
         assert client.post(ROUTE, content=iter([content]), headers=kind).status_code == 200
-        assert b'reason="queue"} 2' in room.metrics.render()
+        assert b'reason="queue"} 2' in stillroom.metrics.render()
     for one in refused:
         assert (one.status_code, one.json()["error"]["code"]) == (429, "queue_full")
         assert int(one.headers["retry-after"]) > 0
 
 
 def test_an_upload_holds_its_place_until_its_piece_ends_though_its_client_has_left() -> None:
-    room = FakeRoom(config=StillroomConfig(server=ServerConfig(max_concurrent=1)))
-    go_on, upload = threading.Event(), room.upload
-    room.upload = lambda *given: (go_on.wait(20), upload(*given))[1]  # type: ignore[method-assign]
+    stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(max_concurrent=1)))
+    go_on, upload = threading.Event(), stillroom.upload
+    stillroom.upload = lambda *given: (go_on.wait(20), upload(*given))[1]  # type: ignore[method-assign]
     streamed = {"accept": "text/event-stream"}
-    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
+    with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url, timeout=20) as client:
         with client.stream("POST", ROUTE, json=as_json(a_md="a"), headers=streamed) as response:
             assert response.status_code == 200
         until(lambda: 'path="/v1/documents",status="200"} 1' in client.get("/metrics").text)
@@ -149,10 +149,14 @@ def test_an_upload_holds_its_place_until_its_piece_ends_though_its_client_has_le
 
 def test_changes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillroom.server.routes.upload_queue.MAX_CHANGES", 2)
-    room, go_on = FakeRoom(), threading.Event()
-    discard = room.discard
-    room.discard = lambda name: (go_on.wait(20), discard(name))[1]  # type: ignore[method-assign]
-    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client, ThreadPoolExecutor(9) as pool:
+    stillroom, go_on = FakeStillroom(), threading.Event()
+    discard = stillroom.discard
+    stillroom.discard = lambda name: (go_on.wait(20), discard(name))[1]  # type: ignore[method-assign]
+    with (
+        serving(as_stillroom(stillroom)) as url,
+        httpx.Client(base_url=url, timeout=20) as client,
+        ThreadPoolExecutor(9) as pool,
+    ):
         deletions = [pool.submit(client.delete, f"{ROUTE}/none.md") for _ in range(9)]
         until(lambda: sum(one.done() for one in deletions) == 7)
         assert client.post(ROUTE, json=as_json(a_md="a")).json()["error"]["code"] == "queue_full"
@@ -175,9 +179,9 @@ def test_a_form_that_the_disk_does_not_take_is_507(client: httpx.Client, monkeyp
 @pytest.mark.parametrize("name", ["../a.md", "/etc/passwd", ".env", "a/../b", "a\\b", "a#1", ""])
 @pytest.mark.parametrize("is_form", [True, False])
 def test_path_tricks_are_400_and_nothing_is_taken(
-    client: httpx.Client, room: FakeRoom, name: str, is_form: bool
+    client: httpx.Client, stillroom: FakeStillroom, name: str, is_form: bool
 ) -> None:
-    known = set(room.texts)
+    known = set(stillroom.texts)
     if is_form:
         response = client.post(ROUTE, files=[("file", ("good.md", b"good")), ("file", (name or " ", b"bad"))])
     else:
@@ -185,7 +189,7 @@ def test_path_tricks_are_400_and_nothing_is_taken(
 
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
-    assert set(room.texts) == known
+    assert set(stillroom.texts) == known
 
 
 @pytest.mark.parametrize(
@@ -217,17 +221,17 @@ def test_impossible_uploads(any_client: httpx.Client, request_body: dict[str, ob
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_the_list_comes_in_pages(client: httpx.Client, room: FakeRoom) -> None:
-    room.texts = {f"{name}.md": name for name in "abcde"}
+def test_the_list_comes_in_pages(client: httpx.Client, stillroom: FakeStillroom) -> None:
+    stillroom.texts = {f"{name}.md": name for name in "abcde"}
     seen: list[str] = []
     page: dict[str, Any] = {"has_more": True, "last_id": ""}
     while page["has_more"]:
         page = client.get(ROUTE, params={"limit": 2, "after": str(page["last_id"])}).json()
         seen += [one["id"] for one in page["data"]]
         assert len(page["data"]) <= 2
-    assert seen == sorted(room.texts)
+    assert seen == sorted(stillroom.texts)
 
-    room.texts = {}
+    stillroom.texts = {}
     assert client.get(ROUTE).json() == {
         "object": "list",
         "data": [],
@@ -245,7 +249,7 @@ def test_impossible_pages(any_client: httpx.Client, params: dict[str, str]) -> N
     assert any_client.get(f"{ROUTE}/docs/keys.md", params=params).json()["error"]["param"] == "limit"
 
 
-def test_a_document_is_got_and_deleted_by_id_or_by_name(client: httpx.Client, room: FakeRoom) -> None:
+def test_a_document_is_got_and_deleted_by_id_or_by_name(client: httpx.Client, stillroom: FakeStillroom) -> None:
     client.post(ROUTE, json=as_json(a_md="one"))
 
     got = client.get(f"{ROUTE}/uploads/a.md").json()
@@ -266,8 +270,8 @@ def test_a_document_is_got_and_deleted_by_id_or_by_name(client: httpx.Client, ro
 
 def test_a_real_knowledge_base_from_upload_to_deletion(tmp_path: Path) -> None:
     with (
-        Stillroom.open(tmp_path / "kb") as room,
-        serving(room) as url,
+        Stillroom.open(tmp_path / "kb") as stillroom,
+        serving(stillroom) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         files = {"file": ("notes/keys.md", b"# Keys\n\nRotate keys twice a year.\n")}
@@ -313,8 +317,8 @@ def test_uploads_that_were_killed_are_listed_deletable_and_completed_at_the_star
         kb.expect([str(kb.path / "uploads/begun.md")], {"team": "legal"})
     kb.close()
     with (
-        Stillroom.open(tmp_path / "kb") as room,
-        serving(room) as url,
+        Stillroom.open(tmp_path / "kb") as stillroom,
+        serving(stillroom) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
 
@@ -336,8 +340,8 @@ def test_uploads_that_were_killed_are_listed_deletable_and_completed_at_the_star
 
 def test_deleting_an_id_twice_deletes_no_upload_of_that_name(tmp_path: Path) -> None:
     with (
-        Stillroom.open(tmp_path / "kb") as room,
-        serving(room) as url,
+        Stillroom.open(tmp_path / "kb") as stillroom,
+        serving(stillroom) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         for name in ("k.md", "uploads/k.md"):

@@ -24,7 +24,7 @@ from stillroom.errors import (
     StorageError,
 )
 from stillroom.server.app import create_app
-from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import QUESTION, events, serving
 
 
@@ -63,9 +63,9 @@ def test_body_that_is_not_an_object_is_400(client: httpx.Client, content: bytes)
     ],
 )
 def test_errors_of_the_room_have_a_status_and_a_code(
-    client: httpx.Client, room: FakeRoom, failure: Exception, status: int, code: str, should_retry: str | None
+    client: httpx.Client, stillroom: FakeStillroom, failure: Exception, status: int, code: str, should_retry: str | None
 ) -> None:
-    room.fails_at, room.failure = "How", failure
+    stillroom.fails_at, stillroom.failure = "How", failure
 
     response = client.post("/v1/chat/completions", json=QUESTION)
 
@@ -90,13 +90,13 @@ def test_errors_of_the_room_have_a_status_and_a_code(
 )
 def test_an_error_of_the_server_names_part_and_remedy_and_leaves_its_own_text_to_the_log(
     client: httpx.Client,
-    room: FakeRoom,
+    stillroom: FakeStillroom,
     caplog: pytest.LogCaptureFixture,
     error: Callable[[str], Exception],
     answer: tuple[int, str],
     said: str,
 ) -> None:
-    room.fails_at, room.failure = "How", error("/srv/kb/anna: process 4711 on alba")
+    stillroom.fails_at, stillroom.failure = "How", error("/srv/kb/anna: process 4711 on alba")
 
     response = client.post("/v1/chat/completions", json=QUESTION)
 
@@ -107,7 +107,7 @@ def test_an_error_of_the_server_names_part_and_remedy_and_leaves_its_own_text_to
 
 
 def test_empty_knowledge_base_is_409_and_says_what_to_do() -> None:
-    with serving(as_room(FakeRoom(texts={}))) as url:
+    with serving(as_stillroom(FakeStillroom(texts={}))) as url:
         response = httpx.post(f"{url}/v1/chat/completions", json=QUESTION)
 
     assert response.status_code == 409
@@ -115,9 +115,9 @@ def test_empty_knowledge_base_is_409_and_says_what_to_do() -> None:
 
 
 def test_bug_is_500_without_a_stack_trace(
-    client: httpx.Client, room: FakeRoom, caplog: pytest.LogCaptureFixture
+    client: httpx.Client, stillroom: FakeStillroom, caplog: pytest.LogCaptureFixture
 ) -> None:
-    room.fails_at, room.failure = "How", ZeroDivisionError("secret detail")
+    stillroom.fails_at, stillroom.failure = "How", ZeroDivisionError("secret detail")
 
     response = client.post("/v1/chat/completions", json=QUESTION)
 
@@ -143,10 +143,10 @@ def test_unknown_route_and_method_have_openai_shape(client: httpx.Client) -> Non
 
 
 def test_a_panic_of_a_native_library_is_answered_and_logged_as_a_failure(
-    client: httpx.Client, room: FakeRoom, caplog: pytest.LogCaptureFixture
+    client: httpx.Client, stillroom: FakeStillroom, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "stillroom.server.access")
-    room.fails_at, room.failure = "How", Panic("byte index 3 of `secret text`")
+    stillroom.fails_at, stillroom.failure = "How", Panic("byte index 3 of `secret text`")
 
     response = client.post("/v1/chat/completions", json=QUESTION)
 
@@ -158,20 +158,20 @@ def test_a_panic_of_a_native_library_is_answered_and_logged_as_a_failure(
 
 
 def test_a_panic_in_a_search_is_answered_as_a_failure(
-    client: httpx.Client, room: FakeRoom, monkeypatch: pytest.MonkeyPatch
+    client: httpx.Client, stillroom: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise Panic
 
-    monkeypatch.setattr(room, "search", fail)
+    monkeypatch.setattr(stillroom, "search", fail)
     response = client.post("/v1/search", json={"query": "keys"})
 
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     assert response.headers["x-request-id"]
 
 
-def test_a_panic_in_the_middle_of_a_stream_is_its_last_event(client: httpx.Client, room: FakeRoom) -> None:
-    room.fails_at, room.failure = "rotate", Panic()
+def test_a_panic_in_the_middle_of_a_stream_is_its_last_event(client: httpx.Client, stillroom: FakeStillroom) -> None:
+    stillroom.fails_at, stillroom.failure = "rotate", Panic()
 
     received = events(client.post("/v1/chat/completions", json=QUESTION | {"stream": True}))
 
@@ -179,10 +179,10 @@ def test_a_panic_in_the_middle_of_a_stream_is_its_last_event(client: httpx.Clien
 
 
 def test_a_failure_after_half_a_response_closes_the_connection_and_is_logged(
-    room: FakeRoom, caplog: pytest.LogCaptureFixture
+    stillroom: FakeStillroom, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "stillroom.server.access")
-    app = create_app(as_room(room))
+    app = create_app(as_stillroom(stillroom))
 
     async def half() -> StreamingResponse:
         async def pieces() -> AsyncIterator[str]:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
-from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
+from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom, until
 from tests.server.harness import serving
 
 FAST = settings(
@@ -29,16 +29,16 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/sear
 
 
 @pytest.fixture(scope="module")
-def room() -> FakeRoom:
+def stillroom() -> FakeStillroom:
     server = ServerConfig(head_timeout_s=2.0, body_timeout_s=2.0, requests_per_minute=0)
-    return FakeRoom(config=StillroomConfig(server=server))
+    return FakeStillroom(config=StillroomConfig(server=server))
 
 
 @pytest.fixture(scope="module")
-def url(room: FakeRoom) -> Iterator[str]:
-    with serving(as_room(room)) as address:
+def url(stillroom: FakeStillroom) -> Iterator[str]:
+    with serving(as_stillroom(stillroom)) as address:
         yield address
-        until(lambda: room.num_free_blocks == NUM_BLOCKS)
+        until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
 
 
 def exchange(url: str, sent: bytes, *, is_half_closed: bool = True) -> bytes:

@@ -14,7 +14,7 @@ from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.uploads import UploadResult
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.auth.tenants import Tenants
-from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import running, serving
 from tests.server.test_documents import ROUTE, as_json
 from tests.server.test_keys import add, bearer
@@ -22,7 +22,7 @@ from tests.server.test_keys import add, bearer
 JOBS = "/v1/jobs"
 
 
-class SlowRoom(FakeRoom):
+class SlowStillroom(FakeStillroom):
     """An upload works in pieces until `go_on` is set."""
 
     def __init__(self, **config: Any) -> None:
@@ -45,18 +45,18 @@ class SlowRoom(FakeRoom):
         finally:
             self.ended.append(name)
 
-    def beside(self, *_: object) -> FakeRoom:
-        return FakeRoom()
+    def for_tenant(self, *_: object) -> FakeStillroom:
+        return FakeStillroom()
 
 
 @pytest.fixture
-def slow() -> SlowRoom:
-    return SlowRoom()
+def slow() -> SlowStillroom:
+    return SlowStillroom()
 
 
 @pytest.fixture
-def client(slow: SlowRoom) -> Iterator[httpx.Client]:
-    with serving(as_room(slow)) as url, httpx.Client(base_url=url, timeout=20) as client:
+def client(slow: SlowStillroom) -> Iterator[httpx.Client]:
+    with serving(as_stillroom(slow)) as url, httpx.Client(base_url=url, timeout=20) as client:
         try:
             yield client
         finally:
@@ -71,7 +71,7 @@ def status(client: httpx.Client, job: dict[str, Any]) -> str:
     "asks", [{"params": {"wait": "0"}}, {"headers": {"prefer": "respond-async"}}, {"headers": {"prefer": "wait=0"}}]
 )
 def test_an_upload_that_takes_long_is_answered_with_a_job(
-    client: httpx.Client, slow: SlowRoom, asks: dict[str, Any]
+    client: httpx.Client, slow: SlowStillroom, asks: dict[str, Any]
 ) -> None:
     response = client.post(ROUTE, json=as_json(a_md="one"), **asks)
 
@@ -90,27 +90,29 @@ def test_an_upload_that_takes_long_is_answered_with_a_job(
     assert client.delete(f"{JOBS}/{job['id']}").json()["status"] == "completed", "what has ended stays as it is"
 
 
-def test_an_upload_is_answered_whole_where_the_server_waits_long_enough(client: httpx.Client, slow: SlowRoom) -> None:
+def test_an_upload_is_answered_whole_where_the_server_waits_long_enough(
+    client: httpx.Client, slow: SlowStillroom
+) -> None:
     slow.go_on.set()
     response = client.post(ROUTE, json=as_json(a_md="one"))
     assert (response.status_code, response.json()["data"][0]["status"]) == (200, "added")
 
 
-def test_how_long_the_server_waits_is_a_setting(slow: SlowRoom) -> None:
-    room = SlowRoom(upload_wait_s=0.0)
-    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
+def test_how_long_the_server_waits_is_a_setting(slow: SlowStillroom) -> None:
+    stillroom = SlowStillroom(upload_wait_s=0.0)
+    with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url, timeout=20) as client:
         assert client.post(ROUTE, json=as_json(a_md="one")).status_code == 202
-        room.go_on.set()
+        stillroom.go_on.set()
 
 
-def test_a_job_that_fails_says_why(client: httpx.Client, slow: SlowRoom) -> None:
+def test_a_job_that_fails_says_why(client: httpx.Client, slow: SlowStillroom) -> None:
     slow.go_on.set()
     job = client.post(ROUTE, json=as_json(bad_md="\0"), params={"wait": 0}).json()
     until(lambda: status(client, job) == "failed")
     assert client.get(f"{JOBS}/{job['id']}").json()["error"]["code"] == "document_unreadable"
 
 
-def test_deleting_a_job_cancels_it_between_two_pieces(client: httpx.Client, slow: SlowRoom) -> None:
+def test_deleting_a_job_cancels_it_between_two_pieces(client: httpx.Client, slow: SlowStillroom) -> None:
     first = client.post(ROUTE, json=as_json(a_md="one"), params={"wait": 0}).json()
     second = client.post(ROUTE, json=as_json(b_md="two"), params={"wait": 0}).json()
     until(lambda: slow.begun == ["a.md"])
@@ -126,17 +128,17 @@ def test_deleting_a_job_cancels_it_between_two_pieces(client: httpx.Client, slow
 
 
 def test_a_job_can_be_cancelled_while_it_takes_all_places_of_its_key() -> None:
-    room = SlowRoom(max_concurrent=1)
-    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
+    stillroom = SlowStillroom(max_concurrent=1)
+    with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url, timeout=20) as client:
         job = client.post(ROUTE, json=as_json(a_md="one"), params={"wait": 0}).json()
         assert client.post(ROUTE, json=as_json(b_md="two")).status_code == 429
         assert client.delete(f"{JOBS}/{job['id']}").status_code == 200
         until(lambda: status(client, job) == "cancelled")
-        room.go_on.set()
+        stillroom.go_on.set()
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_that_leaves_cancels_its_upload(client: httpx.Client, slow: SlowRoom, is_stream: bool) -> None:
+def test_a_client_that_leaves_cancels_its_upload(client: httpx.Client, slow: SlowStillroom, is_stream: bool) -> None:
     if is_stream:
         headers = {"accept": "text/event-stream"}
         with client.stream("POST", ROUTE, json=as_json(a_md="one"), headers=headers) as response:
@@ -149,27 +151,27 @@ def test_a_client_that_leaves_cancels_its_upload(client: httpx.Client, slow: Slo
     until(lambda: client.get(JOBS).json()["data"][0]["status"] == "cancelled")
 
 
-def test_a_client_that_was_given_a_job_may_leave(slow: SlowRoom) -> None:
-    with serving(as_room(slow)) as url:
+def test_a_client_that_was_given_a_job_may_leave(slow: SlowStillroom) -> None:
+    with serving(as_stillroom(slow)) as url:
         job = httpx.post(f"{url}{ROUTE}", json=as_json(a_md="one"), params={"wait": 0}).json()
         slow.go_on.set()
         until(lambda: httpx.get(f"{url}{JOBS}/{job['id']}").json()["status"] == "completed")
 
 
 def test_a_server_that_stops_cancels_its_jobs_after_the_grace() -> None:
-    room = SlowRoom(grace_s=0.0)
-    with running(as_room(room)) as server:
+    stillroom = SlowStillroom(grace_s=0.0)
+    with running(as_stillroom(stillroom)) as server:
         job = httpx.post(f"{server.url}{ROUTE}", json=as_json(a_md="one"), params={"wait": 0}).json()
         assert job["status"] == "in_progress"
-        until(lambda: room.begun == ["a.md"])
-    assert room.ended == ["a.md"] and "uploads/a.md" not in room.texts
+        until(lambda: stillroom.begun == ["a.md"])
+    assert stillroom.ended == ["a.md"] and "uploads/a.md" not in stillroom.texts
 
 
-def test_a_tenant_sees_its_own_jobs_only(slow: SlowRoom, tmp_path: Path) -> None:
+def test_a_tenant_sees_its_own_jobs_only(slow: SlowStillroom, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     own, other = bearer(add(path, "anna")), bearer(add(path, "ben", "legal"))
-    house = Tenants(as_room(slow), tmp_path / "tenants")
-    with serving(as_room(slow), tenants=house, keys=KeyRing(path)) as url:
+    house = Tenants(as_stillroom(slow), tmp_path / "tenants")
+    with serving(as_stillroom(slow), tenants=house, keys=KeyRing(path)) as url:
         job = httpx.post(f"{url}{ROUTE}", json=as_json(a_md="one"), params={"wait": 0}, headers=own).json()
         for method in ("GET", "DELETE"):
             response = httpx.request(method, f"{url}{JOBS}/{job['id']}", headers=other)
@@ -180,7 +182,7 @@ def test_a_tenant_sees_its_own_jobs_only(slow: SlowRoom, tmp_path: Path) -> None
 
 
 def test_jobs_that_ended_long_ago_are_forgotten(
-    client: httpx.Client, slow: SlowRoom, monkeypatch: pytest.MonkeyPatch
+    client: httpx.Client, slow: SlowStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stillroom.server.routes.jobs._MAX_FINISHED", 2)
     slow.go_on.set()

@@ -14,7 +14,7 @@ import pytest
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
 from stillroom.server.auth.key_ring import KeyRing, changing, load_keys, new_key
 from stillroom.server.auth.tenants import Tenants
-from tests.server.fakes import FakeRoom, as_room
+from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import QUESTION, serving
 
 
@@ -29,22 +29,25 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-class House(FakeRoom):
+class House(FakeStillroom):
     """A fake room that makes others beside it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[str, Path] = {}
 
-    def beside(self, path: Path, tenant: str) -> FakeRoom:
+    def for_tenant(self, path: Path, tenant: str) -> FakeStillroom:
         self.made[tenant] = path
-        return FakeRoom({f"{tenant}.md": f"of {tenant}"})
+        return FakeStillroom({f"{tenant}.md": f"of {tenant}"})
 
 
 @contextmanager
-def guarded(path: Path, room: FakeRoom) -> Iterator[httpx.Client]:
-    house = Tenants(as_room(room), path.parent / "tenants")
-    with serving(as_room(room), tenants=house, keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
+def guarded(path: Path, stillroom: FakeStillroom) -> Iterator[httpx.Client]:
+    house = Tenants(as_stillroom(stillroom), path.parent / "tenants")
+    with (
+        serving(as_stillroom(stillroom), tenants=house, keys=KeyRing(path)) as url,
+        httpx.Client(base_url=url) as client,
+    ):
         yield client
 
 
@@ -131,9 +134,9 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_with_the_next_request(
 
 
 def test_only_who_has_a_key_is_let_in(tmp_path: Path) -> None:
-    room, path = House(), tmp_path / "keys.json"
+    stillroom, path = House(), tmp_path / "keys.json"
     key = add(path, "anna")
-    with guarded(path, room) as client:
+    with guarded(path, stillroom) as client:
         assert client.post("/v1/chat/completions", json=QUESTION, headers=bearer(key)).status_code == 200
         for headers in (
             {},
@@ -156,17 +159,17 @@ def test_only_who_has_a_key_is_let_in(tmp_path: Path) -> None:
                 assert response.json()["error"]["code"] == "invalid_api_key"
                 assert response.headers["www-authenticate"] == "Bearer"
         assert client.get("/healthz").json() == {"status": "ok"}
-    assert len(room.asked) == 1
-    counted = room.metrics.render().decode()
+    assert len(stillroom.asked) == 1
+    counted = stillroom.metrics.render().decode()
     for where in ("/v1/search", "/metrics", "/openapi.json", "other"):
         assert f'stillroom_http_requests_total{{path="{where}",status="401"}}' in counted, "refused before its route"
     assert "nowhere" not in counted
 
 
 def test_a_tenant_sees_nothing_of_the_house(tmp_path: Path) -> None:
-    room, path = House(), tmp_path / "keys.json"
+    stillroom, path = House(), tmp_path / "keys.json"
     key, operator = add(path, "anna", "legal"), add(path, "ops", is_operator=True)
-    with guarded(path, room) as client:
+    with guarded(path, stillroom) as client:
         assert client.get("/metrics", headers=bearer(key)).json()["error"]["code"] == "operator_only"
         assert client.get("/healthz", headers=bearer(key)).json() == {"status": "ok"}
         assert "stillroom_documents" in client.get("/metrics", headers=bearer(operator)).text
@@ -174,23 +177,23 @@ def test_a_tenant_sees_nothing_of_the_house(tmp_path: Path) -> None:
 
 
 def test_each_key_reaches_its_tenants_documents_only(tmp_path: Path) -> None:
-    room, path = House(), tmp_path / "keys.json"
+    stillroom, path = House(), tmp_path / "keys.json"
     keys = {tenant: add(path, tenant, tenant) for tenant in ("default", "legal", "sales")}
-    with guarded(path, room) as client:
+    with guarded(path, stillroom) as client:
         for tenant, document in (("legal", "legal.md"), ("sales", "sales.md"), ("default", "docs/keys.md")):
             found = client.post("/v1/search", json={"query": "keys"}, headers=bearer(keys[tenant])).json()
             assert [one["document"] for one in found["results"]] == [document]
             answer = client.post("/v1/chat/completions", json=QUESTION, headers=bearer(keys[tenant])).json()
             assert [one["document"] for one in answer["stillroom"]["sources"]] == [document]
-    assert room.made == {tenant: tmp_path / "tenants" / tenant for tenant in ("legal", "sales")}
+    assert stillroom.made == {tenant: tmp_path / "tenants" / tenant for tenant in ("legal", "sales")}
 
 
 def test_a_tenant_that_has_no_place_is_refused_and_the_log_says_why_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    room, path = House(), tmp_path / "keys.json"
+    stillroom, path = House(), tmp_path / "keys.json"
     key = add(path, "anna")
-    with serving(as_room(room), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
+    with serving(as_stillroom(stillroom), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
         late = add(path, "late", "legal")
         for _ in range(2):
             refused = client.get("/v1/models", headers=bearer(late))
@@ -202,7 +205,7 @@ def test_a_tenant_that_has_no_place_is_refused_and_the_log_says_why_once(
 
 def test_a_room_that_cannot_be_opened_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(House):
-        def beside(self, path: Path, tenant: str) -> FakeRoom:
+        def for_tenant(self, path: Path, tenant: str) -> FakeStillroom:
             raise CorruptKnowledgeBaseError(f"{path} is damaged")
 
     path = tmp_path / "keys.json"

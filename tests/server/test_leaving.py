@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
-from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
+from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom, until
 from tests.server.harness import QUESTION, events, running
 
 
@@ -34,33 +34,35 @@ def refuses(port: int) -> bool:
         return attempt.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_client_that_leaves_a_stream_frees_its_blocks(client: httpx.Client, room: FakeRoom) -> None:
-    room.gate.clear()
+def test_client_that_leaves_a_stream_frees_its_blocks(client: httpx.Client, stillroom: FakeStillroom) -> None:
+    stillroom.gate.clear()
     with streaming(str(client.base_url)):
-        assert room.num_free_blocks == NUM_BLOCKS - 1
+        assert stillroom.num_free_blocks == NUM_BLOCKS - 1
 
-    until(lambda: room.num_free_blocks == NUM_BLOCKS)
+    until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
 
 
-def test_client_that_does_not_wait_for_a_whole_answer_frees_its_blocks(client: httpx.Client, room: FakeRoom) -> None:
-    room.gate.clear()
+def test_client_that_does_not_wait_for_a_whole_answer_frees_its_blocks(
+    client: httpx.Client, stillroom: FakeStillroom
+) -> None:
+    stillroom.gate.clear()
 
     with pytest.raises(httpx.ReadTimeout):
         client.post("/v1/chat/completions", json=QUESTION, timeout=0.3)
 
-    until(lambda: room.num_free_blocks == NUM_BLOCKS)
-    until(lambda: b'status="499"' in room.metrics.render())
+    until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
+    until(lambda: b'status="499"' in stillroom.metrics.render())
 
 
-def test_stopping_waits_for_a_stream_to_end(room: FakeRoom) -> None:
-    room.gate.clear()
-    with running(as_room(room)) as server, streaming(server.url) as lines:
+def test_stopping_waits_for_a_stream_to_end(stillroom: FakeStillroom) -> None:
+    stillroom.gate.clear()
+    with running(as_stillroom(stillroom)) as server, streaming(server.url) as lines:
         server.stop()
         until(lambda: httpx.get(f"{server.url}/readyz").status_code == 503)
         refused = httpx.post(f"{server.url}/v1/chat/completions", json=QUESTION)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert int(refused.headers["retry-after"]) > 0
-        room.gate.set()
+        stillroom.gate.set()
 
         assert list(lines)[-2] == "data: [DONE]"
     assert refuses(server.port)
@@ -69,24 +71,24 @@ def test_stopping_waits_for_a_stream_to_end(room: FakeRoom) -> None:
 @pytest.mark.parametrize("is_twice", [False, True])
 def test_a_stream_that_outlasts_the_grace_ends_with_a_clear_last_event(is_twice: bool) -> None:
     config = StillroomConfig(server=ServerConfig(grace_s=60.0 if is_twice else 0.2))
-    room = FakeRoom(config=config)
-    room.gate.clear()
-    with running(as_room(room)) as server, streaming(server.url) as lines:
+    stillroom = FakeStillroom(config=config)
+    stillroom.gate.clear()
+    with running(as_stillroom(stillroom)) as server, streaming(server.url) as lines:
         server.stop()
         if is_twice:
             server.stop()
         last = json.loads([line for line in lines if line][-1].removeprefix("data: "))
 
     assert last["error"]["code"] == "shutting_down"
-    assert room.num_free_blocks == NUM_BLOCKS
+    assert stillroom.num_free_blocks == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_an_upload_that_outlasts_the_grace_is_completed_and_one_that_waits_never_begins(
     is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = FakeRoom(config=StillroomConfig(server=ServerConfig(grace_s=0.2)))
-    begun, go_on, upload = threading.Event(), threading.Event(), room.upload
+    stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(grace_s=0.2)))
+    begun, go_on, upload = threading.Event(), threading.Event(), stillroom.upload
     arrived: list[None] = []
     monkeypatch.setattr("stillroom.server.routes.upload_queue.UploadQueue.check_room", lambda _: arrived.append(None))
 
@@ -95,14 +97,14 @@ def test_an_upload_that_outlasts_the_grace_is_completed_and_one_that_waits_never
         assert go_on.wait(20)
         return upload(*given)
 
-    monkeypatch.setattr(room, "upload", slow)
+    monkeypatch.setattr(stillroom, "upload", slow)
     headers = {"accept": "text/event-stream"} if is_stream else {}
 
     def send(name: str) -> httpx.Response:
         files = {"file": (name, b"a" * 2_000_000)}
         return httpx.post(f"{server.url}/v1/documents", files=files, headers=headers, timeout=20)
 
-    with ThreadPoolExecutor(2) as pool, running(as_room(room)) as server:
+    with ThreadPoolExecutor(2) as pool, running(as_stillroom(stillroom)) as server:
         first = pool.submit(send, "a.md")
         assert begun.wait(20)
         second = pool.submit(send, "b.md")
@@ -113,4 +115,4 @@ def test_an_upload_that_outlasts_the_grace_is_completed_and_one_that_waits_never
             assert error["error"]["code"] == "shutting_down"
             assert reply.status_code == (200 if is_stream else 503)
         go_on.set()
-    assert "uploads/a.md" in room.texts and "uploads/b.md" not in room.texts
+    assert "uploads/a.md" in stillroom.texts and "uploads/b.md" not in stillroom.texts

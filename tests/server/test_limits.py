@@ -22,17 +22,17 @@ from stillroom.server.app import create_app
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.limits.admission import AdmissionControl
 from stillroom.server.limits.rates import Bucket
-from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import QUESTION, serving
 from tests.server.knowledge import write_knowledge
 from tests.server.test_keys import add, bearer
 
 
 @contextmanager
-def limited(**settings: Any) -> Iterator[tuple[FakeRoom, httpx.Client]]:
-    room = FakeRoom(config=StillroomConfig(server=ServerConfig(**settings)))
-    with serving(as_room(room)) as url, httpx.Client(base_url=url, timeout=20) as client:
-        yield room, client
+def limited(**settings: Any) -> Iterator[tuple[FakeStillroom, httpx.Client]]:
+    stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(**settings)))
+    with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url, timeout=20) as client:
+        yield stillroom, client
 
 
 def ask(client: httpx.Client, **headers: str) -> httpx.Response:
@@ -55,7 +55,7 @@ def test_a_rate_is_a_bucket_that_fills_steadily() -> None:
 
 
 def test_more_requests_in_a_minute_than_allowed_are_429_with_openais_headers() -> None:
-    with limited(requests_per_minute=2) as (room, client):
+    with limited(requests_per_minute=2) as (stillroom, client):
         left = [ask(client).headers["x-ratelimit-remaining-requests"] for _ in range(2)]
         refused = ask(client)
         assert client.get("/v1/models").status_code == 200, "only work is counted"
@@ -64,26 +64,26 @@ def test_more_requests_in_a_minute_than_allowed_are_429_with_openais_headers() -
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert refused.headers["x-ratelimit-limit-requests"] == "2"
-    assert len(room.asked) == 2
+    assert len(stillroom.asked) == 2
     assert 'stillroom_refused_requests_total{reason="rate"} 1.0' in metrics
     assert 'stillroom_http_requests_total{path="/v1/chat/completions",status="429"} 1.0' in metrics
 
 
 def test_each_key_has_its_own_limits(tmp_path: Path) -> None:
-    path, room = tmp_path / "keys.json", FakeRoom()
+    path, stillroom = tmp_path / "keys.json", FakeStillroom()
     one, free = add(path, "one", requests_per_minute=1), add(path, "free")
-    with serving(as_room(room), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
+    with serving(as_stillroom(stillroom), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
         assert [ask(client, **bearer(one)).status_code for _ in range(2)] == [200, 429]
         assert [ask(client, **bearer(free)).status_code for _ in range(3)] == [200] * 3
 
 
 def test_more_at_the_same_time_than_allowed_are_429() -> None:
-    with limited(max_concurrent=2) as (room, client), ThreadPoolExecutor(2) as pool:
-        room.gate.clear()
+    with limited(max_concurrent=2) as (stillroom, client), ThreadPoolExecutor(2) as pool:
+        stillroom.gate.clear()
         running = [pool.submit(ask, client) for _ in range(2)]
-        until(lambda: len(room.asked) == 2)
+        until(lambda: len(stillroom.asked) == 2)
         refused = ask(client)
-        room.gate.set()
+        stillroom.gate.set()
         assert [one.result().status_code for one in running] == [200, 200]
         assert ask(client).status_code == 200, "and then there is room again"
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "concurrency_limit_exceeded")
@@ -91,15 +91,15 @@ def test_more_at_the_same_time_than_allowed_are_429() -> None:
 
 def test_the_queue_is_bounded_and_readiness_says_when_it_is_full() -> None:
     config = StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1, max_waiting=1))
-    room = FakeRoom(config=config)
-    with serving(as_room(room)) as url, httpx.Client(base_url=url) as client, ThreadPoolExecutor(2) as pool:
+    stillroom = FakeStillroom(config=config)
+    with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url) as client, ThreadPoolExecutor(2) as pool:
         assert client.get("/readyz").json()["status"] == "ready"
-        room.gate.clear()
+        stillroom.gate.clear()
         running = [pool.submit(ask, client) for _ in range(2)]
-        until(lambda: len(room.asked) == 2)
+        until(lambda: len(stillroom.asked) == 2)
         refused, ready = ask(client), client.get("/readyz")
         assert int(ready.headers["retry-after"]) > 0
-        room.gate.set()
+        stillroom.gate.set()
         assert [one.result().status_code for one in running] == [200, 200]
         assert client.get("/readyz").status_code == 200
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
@@ -111,9 +111,9 @@ def test_the_queue_is_bounded_and_readiness_says_when_it_is_full() -> None:
 
 
 def test_a_house_without_its_model_lives_but_is_not_ready() -> None:
-    room = FakeRoom()
-    room.is_closed = True
-    with serving(as_room(room)) as url:
+    stillroom = FakeStillroom()
+    stillroom.is_closed = True
+    with serving(as_stillroom(stillroom)) as url:
         assert httpx.get(f"{url}/healthz").status_code == 200
         ready = httpx.get(f"{url}/readyz").json()
     assert ready["checks"]["model"] is False
@@ -162,17 +162,17 @@ def test_a_full_house_lets_in_who_holds_less_than_his_share() -> None:
 
 
 def test_whom_the_engine_refuses_is_counted_too() -> None:
-    with limited() as (room, client):
-        room.fails_at, room.failure = "rotate", QueueFullError("too many wait", 1.0)
+    with limited() as (stillroom, client):
+        stillroom.fails_at, stillroom.failure = "rotate", QueueFullError("too many wait", 1.0)
         assert ask(client).status_code == 429
         assert 'stillroom_refused_requests_total{reason="queue"} 1.0' in client.get("/metrics").text
 
 
 def test_requests_whose_bodies_do_not_come_keep_nobody_out() -> None:
     config = StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1, max_waiting=1))
-    room = FakeRoom(config=config)
+    stillroom = FakeStillroom(config=config)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with serving(as_room(room)) as url, httpx.Client(base_url=url) as client, contextlib.ExitStack() as stack:
+    with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url) as client, contextlib.ExitStack() as stack:
         for _ in range(8):
             held = stack.enter_context(socket.create_connection(("127.0.0.1", client.base_url.port or 0)))
             held.sendall(head + b"expect: 100-continue\r\ncontent-length: 100\r\n\r\n")
@@ -183,8 +183,8 @@ def test_requests_whose_bodies_do_not_come_keep_nobody_out() -> None:
 
 def test_the_pace_is_that_of_answers_which_came_to_their_end() -> None:
     config = StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1), server=ServerConfig(max_wait_s=1e-9))
-    room = FakeRoom(config=config)
-    app = create_app(as_room(room))
+    stillroom = FakeStillroom(config=config)
+    app = create_app(as_stillroom(stillroom))
     admission: AdmissionControl = app.state.admission
 
     def num_let_in() -> int:
@@ -204,10 +204,10 @@ def test_the_pace_is_that_of_answers_which_came_to_their_end() -> None:
             await client.post("/v1/embeddings", json={"input": "keys"})
             await client.delete("/v1/documents/keys.md")
             found.append(num_let_in())
-            room.fails_at = "rotate"
+            stillroom.fails_at = "rotate"
             await client.post("/v1/chat/completions", json=QUESTION | {"stream": True})
             found.append(num_let_in())
-            room.fails_at = ""
+            stillroom.fails_at = ""
             await client.post("/v1/chat/completions", json=QUESTION | {"stream": True})
             return [*found, num_let_in()]
 
@@ -217,13 +217,13 @@ def test_the_pace_is_that_of_answers_which_came_to_their_end() -> None:
 
 @pytest.mark.parametrize("has_length", [True, False])
 def test_a_body_that_is_too_large_is_refused_however_it_comes(has_length: bool) -> None:
-    with limited(max_body_bytes=1000) as (room, client):
+    with limited(max_body_bytes=1000) as (stillroom, client):
         content = b'{"messages": "' + b"x" * 5000 + b'"}'
         body: Any = content if has_length else iter([content[:3000], content[3000:]])
         response = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
         assert client.post("/v1/search", json={"query": "x" * 900}).status_code == 200
     assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
-    assert not room.asked
+    assert not stillroom.asked
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +231,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
     """With a real model, whose prompts are limited."""
     folder = tmp_path_factory.mktemp("house")
     config = StillroomConfig(generation=GenerationConfig(max_prompt_tokens=120))
-    with Stillroom.open(folder / "kb", config=config) as room:
-        room.add(write_knowledge(folder / "docs"))
-        yield room
+    with Stillroom.open(folder / "kb", config=config) as stillroom:
+        stillroom.add(write_knowledge(folder / "docs"))
+        yield stillroom
 
 
 def test_a_deadline_holds_during_the_search_too(house: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,13 +278,13 @@ def test_a_deadline_holds_while_all_threads_are_busy(house: Stillroom, is_chat: 
 
 
 def test_embeddings_and_uploads_that_take_long_leave_threads_to_others() -> None:
-    room, go_on = FakeRoom(), threading.Event()
-    embed, upload = room.embed, room.upload
-    room.embed = lambda *given: (go_on.wait(20), embed(*given))[1]  # type: ignore[method-assign]
-    room.upload = lambda *given: (go_on.wait(20), upload(*given))[1]  # type: ignore[method-assign]
+    stillroom, go_on = FakeStillroom(), threading.Event()
+    embed, upload = stillroom.embed, stillroom.upload
+    stillroom.embed = lambda *given: (go_on.wait(20), embed(*given))[1]  # type: ignore[method-assign]
+    stillroom.upload = lambda *given: (go_on.wait(20), upload(*given))[1]  # type: ignore[method-assign]
     document = {"documents": [{"name": "a.md", "text": "a"}]}
     with (
-        serving(as_room(room)) as url,
+        serving(as_stillroom(stillroom)) as url,
         httpx.Client(base_url=url, timeout=20) as client,
         ThreadPoolExecutor(80) as pool,
     ):

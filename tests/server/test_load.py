@@ -232,10 +232,10 @@ def test_twice_as_many_requests_as_may_wait_are_served_or_refused_and_leave_noth
     limit = num_running + num_waiting
     runtime = RuntimeConfig(num_threads=1, max_num_seqs=num_running, max_waiting=num_waiting)
     config = StillroomConfig(runtime=runtime, server=ServerConfig(max_wait_s=0.0, max_concurrent=0))
-    with Stillroom.open(tmp_path / "kb", config=config) as room:
-        room.add(write_knowledge(tmp_path / "docs"))
-        room.warm_up()
-        with serving(room) as url:
+    with Stillroom.open(tmp_path / "kb", config=config) as stillroom:
+        stillroom.add(write_knowledge(tmp_path / "docs"))
+        stillroom.warm_up()
+        with serving(stillroom) as url:
             asyncio.run(burst(url, 2 * limit))  # starts threads and opens files that stay
             until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
             before = Footprint.of(os.getpid(), url)
@@ -251,8 +251,8 @@ def test_twice_as_many_requests_as_may_wait_are_served_or_refused_and_leave_noth
 
 @pytest.mark.slow
 def test_twice_what_the_server_can_do(tmp_path: Path) -> None:
-    with Stillroom.open(tmp_path / "kb") as room:
-        room.add(write_knowledge(tmp_path / "docs"))
+    with Stillroom.open(tmp_path / "kb") as stillroom:
+        stillroom.add(write_knowledge(tmp_path / "docs"))
     with served(tmp_path / "kb") as (url, pid):
         asyncio.run(sustainable(url, min(5.0, SECONDS)))
         rate = asyncio.run(sustainable(url, min(15.0, SECONDS)))

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from stillroom.server.app import create_app
 from stillroom.server.loading import Loading
 from stillroom.server.run import HttpServer
-from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.fakes import FakeStillroom, as_stillroom, until
 
 
 class Loads:
@@ -28,7 +28,7 @@ class Loads:
         assert self.go_on.wait(20)
         if self.failure is not None:
             raise self.failure
-        return create_app(as_room(FakeRoom()))
+        return create_app(as_stillroom(FakeStillroom()))
 
     def run(self) -> None:
         try:

@@ -17,7 +17,7 @@ from stillroom.rag.stillroom import Stillroom
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.telemetry.logs import REQUEST_ID, configure_logging
 from stillroom.telemetry.spans import PHASES, Tracing, current_span, exporting
-from tests.server.fakes import FakeRoom, as_room, until
+from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import QUESTION, serving
 from tests.server.knowledge import QUESTION as REAL_QUESTION
 from tests.server.knowledge import write_knowledge
@@ -58,9 +58,9 @@ def test_a_plain_id_of_the_caller_is_kept_and_any_other_replaced(any_client: htt
 def test_a_request_is_a_line_of_json_that_says_who_and_never_what(
     tmp_path: Path, logged: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path, room = tmp_path / "keys.json", FakeRoom()
+    path, stillroom = tmp_path / "keys.json", FakeStillroom()
     key = add(path, "anna")
-    with serving(as_room(room), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
+    with serving(as_stillroom(stillroom), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
         client.post("/v1/chat/completions", json=QUESTION, headers=bearer(key) | {"x-request-id": "abc"})
         client.get("/secret/path?token=hidden", headers=bearer("sk-stillroom-wrong"))
     capturing = capfd.readouterr().err  # a line is written when its answer is out
@@ -75,9 +75,9 @@ def test_a_request_is_a_line_of_json_that_says_who_and_never_what(
 
 
 def test_what_is_logged_meanwhile_has_the_id(logged: None, capfd: pytest.CaptureFixture[str]) -> None:
-    room = FakeRoom()
-    room.fails_at, room.failure = "How", RuntimeError("a bug")
-    with serving(as_room(room)) as url:
+    stillroom = FakeStillroom()
+    stillroom.fails_at, stillroom.failure = "How", RuntimeError("a bug")
+    with serving(as_stillroom(stillroom)) as url:
         response = httpx.post(f"{url}/v1/chat/completions", json=QUESTION, headers={"x-request-id": "abc"})
     errors = [json.loads(line) for line in capfd.readouterr().err.splitlines() if '"ERROR"' in line]
     assert response.status_code == 500
@@ -88,9 +88,9 @@ def test_what_is_logged_meanwhile_has_the_id(logged: None, capfd: pytest.Capture
 def test_an_error_does_not_name_the_document(
     logged: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = FakeRoom()
-    monkeypatch.setattr(room, "discard", lambda name: 1 / 0)
-    with serving(as_room(room)) as url:
+    stillroom = FakeStillroom()
+    monkeypatch.setattr(stillroom, "discard", lambda name: 1 / 0)
+    with serving(as_stillroom(stillroom)) as url:
         response = httpx.delete(f"{url}/v1/documents/secret.md")
     capturing = capfd.readouterr().err
     assert response.status_code == 500 and "secret" not in capturing
@@ -102,10 +102,10 @@ def test_an_answer_is_a_trace_of_its_phases_below_the_callers(tmp_path: Path, is
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    with Stillroom.open(tmp_path / "kb") as room:
-        room.add(write_knowledge(tmp_path / "docs"))
-        room.warm_up()
-        with serving(room, tracing=Tracing(provider)) as url:
+    with Stillroom.open(tmp_path / "kb") as stillroom:
+        stillroom.add(write_knowledge(tmp_path / "docs"))
+        stillroom.warm_up()
+        with serving(stillroom, tracing=Tracing(provider)) as url:
             reply = httpx.post(
                 f"{url}/v1/chat/completions",
                 json={"messages": [{"role": "user", "content": REAL_QUESTION}], "stream": is_streamed},
@@ -136,7 +136,7 @@ def test_a_parent_that_is_none_begins_a_new_trace() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    with serving(as_room(FakeRoom()), tracing=Tracing(provider)) as url:
+    with serving(as_stillroom(FakeStillroom()), tracing=Tracing(provider)) as url:
         for parent in ("", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "ff-\x7f"):
             assert httpx.get(f"{url}/healthz", headers={"traceparent": parent}).status_code == 200
     assert [span.parent for span in exporter.get_finished_spans()] == [None] * 4

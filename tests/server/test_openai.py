@@ -8,20 +8,20 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from stillroom.errors import EngineError
-from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
+from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom, until
 from tests.server.harness import serving
 
 QUESTION = "How do I rotate keys?"
 
 
 @pytest.fixture
-def room() -> FakeRoom:
-    return FakeRoom()
+def stillroom() -> FakeStillroom:
+    return FakeStillroom()
 
 
 @pytest.fixture
-def url(room: FakeRoom) -> Iterator[str]:
-    with serving(as_room(room)) as address:
+def url(stillroom: FakeStillroom) -> Iterator[str]:
+    with serving(as_stillroom(stillroom)) as address:
         yield f"{address}/v1"
 
 
@@ -65,8 +65,8 @@ def test_stream(client: OpenAI) -> None:
     assert usage.usage and usage.usage.completion_tokens == 5
 
 
-def test_error_in_a_stream_is_raised(client: OpenAI, room: FakeRoom) -> None:
-    room.fails_at, room.failure = "rotate", EngineError("the step failed")
+def test_error_in_a_stream_is_raised(client: OpenAI, stillroom: FakeStillroom) -> None:
+    stillroom.fails_at, stillroom.failure = "rotate", EngineError("the step failed")
 
     with pytest.raises(openai.APIError, match="internal error"):
         for _ in client.chat.completions.create(
@@ -90,8 +90,8 @@ def test_async_client(url: str) -> None:
     assert asyncio.run(talk()) == (QUESTION, QUESTION)
 
 
-def test_closing_a_stream_frees_its_blocks(client: OpenAI, room: FakeRoom) -> None:
-    room.gate.clear()
+def test_closing_a_stream_frees_its_blocks(client: OpenAI, stillroom: FakeStillroom) -> None:
+    stillroom.gate.clear()
 
     stream = client.chat.completions.create(
         model="stillroom", messages=[{"role": "user", "content": QUESTION}], stream=True
@@ -99,17 +99,17 @@ def test_closing_a_stream_frees_its_blocks(client: OpenAI, room: FakeRoom) -> No
     next(iter(stream))
     stream.close()
 
-    until(lambda: room.num_free_blocks == NUM_BLOCKS)
+    until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
 
 
-def test_models_and_embeddings(client: OpenAI, room: FakeRoom) -> None:
+def test_models_and_embeddings(client: OpenAI, stillroom: FakeStillroom) -> None:
     generator, embedder = client.models.list().data
 
     vectors = client.embeddings.create(model=embedder.id, input=["one", "two"])
 
     assert client.models.retrieve(generator.id).id == "fake-model"
     assert [item.embedding for item in vectors.data] == [
-        pytest.approx(row) for row in room.embed(["one", "two"]).tolist()
+        pytest.approx(row) for row in stillroom.embed(["one", "two"]).tolist()
     ]
 
 
@@ -121,10 +121,10 @@ def test_errors_are_the_clients_own(client: OpenAI) -> None:
     assert caught.value.code == "invalid_value"
 
 
-def test_errors_that_cannot_be_mended_are_not_tried_again(room: FakeRoom, client: OpenAI) -> None:
-    room.texts = {}
+def test_errors_that_cannot_be_mended_are_not_tried_again(stillroom: FakeStillroom, client: OpenAI) -> None:
+    stillroom.texts = {}
 
     with pytest.raises(openai.ConflictError):
         client.chat.completions.create(model="stillroom", messages=[{"role": "user", "content": QUESTION}])
 
-    assert len(room.asked) == 1
+    assert len(stillroom.asked) == 1

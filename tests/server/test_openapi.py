@@ -21,7 +21,7 @@ from stillroom.rag.stillroom import Stillroom
 from stillroom.server.app import create_app
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.schemas.replies import ChatCompletionChunk, CompletionChunk
-from tests.server.fakes import FakeRoom, as_room
+from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import QUESTION, events
 from tests.server.knowledge import write_knowledge
 from tests.server.test_keys import add
@@ -63,16 +63,16 @@ OPERATIONS = [
 
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
-    return create_app(as_room(FakeRoom()))
+    return create_app(as_stillroom(FakeStillroom()))
 
 
 @pytest.fixture(scope="module")
 def real_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
     folder = tmp_path_factory.mktemp("openapi")
-    with Stillroom.open(folder / "kb") as room:
-        room.add(write_knowledge(folder / "docs"))
-        room.warm_up()
-        yield create_app(room)
+    with Stillroom.open(folder / "kb") as stillroom:
+        stillroom.add(write_knowledge(folder / "docs"))
+        stillroom.warm_up()
+        yield create_app(stillroom)
 
 
 def has_deadline(case: Any) -> bool:
@@ -138,7 +138,7 @@ def test_a_real_server_does_what_the_document_says(real_app: FastAPI, method: st
 
 def test_it_says_where_keys_and_limits_are(app: FastAPI, tmp_path: Path) -> None:
     add(tmp_path / "keys.json", "anna")
-    guarded = create_app(as_room(FakeRoom()), keys=KeyRing(tmp_path / "keys.json")).openapi()
+    guarded = create_app(as_stillroom(FakeStillroom()), keys=KeyRing(tmp_path / "keys.json")).openapi()
     assert guarded["components"]["securitySchemes"]["apiKey"]["scheme"] == "bearer"
     assert guarded["security"] == [{"apiKey": []}] and app.openapi()["security"] == [{"apiKey": []}, {}]
 

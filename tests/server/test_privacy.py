@@ -45,11 +45,11 @@ def test_clients_of_a_real_server_see_no_folder_of_it(tmp_path: Path) -> None:
     outside.write_text("# Keys\n\nRotate the keys twice a year.\n")
     replies: list[httpx.Response] = []
     with (
-        Stillroom.open(tmp_path / "kb") as room,
-        serving(room) as url,
+        Stillroom.open(tmp_path / "kb") as stillroom,
+        serving(stillroom) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
-        room.add(outside)
+        stillroom.add(outside)
 
         def ask(method: str, path: str, **options: Any) -> httpx.Response:
             replies.append(client.request(method, path, **options))

@@ -26,18 +26,18 @@ NUM_CLIENTS = 16
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
     folder = tmp_path_factory.mktemp("real")
-    with Stillroom.open(folder / "kb") as room:
-        report = room.add(write_knowledge(folder / "docs"))
+    with Stillroom.open(folder / "kb") as stillroom:
+        report = stillroom.add(write_knowledge(folder / "docs"))
         assert not report.failures
-        room.warm_up()
-        yield room
+        stillroom.warm_up()
+        yield stillroom
 
 
 @pytest.fixture(scope="module")
-def url(room: Stillroom) -> Iterator[str]:
-    with serving(room) as address:
+def url(stillroom: Stillroom) -> Iterator[str]:
+    with serving(stillroom) as address:
         yield address
 
 
@@ -48,14 +48,14 @@ def client(url: str) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(autouse=True)
-def every_block_is_free_afterwards(room: Stillroom) -> Iterator[None]:
+def every_block_is_free_afterwards(stillroom: Stillroom) -> Iterator[None]:
     yield
-    until(lambda: room.num_free_blocks == room.num_blocks > 0)
+    until(lambda: stillroom.num_free_blocks == stillroom.num_blocks > 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logits_that_are_not_finite_are_an_error_and_no_text(
-    url: str, client: OpenAI, room: Stillroom, monkeypatch: pytest.MonkeyPatch, stream: bool
+    url: str, client: OpenAI, stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     real = Decoder.logits
 
@@ -63,7 +63,7 @@ def test_logits_that_are_not_finite_are_an_error_and_no_text(
         return real(decoder, hidden) * float("nan")
 
     messages = [{"role": "user", "content": QUESTION}]
-    body = {"model": room.model_name, "messages": messages, "temperature": 0, "stream": stream}
+    body = {"model": stillroom.model_name, "messages": messages, "temperature": 0, "stream": stream}
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "logits", broken)
         response = httpx.post(f"{url}/v1/chat/completions", json=body)
@@ -72,13 +72,13 @@ def test_logits_that_are_not_finite_are_an_error_and_no_text(
         assert last["error"]["code"] == "non_finite" and '"content":"' not in response.text.replace('"content":""', "")
     else:
         assert response.status_code == 500 and response.json()["error"]["code"] == "non_finite"
-    completion = client.chat.completions.create(model=room.model_name, messages=messages, temperature=0)  # type: ignore[arg-type]
+    completion = client.chat.completions.create(model=stillroom.model_name, messages=messages, temperature=0)  # type: ignore[arg-type]
     assert completion.choices[0].message.content == ANSWER
 
 
-def test_answer_comes_from_the_documents(client: OpenAI, room: Stillroom) -> None:
+def test_answer_comes_from_the_documents(client: OpenAI, stillroom: Stillroom) -> None:
     completion = client.chat.completions.create(
-        model=room.model_name, messages=[{"role": "user", "content": QUESTION}], temperature=0
+        model=stillroom.model_name, messages=[{"role": "user", "content": QUESTION}], temperature=0
     )
 
     assert completion.choices[0].message.content == ANSWER
@@ -92,7 +92,7 @@ def test_answer_comes_from_the_documents(client: OpenAI, room: Stillroom) -> Non
     assert 0 < ours["timing"]["retrieval_seconds"] < ours["timing"]["ttft_seconds"] <= ours["timing"]["total_seconds"]
 
 
-def test_stream_says_the_same_as_the_whole_answer(client: OpenAI, room: Stillroom) -> None:
+def test_stream_says_the_same_as_the_whole_answer(client: OpenAI, stillroom: Stillroom) -> None:
     stream = client.chat.completions.create(
         model="stillroom",
         messages=[{"role": "user", "content": QUESTION}],
@@ -123,7 +123,7 @@ def test_async_client(url: str) -> None:
     assert asyncio.run(talk()) == (ANSWER, ANSWER)
 
 
-def test_many_clients_at_once_all_finish_with_their_own_answer(client: OpenAI, room: Stillroom) -> None:
+def test_many_clients_at_once_all_finish_with_their_own_answer(client: OpenAI, stillroom: Stillroom) -> None:
     questions = [QUESTION, "In which year was Jatha Jurlow born ?"]
 
     def ask(number: int) -> str:
@@ -138,7 +138,7 @@ def test_many_clients_at_once_all_finish_with_their_own_answer(client: OpenAI, r
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         answers = list(pool.map(ask, range(NUM_CLIENTS)))
 
-    alone = [room.ask(question).text for question in questions]
+    alone = [stillroom.ask(question).text for question in questions]
     assert answers == alone * (NUM_CLIENTS // 2)
     assert alone[0] == ANSWER
 
@@ -146,29 +146,29 @@ def test_many_clients_at_once_all_finish_with_their_own_answer(client: OpenAI, r
 RAMBLING = {"max_tokens": 60, "temperature": 50.0, "seed": 3}  # close to a uniform choice of words
 
 
-def ramble(room: Stillroom, **options: Any) -> Answer:
-    return room.ask(QUESTION, rambling(**options))
+def ramble(stillroom: Stillroom, **options: Any) -> Answer:
+    return stillroom.ask(QUESTION, rambling(**options))
 
 
 def rambling(**options: Any) -> AskOptions:
     return AskOptions(**(RAMBLING | options))
 
 
-def num_ended(room: Stillroom, outcome: str = "aborted") -> float:
-    found = re.search(rf'requests_total{{outcome="{outcome}"}} (\S+)', room.metrics.render().decode())
+def num_ended(stillroom: Stillroom, outcome: str = "aborted") -> float:
+    found = re.search(rf'requests_total{{outcome="{outcome}"}} (\S+)', stillroom.metrics.render().decode())
     return float(found[1]) if found else 0.0
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_stop_string_across_tokens_ends_the_answer_and_the_request(
-    client: OpenAI, room: Stillroom, streamed: bool
+    client: OpenAI, stillroom: Stillroom, streamed: bool
 ) -> None:
-    free = ramble(room)
+    free = ramble(stillroom)
     words = free.text.split(" ")
     stop = f"{words[5][-1]} {words[6]} {words[7][0]}"
     expected = free.text[: free.text.index(stop)]
 
-    num_aborted = num_ended(room)
+    num_aborted = num_ended(stillroom)
     text, reason = "", ""
     if streamed:
         chunks = list(
@@ -185,26 +185,26 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_the_request(
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         reason = str(chunks[-1].choices[0].finish_reason)
     else:
-        answer = ramble(room, stop=stop, max_tokens=1500)
+        answer = ramble(stillroom, stop=stop, max_tokens=1500)
         text, reason = answer.text, answer.finish_reason
         assert answer.token_ids == free.token_ids[:8], "not one token more is kept"
 
     assert (text, reason) == (expected, "stop")
-    until(lambda: room.num_free_blocks == room.num_blocks)
-    assert num_ended(room) == num_aborted
+    until(lambda: stillroom.num_free_blocks == stillroom.num_blocks)
+    assert num_ended(stillroom) == num_aborted
 
 
-def num_500(room: Stillroom) -> float:
+def num_500(stillroom: Stillroom) -> float:
     """Chats that were answered with 500 so far."""
     name = b'http_requests_total{path="/v1/chat/completions",status="500"} '
-    return float(room.metrics.render().partition(name)[2].partition(b"\n")[0] or 0)
+    return float(stillroom.metrics.render().partition(name)[2].partition(b"\n")[0] or 0)
 
 
 def test_a_stream_that_the_engine_gives_up_counts_as_failed(
-    url: str, room: Stillroom, monkeypatch: pytest.MonkeyPatch
+    url: str, stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend: Any = room._answering.backend
-    num_failed, num_aborted, num_500_before = num_ended(room, "failed"), num_ended(room), num_500(room)
+    backend: Any = stillroom._answering.backend
+    num_failed, num_aborted, num_500_before = num_ended(stillroom, "failed"), num_ended(stillroom), num_500(stillroom)
 
     def broken(*_: object) -> None:
         raise RuntimeError("the device is gone")
@@ -219,11 +219,11 @@ def test_a_stream_that_the_engine_gives_up_counts_as_failed(
     response = httpx.post(f"{url}/v1/chat/completions", json=request, timeout=20)
 
     assert response.status_code == 200 and events(response)[-1]["error"]["code"] == "internal_error"
-    assert (num_ended(room, "failed"), num_ended(room)) == (num_failed + 1, num_aborted)
-    until(lambda: num_500(room) == num_500_before + 1)
+    assert (num_ended(stillroom, "failed"), num_ended(stillroom)) == (num_failed + 1, num_aborted)
+    until(lambda: num_500(stillroom) == num_500_before + 1)
 
 
-def test_several_answers_are_those_of_their_seeds(client: OpenAI, room: Stillroom) -> None:
+def test_several_answers_are_those_of_their_seeds(client: OpenAI, stillroom: Stillroom) -> None:
     completion = client.chat.completions.create(
         model="stillroom",
         messages=[{"role": "user", "content": QUESTION}],
@@ -234,18 +234,20 @@ def test_several_answers_are_those_of_their_seeds(client: OpenAI, room: Stillroo
     )
 
     texts = [choice.message.content for choice in completion.choices]
-    alone = [ramble(room, max_tokens=20, temperature=5.0, seed=seed_of_sample(3, index)).text for index in range(4)]
+    alone = [
+        ramble(stillroom, max_tokens=20, temperature=5.0, seed=seed_of_sample(3, index)).text for index in range(4)
+    ]
     assert texts == alone
     assert len(set(texts)) == 4
 
 
-def test_cancelling_one_of_several_answers_leaves_the_others(room: Stillroom) -> None:
-    streams = room.streams(QUESTION, rambling(), n=3)
+def test_cancelling_one_of_several_answers_leaves_the_others(stillroom: Stillroom) -> None:
+    streams = stillroom.streams(QUESTION, rambling(), n=3)
     streams[0].cancel()
 
     for stream in streams[1:]:
         assert "".join(stream) == stream.answer.text
-    assert streams[1].answer.text == ramble(room, seed=seed_of_sample(3, 1)).text
+    assert streams[1].answer.text == ramble(stillroom, seed=seed_of_sample(3, 1)).text
 
 
 def test_log_probabilities_are_those_of_the_model(client: OpenAI) -> None:
@@ -273,19 +275,19 @@ def test_what_the_model_cannot_do_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_answers_that_are_late_are_504_and_free_their_blocks(url: str, room: Stillroom, n: int) -> None:
+def test_answers_that_are_late_are_504_and_free_their_blocks(url: str, stillroom: Stillroom, n: int) -> None:
     request = {"messages": [{"role": "user", "content": QUESTION}], "n": n, "deadline_seconds": 0.02}
     response = httpx.post(
         f"{url}/v1/chat/completions", json=request | {"max_tokens": 1500, "temperature": 50.0, "seed": 1}, timeout=60
     )
 
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
-    until(lambda: room.num_free_blocks == room.num_blocks)
+    until(lambda: stillroom.num_free_blocks == stillroom.num_blocks)
     with pytest.raises(UsageError, match="deadline_seconds"):
-        room.ask(QUESTION, AskOptions(deadline_seconds=0.0))
+        stillroom.ask(QUESTION, AskOptions(deadline_seconds=0.0))
 
 
-def test_client_that_leaves_a_stream_frees_its_blocks(client: OpenAI, room: Stillroom) -> None:
+def test_client_that_leaves_a_stream_frees_its_blocks(client: OpenAI, stillroom: Stillroom) -> None:
     stream = client.chat.completions.create(
         model="stillroom",
         messages=[{"role": "user", "content": QUESTION}],
@@ -297,20 +299,20 @@ def test_client_that_leaves_a_stream_frees_its_blocks(client: OpenAI, room: Stil
     chunks = iter(stream)
     next(chunks)
     assert next(chunks).choices[0].finish_reason is None
-    assert room.num_free_blocks < room.num_blocks
+    assert stillroom.num_free_blocks < stillroom.num_blocks
 
     stream.close()
 
-    until(lambda: room.num_free_blocks == room.num_blocks)
+    until(lambda: stillroom.num_free_blocks == stillroom.num_blocks)
 
 
-def test_client_that_does_not_wait_for_a_whole_answer_frees_its_blocks(url: str, room: Stillroom) -> None:
+def test_client_that_does_not_wait_for_a_whole_answer_frees_its_blocks(url: str, stillroom: Stillroom) -> None:
     request = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 1500, "temperature": 50.0, "seed": 1}
 
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/chat/completions", json=request, timeout=0.2)
 
-    until(lambda: room.num_free_blocks == room.num_blocks)
+    until(lambda: stillroom.num_free_blocks == stillroom.num_blocks)
 
 
 def test_too_long_an_answer_is_refused(url: str) -> None:
@@ -322,12 +324,12 @@ def test_too_long_an_answer_is_refused(url: str) -> None:
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_models_and_embeddings(client: OpenAI, room: Stillroom) -> None:
+def test_models_and_embeddings(client: OpenAI, stillroom: Stillroom) -> None:
     names = [model.id for model in client.models.list()]
 
     vectors = client.embeddings.create(model=names[1], input=["employed by a bank", "founded in 1720"])
 
-    assert names == [room.model_name, room.config.embedder.model]
+    assert names == [stillroom.model_name, stillroom.config.embedder.model]
     assert [len(item.embedding) for item in vectors.data] == [384, 384]
     assert math.hypot(*vectors.data[0].embedding) == pytest.approx(1, abs=1e-4)
 
@@ -342,21 +344,21 @@ def test_search(url: str, mode: str) -> None:
     assert (result["start_line"], result["end_line"]) == (9, 9)
 
 
-def test_health_and_metrics(url: str, client: OpenAI, room: Stillroom) -> None:
+def test_health_and_metrics(url: str, client: OpenAI, stillroom: Stillroom) -> None:
     client.chat.completions.create(model="stillroom", messages=[{"role": "user", "content": QUESTION}])
 
     health = httpx.get(f"{url}/healthz").json()
     metrics = httpx.get(f"{url}/metrics").text
 
-    assert (health["status"], health["documents"], health["model"]) == ("ok", 2, room.model_name)
-    assert health["kv_blocks"]["total"] == room.num_blocks
+    assert (health["status"], health["documents"], health["model"]) == ("ok", 2, stillroom.model_name)
+    assert health["kv_blocks"]["total"] == stillroom.num_blocks
     assert "stillroom_documents 2.0" in metrics
     assert 'stillroom_requests_total{outcome="stop"}' in metrics
-    assert f'stillroom_kv_blocks{{state="free"}} {float(room.num_blocks)}' in metrics
+    assert f'stillroom_kv_blocks{{state="free"}} {float(stillroom.num_blocks)}' in metrics
 
 
 def test_empty_knowledge_base_is_409(tmp_path: Path) -> None:
-    with Stillroom.open(tmp_path / "kb") as room, serving(room) as url:
+    with Stillroom.open(tmp_path / "kb") as stillroom, serving(stillroom) as url:
         response = httpx.post(
             f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": QUESTION}]}, timeout=60
         )

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from stillroom.core.ids import parse_chunk_id
-from tests.server.fakes import FakeRoom
+from tests.server.fakes import FakeStillroom
 
 
 def test_search_returns_results_and_timing(client: httpx.Client) -> None:
@@ -48,15 +48,15 @@ def test_a_thousand_chunks_are_the_most(client: httpx.Client) -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "stillroom.top_k")
 
 
-def test_a_search_takes_a_filter(client: httpx.Client, room: FakeRoom) -> None:
+def test_a_search_takes_a_filter(client: httpx.Client, stillroom: FakeStillroom) -> None:
     assert client.post("/v1/search", json={"query": "keys", "where": "year >= 2020"}).status_code == 200
-    assert room.filters == ["year >= 2020"]
+    assert stillroom.filters == ["year >= 2020"]
 
 
-def test_a_chat_takes_a_filter(client: httpx.Client, room: FakeRoom) -> None:
+def test_a_chat_takes_a_filter(client: httpx.Client, stillroom: FakeStillroom) -> None:
     messages = [{"role": "user", "content": "Keys?"}]
     assert client.post("/v1/chat/completions", json={"messages": messages, "stillroom": {"where": "a=1"}}).is_success
-    assert room.asked[-1][1].where == "a=1"
+    assert stillroom.asked[-1][1].where == "a=1"
 
 
 def test_a_bad_filter_is_400_and_says_where(client: httpx.Client) -> None:

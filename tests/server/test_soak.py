@@ -33,16 +33,16 @@ RAMBLING = {"max_tokens": 400, "temperature": 50.0}  # close to a uniform choice
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Iterator[Stillroom]:
+def stillroom(tmp_path: Path) -> Iterator[Stillroom]:
     config = StillroomConfig(
         query_cache=QueryCacheConfig(max_tokens=0),
         runtime=RuntimeConfig(num_threads=1, max_waiting=6, max_num_seqs=4),
         trace=TraceConfig(keep=50),
     )
-    with Stillroom.open(tmp_path / "kb", config=config) as room:
-        room.add(write_knowledge(tmp_path / "docs"))
-        room.warm_up()
-        yield room
+    with Stillroom.open(tmp_path / "kb", config=config) as stillroom:
+        stillroom.add(write_knowledge(tmp_path / "docs"))
+        stillroom.warm_up()
+        yield stillroom
 
 
 @dataclass
@@ -134,7 +134,7 @@ def _text_of(reply: bytes, is_streamed: bool) -> str:
     return "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events)
 
 
-def soak(url: str, room: Stillroom, count: int, seed: int) -> Counter[str]:
+def soak(url: str, stillroom: Stillroom, count: int, seed: int) -> Counter[str]:
     """So many requests; how they ended."""
     parts, draw = urlsplit(url), random.Random(seed)
     address = (str(parts.hostname), int(parts.port or 0))
@@ -147,20 +147,20 @@ def soak(url: str, room: Stillroom, count: int, seed: int) -> Counter[str]:
     for client in clients:
         if client.problem is not None:
             raise client.problem
-    until(lambda: _is_idle(room))
+    until(lambda: _is_idle(stillroom))
     return sum((client.ends for client in clients), Counter())
 
 
-def _is_idle(room: Stillroom) -> bool:
-    backend = room._answering.backend
+def _is_idle(stillroom: Stillroom) -> bool:
+    backend = stillroom._answering.backend
     assert isinstance(backend, LocalBackend)
     load = backend.load
     is_free = load.num_free_blocks == load.num_blocks > 0
     return is_free and load.num_waiting == load.num_running == 0 and not backend.engine._listeners
 
 
-def _check_books(room: Stillroom) -> None:
-    backend, checked = room._answering.backend, threading.Event()
+def _check_books(stillroom: Stillroom) -> None:
+    backend, checked = stillroom._answering.backend, threading.Event()
     assert isinstance(backend, LocalBackend)
 
     def check(engine: Engine) -> None:
@@ -178,26 +178,26 @@ def _num_open_files() -> int:
 ENDS = {"nonsense", "left while asking", "left", "late", "refused", "answered"}
 
 
-def test_clients_that_leave_at_any_moment_leave_nothing_behind(room: Stillroom) -> None:
-    with serving(room) as url:
-        soak(url, room, 2 * NUM_CLIENTS, seed=0)
-        room.ask(QUESTION)
-        assert room.records.recent(), "the diary, which another thread opens, is open by now"
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(stillroom: Stillroom) -> None:
+    with serving(stillroom) as url:
+        soak(url, stillroom, 2 * NUM_CLIENTS, seed=0)
+        stillroom.ask(QUESTION)
+        assert stillroom.records.recent(), "the diary, which another thread opens, is open by now"
         before = _num_open_files()
-        ends = soak(url, room, 15 * NUM_CLIENTS, seed=1)
+        ends = soak(url, stillroom, 15 * NUM_CLIENTS, seed=1)
         until(lambda: _num_open_files() <= before)
     assert ends["answered"] > 20 and ends["left"] > 20 and ends["late"], ends
-    _check_books(room)
+    _check_books(stillroom)
 
 
 @pytest.mark.slow
-def test_thousands_of_connections_leave_nothing_behind(room: Stillroom) -> None:
-    with serving(room) as url:
-        ends = soak(url, room, 400, seed=2)
+def test_thousands_of_connections_leave_nothing_behind(stillroom: Stillroom) -> None:
+    with serving(stillroom) as url:
+        ends = soak(url, stillroom, 400, seed=2)
         before = _memory()
-        ends += soak(url, room, 1600, seed=3)
+        ends += soak(url, stillroom, 1600, seed=3)
         growth = _memory() - before
-    _check_books(room)
+    _check_books(stillroom)
     assert growth < MAX_GROWTH, f"{growth / 2**20:.1f} MiB more after 1,600 connections"
     assert sum(ends.values()) == 2000 and set(ends) == ENDS, ends
 

@@ -29,9 +29,9 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, http
     path = folder / "keys.json"
     keys = {tenant: add(path, f"key-of-{tenant}", tenant) for tenant in ("legal", "sales")}
     config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=SpeculationConfig(mode="off"))
-    with Stillroom.open(folder / "kb", config=config) as room:
-        house = Tenants(room, folder / "tenants")
-        with serving(room, tenants=house, keys=KeyRing(path)) as url:
+    with Stillroom.open(folder / "kb", config=config) as stillroom:
+        house = Tenants(stillroom, folder / "tenants")
+        with serving(stillroom, tenants=house, keys=KeyRing(path)) as url:
             made = {
                 tenant: httpx.Client(base_url=url, headers=bearer(key), timeout=120) for tenant, key in keys.items()
             }
@@ -90,13 +90,13 @@ def test_raw_prompts_cross_no_tenant_either(clients: dict[str, httpx.Client]) ->
 def test_a_tenant_whose_folder_is_deleted_while_it_is_open_gets_an_empty_one(tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb") as own:
         house = Tenants(own, tmp_path / "tenants")
-        old = house.room("legal")
+        old = house.stillroom("legal")
         old.upload([("a.md", io.BytesIO(PEOPLE.encode()))])
-        assert house.is_open("legal") and house.room("legal") is old
+        assert house.is_open("legal") and house.stillroom("legal") is old
         shutil.rmtree(tmp_path / "tenants" / "legal")
         assert not house.is_open("legal")
-        new = house.room("legal")
-        assert new is not old and new.num_documents == 0 and house.room("legal") is new
+        new = house.stillroom("legal")
+        assert new is not old and new.num_documents == 0 and house.stillroom("legal") is new
         house.close()
         shutil.rmtree(tmp_path / "kb")
         assert not own.is_there and not own.is_ready

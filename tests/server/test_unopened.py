@@ -10,7 +10,7 @@ from stillroom.retrieval.store.corpus import counts_of
 from stillroom.retrieval.store.folder import CORPUS
 from stillroom.server.auth.inactive_tenants import InactiveTenantCounts
 from stillroom.server.auth.tenants import Tenants
-from tests.server.fakes import FakeRoom, as_room
+from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge
 
@@ -18,15 +18,15 @@ from tests.server.knowledge import write_knowledge
 @pytest.fixture
 def tenants(tmp_path: Path) -> Tenants:
     """A house whose tenant `legal` has two documents."""
-    with Stillroom.open(tmp_path / "tenants" / "legal") as room:
-        room.add(write_knowledge(tmp_path / "docs"))
-    return Tenants(as_room(FakeRoom()), tmp_path / "tenants")
+    with Stillroom.open(tmp_path / "tenants" / "legal") as stillroom:
+        stillroom.add(write_knowledge(tmp_path / "docs"))
+    return Tenants(as_stillroom(FakeStillroom()), tmp_path / "tenants")
 
 
 def add_one(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.txt").write_text("Dola Kenric bought the ship Perint .", encoding="utf-8")
-    with Stillroom.open(tmp_path / "tenants" / name) as room:
-        room.add(tmp_path / f"{name}.txt")
+    with Stillroom.open(tmp_path / "tenants" / name) as stillroom:
+        stillroom.add(tmp_path / f"{name}.txt")
 
 
 def test_metrics_tell_of_them(tenants: Tenants) -> None:
@@ -67,11 +67,11 @@ def test_what_is_no_knowledge_base_or_damaged_is_left_out(tenants: Tenants, tmp_
 
 
 def test_who_has_asked_tells_himself(tenants: Tenants, tmp_path: Path) -> None:
-    with Stillroom.open(tmp_path / "kb") as room:
-        house = Tenants(room, tmp_path / "tenants")
-        room.metrics.watch_corpora("tenants", InactiveTenantCounts(house))
-        assert b"stillroom_documents 2.0" in room.metrics.render()
-        house.room("legal")
+    with Stillroom.open(tmp_path / "kb") as stillroom:
+        house = Tenants(stillroom, tmp_path / "tenants")
+        stillroom.metrics.watch_corpora("tenants", InactiveTenantCounts(house))
+        assert b"stillroom_documents 2.0" in stillroom.metrics.render()
+        house.stillroom("legal")
         assert InactiveTenantCounts(house)() == {}
-        assert b"stillroom_documents 2.0" in room.metrics.render()
+        assert b"stillroom_documents 2.0" in stillroom.metrics.render()
         house.close()

@@ -91,7 +91,7 @@ class KVCache:
                 (tier.label, str(defect)): moves.verify_failures.get((tier, defect), 0) for tier, defect in _DEFECTS
             },
             write_failures=moves.num_write_failures,
-            read_ahead_bytes={"used": moves.read_ahead.used_bytes, "wasted": moves.read_ahead.wasted_bytes},
+            read_ahead_bytes={"used": moves.prefetch.used_bytes, "wasted": moves.prefetch.wasted_bytes},
             audit=None if self.audit is None else self._audit_figures(self.audit.figures),
         )
 

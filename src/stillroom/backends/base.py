@@ -104,7 +104,7 @@ class Backend(Protocol):
         """Whether a prompt may be submitted and cancelled again; an engine elsewhere may be paid for by the token."""
         ...
 
-    def draft(
+    def prepare_prompt(
         self,
         chunks: Sequence[Chunk],
         question: str,
@@ -120,7 +120,7 @@ class Backend(Protocol):
         """
         ...
 
-    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
+    def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         """A prompt that is continued as it is: text, in which special tokens count as such, or tokens. With a schema
         the continuation is JSON.
 
@@ -151,7 +151,7 @@ class Backend(Protocol):
         """What went wrong in its engine; None if the engine is elsewhere."""
         ...
 
-    def beside(self, salt: str) -> "Backend":
+    def for_tenant(self, salt: str) -> "Backend":
         """The same model for another tenant, who shares no kept KV with this one. Closing it closes nothing.
 
         Raises:

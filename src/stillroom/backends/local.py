@@ -101,7 +101,7 @@ class LocalBackend:
     def may_speculate(self) -> bool:
         return True
 
-    def draft(
+    def prepare_prompt(
         self,
         chunks: Sequence[Chunk],
         question: str,
@@ -114,7 +114,7 @@ class LocalBackend:
             self._check_tokens(prompt)
         return self._draft(prompt, self._constraint(schema), len(self.tokenizer.encode_text(history.answer_start)))
 
-    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
+    def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)
         num_known = self.model.decoder.spec.vocab_size
         if not ids:
@@ -123,7 +123,7 @@ class LocalBackend:
             raise UsageError(f"the prompt holds a token that the model does not have; it has 0 to {num_known - 1}")
         return self._draft(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), self._constraint(schema), len(ids))
 
-    def beside(self, salt: str) -> "LocalBackend":
+    def for_tenant(self, salt: str) -> "LocalBackend":
         """The same model and engine for another tenant."""
         return replace(self, salt=salt, owns_engine=False)
 

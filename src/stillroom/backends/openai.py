@@ -69,7 +69,7 @@ class OpenAIBackend:
     def may_speculate(self) -> bool:
         return False
 
-    def draft(
+    def prepare_prompt(
         self,
         chunks: Sequence[Chunk],
         question: str,
@@ -88,7 +88,7 @@ class OpenAIBackend:
         prompt, chunk_ids = self._write(chunks, question, history, max_tokens)
         return self._draft(chunk_ids, prompt)
 
-    def draft_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
+    def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         _refuse(schema)
         if not prompt:
             raise UsageError("the prompt is empty")
@@ -107,7 +107,7 @@ class OpenAIBackend:
     def engine_figures(self) -> None:
         return None
 
-    def beside(self, salt: str) -> "OpenAIBackend":
+    def for_tenant(self, salt: str) -> "OpenAIBackend":
         raise ConfigError(
             "engine.kind = 'openai' serves one tenant only: what an engine elsewhere keeps of one tenant's prompts "
             "would show in the times of another; use the builtin engine, or one server for each tenant"

@@ -41,10 +41,10 @@ from which loading a document may take longer than computing it."""
 class NoMover:
     """A `KVMover` that has no bytes to move and always succeeds."""
 
-    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
         return False
 
-    def unexpect(self, key: NodeKey) -> None:
+    def cancel_prefetch(self, key: NodeKey) -> None:
         pass
 
     def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
@@ -160,7 +160,7 @@ def replay(workload: ReuseWorkload, capacity: Capacity, setup: Setup, profile: C
     manager = KVCacheManager(pool, Reuse(tree, keys, setup.always_loads))
     leases = [_lease(ask, workload.block_size) for ask in workload.asks[: setup.queue]]
     for lease in leases:
-        manager.expect(lease)
+        manager.protect(lease)
     waiting = dict(enumerate(leases))
     outcome = PolicyOutcome(workload.num_document_tokens)
     for number, ask in enumerate(workload.asks):
@@ -171,7 +171,7 @@ def replay(workload: ReuseWorkload, capacity: Capacity, setup: Setup, profile: C
         arriving = number + setup.queue
         if setup.queue and arriving < len(workload.asks):
             waiting[arriving] = _lease(workload.asks[arriving], workload.block_size)
-            manager.expect(waiting[arriving])
+            manager.protect(waiting[arriving])
         outcome.total_seconds += profile.prefill_seconds(0, ask.num_tokens)
     return outcome
 

@@ -125,11 +125,11 @@ def top_k(options: SimulateOptions, say: Say) -> Tables:
 
 def large_models(options: SimulateOptions, say: Say) -> Tables:
     """RAGCache Figure 16; most requests at a time as the paper has them."""
-    seats = {"mixtral-8x7b-2xh800": 8, "llama2-70b-2xh800": 4}
+    slots = {"mixtral-8x7b-2xh800": 8, "llama2-70b-2xh800": 4}
     return _joined(
         [
             _compared(ragcache_case(name, "mmlu", 2, options, max_seqs), name, _FIGURE_16, say)
-            for name, max_seqs in seats.items()
+            for name, max_seqs in slots.items()
         ],
         "Figure 16",
     )

@@ -192,7 +192,7 @@ class _Backend:
     def cancel(self, request_id: RequestId) -> None:
         self.engine.cancel(request_id)
 
-    def draft(self, found: Sequence[ScoredChunk]) -> PreparedPrompt:
+    def prepare_prompt(self, found: Sequence[ScoredChunk]) -> PreparedPrompt:
         chunks = [Segment(SegmentKind.CHUNK, self._tokens(one.chunk), one.chunk.chunk_id) for one in found]
         prompt = SegmentedPrompt((_SYSTEM, *chunks, _QUESTION))
 
@@ -272,7 +272,9 @@ class _SpeculationBench:
         def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
             with self._naming:
                 name = next(self._names)
-            return Attempt(self._backend.draft(found), [Wanted(name, SamplingParams(max_tokens=_ANSWER_TOKENS))])
+            return Attempt(
+                self._backend.prepare_prompt(found), [Wanted(name, SamplingParams(max_tokens=_ANSWER_TOKENS))]
+            )
 
         found: CompletedSearch = speculator.find(
             lambda num: self._corpus.search(query, share, num), "dense", attempt_with
@@ -290,8 +292,8 @@ class _SpeculationBench:
             "exposed_search_seconds": retrieval - min(report.ahead_seconds, retrieval),
             "right_share": float(report.outcome == "right"),
             "begun_per_question": report.num_started,
-            "cached_share": first.reuse.num_cached_tokens / found.attempt.draft.num_tokens
-            if first.reuse and found.attempt.draft.num_tokens
+            "cached_share": first.reuse.num_cached_tokens / found.attempt.prepared.num_tokens
+            if first.reuse and found.attempt.prepared.num_tokens
             else 0.0,
         }
 

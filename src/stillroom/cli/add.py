@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stillroom.cli import room
+from stillroom.cli import opening
 from stillroom.cli.console import count, duration, line, note, print_json, printable_name, short_path
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
 from stillroom.cli.progress import showing_progress
@@ -64,7 +64,7 @@ def add(  # noqa: PLR0913  one parameter per flag
     said = _metadata(meta or [])
     for path in paths:
         check_is_there(path)  # before a knowledge base is made for nothing
-    with room.open_room(kb, room.settings(config), create=True) as opened:
+    with opening.open_stillroom(kb, opening.load_settings(config), create=True) as opened:
         adding = _Adding(opened, paths, exclude or [], said, as_json=as_json, quiet=quiet)
         if watch:
             _watch(adding, [Path(os.path.abspath(path)) for path in paths], Path(os.path.abspath(kb)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.cli import console, room
+from stillroom.cli import console, opening
 from stillroom.cli.console import as_text, duration, line, place, print_json, write
 from stillroom.cli.options import (
     DEFAULT_KB,
@@ -141,7 +141,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
         **engine_settings(engine, base_url, engine_model),
         **index_goal(ann_recall, search_budget),
     }
-    settings = room.settings(config, flags)
+    settings = opening.load_settings(config, flags)
     from stillroom.rag.answer import AskOptions
 
     if stop and not all(stop):
@@ -157,7 +157,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     )
     style = _Style(as_json, quiet, is_series=len(questions) > 1 or STDIN in questions)
     failure: StillroomError | None = None
-    with room.open_room(kb, settings) as opened:
+    with opening.open_stillroom(kb, settings) as opened:
         opened.warm_up()  # so that the first question's timing is that of a question, not of loading
         for question in _each(questions):
             try:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from stillroom.cli import room
+from stillroom.cli import opening
 from stillroom.cli.bench_anywhere import (
     ANYWHERE_HELP,
     PRELOADING_HELP,
@@ -129,7 +129,7 @@ def retrieval(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    settings = room.settings(config)
+    settings = opening.load_settings(config)
     from stillroom.bench.retrieval_quality import run_quality
 
     on_step = (lambda _: None) if quiet else note
@@ -261,7 +261,7 @@ def questions(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    settings = room.settings(config)
+    settings = opening.load_settings(config)
     from stillroom.bench.hot_questions import HotTraffic, run_questions
 
     result = run_questions(

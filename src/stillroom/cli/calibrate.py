@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.cli import room
+from stillroom.cli import opening
 from stillroom.cli.console import duration, line, note, print_json, size
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, ModelOption, QuietOption, help_text
 from stillroom.cli.progress import counting
@@ -50,7 +50,7 @@ def calibrate(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    settings = room.settings(config, {"runtime.model": model})
+    settings = opening.load_settings(config, {"runtime.model": model})
     if (quality is None) != (questions is None):
         raise UsageError("--quality and --questions belong together; see stillroom calibrate --help")
     if quality is not None and questions is not None:

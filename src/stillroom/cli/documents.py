@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from stillroom.cli import room
+from stillroom.cli import opening
 from stillroom.cli.console import count, line, note, print_json, printable_name, short_path, size
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
 
@@ -35,7 +35,7 @@ def remove(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    with room.open_room(kb, room.settings(config)) as opened:
+    with opening.open_stillroom(kb, opening.load_settings(config)) as opened:
         report = opened.remove(*targets)
     if as_json:
         counts = {"num_documents": report.num_documents, "num_chunks": report.num_chunks}
@@ -50,7 +50,7 @@ def remove(
 
 
 def list_(kb: KbOption = DEFAULT_KB, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    with room.open_room(kb, room.settings(config)) as opened:
+    with opening.open_stillroom(kb, opening.load_settings(config)) as opened:
         documents = opened.documents()
     if as_json:
         from stillroom.server.schemas.payloads import document_payload
@@ -67,7 +67,7 @@ def list_(kb: KbOption = DEFAULT_KB, config: ConfigOption = None, as_json: JsonO
 
 
 def digest(kb: KbOption = DEFAULT_KB, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    with room.open_room(kb, room.settings(config)) as opened:
+    with opening.open_stillroom(kb, opening.load_settings(config)) as opened:
         parts = opened.digest().to_json()
     if as_json:
         print_json(parts)

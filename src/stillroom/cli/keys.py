@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from stillroom.cli import room
+from stillroom.cli import opening
 from stillroom.cli.console import line, note, print_json
 from stillroom.cli.options import ConfigOption, JsonOption, expanded, help_text
 from stillroom.config.settings import ServerConfig
@@ -62,7 +62,7 @@ def add(  # noqa: PLR0913  one parameter per flag
     from stillroom.server.auth.key_ring import changing, new_key
     from stillroom.server.auth.tenants import DEFAULT_TENANT
 
-    server = room.settings(config).server
+    server = opening.load_settings(config).server
     path = _path(keys, server)
     key, row = new_key(
         name, tenant, is_operator=operator, requests_per_minute=requests_per_minute, max_concurrent=max_concurrent
@@ -86,7 +86,7 @@ def add(  # noqa: PLR0913  one parameter per flag
 def list_(keys: KeysOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     from stillroom.server.auth.key_ring import load_keys
 
-    rows = load_keys(_path(keys, room.settings(config).server))
+    rows = load_keys(_path(keys, opening.load_settings(config).server))
     if as_json:
         print_json([{name: value for name, value in asdict(row).items() if name != "sha256"} for row in rows])
         return
@@ -103,7 +103,7 @@ def remove(
 ) -> None:
     from stillroom.server.auth.key_ring import changing
 
-    path = _path(keys, room.settings(config).server)
+    path = _path(keys, opening.load_settings(config).server)
     with changing(path) as rows:
         if rows.pop(name, None) is None:
             known = ", ".join(rows) or "none"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.cli import room
+from stillroom.cli import opening
 from stillroom.cli.bench_report import SeedOption
 from stillroom.cli.console import line, note, print_json
 from stillroom.cli.options import (
@@ -119,7 +119,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
     target_seconds = as_seconds("--slo-ttft", slo_ttft)
     wanted = {"--device-memory": device, "--ram": ram, "--disk": disk}
     sizes = {flag: as_bytes(flag, text) for flag, text in wanted.items()}
-    loaded = room.settings(config, {"runtime.model": model})
+    loaded = opening.load_settings(config, {"runtime.model": model})
     if loaded.engine.kind != "builtin":
         raise UsageError("a plan is about the builtin engine; this one is elsewhere (engine.kind) and has its own KV")
     is_quiet = quiet or as_json
@@ -237,8 +237,8 @@ def _validate(  # noqa: PLR0913  the parts
     scene = forecaster.scene
     predicted = forecaster.forecast(found.chosen.split)
     values = settings_of(found.chosen.split)
-    loaded = room.settings(config, {"runtime.model": model, **values})
-    with room.open_room(kb, loaded) as opened:
+    loaded = opening.load_settings(config, {"runtime.model": model, **values})
+    with opening.open_stillroom(kb, loaded) as opened:
         opened.records.stop()  # a workload is nobody's questions
         measured = measure(opened, scene.texts, scene.workload, answer_tokens, SystemClock())
     if not as_json:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stillroom.cli import room
+from stillroom.cli import opening
 from stillroom.cli.console import as_text, line, note, place, print_json, text_width
 from stillroom.cli.options import (
     DEFAULT_KB,
@@ -54,10 +54,10 @@ def search(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
 ) -> None:
     query, filtered = as_text("the query", query), filter_text(where)
-    settings = room.settings(
+    settings = opening.load_settings(
         config, {"search.mode": mode, "search.top_k": top_k, **index_goal(ann_recall, search_budget)}
     )
-    with room.open_room(kb, settings) as opened:
+    with opening.open_stillroom(kb, settings) as opened:
         started = time.perf_counter()
         found = opened.search(query, mode=mode, top_k=top_k, where=filtered)
         total_seconds = time.perf_counter() - started

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from stillroom.cli import room
+from stillroom.cli import opening
 from stillroom.cli.console import note, print_json
 from stillroom.cli.options import (
     DEFAULT_KB,
@@ -94,7 +94,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
         "server.insecure": insecure or None,
     }
     flags |= engine_settings(engine, base_url, engine_model) | index_goal(ann_recall, search_budget)
-    settings = room.settings(config, flags)
+    settings = opening.load_settings(config, flags)
     say = (lambda text: None) if quiet or as_json else note
     from stillroom.server.auth.access_config import open_doorway
     from stillroom.server.run import HttpServer
@@ -140,7 +140,7 @@ class _Served:
         from stillroom.server.auth.tenants import Tenants
         from stillroom.telemetry.spans import exporting
 
-        own = self._opened.enter_context(room.open_room(self._kb, self._settings, create=True))
+        own = self._opened.enter_context(opening.open_stillroom(self._kb, self._settings, create=True))
         house = Tenants(own, doorway.tenants_folder)
         self._opened.callback(house.close)
         self.model_name = own.model_name

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.cli import room
+from stillroom.cli import opening
 from stillroom.cli.console import count, duration, line, print_json
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
 from stillroom.cli.progress import counting
@@ -35,7 +35,7 @@ def verify(
     quiet: QuietOption = False,
 ) -> None:
     with (
-        room.open_room(kb, room.settings(config)) as opened,
+        opening.open_stillroom(kb, opening.load_settings(config)) as opened,
         counting("checking", is_shown=not (quiet or as_json)) as tell,
     ):
         report = opened.verify(repair=repair, progress=tell)

@@ -100,12 +100,15 @@ class KVMover(Protocol):
     finite is not copied to the host or to disk.
     """
 
-    def expect(self, key: NodeKey, num_tokens: int) -> bool:
-        """A waiting sequence will need this node, which is on disk only: it may be read ahead, until `unexpect` is
-        called as often. False if that will not be done, and then there is nothing to take back."""
+    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
+        """Read a node that is on disk only, ahead of its use, until `cancel_prefetch` is called as often.
+
+        Returns:
+            False if it will not be read ahead; then there is nothing to cancel.
+        """
         ...
 
-    def unexpect(self, key: NodeKey) -> None:
+    def cancel_prefetch(self, key: NodeKey) -> None:
         """The sequence has it, or waits no more."""
         ...
 

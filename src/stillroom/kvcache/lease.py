@@ -54,9 +54,9 @@ class Lease:
     """How the prompt is completed then; None when it is."""
     weigher: AttentionMassSampler | None = None
     """If it is measured how its chunks attend to each other: since it was last admitted."""
-    is_expected: bool = False
+    is_protected: bool = False
     """Whether the tree was told that its pieces will be used."""
-    read_ahead: list[NodeKey] = field(default_factory=list)
+    prefetched: list[NodeKey] = field(default_factory=list)
     """Nodes that are read from disk for it while it waits."""
 
     def __post_init__(self) -> None:

@@ -123,24 +123,24 @@ class KVCacheManager:
         """Keys and contents of those since the last call."""
         return set() if self.reuse is None else self.reuse.tree.take_changes()
 
-    def expect(self, lease: Lease) -> None:
+    def protect(self, lease: Lease) -> None:
         """The sequence waits: what it will use is worth keeping, and what is on disk is read ahead."""
-        if self.reuse is None or lease.is_expected:
+        if self.reuse is None or lease.is_protected:
             return
         tree = self.reuse.tree
-        lease.is_expected = True
-        tree.expect(piece.key for piece in lease.pieces)
+        lease.is_protected = True
+        tree.protect(piece.key for piece in lease.pieces)
         if tree.num_nodes(Tier.DISK):
             matched = tree.match(lease.pieces)
             self._read_ahead(lease, *self._plan(self.reuse, lease, matched, lease.prompt.num_tokens))
 
-    def unexpect(self, lease: Lease) -> None:
-        if self.reuse and lease.is_expected:
-            lease.is_expected = False
-            self.reuse.tree.unexpect(piece.key for piece in lease.pieces)
-        if self.reuse and lease.read_ahead:
-            self.reuse.tree.stop_reading_ahead(lease.read_ahead)
-            lease.read_ahead = []
+    def unprotect(self, lease: Lease) -> None:
+        if self.reuse and lease.is_protected:
+            lease.is_protected = False
+            self.reuse.tree.unprotect(piece.key for piece in lease.pieces)
+        if self.reuse and lease.prefetched:
+            self.reuse.tree.cancel_prefetch(lease.prefetched)
+            lease.prefetched = []
 
     def try_admit(self, lease: Lease, segment_lengths: Sequence[int]) -> int | None:
         """KV for all of a sequence's tokens: kept KV as far as it reaches, fresh blocks for the rest.
@@ -158,7 +158,7 @@ class KVCacheManager:
             return 0 if self._try_allocate(lease.table, segment_lengths) else None
         num_cached = self._try_admit_along_tree(self.reuse, lease, segment_lengths)
         if num_cached is not None:
-            self.unexpect(lease)
+            self.unprotect(lease)
         return num_cached
 
     def commit(self, lease: Lease, num_computed: int) -> None:
@@ -224,7 +224,7 @@ class KVCacheManager:
 
     def release(self, lease: Lease) -> None:
         """Give back everything the lease holds; what the tree keeps stays."""
-        self.unexpect(lease)
+        self.unprotect(lease)
         self.pool.release(lease.table.clear())
         if self.reuse:
             self.reuse.tree.release(reversed(lease.nodes))
@@ -405,7 +405,7 @@ class KVCacheManager:
         if not self.reuse.tree.num_nodes(Tier.DISK):
             return
         nodes = [*path, *(placement.node for placement in placements)]
-        self.reuse.tree.read_ahead([node for node in nodes if node.key not in lease.read_ahead], lease.read_ahead)
+        self.reuse.tree.prefetch([node for node in nodes if node.key not in lease.prefetched], lease.prefetched)
 
     def _use_instead(self, table: BlockTable, piece: Piece, own: list[BlockId], kept: list[BlockId]) -> None:
         """[computed twice): free it, another sequence stored it first."""

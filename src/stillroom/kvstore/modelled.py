@@ -24,12 +24,12 @@ class ModelledMover:
         self._bytes_per_token = bytes_per_token
         self._kept: dict[Tier, set[NodeKey]] = {Tier.HOST: set(), Tier.DISK: set()}
 
-    def expect(self, key: NodeKey, num_tokens: int) -> bool:
-        """See `KVMover.expect`."""
+    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
+        """See `KVMover.prefetch`."""
         return False
 
-    def unexpect(self, key: NodeKey) -> None:
-        """See `KVMover.unexpect`."""
+    def cancel_prefetch(self, key: NodeKey) -> None:
+        """See `KVMover.cancel_prefetch`."""
 
     def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         """See `KVMover.is_finite`."""

@@ -36,7 +36,7 @@ Reader = Callable[[NodeKey, int], ReadPayload | None]
 
 
 @dataclass(frozen=True, slots=True)
-class ReadAhead:
+class PrefetchStats:
     """What became of records that were read before they were needed."""
 
     used_bytes: int = 0
@@ -61,7 +61,7 @@ class Prefetcher:
         Args:
             capacity_bytes: of all records that are kept or under way; what would exceed it is refused.
         """
-        self.stats = ReadAhead()
+        self.stats = PrefetchStats()
         self._read = read
         self._capacity = capacity_bytes
         self._executor = ThreadPoolExecutor(1, "stillroom-prefetch")

@@ -21,7 +21,7 @@ from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore, payload_of
-from stillroom.kvstore.prefetch import Prefetcher, ReadAhead, read_record
+from stillroom.kvstore.prefetch import Prefetcher, PrefetchStats, read_record
 from stillroom.kvstore.record import Defect, checksum_of
 from stillroom.ops.rope import turns
 
@@ -52,7 +52,7 @@ class TransferStats:
     """Copies that did not verify, by where they were and why; on the device, KV that was not finite."""
     num_write_failures: int
     """Records that the disk did not take."""
-    read_ahead: ReadAhead = ReadAhead()
+    prefetch: PrefetchStats = PrefetchStats()
 
 
 DIRECTIONS = (
@@ -104,16 +104,16 @@ class TieredStore:
             flows=MappingProxyType(dict(self._flows)),
             verify_failures=dict(self._defects) | {(Tier.DISK, why): count for why, count in on_disk.items()},
             num_write_failures=self.disk.num_write_failures if self.disk else 0,
-            read_ahead=self._prefetcher.stats if self._prefetcher else ReadAhead(),
+            prefetch=self._prefetcher.stats if self._prefetcher else PrefetchStats(),
         )
 
-    def expect(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
         """Read a node from disk ahead of its load or placement; False if nothing is done about it."""
         if self._prefetcher is None:
             return False
         return self._prefetcher.request(key, self.device.shape.bytes_per_token * num_tokens)
 
-    def unexpect(self, key: NodeKey) -> None:
+    def cancel_prefetch(self, key: NodeKey) -> None:
         """Who expected it does not need it any more."""
         if self._prefetcher is not None:
             self._prefetcher.release(key)

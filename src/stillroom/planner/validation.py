@@ -37,25 +37,25 @@ class Measured:
 
 
 def measure(
-    room: Stillroom, texts: tuple[str, ...], workload: PlannedWorkload, answer_tokens: int, clock: Clock
+    stillroom: Stillroom, texts: tuple[str, ...], workload: PlannedWorkload, answer_tokens: int, clock: Clock
 ) -> Measured:
     """Warm the room up, one question after the other, then ask each when it is due, whether or not the ones before have
     been answered. Raises as `Stillroom.ask`."""
-    room.warm_up()
+    stillroom.warm_up()
     options = AskOptions(max_tokens=answer_tokens, min_tokens=answer_tokens)
     for number in workload.warm:
-        room.ask(texts[number], options)
-    return asyncio.run(_measure(room, texts, workload, options, clock))
+        stillroom.ask(texts[number], options)
+    return asyncio.run(_measure(stillroom, texts, workload, options, clock))
 
 
 async def _measure(
-    room: Stillroom, texts: tuple[str, ...], workload: PlannedWorkload, options: AskOptions, clock: Clock
+    stillroom: Stillroom, texts: tuple[str, ...], workload: PlannedWorkload, options: AskOptions, clock: Clock
 ) -> Measured:
     began = clock.monotonic()
 
     async def ask(number: int, due: float) -> tuple[float, float, int, int]:
         await asyncio.sleep(max(0.0, due - (clock.monotonic() - began)))
-        stream = await room.astream(texts[number], options)
+        stream = await stillroom.astream(texts[number], options)
         async for _ in stream:
             pass
         answer = stream.answer

@@ -49,10 +49,10 @@ def read_all(streams: "Sequence[AnswerStream]") -> list[Answer]:
                 stream.cancel()
 
 
-def keeping(room: object, streams: "list[S]") -> "list[S]":
+def keeping(stillroom: object, streams: "list[S]") -> "list[S]":
     """The streams; who has one keeps the room open."""
     for stream in streams:
-        stream.room = room
+        stream.stillroom = stillroom
     return streams
 
 
@@ -100,7 +100,7 @@ class SharedBackend:
     def loaded(self) -> "Backend | None":
         """The guest's backend; None as long as the host has none, or has one that takes no guests."""
         with suppress(ConfigError):
-            return None if self.host.backend is None else self.host.backend.beside(self.salt)
+            return None if self.host.backend is None else self.host.backend.for_tenant(self.salt)
         return None
 
 
@@ -183,11 +183,11 @@ class Answering:
             return self._pipeline
         return await asyncio.to_thread(self.pipeline)
 
-    def beside(self, salt: str) -> "Backend":
+    def for_tenant(self, salt: str) -> "Backend":
         """For another knowledge base: the same model and engine. KV has names of its own, by `salt`."""
         self.pipeline()
         assert self.backend is not None
-        return self.backend.beside(salt)
+        return self.backend.for_tenant(salt)
 
     def documents_changed(self) -> None:
         """Nothing is kept of chunks that are no more: not in memory, and not on disk of whatever model."""
@@ -221,7 +221,7 @@ class Answering:
 
     def _open_backend(self) -> "Backend":
         guest = self._guest
-        backend = self._own_backend() if guest is None else guest.host.beside(guest.salt)
+        backend = self._own_backend() if guest is None else guest.host.for_tenant(guest.salt)
         if guest is not None:
             note_owner(self.kv_folder, owner_of(guest.salt), guest.note)
         backend.documents_changed(self._kb)  # another process may have changed them
@@ -237,5 +237,5 @@ class Answering:
 
         backend = build_generator(config, self._clock, self._kb.path)
         for salt, corpus in swept.tenants.items():
-            backend.beside(salt).documents_changed(corpus)
+            backend.for_tenant(salt).documents_changed(corpus)
         return backend

@@ -14,7 +14,7 @@ class Closing:
     """Has no reference to the room, and the parts have none: otherwise it would never be forgotten."""
 
     def __init__(
-        self, room: object, answering: Answering, metrics: Metrics, parts: Sequence[Callable[[], None]], path: Path
+        self, stillroom: object, answering: Answering, metrics: Metrics, parts: Sequence[Callable[[], None]], path: Path
     ) -> None:
         """
         Args:
@@ -22,7 +22,7 @@ class Closing:
             path: of the knowledge base.
         """
         self._answering, self._metrics, self._parts, self._path = answering, metrics, parts, path
-        self._finalizer = weakref.finalize(room, self._forgotten)
+        self._finalizer = weakref.finalize(stillroom, self._forgotten)
         self._finalizer.atexit = False  # a process that ends takes everything with it
 
     def close(self) -> None:

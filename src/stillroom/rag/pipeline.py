@@ -151,9 +151,9 @@ class Pipeline:
         """
         _check(options)
         with counting_aborted(self._metrics, num_samples):
-            draft = await asyncio.to_thread(self._backend.draft_raw, prompt, options.json_schema)
-        self._check_length(draft)
-        attempt = Attempt(draft, self._wanted(draft, options, arrival, num_samples))
+            prepared = await asyncio.to_thread(self._backend.prepare_raw, prompt, options.json_schema)
+        self._check_length(prepared)
+        attempt = Attempt(prepared, self._wanted(prepared, options, arrival, num_samples))
         report = SpeculationReport(SpeculationOutcome.OFF)
         return self._astreams(self._prepared("", attempt, options, arrival, arrival, (), report))
 
@@ -165,7 +165,7 @@ class Pipeline:
         """
         if self._backend.tokenizer is None:
             raise UsageError("an engine elsewhere has the tokenizer; give the prompt as text")
-        self._backend.draft_raw(token_ids)  # refuses what is no token
+        self._backend.prepare_raw(token_ids)  # refuses what is no token
         return self._backend.tokenizer.decode(token_ids)
 
     def _astreams(self, prepared: _Prepared) -> list[AsyncAnswerStream]:
@@ -219,17 +219,17 @@ class Pipeline:
 
         def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
             chunks = [scored.chunk for scored in found]
-            draft = self._backend.draft(chunks, question, room, options.json_schema, history)
-            self._check_length(draft)
-            return Attempt(draft, self._wanted(draft, options, arrival, num_samples, may_see))
+            prepared = self._backend.prepare_prompt(chunks, question, room, options.json_schema, history)
+            self._check_length(prepared)
+            return Attempt(prepared, self._wanted(prepared, options, arrival, num_samples, may_see))
 
         found = self._speculator.find(stages, mode, attempt_with)
-        sources = sources_of(found.attempt.draft.chunk_ids, found.result.results, history)
+        sources = sources_of(found.attempt.prepared.chunk_ids, found.result.results, history)
         if not sources:
             found.attempt.cancel(self._backend)
             was_found = bool(found.result.results) or any(turn.found for turn in history.turns)
             raise (
-                _no_room(found.attempt.draft, self._room_for_prompt(options))
+                _no_room(found.attempt.prepared, self._room_for_prompt(options))
                 if was_found
                 else _nothing_found(options.where, mode)
             )
@@ -243,11 +243,11 @@ class Pipeline:
         room = limit - (options.max_tokens if options.max_tokens not in (None, 0, NO_LIMIT) else default)
         return min(room, most) if most else room
 
-    def _check_length(self, draft: PreparedPrompt) -> None:
+    def _check_length(self, prepared: PreparedPrompt) -> None:
         most = self._config.generation.max_prompt_tokens
-        if most and draft.num_tokens is not None and draft.num_tokens > most:
+        if most and prepared.num_tokens is not None and prepared.num_tokens > most:
             raise PromptTooLongError(
-                f"the prompt has {draft.num_tokens} tokens; {most} are allowed (generation.max_prompt_tokens)"
+                f"the prompt has {prepared.num_tokens} tokens; {most} are allowed (generation.max_prompt_tokens)"
             )
 
     def _may_see(self, where: str) -> MaySee | None:
@@ -260,7 +260,7 @@ class Pipeline:
 
     def _wanted(
         self,
-        draft: PreparedPrompt,
+        prepared: PreparedPrompt,
         options: AskOptions,
         arrival: float,
         num_samples: int,
@@ -268,7 +268,7 @@ class Pipeline:
     ) -> list[Wanted]:
         """The answers to a prompt: each has its own name and seed, and only the first computes the prompt."""
         name = RequestId(f"req-{uuid.uuid4().hex[:16]}")
-        sampling = self._sampling(options, draft.max_answer_tokens)
+        sampling = self._sampling(options, prepared.max_answer_tokens)
         deadline = None if options.deadline_seconds is None else arrival + options.deadline_seconds
         first = Wanted(name, sampling, options.priority, deadline, may_see)
         others = (
@@ -299,7 +299,7 @@ class Pipeline:
                 arrival=arrival,
                 retrieval_seconds=retrieved_at - arrival,
                 sources=sources,
-                num_prompt_tokens=attempt.draft.num_tokens,
+                num_prompt_tokens=attempt.prepared.num_tokens,
                 speculation=report,
             )
             return AnswerCollector(
@@ -307,7 +307,7 @@ class Pipeline:
                 self._backend.tokenizer,
                 stops,
                 lambda answer: self._record(question, answer),
-                attempt.draft.continues,
+                attempt.prepared.continues,
             )
 
         return _Prepared(attempt, tuple(collector(wanted) for wanted in attempt.wanted), has_searched=bool(question))
@@ -385,10 +385,10 @@ def _num_answer_tokens(asked: int | None, default: int, most: int | None) -> int
     return most
 
 
-def _no_room(draft: PreparedPrompt, room: int | None) -> PromptTooLongError:
+def _no_room(prepared: PreparedPrompt, room: int | None) -> PromptTooLongError:
     return PromptTooLongError(
-        f"no document that was found fits beside the {draft.num_tokens} tokens of the rest of the prompt: beside the "
-        f"answer there is room for {max(room or 0, 0)} tokens; lower max_tokens, shorten the question, or raise "
+        f"no document that was found fits beside the {prepared.num_tokens} tokens of the rest of the prompt: beside "
+        f"the answer there is room for {max(room or 0, 0)} tokens; lower max_tokens, shorten the question, or raise "
         "generation.max_prompt_tokens"
     )
 

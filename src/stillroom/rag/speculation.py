@@ -85,8 +85,8 @@ class _Held:
 class Attempt:
     """The prompt for some documents, on its way or not yet, whose events are held back until somebody wants them."""
 
-    def __init__(self, draft: PreparedPrompt, wanted: Sequence[Wanted]) -> None:
-        self.draft = draft
+    def __init__(self, prepared: PreparedPrompt, wanted: Sequence[Wanted]) -> None:
+        self.prepared = prepared
         self.wanted = tuple(wanted)
         self.started_at: float | None = None
         self._held = [_Held() for _ in wanted]
@@ -98,7 +98,7 @@ class Attempt:
 
     def start(self, now: float) -> None:
         """Submit it. Raises as `PreparedPrompt.start`."""
-        self.draft.start(
+        self.prepared.start(
             [
                 SampleRequest(one.request_id, one.sampling, held, one.priority, one.deadline, one.may_see)
                 for one, held in zip(self.wanted, self._held, strict=True)
@@ -157,13 +157,13 @@ class Speculator:
         Args:
             attempt_with: the prompt for a list of chunks; each gets request ids of its own.
         """
-        books = self._books[mode]
+        accounting = self._books[mode]
         if self._config.mode == "off" or not self._backend.may_speculate:
             found = self._search(stages, attempt_with, SpeculationOutcome.OFF)
-        elif self._config.mode == "auto" and not books.decide():
-            found = self._search(stages, attempt_with, SpeculationOutcome.PLAIN, books)
+        elif self._config.mode == "auto" and not accounting.decide():
+            found = self._search(stages, attempt_with, SpeculationOutcome.PLAIN, accounting)
         else:
-            found = _SpeculationRun(self._backend, self._config, self._clock, books, attempt_with).search(stages)
+            found = _SpeculationRun(self._backend, self._config, self._clock, accounting, attempt_with).search(stages)
         self._metrics.count_speculation(found.report.outcome, found.report.ahead_seconds)
         return found
 
@@ -172,14 +172,16 @@ class Speculator:
         stages: Stages,
         attempt_with: Callable[[Sequence[ScoredChunk]], Attempt],
         outcome: SpeculationOutcome,
-        books: BreakEven | None = None,
+        accounting: BreakEven | None = None,
     ) -> CompletedSearch:
         began = self._clock.monotonic()
         *_, result = stages(1)
         ended = self._clock.monotonic()
-        if books is not None and result.search_seconds:  # none of the query cache
-            books.note_plain(ended - began)
-        report = SpeculationReport(outcome, break_even_seconds=None if books is None else books.break_even_seconds)
+        if accounting is not None and result.search_seconds:  # none of the query cache
+            accounting.note_plain(ended - began)
+        report = SpeculationReport(
+            outcome, break_even_seconds=None if accounting is None else accounting.break_even_seconds
+        )
         return CompletedSearch(result, ended, attempt_with(result.results), report)
 
 
@@ -191,13 +193,13 @@ class _SpeculationRun:
         backend: Speculable,
         config: SpeculationConfig,
         clock: Clock,
-        books: BreakEven,
+        accounting: BreakEven,
         attempt_with: Callable[[Sequence[ScoredChunk]], Attempt],
     ) -> None:
         self._backend = backend
         self._config = config
         self._clock = clock
-        self._books = books
+        self._books = accounting
         self._attempt_with = attempt_with
         self._current: Attempt | None = None
         self._stages_started: list[int] = []

@@ -58,7 +58,7 @@ class Stillroom:
         clock: Clock,
         guest: SharedBackend | None = None,
     ) -> None:
-        """Use `open`, or `beside`.
+        """Use `open`, or `for_tenant`.
 
         Args:
             guest: says whose backend answers in a room that has none of its own.
@@ -114,7 +114,7 @@ class Stillroom:
         kb = KnowledgeBase.open(Path(path), config, create=create, clock=clock)
         return cls(kb, config, Metrics(), clock)
 
-    def beside(self, path: str | Path, tenant: str, *, create: bool = True) -> "Stillroom":
+    def for_tenant(self, path: str | Path, tenant: str, *, create: bool = True) -> "Stillroom":
         """Another knowledge base, answered by this room's model and engine: one process, several tenants.
 
         The rooms share weights, memory and metrics. They share no document, no search result, no kept vector and no
@@ -129,11 +129,11 @@ class Stillroom:
         """
         kb = KnowledgeBase.open(Path(path), self.config, create=create, clock=self._clock, like=self._kb)
         guest = SharedBackend(self._answering, salt_of(tenant, kb.identity), OwnerNote(tenant, kb.path))
-        room = Stillroom(kb, self.config, self.metrics, self._clock, guest)
-        room._host = self  # stays open as long as this one
+        stillroom = Stillroom(kb, self.config, self.metrics, self._clock, guest)
+        stillroom._host = self  # stays open as long as this one
         if self._kb.hides_folders:
-            room.hide_folders()
-        return room
+            stillroom.hide_folders()
+        return stillroom
 
     def hide_folders(self) -> None:
         """From now on, names and filters know documents by their public ids, and tell no folder of this machine. A

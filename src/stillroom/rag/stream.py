@@ -224,7 +224,7 @@ class _Stream:
         self._cancel = cancel
         self._is_over = False
         self._num_scores_taken = 0
-        self.room: object = None
+        self.stillroom: object = None
         """Stays open as long as somebody has the stream."""
 
     @property

@@ -198,7 +198,7 @@ class Scheduler:
             self._preempt(sequence)
         self.kv.lose_device()
         for sequence in self._waiting:  # one whose admission failed is not expected any more
-            self.kv.expect(sequence.lease)
+            self.kv.protect(sequence.lease)
         return inexact
 
     def schedule(self, now: float = 0.0) -> Batch | None:
@@ -448,7 +448,7 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         self._waiting.push(sequence)
-        self.kv.expect(sequence.lease)
+        self.kv.protect(sequence.lease)
 
     def _try_admit(self, now: float) -> Sequence | None:
         """The first waiting sequence, if there is a seat and blocks for all of its tokens."""

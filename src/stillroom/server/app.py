@@ -21,7 +21,7 @@ from stillroom.server import errors
 from stillroom.server.auth.guard import Guard, own_names
 from stillroom.server.auth.inactive_tenants import InactiveTenantCounts
 from stillroom.server.auth.key_ring import KeyRing
-from stillroom.server.auth.tenants import Tenants, caller_of, room_of
+from stillroom.server.auth.tenants import Tenants, caller_of, stillroom_of
 from stillroom.server.console import routes as console
 from stillroom.server.errors import model_not_served
 from stillroom.server.limits.admission import AdmissionControl
@@ -65,7 +65,7 @@ ALIAS = "stillroom"
 
 
 def create_app(
-    room: "Stillroom",
+    stillroom: "Stillroom",
     *,
     tenants: Tenants | None = None,
     keys: KeyRing | None = None,
@@ -81,19 +81,19 @@ def create_app(
         host: the address that it will listen on.
         tracing: without it there are no traces.
     """
-    room.hide_folders()
+    stillroom.hide_folders()
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
     app.state.workers = workers = Workers()
     errors.install(app)
     openapi.install(app, asks_for_keys=keys is not None)
-    app.state.tenants = tenants = tenants or Tenants(room)
-    config, clock = room.config, SystemClock()
+    app.state.tenants = tenants = tenants or Tenants(stillroom)
+    config, clock = stillroom.config, SystemClock()
     hosts = own_names(host, config.server.allowed_hosts)
     runtime = config.runtime
     admission = AdmissionControl(runtime.max_num_seqs, runtime.max_waiting, config.server.max_wait_s, clock)
     app.state.admission = admission
     app.state.readiness = readiness = _readiness(tenants, admission)
-    app.state.draining = Draining(admission, workers, room.stop_generating, config.server.grace_s, clock)
+    app.state.draining = Draining(admission, workers, stillroom.stop_generating, config.server.grace_s, clock)
     documents = DocumentRoutes(workers)
     app.state.begin = partial(documents.begin, tenants)
     routes = list(app.routes)
@@ -105,10 +105,10 @@ def create_app(
     ):
         app.include_router(router)
         routes += router.routes
-    app.add_middleware(Limits, config=config.server, admission=admission, metrics=room.metrics, clock=clock)
+    app.add_middleware(Limits, config=config.server, admission=admission, metrics=stillroom.metrics, clock=clock)
     app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts)
-    app.add_middleware(RequestObserver, metrics=room.metrics, clock=clock, routes=routes, tracing=tracing)
-    room.metrics.watch_corpora("tenants", InactiveTenantCounts(tenants))
+    app.add_middleware(RequestObserver, metrics=stillroom.metrics, clock=clock, routes=routes, tracing=tracing)
+    stillroom.metrics.watch_corpora("tenants", InactiveTenantCounts(tenants))
     return app
 
 
@@ -126,7 +126,7 @@ def _readiness(tenants: Tenants, admission: AdmissionControl) -> Readiness:
 
 
 class _Api:
-    """The routes' functions. Each asks `room_of` for the room of whoever asks."""
+    """The routes' functions. Each asks `stillroom_of` for the room of whoever asks."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -156,34 +156,34 @@ class _Api:
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Ask the documents: the last user message is the question, what stands before it the conversation."""
-        room = room_of(request)
-        self._check_model(body.model, [room.model_name])
+        stillroom = stillroom_of(request)
+        self._check_model(body.model, [stillroom.model_name])
         conversation = read_messages(body.messages)
         if not conversation.question.strip():
             raise UsageError("messages hold no question; the last message of the role 'user' is the question")
-        streams = await room.astreams(conversation.question, ask_options(body, conversation), n=body.n or 1)
-        model = served_name(room.model_name)
+        streams = await stillroom.astreams(conversation.question, ask_options(body, conversation), n=body.n or 1)
+        model = served_name(stillroom.model_name)
         if body.stream:
             return AnswerEvents(streams, chat.chat_events(streams, model, includes_usage=body.includes_usage))
         return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue prompts as they are, without a search."""
-        room = room_of(request)
-        self._check_model(body.model, [room.model_name])
-        found = await Completions.begin(room, body)
+        stillroom = stillroom_of(request)
+        self._check_model(body.model, [stillroom.model_name])
+        found = await Completions.begin(stillroom, body)
         if body.stream:
             return AnswerEvents(found.streams, found.events(includes_usage=body.includes_usage))
         return await whole_answers(found.streams, request, found.whole)
 
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> EmbeddingList:
         """Embed texts with the knowledge base's embedder."""
-        room = room_of(request)
-        embedder = room.config.embedder.model
+        stillroom = stillroom_of(request)
+        embedder = stillroom.config.embedder.model
         self._check_model(body.model, [embedder])
         if not all(text.strip() for text in body.texts):
             raise UsageError("input holds an empty text; every text needs at least one word")
-        vectors = await self._workers.run(self._workers.embeddings, room.embed, body.texts)
+        vectors = await self._workers.run(self._workers.embeddings, stillroom.embed, body.texts)
         if body.dimensions not in (None, vectors.shape[1]):
             raise UsageError(f"dimensions={body.dimensions}; {served_name(embedder)!r} makes {vectors.shape[1]}")
         data = [
@@ -194,47 +194,47 @@ class _Api:
 
     async def models(self, request: Request) -> ModelList:
         """The generator and the embedder."""
-        return ModelList(data=[self._describe(name) for name in _names(room_of(request))])
+        return ModelList(data=[self._describe(name) for name in _names(stillroom_of(request))])
 
     async def model(self, model: str, request: Request) -> Model:
         """One of them, by name."""
-        room = room_of(request)
-        self._check_model(model, _names(room))
-        return self._describe(room.model_name if model == ALIAS else model)
+        stillroom = stillroom_of(request)
+        self._check_model(model, _names(stillroom))
+        return self._describe(stillroom.model_name if model == ALIAS else model)
 
     async def search(self, body: SearchRequest, request: Request) -> Payload:
         """Find chunks, without a model that writes."""
-        room = room_of(request)
+        stillroom = stillroom_of(request)
         if not body.query.strip():
             raise UsageError("the query is empty")
         started = time.perf_counter()
         options = {"mode": body.mode, "top_k": body.top_k, "where": body.where or ""}
-        found = await self._workers.run(None, room.search, body.query, **options)
-        mode = body.mode or room.config.search.mode
+        found = await self._workers.run(None, stillroom.search, body.query, **options)
+        mode = body.mode or stillroom.config.search.mode
         return search_payload(body.query, mode, found, time.perf_counter() - started, public_id)
 
     async def healthz(self, request: Request) -> dict[str, Any]:
         """What is served, and how much room there is."""
         if not caller_of(request).is_operator:
             return {"status": "ok"}  # what a room holds and how busy the house is are not everybody's business
-        room = room_of(request)
-        num_documents = await self._workers.run(self._workers.probes, lambda: room.num_documents)
-        lists = room.list_figures
+        stillroom = stillroom_of(request)
+        num_documents = await self._workers.run(self._workers.probes, lambda: stillroom.num_documents)
+        lists = stillroom.list_figures
         tiers: dict[str, dict[str, int]] = {}
         if lists is not None:
             on_devices = {"device": lists.num_lists_on_devices} if lists.num_lists_on_devices else {}
             tiers["index_lists"] = {**on_devices, "ram": lists.num_lists_in_ram, "total": lists.num_lists}
         return {
             "status": "ok",
-            "model": served_name(room.model_name),
+            "model": served_name(stillroom.model_name),
             "documents": num_documents,
-            "kv_blocks": {"free": room.num_free_blocks, "total": room.num_blocks},
+            "kv_blocks": {"free": stillroom.num_free_blocks, "total": stillroom.num_blocks},
             **tiers,
         }
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
-        content = await self._workers.run(self._workers.probes, room_of(request).metrics.render)
+        content = await self._workers.run(self._workers.probes, stillroom_of(request).metrics.render)
         return Response(content, headers={"Content-Type": CONTENT_TYPE})
 
     def _describe(self, name: str) -> Model:
@@ -247,8 +247,8 @@ class _Api:
             raise model_not_served(str(model), names)
 
 
-def _names(room: "Stillroom") -> list[str]:
-    return [room.model_name, room.config.embedder.model]
+def _names(stillroom: "Stillroom") -> list[str]:
+    return [stillroom.model_name, stillroom.config.embedder.model]
 
 
 def _encode(vector: "NDArray[Any]", encoding_format: str) -> list[float] | str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import chromium
-from tests.server.fakes import FakeRoom, as_room
+from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import serving
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def browser() -> Iterator["Browser"]:
 
 
 @pytest.fixture
-def url(room: FakeRoom) -> Iterator[str]:
-    with serving(as_room(room)) as url:
+def url(stillroom: FakeStillroom) -> Iterator[str]:
+    with serving(as_stillroom(stillroom)) as url:
         yield url
 
 

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def real_room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
-    with Stillroom.open(tmp_path_factory.mktemp("documents") / "kb") as room:
-        yield room
+    with Stillroom.open(tmp_path_factory.mktemp("documents") / "kb") as stillroom:
+        yield stillroom
 
 
 @pytest.fixture

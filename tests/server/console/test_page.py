@@ -11,7 +11,7 @@ import pytest
 from stillroom.errors import QueueFullError
 from stillroom.server.auth.key_ring import KeyRing, changing, new_key
 from stillroom.server.console.routes import SECURITY_HEADERS
-from tests.server.fakes import NUM_BLOCKS, FakeRoom, as_room, until
+from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom, until
 from tests.server.harness import serving
 
 if TYPE_CHECKING:
@@ -66,14 +66,16 @@ def test_no_other_file_can_be_had(any_client: httpx.Client, name: str) -> None:
 
 
 @browser_test
-def test_an_answer_is_written_as_it_comes_with_its_sources_beside_it(page: "Page", url: str, room: FakeRoom) -> None:
-    room.gate.clear()
+def test_an_answer_is_written_as_it_comes_with_its_sources_beside_it(
+    page: "Page", url: str, stillroom: FakeStillroom
+) -> None:
+    stillroom.gate.clear()
     page.goto(url)
     ask(page, "How do I rotate keys?")
 
     page.wait_for_selector(".source")  # known before the first word
     assert page.get_attribute("#answer", "aria-busy") == "true" and page.inner_text("#answer") == ""
-    room.gate.set()
+    stillroom.gate.set()
     page.wait_for_selector("#account .legend")
 
     assert page.inner_text("#answer") == "How do I rotate keys?"
@@ -90,8 +92,8 @@ def test_an_answer_is_written_as_it_comes_with_its_sources_beside_it(page: "Page
 
 
 @browser_test
-def test_what_documents_and_answers_hold_is_text(page: "Page", url: str, room: FakeRoom) -> None:
-    room.texts = {f"docs/{HOSTILE.replace('/', '')}.md": HOSTILE}
+def test_what_documents_and_answers_hold_is_text(page: "Page", url: str, stillroom: FakeStillroom) -> None:
+    stillroom.texts = {f"docs/{HOSTILE.replace('/', '')}.md": HOSTILE}
     page.goto(url)
     ask(page, HOSTILE)
     page.wait_for_selector("#account .legend")
@@ -127,27 +129,29 @@ def test_the_browser_runs_no_script_but_the_page_s_own(browser: "Browser", url: 
 
 
 @browser_test
-def test_stopping_frees_what_the_answer_held(page: "Page", url: str, room: FakeRoom) -> None:
-    room.gate.clear()
+def test_stopping_frees_what_the_answer_held(page: "Page", url: str, stillroom: FakeStillroom) -> None:
+    stillroom.gate.clear()
     page.goto(url)
     ask(page, "How do I rotate keys?")
     page.wait_for_selector(".source")
-    assert room.num_free_blocks < NUM_BLOCKS
+    assert stillroom.num_free_blocks < NUM_BLOCKS
 
     page.click("#stop")
 
     page.wait_for_selector("text=Stopped.")
-    until(lambda: room.num_free_blocks == NUM_BLOCKS)
+    until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
     assert not page.is_visible("#stop")
 
 
 @browser_test
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_a_refusal_is_shown_in_the_server_s_words(page: "Page", url: str, room: FakeRoom, is_begun: bool) -> None:
+def test_a_refusal_is_shown_in_the_server_s_words(
+    page: "Page", url: str, stillroom: FakeStillroom, is_begun: bool
+) -> None:
     if is_begun:
-        room.fails_at, room.failure = "rotate", QueueFullError("<b>as many</b> wait as may", 3.0)
+        stillroom.fails_at, stillroom.failure = "rotate", QueueFullError("<b>as many</b> wait as may", 3.0)
     else:
-        room.texts = {}
+        stillroom.texts = {}
     page.goto(url)
     ask(page, "How do I rotate keys?")
 
@@ -158,7 +162,7 @@ def test_a_refusal_is_shown_in_the_server_s_words(page: "Page", url: str, room: 
 
 
 @browser_test
-def test_the_form_s_options_reach_the_server(page: "Page", url: str, room: FakeRoom) -> None:
+def test_the_form_s_options_reach_the_server(page: "Page", url: str, stillroom: FakeStillroom) -> None:
     page.goto(url)
     page.click("text=Options")
     page.fill("#top-k", "3")
@@ -168,13 +172,13 @@ def test_the_form_s_options_reach_the_server(page: "Page", url: str, room: FakeR
     ask(page, "How do I rotate keys?")
     page.wait_for_selector("text=Cut: the longest answer allowed was reached.")
 
-    _, options = room.asked[-1]
+    _, options = stillroom.asked[-1]
     assert (options.top_k, options.mode, options.max_tokens, options.temperature) == (3, "sparse", 2, 0.75)
 
 
 @browser_test
 def test_an_option_that_is_not_possible_is_shown_where_the_options_are_closed(
-    page: "Page", url: str, room: FakeRoom
+    page: "Page", url: str, stillroom: FakeStillroom
 ) -> None:
     page.goto(url)
     page.click("text=Options")
@@ -183,7 +187,7 @@ def test_an_option_that_is_not_possible_is_shown_where_the_options_are_closed(
     ask(page, "How do I rotate keys?")
 
     page.wait_for_selector("#top-k:visible")
-    assert page.evaluate("document.activeElement.id") == "top-k" and not room.asked
+    assert page.evaluate("document.activeElement.id") == "top-k" and not stillroom.asked
 
 
 @browser_test
@@ -253,11 +257,13 @@ def test_the_theme_follows_the_system_until_somebody_chooses(page: "Page", url: 
 
 
 @browser_test
-def test_a_key_is_asked_for_sent_and_forgotten_with_the_tab(page: "Page", room: FakeRoom, tmp_path: Path) -> None:
+def test_a_key_is_asked_for_sent_and_forgotten_with_the_tab(
+    page: "Page", stillroom: FakeStillroom, tmp_path: Path
+) -> None:
     key, row = new_key("reader", "default")
     with changing(tmp_path / "keys.json") as rows:
         rows["reader"] = row
-    with serving(as_room(room), keys=KeyRing(tmp_path / "keys.json")) as url:
+    with serving(as_stillroom(stillroom), keys=KeyRing(tmp_path / "keys.json")) as url:
         page.goto(url)
         page.wait_for_selector("#key-dialog[open]")
         assert not page.is_visible("#key-error")

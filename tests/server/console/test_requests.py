@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def real_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server that was asked the same question twice, the bundled model's."""
     folder = tmp_path_factory.mktemp("console")
-    with Stillroom.open(folder / "kb") as room:
-        room.add(write_knowledge(folder / "docs"))
+    with Stillroom.open(folder / "kb") as stillroom:
+        stillroom.add(write_knowledge(folder / "docs"))
         for _ in range(2):
-            room.ask(QUESTION)
-        with serving(room) as url:
+            stillroom.ask(QUESTION)
+        with serving(stillroom) as url:
             yield url
 
 

@@ -76,26 +76,26 @@ class KnowledgeTree(LeavingNodes):
             if node.is_in(tier):
                 self._rank(node, tier)
 
-    def expect(self, keys: Iterable[NodeKey]) -> None:
+    def protect(self, keys: Iterable[NodeKey]) -> None:
         """A request waits that will use these; they leave last."""
-        self._change_expected(keys, 1)
+        self._change_protected(keys, 1)
 
-    def unexpect(self, keys: Iterable[NodeKey]) -> None:
-        self._change_expected(keys, -1)
+    def unprotect(self, keys: Iterable[NodeKey]) -> None:
+        self._change_protected(keys, -1)
 
-    def read_ahead(self, nodes: Iterable[Node], begun: list[NodeKey]) -> None:
+    def prefetch(self, nodes: Iterable[Node], begun: list[NodeKey]) -> None:
         """A sequence that waits will load or place these: have those read that are on disk only.
 
         Args:
-            begun: takes the key of each that is, to be given back to `stop_reading_ahead`, also where this raises.
+            begun: takes the key of each that is, to be given back to `cancel_prefetch`, also where this raises.
         """
         for node in nodes:
-            if node.tier is Tier.DISK and self.mover.expect(node.key, node.num_tokens):
+            if node.tier is Tier.DISK and self.mover.prefetch(node.key, node.num_tokens):
                 begun.append(node.key)
 
-    def stop_reading_ahead(self, keys: Iterable[NodeKey]) -> None:
+    def cancel_prefetch(self, keys: Iterable[NodeKey]) -> None:
         for key in keys:
-            self.mover.unexpect(key)
+            self.mover.cancel_prefetch(key)
 
     # Growing
 

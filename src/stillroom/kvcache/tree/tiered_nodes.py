@@ -83,7 +83,7 @@ class TieredNodes:
         self._num_copies = dict.fromkeys(Tier, 0)
         self._leaves: dict[Tier, IndexedHeap[NodeKey]] = {tier: IndexedHeap() for tier in Tier}
         self._clocks = dict.fromkeys(Tier, 0.0)
-        self._expected: Counter[NodeKey] = Counter()
+        self._protected: Counter[NodeKey] = Counter()
         self._by_content: dict[bytes, dict[NodeKey, Node]] = {}
         self._gone: OrderedDict[NodeKey, _Gone] = OrderedDict()  # oldest first
         self._unstored: OrderedDict[NodeKey, None] = OrderedDict()  # what may not be on disk, oldest first
@@ -300,18 +300,18 @@ class TieredNodes:
                 if node.key in leaves:
                     leaves.remove(node.key)
                 continue
-            is_expected = self.options.looks_ahead and node.key in self._expected
-            order = float("inf") if is_expected else node.priority[tier]
+            is_protected = self.options.looks_ahead and node.key in self._protected
+            order = float("inf") if is_protected else node.priority[tier]
             if node.key in leaves:
                 leaves.update(node.key, order)
             else:
                 leaves.push(node.key, order)
 
-    def _change_expected(self, keys: Iterable[NodeKey], by: int) -> None:
+    def _change_protected(self, keys: Iterable[NodeKey], by: int) -> None:
         for key in keys:
-            self._expected[key] += by
-            if self._expected[key] == 0:
-                del self._expected[key]
+            self._protected[key] += by
+            if self._protected[key] == 0:
+                del self._protected[key]
             node = self._nodes.get(key)
             if node is not None:
                 self._reorder(node)

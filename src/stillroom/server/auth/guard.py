@@ -59,7 +59,7 @@ class Guard:
             return
         if caller.tenant and not self._tenants.is_open(caller.tenant):
             try:
-                await asyncio.to_thread(self._tenants.room, caller.tenant)
+                await asyncio.to_thread(self._tenants.stillroom, caller.tenant)
             except StillroomError as error:
                 await error_response(error)(scope, receive, send)
                 return

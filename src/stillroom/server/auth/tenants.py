@@ -1,7 +1,8 @@
-"""Who asks, and in which room: each tenant has a knowledge base of its own, and all are answered by one model.
+"""One knowledge base per tenant; one model answers for all of them.
 
-Routes ask `room_of(request)` for the room and `caller_of(request)` for the rest; the `Guard` has put them there. A room
-opens with its tenant's first request and stays open. Only tenants that a key names are ever looked for.
+Routes call `stillroom_of(request)` for the tenant's `Stillroom` and `caller_of(request)` for the rest; the `Guard` has
+put both there. A tenant's knowledge base is opened by its first request and stays open. Only tenants that a key names
+are opened.
 """
 
 import logging
@@ -53,10 +54,10 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def room_of(request: Request) -> "Stillroom":
+def stillroom_of(request: Request) -> "Stillroom":
     """The room of whoever sent this request. It is open already, so this takes no time."""
     tenants: Tenants = request.app.state.tenants
-    return tenants.room(caller_of(request).tenant)
+    return tenants.stillroom(caller_of(request).tenant)
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class Tenants:
     _opening: Lock = field(default_factory=Lock)
     _is_closed: bool = False
 
-    def room(self, tenant: str) -> "Stillroom":
+    def stillroom(self, tenant: str) -> "Stillroom":
         """A tenant's room; it is made the first time.
 
         Raises:
@@ -96,7 +97,7 @@ class Tenants:
                     )
                     del self._rooms[tenant]
                     found.close()
-                found = self._rooms[tenant] = self.own.beside(self._folder_of(tenant), tenant)
+                found = self._rooms[tenant] = self.own.for_tenant(self._folder_of(tenant), tenant)
                 if self.on_open is not None:
                     self.on_open(tenant, found)
             return found
@@ -106,7 +107,7 @@ class Tenants:
         return tenant == DEFAULT_TENANT or self.folder is not None
 
     def is_open(self, tenant: str) -> bool:
-        """Whether `room` takes no time."""
+        """Whether `stillroom` takes no time."""
         found = self._rooms.get(tenant)
         return tenant == DEFAULT_TENANT or (found is not None and found.is_there)
 
@@ -116,8 +117,8 @@ class Tenants:
             self._is_closed = True
             rooms = list(self._rooms.values())
             self._rooms.clear()
-        for room in rooms:
-            room.close()
+        for stillroom in rooms:
+            stillroom.close()
 
     def _folder_of(self, tenant: str) -> Path:
         check_name("tenant", tenant)

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from stillroom.core.ids import public_id
 from stillroom.rag.records import RecordSummary
-from stillroom.server.auth.tenants import room_of
+from stillroom.server.auth.tenants import stillroom_of
 
 PAGE = "index.html"
 
@@ -73,11 +73,11 @@ def router() -> APIRouter:
 
     async def requests(request: Request, limit: Annotated[int, Query(ge=1, le=500)] = 50) -> list[RecordSummary]:
         """Past questions, latest first."""
-        return await asyncio.to_thread(room_of(request).records.recent, limit)
+        return await asyncio.to_thread(stillroom_of(request).records.recent, limit)
 
     async def one_request(request_id: str, request: Request) -> dict[str, Any]:
         """All that is remembered of one."""
-        found = await asyncio.to_thread(room_of(request).records.get, request_id)
+        found = await asyncio.to_thread(stillroom_of(request).records.get, request_id)
         sources = [source | {"document": public_id(source["document"])} for source in found["sources"]]
         return found | {"sources": sources}
 

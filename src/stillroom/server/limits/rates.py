@@ -102,18 +102,18 @@ class Limits:
             await send(message)
             is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
-        seat = _Slot(self._admission, self._metrics, caller.tenant)
+        slot = _Slot(self._admission, self._metrics, caller.tenant)
         if scope["path"] in GENERATING:
-            receive.on_end = seat.take
+            receive.on_end = slot.take
         self._num_running[caller.name] += 1
         self._admission.num_in_flight += 1
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            seat.give_back(was_served=status == 200 and is_complete and not scope["state"].get(FAILED_WITH))
-            if seat.is_taken and status == 429:
+            slot.give_back(was_served=status == 200 and is_complete and not scope["state"].get(FAILED_WITH))
+            if slot.is_taken and status == 429:
                 self._metrics.count_refused("queue")  # by the engine
-            if seat.is_refused and bucket is not None:
+            if slot.is_refused and bucket is not None:
                 bucket.level += 1
             outlasting: Future[Any] | None = scope["state"].get(OUTLASTING)
             if outlasting is None or outlasting.done():

@@ -55,18 +55,18 @@ class Completions:
         self._common: dict[str, Any] = {"id": f"cmpl-{request_id}", "created": int(time.time()), "model": model}
 
     @classmethod
-    async def begin(cls, room: "Stillroom", body: CompletionRequest) -> "Completions":
+    async def begin(cls, stillroom: "Stillroom", body: CompletionRequest) -> "Completions":
         """Submit all prompts, or none."""
         num_samples, options = body.n or 1, completion_options(body)
-        echoes = [await _echo(room, prompt) if body.echo else "" for prompt in body.prompts]
+        echoes = [await _echo(stillroom, prompt) if body.echo else "" for prompt in body.prompts]
         streams: list[AsyncAnswerStream] = []
         try:
             for prompt in body.prompts:
-                streams += await room.acontinue(prompt, options, n=num_samples)
+                streams += await stillroom.acontinue(prompt, options, n=num_samples)
         except BaseException:
             cancel(streams)
             raise
-        return cls(streams, served_name(room.model_name), num_samples, echoes)
+        return cls(streams, served_name(stillroom.model_name), num_samples, echoes)
 
     def whole(self, answers: Sequence[Answer]) -> Completion:
         """The whole response."""
@@ -116,8 +116,8 @@ class Completions:
         return self._echoes[index // self._num_samples]
 
 
-async def _echo(room: "Stillroom", prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else await room.atext_of(prompt)
+async def _echo(stillroom: "Stillroom", prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else await stillroom.atext_of(prompt)
 
 
 class _Offsets:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 UNREADABLE = "document_unreadable"
 
 
-def document_object(room: "Stillroom", info: DocumentInfo) -> DocumentObject:
+def document_object(stillroom: "Stillroom", info: DocumentInfo) -> DocumentObject:
     return DocumentObject(
         id=public_id(info.document_id),
         status="indexed" if info.is_indexed else "not_indexed",
-        name=room.uploads.name_of(DocumentId(info.document_id)),
+        name=stillroom.uploads.name_of(DocumentId(info.document_id)),
         title=info.title,
         num_chunks=info.num_chunks,
         num_bytes=info.num_bytes,
@@ -37,37 +37,37 @@ def document_object(room: "Stillroom", info: DocumentInfo) -> DocumentObject:
     )
 
 
-def document_json(room: "Stillroom", document: str, limit: int, offset: int) -> str:
+def document_json(stillroom: "Stillroom", document: str, limit: int, offset: int) -> str:
     """A document with some of its chunks, as JSON.
 
     Raises:
         UnknownDocumentError, Refused: there is none of that name, or there are several.
     """
-    found = room.uploads.find_any(document)
+    found = stillroom.uploads.find_any(document)
     if not found:
         raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists what there is")
     if len(found) > 1:
         raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
-    chunks = room.chunks_of(found[0].document_id, offset, limit + 1)
+    chunks = stillroom.chunks_of(found[0].document_id, offset, limit + 1)
     page = [_chunk(chunk) for chunk in chunks[:limit]]
     whole = DocumentWithChunks(
-        **document_object(room, found[0]).model_dump(), chunks=page, has_more=len(chunks) > limit
+        **document_object(stillroom, found[0]).model_dump(), chunks=page, has_more=len(chunks) > limit
     )
     return whole.model_dump_json()
 
 
-def upload_reply(room: "Stillroom", results: Sequence[UploadResult]) -> UploadReply:
+def upload_reply(stillroom: "Stillroom", results: Sequence[UploadResult]) -> UploadReply:
     """What an upload is answered with; an error as a whole if all of its files failed."""
-    data = [_uploaded(room, result) for result in results]
+    data = [_uploaded(stillroom, result) for result in results]
     error = None
     if all(result.outcome == "failed" for result in results):
         error = _unreadable(f"no document could be read; the first: {results[0].reason}")
     return UploadReply(data=data, error=error)
 
 
-def _uploaded(room: "Stillroom", result: UploadResult) -> UploadedFile:
+def _uploaded(stillroom: "Stillroom", result: UploadResult) -> UploadedFile:
     error = _unreadable(result.reason) if result.outcome == "failed" else None
-    documents = [document_object(room, info) for info in result.documents]
+    documents = [document_object(stillroom, info) for info in result.documents]
     return UploadedFile(name=result.name, status=result.outcome, documents=documents, error=error)
 
 

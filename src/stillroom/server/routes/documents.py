@@ -23,7 +23,7 @@ from stillroom.errors import ChangeCancelledError, EngineClosedError, StillroomE
 from stillroom.retrieval.ingest import RemoveReport
 from stillroom.retrieval.uploaded_files import checked_name
 from stillroom.retrieval.uploads import UploadResult
-from stillroom.server.auth.tenants import DEFAULT_TENANT, Tenants, caller_of, room_of
+from stillroom.server.auth.tenants import DEFAULT_TENANT, Tenants, caller_of, stillroom_of
 from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
 from stillroom.server.limits.rates import OUTLASTING
 from stillroom.server.limits.workers import Workers
@@ -75,14 +75,14 @@ class DocumentRoutes:
         Called on the event loop."""
         loop = asyncio.get_running_loop()
 
-        def opened(tenant: str, room: "Stillroom") -> None:
+        def opened(tenant: str, stillroom: "Stillroom") -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._complete, tenant, room)
+                loop.call_soon_threadsafe(self._complete, tenant, stillroom)
 
         tenants.on_open = opened
         self._complete(DEFAULT_TENANT, tenants.own)
 
-    def _complete(self, tenant: str, room: "Stillroom") -> None:
+    def _complete(self, tenant: str, stillroom: "Stillroom") -> None:
         def ended(task: "asyncio.Task[object]") -> None:
             error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, (ChangeCancelledError, EngineClosedError)):
@@ -90,15 +90,15 @@ class DocumentRoutes:
             elif error is None and not task.cancelled() and task.result():
                 logger.info("%d uploads that were interrupted are completed", task.result())
 
-        self._of(tenant, room).start_when_idle(room.complete_uploads, ended)
+        self._of(tenant, stillroom).start_when_idle(stillroom.complete_uploads, ended)
 
     def _documents(self, request: Request) -> _Documents:
-        return self._of(caller_of(request).tenant, room_of(request))
+        return self._of(caller_of(request).tenant, stillroom_of(request))
 
-    def _of(self, tenant: str, room: "Stillroom") -> _Documents:
+    def _of(self, tenant: str, stillroom: "Stillroom") -> _Documents:
         known = self._tenants.get(tenant)
-        if known is None or known.room is not room:  # the folder was replaced, and opened anew
-            self._tenants[tenant] = _Documents(room, self._workers)
+        if known is None or known.stillroom is not stillroom:  # the folder was replaced, and opened anew
+            self._tenants[tenant] = _Documents(stillroom, self._workers)
             self._tenants[tenant].jobs = Jobs()
         return self._tenants[tenant]
 
@@ -130,7 +130,7 @@ class DocumentRoutes:
         job = await self._start(documents, request)
         if "text/event-stream" in request.headers.get("accept", ""):
             return _UploadEvents(self._workers, documents, job)
-        wait_s = wait_of(request, wait, documents.room.config.server.upload_wait_s)
+        wait_s = wait_of(request, wait, documents.stillroom.config.server.upload_wait_s)
         results = await self._result(request, job.change, wait_s)
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -138,7 +138,7 @@ class DocumentRoutes:
             found = await self._described(documents, job)
             return JSONResponse(found.model_dump(), 202, {"location": f"/v1/jobs/{job.id}", "retry-after": "1"})
         documents.jobs.forget(job)
-        reply = await asyncio.to_thread(upload_reply, documents.room, results)
+        reply = await asyncio.to_thread(upload_reply, documents.stillroom, results)
         return JSONResponse(reply.model_dump(), 422 if reply.error else 200)
 
     async def _start(self, documents: _Documents, request: Request) -> Job:
@@ -187,9 +187,9 @@ class DocumentRoutes:
         after: Annotated[str, Query(description="The `last_id` of the page before.")] = "",
     ) -> DocumentList:
         """Documents by id, a page at a time."""
-        room = self._documents(request).room
-        found = await asyncio.to_thread(room.public_documents, after, limit + 1)
-        data = [document_object(room, info) for info in found[:limit]]
+        stillroom = self._documents(request).stillroom
+        found = await asyncio.to_thread(stillroom.public_documents, after, limit + 1)
+        data = [document_object(stillroom, info) for info in found[:limit]]
         return DocumentList(
             data=data,
             first_id=data[0].id if data else None,
@@ -205,7 +205,7 @@ class DocumentRoutes:
         offset: Annotated[int, Query(ge=0, lt=2**31, description="Chunks before it.")] = 0,
     ) -> Response:
         """One document, with its text as it is indexed, a page of chunks at a time."""
-        content = await asyncio.to_thread(document_json, self._documents(request).room, document, limit, offset)
+        content = await asyncio.to_thread(document_json, self._documents(request).stillroom, document, limit, offset)
         return Response(content, media_type="application/json")
 
     async def delete(self, document: _DocumentPath, request: Request) -> DocumentDeleted:
@@ -216,7 +216,7 @@ class DocumentRoutes:
 
         def discard(stop: Cancellation) -> RemoveReport:
             stop.check()
-            return documents.room.discard(document)
+            return documents.stillroom.discard(document)
 
         change = documents.start(discard)
         request.scope["state"][OUTLASTING] = change.task
@@ -241,11 +241,11 @@ class DocumentRoutes:
         return await self._described(documents, job)
 
     async def _described(self, documents: _Documents, job: Job) -> DocumentJob:
-        return await asyncio.to_thread(job.describe, lambda results: upload_reply(documents.room, results))
+        return await asyncio.to_thread(job.describe, lambda results: upload_reply(documents.stillroom, results))
 
 
 def _indexing(documents: _Documents, upload: Upload, progress: UploadProgress) -> Any:
-    return lambda stop: documents.room.upload(upload.files, progress.note, upload.metadata, stop)
+    return lambda stop: documents.stillroom.upload(upload.files, progress.note, upload.metadata, stop)
 
 
 class _UploadEvents(StreamingResponse):
@@ -281,7 +281,7 @@ class _UploadEvents(StreamingResponse):
         while (step := await self._arrived.get()) is not None:
             yield as_event({"object": "documents.progress", **asdict(step)})
         try:
-            reply = await asyncio.to_thread(upload_reply, self._documents.room, await ended)
+            reply = await asyncio.to_thread(upload_reply, self._documents.stillroom, await ended)
             yield as_event(reply.model_dump())
             yield DONE
         except ENDINGS:

@@ -78,9 +78,9 @@ class QueuedChange(Generic[T]):
 class UploadQueue:
     """The changes of one tenant, and how much of uploads may be here. Called on the event loop only."""
 
-    def __init__(self, room: "Stillroom", workers: Workers) -> None:
-        self.room = room
-        self.max_bytes = room.config.server.max_upload_bytes
+    def __init__(self, stillroom: "Stillroom", workers: Workers) -> None:
+        self.stillroom = stillroom
+        self.max_bytes = stillroom.config.server.max_upload_bytes
         self._workers = workers
         self._writing = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
@@ -110,7 +110,7 @@ class UploadQueue:
             raise self._full(f"{len(self._running)} uploads and deletions wait already")
 
     def _full(self, reason: str) -> QueueFullError:
-        self.room.metrics.count_refused("queue")
+        self.stillroom.metrics.count_refused("queue")
         return QueueFullError(reason, _RETRY_SECONDS)
 
     def start(self, work: Callable[[Cancellation], T], release: Callable[[], None] = lambda: None) -> QueuedChange[T]:

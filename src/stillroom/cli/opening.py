@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from stillroom.rag.stillroom import Stillroom
 
 
-def settings(file: Path | None, flags: dict[str, object] | None = None) -> StillroomConfig:
+def load_settings(file: Path | None, flags: dict[str, object] | None = None) -> StillroomConfig:
     """Defaults, file, environment, flags. Raises ConfigError."""
     return load_config(file, overrides=flags)
 
 
-def open_room(kb: Path, config: StillroomConfig, *, create: bool = False) -> "Stillroom":
+def open_stillroom(kb: Path, config: StillroomConfig, *, create: bool = False) -> "Stillroom":
     """The knowledge base; models load when they are first needed. Raises KnowledgeBaseError."""
     from stillroom.rag.stillroom import Stillroom
 

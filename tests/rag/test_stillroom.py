@@ -36,13 +36,13 @@ async def _awaited(one: Awaitable[T]) -> T:
 @pytest.fixture(scope="module")
 def knowledge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("room")
-    with Stillroom.open(folder / "kb") as room:
-        room.add(write_knowledge(folder / "docs"))
+    with Stillroom.open(folder / "kb") as stillroom:
+        stillroom.add(write_knowledge(folder / "docs"))
     return folder / "kb"
 
 
 @pytest.fixture(scope="module")
-def room(knowledge: Path) -> Iterator[Stillroom]:
+def stillroom(knowledge: Path) -> Iterator[Stillroom]:
     with Stillroom.open(knowledge) as opened:
         yield opened
 
@@ -50,27 +50,29 @@ def room(knowledge: Path) -> Iterator[Stillroom]:
 @pytest.mark.parametrize(
     ("named", "call"),
     [
-        ("use one of", lambda room: room.ask(QUESTION, AskOptions(mode="foo"))),  # type: ignore[arg-type]
-        ("use one of", lambda room: room.search(QUESTION, mode="foo")),
-        ("top_k=2.5", lambda room: room.search(QUESTION, top_k=2.5)),
-        ("where", lambda room: room.search(QUESTION, where=None)),
-        ("query", lambda room: room.search(HALF)),
-        ("query", lambda room: room.search_staged(None)),
-        ("question", lambda room: room.ask(HALF)),
-        ("question", lambda room: room.ask(7)),
-        ("options", lambda room: room.ask(QUESTION, {"max_tokens": 3})),
-        ("options", lambda room: asyncio.run(room.astream(QUESTION, {"max_tokens": 3}))),
-        ("options", lambda room: asyncio.run(room.acontinue(QUESTION, {"max_tokens": 3}))),
-        ("question", lambda room: asyncio.run(room.acontinue(HALF))),
-        ("whole numbers", lambda room: asyncio.run(room.acontinue([1.5]))),
-        ("n=1.5", lambda room: room.ask_several(QUESTION, 1.5)),
-        ("list", lambda room: room.embed("abc")),
-        ("text", lambda room: room.embed([HALF])),
+        ("use one of", lambda stillroom: stillroom.ask(QUESTION, AskOptions(mode="foo"))),  # type: ignore[arg-type]
+        ("use one of", lambda stillroom: stillroom.search(QUESTION, mode="foo")),
+        ("top_k=2.5", lambda stillroom: stillroom.search(QUESTION, top_k=2.5)),
+        ("where", lambda stillroom: stillroom.search(QUESTION, where=None)),
+        ("query", lambda stillroom: stillroom.search(HALF)),
+        ("query", lambda stillroom: stillroom.search_staged(None)),
+        ("question", lambda stillroom: stillroom.ask(HALF)),
+        ("question", lambda stillroom: stillroom.ask(7)),
+        ("options", lambda stillroom: stillroom.ask(QUESTION, {"max_tokens": 3})),
+        ("options", lambda stillroom: asyncio.run(stillroom.astream(QUESTION, {"max_tokens": 3}))),
+        ("options", lambda stillroom: asyncio.run(stillroom.acontinue(QUESTION, {"max_tokens": 3}))),
+        ("question", lambda stillroom: asyncio.run(stillroom.acontinue(HALF))),
+        ("whole numbers", lambda stillroom: asyncio.run(stillroom.acontinue([1.5]))),
+        ("n=1.5", lambda stillroom: stillroom.ask_several(QUESTION, 1.5)),
+        ("list", lambda stillroom: stillroom.embed("abc")),
+        ("text", lambda stillroom: stillroom.embed([HALF])),
     ],
 )
-def test_calls_that_cannot_work_are_refused_by_name(room: Stillroom, named: str, call: Callable[[Any], object]) -> None:
+def test_calls_that_cannot_work_are_refused_by_name(
+    stillroom: Stillroom, named: str, call: Callable[[Any], object]
+) -> None:
     with pytest.raises(UsageError, match=named):
-        call(room)
+        call(stillroom)
 
 
 @pytest.mark.parametrize(
@@ -93,31 +95,31 @@ def test_calls_that_cannot_work_are_refused_by_name(room: Stillroom, named: str,
         {"json_schema": "{}"},
     ],
 )
-def test_options_of_a_wrong_type_are_refused_by_name(room: Stillroom, options: dict[str, Any]) -> None:
+def test_options_of_a_wrong_type_are_refused_by_name(stillroom: Stillroom, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
-        room.ask(QUESTION, AskOptions(**options))
+        stillroom.ask(QUESTION, AskOptions(**options))
 
 
-def test_numbers_of_numpy_are_numbers(room: Stillroom) -> None:
+def test_numbers_of_numpy_are_numbers(stillroom: Stillroom) -> None:
     many: Any = np.int64(2)
-    assert len(room.search(QUESTION, top_k=many).results) == 2
-    answer = room.ask(QUESTION, AskOptions(top_k=many, max_tokens=np.int64(1), logprobs=many))  # type: ignore[arg-type]
+    assert len(stillroom.search(QUESTION, top_k=many).results) == 2
+    answer = stillroom.ask(QUESTION, AskOptions(top_k=many, max_tokens=np.int64(1), logprobs=many))  # type: ignore[arg-type]
     assert len(answer.token_ids) == 1 and answer.logprobs is not None
 
 
-def test_minus_one_means_no_limit_all_tokens_and_a_random_seed(room: Stillroom) -> None:
-    assert room.ask(QUESTION, AskOptions(max_tokens=-1)).text == ANSWER
+def test_minus_one_means_no_limit_all_tokens_and_a_random_seed(stillroom: Stillroom) -> None:
+    assert stillroom.ask(QUESTION, AskOptions(max_tokens=-1)).text == ANSWER
     wild: dict[str, Any] = {"temperature": 50.0, "max_tokens": 12}
-    every = [room.ask(QUESTION, AskOptions(sample_top_k=many, seed=5, **wild)).token_ids for many in (-1, 0, 1)]
+    every = [stillroom.ask(QUESTION, AskOptions(sample_top_k=many, seed=5, **wild)).token_ids for many in (-1, 0, 1)]
     assert every[0] == every[1] != every[2]
-    assert len({room.ask(QUESTION, AskOptions(seed=-1, **wild)).token_ids for _ in range(3)}) == 3
+    assert len({stillroom.ask(QUESTION, AskOptions(seed=-1, **wild)).token_ids for _ in range(3)}) == 3
 
 
 @pytest.mark.parametrize("options", [{"max_tokens": -2}, {"max_tokens": 0}, {"sample_top_k": -2}, {"seed": -2}])
-def test_other_negative_numbers_are_refused(room: Stillroom, options: dict[str, Any]) -> None:
+def test_other_negative_numbers_are_refused(stillroom: Stillroom, options: dict[str, Any]) -> None:
     [(name, value)] = options.items()
     with pytest.raises(UsageError, match=f"{name.removeprefix('sample_')}={value}"):
-        room.ask(QUESTION, AskOptions(**options))
+        stillroom.ask(QUESTION, AskOptions(**options))
 
 
 def test_an_answer_without_limit_takes_no_more_than_the_kv_pool_has(knowledge: Path) -> None:
@@ -133,85 +135,85 @@ def test_an_answer_without_limit_takes_no_more_than_the_kv_pool_has(knowledge: P
     ("options", "remedy"),
     [(AskOptions(where="type = pdf"), "leave out the filter"), (AskOptions(mode="sparse"), "mode hybrid")],
 )
-def test_a_question_that_finds_nothing_is_refused(room: Stillroom, options: AskOptions, remedy: str) -> None:
+def test_a_question_that_finds_nothing_is_refused(stillroom: Stillroom, options: AskOptions, remedy: str) -> None:
     question = "zyzzyva" if options.mode else QUESTION
     with pytest.raises(NothingFoundError, match=f"nothing was generated.*{remedy}"):
-        room.ask(question, options)
+        stillroom.ask(question, options)
     with pytest.raises(NothingFoundError):
-        asyncio.run(_awaited(room.astream(question, options)))
-    assert room.num_free_blocks == room.num_blocks
+        asyncio.run(_awaited(stillroom.astream(question, options)))
+    assert stillroom.num_free_blocks == stillroom.num_blocks
 
 
-def test_a_question_for_which_no_document_has_room_is_refused(room: Stillroom) -> None:
-    num_tokens = room.ask(QUESTION, AskOptions(top_k=1, max_tokens=1)).reuse.num_prompt_tokens
+def test_a_question_for_which_no_document_has_room_is_refused(stillroom: Stillroom) -> None:
+    num_tokens = stillroom.ask(QUESTION, AskOptions(top_k=1, max_tokens=1)).reuse.num_prompt_tokens
     with pytest.raises(PromptTooLongError, match="no document that was found fits"):
-        room.ask(QUESTION, AskOptions(top_k=1, max_tokens=2049 - num_tokens))
+        stillroom.ask(QUESTION, AskOptions(top_k=1, max_tokens=2049 - num_tokens))
 
 
-def test_a_turn_that_finds_nothing_by_itself_is_answered_from_the_conversation(room: Stillroom) -> None:
+def test_a_turn_that_finds_nothing_by_itself_is_answered_from_the_conversation(stillroom: Stillroom) -> None:
     earlier = (Exchange(QUESTION, ANSWER),)
-    answer = room.ask("zyzzyva", AskOptions(mode="sparse", history=earlier, max_tokens=2))
+    answer = stillroom.ask("zyzzyva", AskOptions(mode="sparse", history=earlier, max_tokens=2))
     assert answer.sources
 
 
-def test_an_answer_that_has_begun_is_continued(room: Stillroom) -> None:
+def test_an_answer_that_has_begun_is_continued(stillroom: Stillroom) -> None:
     first = ANSWER.split(" ", 1)[0]
-    assert first + room.ask(QUESTION, AskOptions(answer_start=first)).text == ANSWER
+    assert first + stillroom.ask(QUESTION, AskOptions(answer_start=first)).text == ANSWER
     with pytest.raises(UsageError, match="answer_start"):
         AskOptions(answer_start=first, json_schema={})
 
 
-def test_a_stream_is_read_piece_by_piece(room: Stillroom) -> None:
-    stream = room.stream(QUESTION)
+def test_a_stream_is_read_piece_by_piece(stillroom: Stillroom) -> None:
+    stream = stillroom.stream(QUESTION)
     assert "".join([next(stream), *stream]) == stream.answer.text == ANSWER
     assert next(stream, None) is None, "there is no more, and nobody waits for it"
 
     async def pieces() -> str:
-        stream = await room.astream(QUESTION)
+        stream = await stillroom.astream(QUESTION)
         return "".join([await anext(stream), *[piece async for piece in stream]])
 
     assert asyncio.run(pieces()) == ANSWER
 
 
-def test_a_stream_is_read_in_the_event_loop_that_it_was_made_in(room: Stillroom) -> None:
-    stream = asyncio.run(_awaited(room.astream(QUESTION, AskOptions(max_tokens=500, min_tokens=500))))
+def test_a_stream_is_read_in_the_event_loop_that_it_was_made_in(stillroom: Stillroom) -> None:
+    stream = asyncio.run(_awaited(stillroom.astream(QUESTION, AskOptions(max_tokens=500, min_tokens=500))))
 
     async def read() -> list[str]:
         return [piece async for piece in stream]
 
     with pytest.raises(UsageError, match="event loop"):
         asyncio.run(read())
-    assert room.ask(QUESTION).text == ANSWER
-    assert room.num_free_blocks == room.num_blocks, "nobody hears it, so it was cancelled"
+    assert stillroom.ask(QUESTION).text == ANSWER
+    assert stillroom.num_free_blocks == stillroom.num_blocks, "nobody hears it, so it was cancelled"
 
 
 USES: dict[str, Callable[[Stillroom], object]] = {
-    "ask": lambda room: room.ask(QUESTION),
-    "stream": lambda room: room.stream(QUESTION),
-    "astream": lambda room: asyncio.run(_awaited(room.astream(QUESTION))),
-    "search": lambda room: room.search(QUESTION),
-    "search_staged": lambda room: next(room.search_staged(QUESTION)),
-    "add": lambda room: room.add("."),
-    "remove": lambda room: room.remove("people.md"),
-    "upload": lambda room: room.upload([]),
-    "discard": lambda room: room.discard("people.md"),
-    "documents": lambda room: room.documents(),
-    "chunks_of": lambda room: room.chunks_of(DocumentId("people.md")),
-    "num_documents": lambda room: room.num_documents,
-    "digest": lambda room: room.digest(),
-    "verify": lambda room: room.verify(),
-    "embed": lambda room: room.embed(["a text"]),
-    "warm_up": lambda room: room.warm_up(),
-    "enter": lambda room: room.__enter__(),
+    "ask": lambda stillroom: stillroom.ask(QUESTION),
+    "stream": lambda stillroom: stillroom.stream(QUESTION),
+    "astream": lambda stillroom: asyncio.run(_awaited(stillroom.astream(QUESTION))),
+    "search": lambda stillroom: stillroom.search(QUESTION),
+    "search_staged": lambda stillroom: next(stillroom.search_staged(QUESTION)),
+    "add": lambda stillroom: stillroom.add("."),
+    "remove": lambda stillroom: stillroom.remove("people.md"),
+    "upload": lambda stillroom: stillroom.upload([]),
+    "discard": lambda stillroom: stillroom.discard("people.md"),
+    "documents": lambda stillroom: stillroom.documents(),
+    "chunks_of": lambda stillroom: stillroom.chunks_of(DocumentId("people.md")),
+    "num_documents": lambda stillroom: stillroom.num_documents,
+    "digest": lambda stillroom: stillroom.digest(),
+    "verify": lambda stillroom: stillroom.verify(),
+    "embed": lambda stillroom: stillroom.embed(["a text"]),
+    "warm_up": lambda stillroom: stillroom.warm_up(),
+    "enter": lambda stillroom: stillroom.__enter__(),
 }
 
 
 @pytest.fixture(scope="module")
 def closed(knowledge: Path) -> Stillroom:
-    room = Stillroom.open(knowledge)
-    assert room.ask(QUESTION).text == ANSWER
-    room.close()
-    return room
+    stillroom = Stillroom.open(knowledge)
+    assert stillroom.ask(QUESTION).text == ANSWER
+    stillroom.close()
+    return stillroom
 
 
 @pytest.mark.parametrize("use", USES)
@@ -221,9 +223,9 @@ def test_a_closed_room_says_that_it_was_closed(closed: Stillroom, use: str) -> N
 
 
 def test_a_search_under_way_ends_with_the_room(knowledge: Path) -> None:
-    room = Stillroom.open(knowledge)
-    stages = room.search_staged(QUESTION)
-    room.close()
+    stillroom = Stillroom.open(knowledge)
+    stages = stillroom.search_staged(QUESTION)
+    stillroom.close()
     with pytest.raises(EngineClosedError, match="closed"):
         list(stages)
 
@@ -267,11 +269,11 @@ def test_a_prompt_is_refused_that_the_weights_have_no_embeddings_for(knowledge: 
     """Checkpoints with added tokens beyond their embedding are used as they are, in prompts without these."""
     random_checkpoint(tmp_path / "model", "Llama", vocab_size=270)
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    with Stillroom.open(knowledge, model=tmp_path / "model") as room:
+    with Stillroom.open(knowledge, model=tmp_path / "model") as stillroom:
         with pytest.raises(ModelError, match="weights know 0 to 269"):
-            room.ask("Who is the lazy dog ?")
+            stillroom.ask("Who is the lazy dog ?")
         with pytest.raises(UsageError, match="0 to 269"):
-            asyncio.run(room.acontinue('"name": "the lazy dog"'))
+            asyncio.run(stillroom.acontinue('"name": "the lazy dog"'))
 
 
 def test_a_forgotten_room_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -281,14 +283,14 @@ def test_a_forgotten_room_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFix
         return {thread for thread in threading.enumerate() if thread.name.startswith("stillroom")}
 
     before = threads()
-    room = Stillroom.open(tmp_path / "kb")
-    room.add(write_knowledge(tmp_path / "docs"))
-    assert room.ask(QUESTION).text == ANSWER
+    stillroom = Stillroom.open(tmp_path / "kb")
+    stillroom.add(write_knowledge(tmp_path / "docs"))
+    assert stillroom.ask(QUESTION).text == ANSWER
     with pytest.warns(ResourceWarning, match="was not closed"):
-        room = Stillroom.open(tmp_path / "kb")
+        stillroom = Stillroom.open(tmp_path / "kb")
     until(lambda: threads() <= before)
-    with room:
-        assert room.ask(QUESTION).text == ANSWER
+    with stillroom:
+        assert stillroom.ask(QUESTION).text == ANSWER
     assert "only reads" not in caplog.text
 
 
@@ -296,6 +298,6 @@ def test_a_stream_and_a_room_beside_keep_a_room_open(knowledge: Path, tmp_path: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         assert "".join(Stillroom.open(knowledge).stream(QUESTION)) == ANSWER
-        with Stillroom.open(tmp_path / "host").beside(knowledge, "tenant") as guest:
+        with Stillroom.open(tmp_path / "host").for_tenant(knowledge, "tenant") as guest:
             assert guest.ask(QUESTION).text == ANSWER
         del guest
