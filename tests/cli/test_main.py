@@ -207,7 +207,7 @@ def test_reader_that_goes_away_is_not_an_error() -> None:
     ("redirection", "reason"), [("> /dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
 )
 def test_a_result_that_cannot_be_written_is_an_error(args: list[str], redirection: str, reason: str) -> None:
-    command = [sys.executable, "-c", OVER_A_FAKE_ROOM, *args]
+    command = [sys.executable, "-c", OVER_A_FAKE_STILLROOM, *args]
     shell = ["sh", "-c", f'"$@" {redirection}', "sh", *command]
     root = Path(__file__).resolve().parents[2]
     found = subprocess.run(shell, capture_output=True, text=True, cwd=root, check=False)
@@ -216,7 +216,7 @@ def test_a_result_that_cannot_be_written_is_an_error(args: list[str], redirectio
 
 
 def test_what_the_caller_closed_is_empty_or_goes_nowhere() -> None:
-    command = [sys.executable, "-c", OVER_A_FAKE_ROOM, "ask", "-", "why?"]
+    command = [sys.executable, "-c", OVER_A_FAKE_STILLROOM, "ask", "-", "why?"]
     root = Path(__file__).resolve().parents[2]
     shell = ["sh", "-c", '"$@" <&- 2>&-', "sh", *command]
     found = subprocess.run(shell, capture_output=True, text=True, cwd=root, check=False)
@@ -236,7 +236,7 @@ def test_a_note_does_not_stand_behind_half_a_line() -> None:
     assert apart.stdout.endswith("\nhalf a line") and not apart.stderr.startswith("\n")
 
 
-OVER_A_FAKE_ROOM = (
+OVER_A_FAKE_STILLROOM = (
     "import sys\nfrom stillroom.cli import main, opening\nfrom tests.server.fakes import FakeStillroom\n"
     "opening.open_stillroom = lambda *_, **__: FakeStillroom()\nmain.main()\n"
 )
@@ -246,7 +246,7 @@ def over_a_fake_room(*args: str | bytes, encoding: str, stdin: bytes = b"") -> "
     """A command in a process of its own, with standard streams of this encoding."""
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-c", OVER_A_FAKE_ROOM, *args]
+    command = [sys.executable, "-c", OVER_A_FAKE_STILLROOM, *args]
     return subprocess.run(command, input=stdin, capture_output=True, cwd=root, env=environment, check=False)
 
 
@@ -278,9 +278,9 @@ def test_signals_end_a_command_without_a_stack_trace(number: int, code: int, tmp
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & has it ignored
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # and so has nohup
         "from stillroom.cli import main, opening\nfrom tests.server.fakes import FakeStillroom\n"
-        "class Room(FakeRoom):\n"
+        "class Closing(FakeStillroom):\n"
         "    def close(self): print('closed', file=sys.stderr)\n"
-        "opening.open_stillroom = lambda *_, **__: Room()\n"
+        "opening.open_stillroom = lambda *_, **__: Closing()\n"
         "sys.argv = ['stillroom', 'ask', '-', '--quiet']\nmain.main()\n"
     )
     root = Path(__file__).resolve().parents[2]

@@ -28,21 +28,21 @@ from stillroom.cli import main, opening
 from stillroom.config.settings import ServerConfig, StillroomConfig
 from tests.server.fakes import FakeStillroom
 
-class Room(FakeRoom):
+class Closing(FakeStillroom):
     def upload(self, files, progress, metadata, stop):
         while True:
             stop.check()
     def warm_up(self):
         print("warming up", file=sys.stderr, flush=True)
     def close(self):
-        print("room closed", file=sys.stderr, flush=True)
+        print("knowledge base closed", file=sys.stderr, flush=True)
 
-def open_room(*_, **__):
-    opened = Room(config=StillroomConfig(server=ServerConfig(grace_s=60.0)))
+def open_stillroom(*_, **__):
+    opened = Closing(config=StillroomConfig(server=ServerConfig(grace_s=60.0)))
     opened.gate.clear()
     return opened
 
-room.open_room = open_room
+opening.open_stillroom = open_stillroom
 sys.argv = ["stillroom", "serve", *sys.argv[1:]]
 main.main()
 """
@@ -91,7 +91,7 @@ def test_server_says_when_it_is_ready_and_stops_on_a_signal(number: signal.Signa
         process.send_signal(number)
 
         assert process.wait(20) == 0
-        assert process.stderr.read() == "room closed\nstopped\n"
+        assert process.stderr.read() == "knowledge base closed\nstopped\n"
         assert process.stdout.read() == ""
 
 
@@ -118,7 +118,7 @@ def test_signals_end_a_server_in_the_middle_of_an_upload() -> None:
         for _ in range(3):
             process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-        assert process.stderr.read().endswith("room closed\n")
+        assert process.stderr.read().endswith("knowledge base closed\n")
 
 
 def test_json_prints_one_object_when_ready() -> None:
