@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from stillroom.bench.instrument.environment import record_environment
 from stillroom.models.tokenizer import Tokenizer
+from stillroom_bench.instrument.environment import record_environment
 from training.batches import NUM_HELD, batches_of, held_batches
 from training.checkpoint import Log, check_identity, identity_of, load_checkpoint, save_checkpoint
 from training.data.rows import Batch, Batches, Renderer

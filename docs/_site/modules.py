@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "stillroom"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 HEAD = """# Modules
 
 <!-- Generated: python docs/_site/modules.py > docs/modules.md -->
@@ -25,12 +25,12 @@ def first_sentence(path: Path) -> str:
 def render() -> str:
     """Return the page."""
     packages: dict[str, list[Path]] = defaultdict(list)
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in sorted([*SOURCE.glob("stillroom/**/*.py"), *SOURCE.glob("stillroom_bench/**/*.py")]):
         if path.name != "__init__.py":
             packages[path.parent.relative_to(SOURCE).as_posix()].append(path)
     parts = [HEAD]
     for package, paths in sorted(packages.items()):
-        parts.append(f"\n## {'stillroom' if package == '.' else package}\n\n| module | what it has |\n|---|---|")
+        parts.append(f"\n## {package}\n\n| module | what it has |\n|---|---|")
         parts += [f"\n| `{path.stem}` | {first_sentence(path).replace('|', '/')} |" for path in paths]
         parts.append("\n")
     return "".join(parts)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom.bench.anywhere import FULL, run_anywhere
-from stillroom.bench.anywhere_house import AnywhereScope
-from stillroom.bench.anywhere_replies import Answers, PromptReply
-from stillroom.bench.runtime import Shape
 from stillroom.errors import UsageError
+from stillroom_bench.experiments.anywhere import FULL, run_anywhere
+from stillroom_bench.experiments.anywhere_house import AnywhereScope
+from stillroom_bench.experiments.anywhere_replies import Answers, PromptReply
+from stillroom_bench.quality.runtime import Shape
 
 TINY = Shape(
     vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom.bench import convergence
-from stillroom.bench.convergence import first_final, run_convergence
-from stillroom.bench.loads.workloads import RealData
+from stillroom_bench.experiments import convergence
+from stillroom_bench.experiments.convergence import first_final, run_convergence
+from stillroom_bench.loads.workloads import RealData
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom.bench import filters
-from stillroom.bench.filters import KINDS, SHARES, WAYS, run_filters
-from stillroom.bench.loads.workloads import RealData
 from stillroom.errors import UsageError
 from stillroom.retrieval.index import hnsw
+from stillroom_bench.loads.workloads import RealData
+from stillroom_bench.quality import filters
+from stillroom_bench.quality.filters import KINDS, SHARES, WAYS, run_filters
 
 
 def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The command that measures `runtime.fixed_shapes`."""
 
-from stillroom.bench.fixed_shapes import questions, run_fixed_shapes
+from stillroom_bench.quality.fixed_shapes import questions, run_fixed_shapes
 
 
 def test_with_fixed_shapes_no_bit_differs() -> None:

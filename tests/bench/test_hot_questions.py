@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.hot_questions import CONFIGS, OURS, HotTraffic, ask_all, asked, asked_before, run_questions
 from stillroom.config.settings import StillroomConfig
 from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.embedder import Embedder, Vectors
+from stillroom_bench.quality.hot_questions import CONFIGS, OURS, HotTraffic, ask_all, asked, asked_before, run_questions
 from tests.bench.test_retrieval_quality import QUERIES, make_dataset
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom.bench import index, index_whole
-from stillroom.bench.index import run_index
-from stillroom.bench.instrument.report import BenchResult, to_markdown
-from stillroom.bench.loads.workloads import RealData
-from stillroom.bench.peers_ann import PEERS, bm25_peer, graph_peers
-from stillroom.bench.search_arms import ann_recall, latency_metrics
 from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
+from stillroom_bench.instrument.report import BenchResult, to_markdown
+from stillroom_bench.loads.workloads import RealData
+from stillroom_bench.quality import index, index_whole
+from stillroom_bench.quality.index import run_index
+from stillroom_bench.quality.peers_ann import PEERS, bm25_peer, graph_peers
+from stillroom_bench.quality.search_arms import ann_recall, latency_metrics
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stillroom.bench.ir_metrics import METRICS, evaluate
+from stillroom_bench.quality.ir_metrics import METRICS, evaluate
 
 
 def test_an_example_worked_by_hand() -> None:

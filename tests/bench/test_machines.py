@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.bench.machines import load_machine, machine_names, read_machine
 from stillroom.core.kv import Tier
 from stillroom.errors import UsageError
+from stillroom_bench.experiments.machines import load_machine, machine_names, read_machine
 
 NAMES = machine_names()
 

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.loads.retrieved_traces import QUESTION_TOKENS
-from stillroom.bench.loads.reuse_workloads import (
+from stillroom.core.kv import NodeKey
+from stillroom.errors import UsageError
+from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
+from stillroom_bench.experiments.policies import ARMS, BELADY, DEFAULT, PoliciesScope, losses, run_policies
+from stillroom_bench.loads.policy_replay import Capacity, PolicyOutcome, Setup, replay
+from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS
+from stillroom_bench.loads.reuse_workloads import (
     MMLU_LIKE,
     SYSTEM_TOKENS,
     Ask,
@@ -20,11 +25,6 @@ from stillroom.bench.loads.reuse_workloads import (
     trace_workload,
     zipf_exponent,
 )
-from stillroom.bench.policies import ARMS, BELADY, DEFAULT, PoliciesScope, losses, run_policies
-from stillroom.bench.policy_replay import Capacity, PolicyOutcome, Setup, replay
-from stillroom.core.kv import NodeKey
-from stillroom.errors import UsageError
-from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
 
 SIZE = 32
 """Tokens per document here, and per block: the question takes one block, the system prompt two."""

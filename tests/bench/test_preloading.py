@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom.bench.anywhere_house import AnywhereScope
-from stillroom.bench.preloading import PLACES, run_preloading
+from stillroom_bench.experiments.anywhere_house import AnywhereScope
+from stillroom_bench.experiments.preloading import PLACES, run_preloading
 from tests.bench.test_anywhere import TINY
 
 

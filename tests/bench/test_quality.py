@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom.bench.loads.chunk_questions import load_questions
-from stillroom.bench.quality import QualityScope, run_quality
-from stillroom.bench.quality_arms import FULL, NONE, PREFIX, SET, alpha_name, arm_name
+from stillroom.answer_quality.arms import FULL, NONE, PREFIX, SET, alpha_name, arm_name
+from stillroom.answer_quality.asking import QualityScope
+from stillroom.answer_quality.questions import load_questions
 from stillroom.errors import UsageError
+from stillroom_bench.quality.answers import run_quality
 
 ROWS = [
     {

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.instrument.harness import Samples
-from stillroom.bench.instrument.report import to_markdown
-from stillroom.bench.loads.reuse_traffic import CURVES, ReuseTraffic, budget_for, made_pool
-from stillroom.bench.reordering import (
+from stillroom.config.settings import ReuseConfig
+from stillroom.errors import UsageError
+from stillroom.kvcache.tree.cost_model import linear_profile
+from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
+from stillroom.planner.simulation.stepped_engine import EnginePolicy
+from stillroom_bench.experiments.reordering import (
     ANSWERED,
     BASELINE,
     KEPT,
@@ -19,12 +21,10 @@ from stillroom.bench.reordering import (
     run_reordering,
     systems,
 )
-from stillroom.bench.runtime import Shape
-from stillroom.config.settings import ReuseConfig
-from stillroom.errors import UsageError
-from stillroom.kvcache.tree.cost_model import linear_profile
-from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
-from stillroom.planner.simulation.stepped_engine import EnginePolicy
+from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.report import to_markdown
+from stillroom_bench.loads.reuse_traffic import CURVES, ReuseTraffic, budget_for, made_pool
+from stillroom_bench.quality.runtime import Shape
 
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 SMALL = ReorderingOptions(windows=(0, 8), num_requests=12, num_warm=3, num_documents=20, repeat=2, loads=(3.0,))

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom.bench.fusion_arms import OURS, RULES, distribution_based, scaled, standardised
-from stillroom.bench.loads.beir import read_judged_queries
-from stillroom.bench.retrieval_quality import HELD_OUT, LEARNED, TRANSFERRED, run_quality
+from stillroom.answer_quality.beir import read_judged_queries
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import DocumentError, UsageError
 from stillroom.retrieval.hybrid import Candidates
+from stillroom_bench.quality.fusion_arms import OURS, RULES, distribution_based, scaled, standardised
+from stillroom_bench.quality.retrieval_quality import HELD_OUT, LEARNED, TRANSFERRED, run_quality
 
 TEXTS = {
     "keys": "Rotate the signing keys every ninety days and keep the old ones for verification.",

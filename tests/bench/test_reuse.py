@@ -12,18 +12,18 @@ import faiss as _faiss
 import numpy as np
 import pytest
 
-from stillroom.bench.instrument.report import to_markdown
-from stillroom.bench.instrument.statistics import ratio_of_means
-from stillroom.bench.loads.reuse_traffic import ReuseTraffic, budget_for, made_pool
-from stillroom.bench.reuse import ReuseOptions, run_reuse
-from stillroom.bench.reuse_engine import ARMS, DEFAULT_ARMS, RATIOS, OurRuntime
-from stillroom.bench.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Figures, LoadCell, sustained_rate
-from stillroom.bench.reuse_index import LEAST_VECTORS
-from stillroom.bench.reuse_search import FaissSearch, Searched
-from stillroom.bench.reuse_worker import common_prefix
-from stillroom.bench.runtime import Shape, write_checkpoint
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.driving import Stepped, drive
+from stillroom_bench.experiments.reuse import ReuseOptions, run_reuse
+from stillroom_bench.experiments.reuse_engine import ARMS, DEFAULT_ARMS, RATIOS, OurRuntime
+from stillroom_bench.experiments.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Figures, LoadCell, sustained_rate
+from stillroom_bench.experiments.reuse_index import LEAST_VECTORS
+from stillroom_bench.experiments.reuse_search import FaissSearch, Searched
+from stillroom_bench.experiments.reuse_worker import common_prefix
+from stillroom_bench.instrument.report import to_markdown
+from stillroom_bench.instrument.statistics import ratio_of_means
+from stillroom_bench.loads.reuse_traffic import ReuseTraffic, budget_for, made_pool
+from stillroom_bench.quality.runtime import Shape, write_checkpoint
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)

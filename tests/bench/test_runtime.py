@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stillroom.bench.runtime import OURS, Shape, run_runtime, write_checkpoint
 from stillroom.errors import UsageError
 from stillroom.models.loader import load_decoder
+from stillroom_bench.quality.runtime import OURS, Shape, run_runtime, write_checkpoint
 
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.bench.loads.retrieved_traces import QUESTION_TOKENS, Retrieved, count_tokens, read_retrieved
-from stillroom.bench.loads.reuse_workloads import SYSTEM_TOKENS
-from stillroom.bench.savings import (
+from stillroom.errors import UsageError
+from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS, Retrieved, count_tokens, read_retrieved
+from stillroom_bench.loads.reuse_workloads import SYSTEM_TOKENS
+from stillroom_bench.quality.savings import (
     FULL,
     PREFIX,
     SET,
@@ -22,7 +23,6 @@ from stillroom.bench.savings import (
     replay,
     run_savings,
 )
-from stillroom.errors import UsageError
 
 WORDS = {"A": 10, "B": 20, "C": 37, "D": 3, "E": 16}
 """Words of each passage; about 1.3 tokens each."""

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench import simulate
-from stillroom.bench.instrument.report import to_markdown
-from stillroom.bench.loads.reuse_traffic import ReuseTraffic
-from stillroom.bench.runtime import Shape
-from stillroom.bench.simulate import EXPERIMENTS, run_simulate
-from stillroom.bench.simulate_validation import run_validation
-from stillroom.bench.simulated_cases import SGLANG, VLLM, SimulateOptions, ragcache_case
 from stillroom.config.settings import ReuseConfig
 from stillroom.core.kv import Tier
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.cost_model import Link, linear_profile
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
+from stillroom_bench.experiments import simulate
+from stillroom_bench.experiments.simulate import EXPERIMENTS, run_simulate
+from stillroom_bench.experiments.simulate_validation import run_validation
+from stillroom_bench.experiments.simulated_cases import SGLANG, VLLM, SimulateOptions, ragcache_case
+from stillroom_bench.instrument.report import to_markdown
+from stillroom_bench.loads.reuse_traffic import ReuseTraffic
+from stillroom_bench.quality.runtime import Shape
 
 TINY = SimulateOptions(num_requests=5, num_warm=4, num_documents=40)
 COSTS = linear_profile(1.0, 0.01, 0.0, {Tier.HOST: Link(0.0, 100.0)})

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom.bench import speculation
-from stillroom.bench.loads.workloads import RealData
-from stillroom.bench.speculation import MODES, SpeculationScope, run_speculation
+from stillroom_bench.experiments import speculation
+from stillroom_bench.experiments.speculation import MODES, SpeculationScope, run_speculation
+from stillroom_bench.loads.workloads import RealData
 from tests.bench.test_anywhere import TINY
 
 

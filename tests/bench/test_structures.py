@@ -2,9 +2,16 @@
 
 import pytest
 
-from stillroom.bench.structures import LazyHeap, PlainLru, cache_requests, drive_heap, heap_operations, run_structures
 from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.token_cache import TokenCache, lru
+from stillroom_bench.experiments.structures import (
+    LazyHeap,
+    PlainLru,
+    cache_requests,
+    drive_heap,
+    heap_operations,
+    run_structures,
+)
 
 
 @pytest.mark.parametrize("num_updates", [0, 3])

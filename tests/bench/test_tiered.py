@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.tiered import SKEWS, TieredScope, run_tiered
 from stillroom.errors import UsageError
+from stillroom_bench.experiments.tiered import SKEWS, TieredScope, run_tiered
 
 
 def test_every_arm_is_measured(tmp_path: Path) -> None:

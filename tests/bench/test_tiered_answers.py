@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom.bench.reuse_search import Asked
-from stillroom.bench.runtime import Shape
-from stillroom.bench.tiered import SkewedQuestions, TieredScope, made_lists
-from stillroom.bench.tiered_answers import Alone, AnswerScope, BatchedSearch, plan_for, run_answers
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, written
+from stillroom_bench.experiments.reuse_search import Asked
+from stillroom_bench.experiments.tiered import SkewedQuestions, TieredScope, made_lists
+from stillroom_bench.experiments.tiered_answers import Alone, AnswerScope, BatchedSearch, plan_for, run_answers
+from stillroom_bench.quality.runtime import Shape
 
 SCOPE = TieredScope(size=8000, nlist=64, nprobe=4, repeat=2)
 SHAPE = Shape(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from stillroom.bench.tiered import TieredScope
-from stillroom.bench.tiered_drift import DriftScope, run_drift
+from stillroom_bench.experiments.tiered import TieredScope
+from stillroom_bench.experiments.tiered_drift import DriftScope, run_drift
 
 
 def test_exchanging_recovers_and_the_first_choice_does_not(tmp_path: Path) -> None:

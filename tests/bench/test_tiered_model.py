@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.tiered import SKEWS, TieredScope
-from stillroom.bench.tiered_model import PREDICTORS, run_prediction, summary
 from stillroom.errors import UsageError
+from stillroom_bench.experiments.tiered import SKEWS, TieredScope
+from stillroom_bench.experiments.tiered_model import PREDICTORS, run_prediction, summary
 
 
 @pytest.mark.slow  # half a minute

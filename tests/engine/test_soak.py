@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from stillroom.backends.local import build_engine
-from stillroom.bench.instrument.harness import peak_rss_bytes, reset_peak_rss
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
@@ -33,6 +32,7 @@ from stillroom.kvstore.files import size_on_disk
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom.runner.torch_runner import Runner
+from stillroom_bench.instrument.harness import peak_rss_bytes, reset_peak_rss
 from tests.fakes import ManualClock, random_checkpoint
 
 BLOCK, NUM_BLOCKS, HOST_TOKENS, DISK_RECORDS = 8, 48, 100, 15

@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stillroom.bench import runtime_worker
 from stillroom.config.settings import EngineConfig, EnginePrompt, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
@@ -27,6 +26,7 @@ from stillroom.engine.openai_protocol import RemoteRequest
 from stillroom.errors import EngineRefusedError, EngineUnavailableError
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.stillroom import Stillroom
+from stillroom_bench.quality import runtime_worker
 from tests.server.fakes import until
 from tests.server.knowledge import QUESTION, write_knowledge
 

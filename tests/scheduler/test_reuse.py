@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.bench.policy_replay import NoMover
 from stillroom.core.batch import StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
@@ -33,6 +32,7 @@ from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.tiered_nodes import TreeOptions
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
+from stillroom_bench.loads.policy_replay import NoMover
 from tests.fakes import ManualClock
 from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner, answer_of
 

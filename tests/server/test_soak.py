@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from stillroom.backends.local import LocalBackend
-from stillroom.bench.instrument.harness import peak_rss_bytes, reset_peak_rss
 from stillroom.config.settings import QueryCacheConfig, RuntimeConfig, StillroomConfig, TraceConfig
 from stillroom.engine.engine import Engine
 from stillroom.rag.stillroom import Stillroom
+from stillroom_bench.instrument.harness import peak_rss_bytes, reset_peak_rss
 from tests.server.fakes import until
 from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge

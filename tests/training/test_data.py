@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.loads.chunk_questions import load_questions
+from stillroom.answer_quality.questions import load_questions
 from stillroom.models.tokenizer import Tokenizer
 from tests.training.conftest import SMALL
 from training.data.cleaning import MAX_CHARS, clean, is_prose, passages, sentences

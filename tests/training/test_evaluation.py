@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.loads.chunk_questions import ChunkQuestion
+from stillroom.answer_quality.questions import ChunkQuestion
 from stillroom.errors import ModelNotFoundError
 from stillroom.models import bundled_models
 from stillroom.models.checkpoint import resolve

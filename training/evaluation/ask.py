@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stillroom.answer_quality.answer_metrics import exact_match, word_f1
+from stillroom.answer_quality.arms import FULL, NONE, OURS, PREFIX, QualityArm, arm_name
+from stillroom.answer_quality.asking import QualityScope, QuestionOutcome, ask_all, bench_runtime
+from stillroom.answer_quality.questions import ChunkQuestion, load_questions
 from stillroom.backends.local import build_engine
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
-from stillroom.bench.answer_metrics import exact_match, word_f1
-from stillroom.bench.loads.chunk_questions import ChunkQuestion, load_questions
-from stillroom.bench.quality import QualityScope, QuestionOutcome, ask_all, bench_runtime
-from stillroom.bench.quality_arms import FULL, NONE, OURS, PREFIX, QualityArm, arm_name
 from stillroom.config.settings import RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stillroom.bench.instrument.environment import record_environment
-from stillroom.bench.quality import QuestionOutcome
+from stillroom.answer_quality.asking import QuestionOutcome
+from stillroom_bench.instrument.environment import record_environment
 from training.evaluation.score import Figure
 
 REPORT = "evaluation.json"

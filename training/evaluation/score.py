@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stillroom.bench.instrument.statistics import Interval
+from stillroom_bench.instrument.statistics import Interval
 from training.evaluation.ask import Asked
 
 _RESAMPLES = 2000

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stillroom.bench.loads.chunk_questions import ChunkQuestion, load_questions
+from stillroom.answer_quality.questions import ChunkQuestion, load_questions
 from training.data.cleaning import clean
 from training.data.sources import XQUAD
 from training.data.spans import occurs

@@ -72,8 +72,8 @@ def calibrate(  # noqa: PLR0913  one parameter per flag
 def _find_alpha(
     settings: "StillroomConfig", questions: Path, desired: float, limit: int | None, *, as_json: bool, quiet: bool
 ) -> None:
-    from stillroom.bench.alpha import ALPHAS, find_alpha
-    from stillroom.bench.quality import QualityScope
+    from stillroom.answer_quality.alpha import ALPHAS, find_alpha
+    from stillroom.answer_quality.asking import QualityScope
 
     scope = QualityScope(questions, limit, settings.runtime, settings.reuse, alphas=ALPHAS)
     with counting("asking", is_shown=not (quiet or as_json)) as tell:

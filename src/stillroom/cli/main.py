@@ -12,26 +12,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from stillroom.cli import (
-    add,
-    ask,
-    bench,
-    cache,
-    calibrate,
-    console,
-    documents,
-    explain,
-    keys,
-    plan,
-    search,
-    serve,
-    verify,
-)
+from stillroom.cli import add, ask, cache, calibrate, console, documents, explain, keys, plan, search, serve, verify
 from stillroom.core.panics import ENDINGS
 from stillroom.errors import (
     ConfigError,
@@ -43,6 +30,9 @@ from stillroom.errors import (
 from stillroom.telemetry.logs import configure_logging
 
 FAILED, WRONG_CALL, INTERRUPTED, TERMINATED, NO_READER = 1, 2, 130, 143, 141
+
+COMMANDS_GROUP = "stillroom.commands"
+"""Entry points of other packages, each a `typer.Typer` of commands: `stillroom_bench` registers `bench`."""
 
 _WRONG_CALLS = (ConfigError, UsageError, KnowledgeBaseNotFoundError, ModelNotFoundError)
 """Errors that only another call can mend: a wrong value, or the name of something that is not there."""
@@ -115,7 +105,8 @@ def build_app() -> typer.Typer:
     app.command("plan", help=plan.HELP)(plan.plan)
     app.add_typer(cache.app, name="cache", help="The KV that is kept on disk.")
     app.add_typer(keys.app, name="keys", help="Who may ask a server, and as which tenant.")
-    app.add_typer(bench.app, name="bench", help="Measure on your own machine and documents.")
+    for entry in sorted(entry_points(group=COMMANDS_GROUP), key=lambda entry: entry.name):
+        app.add_typer(entry.load(), name=entry.name)
     return app
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stillroom.cli import opening
-from stillroom.cli.bench_report import SeedOption
 from stillroom.cli.console import line, note, print_json
 from stillroom.cli.options import (
     DEFAULT_KB,
@@ -111,7 +110,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
     validate: Annotated[
         bool, typer.Option("--validate", help="Run the workload for real too, which takes as long as it does.")
     ] = False,
-    seed: SeedOption = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of the validation's draws.")] = 0,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

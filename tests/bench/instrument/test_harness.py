@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stillroom.bench.instrument.environment import record_environment
-from stillroom.bench.instrument.harness import (
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import (
     Arm,
     Direction,
     Metrics,

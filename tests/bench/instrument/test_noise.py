@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from stillroom.bench.instrument.noise import CpuTimes, noise_note
+from stillroom_bench.instrument.noise import CpuTimes, noise_note
 
 
 def test_shares_of_the_time_that_passed() -> None:

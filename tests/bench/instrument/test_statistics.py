@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from stillroom.bench.instrument.statistics import Reproducibility, holm, paired_tests, ratio_of_medians, summarise
+from stillroom_bench.instrument.statistics import Reproducibility, holm, paired_tests, ratio_of_medians, summarise
 
 SAMPLES = st.lists(st.floats(0.001, 1000), min_size=1, max_size=60)
 

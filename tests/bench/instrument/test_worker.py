@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.bench.instrument.worker import WorkerProcess
 from stillroom.errors import UsageError
+from stillroom_bench.instrument.worker import WorkerProcess
 
 ECHO = (
     'import json, sys\nprint(json.dumps({"load_seconds": 0.5}), flush=True)\n'
@@ -57,7 +57,7 @@ def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot ask to die with its parent")
 def test_a_stopped_worker_dies_with_whoever_started_it(tmp_path: Path) -> None:
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom stillroom.bench.instrument.worker import WorkerProcess\n"
+        "import sys, time\nfrom pathlib import Path\nfrom stillroom_bench.instrument.worker import WorkerProcess\n"
         "worker = WorkerProcess('echo', [sys.executable, '-c', sys.argv[1]], Path(sys.argv[2]))\n"
         "worker.wait()\nprint(worker._process.pid, flush=True)\ntime.sleep(60)\n"
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.bench.loads.chunk_questions import load_questions, shortened
+from stillroom.answer_quality.questions import load_questions, shortened
 from stillroom.errors import DocumentError, StillroomError, UsageError
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom.bench.loads.reuse_traffic import (
+from stillroom.errors import UsageError
+from stillroom.planner.simulation.arrivals import arrivals
+from stillroom_bench.loads.reuse_traffic import (
     CURVES,
     DEVICE_SHARE,
     MAX_SEQS,
@@ -19,8 +21,6 @@ from stillroom.bench.loads.reuse_traffic import (
     read_pool,
     word_tokens,
 )
-from stillroom.errors import UsageError
-from stillroom.planner.simulation.arrivals import arrivals
 
 POOL = made_pool(200, 1000, seed=0)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom.bench.loads import workloads
-from stillroom.bench.loads.workloads import RealData, choose_queries, clustered_vectors, load_real_data, random_texts
 from stillroom.errors import DocumentError, UsageError
+from stillroom_bench.loads import workloads
+from stillroom_bench.loads.workloads import RealData, choose_queries, clustered_vectors, load_real_data, random_texts
 
 
 def unit(count: int, seed: int = 0) -> workloads.Vectors:

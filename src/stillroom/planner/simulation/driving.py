@@ -1,7 +1,7 @@
 """Sends prompts to an engine stepped by hand when they are due, whether or not the ones before have been answered (open
 loop), and times each from that moment to its first token. The engine and its clock may be real or simulated.
 
-Imports nothing of Stillroom: `bench/reuse_worker.py` loads this file under Pythons that do not have it.
+Imports nothing of Stillroom: the reuse benchmark loads this file under Pythons without Stillroom.
 """
 
 import time

@@ -1,0 +1,70 @@
+"""The ways of reuse that `stillroom bench quality` compares: Cache-Craft 5.1's baselines, later selectors, and ours."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from stillroom.config.settings import TokenSelector
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+
+FULL = "full prefill"
+PREFIX = "prefix cache"
+"""Exact reuse of the very same prompt."""
+SET = "set cache"
+"""Exact reuse of the same documents in the order that they were kept in (Cache-Craft 5.1)."""
+NONE = "no recompute"
+"""Cache-Craft's FULL-CACHE: keys turned, nothing computed again."""
+OURS: TokenSelector = "question"
+SELECTORS: tuple[TokenSelector, ...] = get_args(TokenSelector)
+RATIOS = (0.05, 0.15, 0.3, 0.6)
+
+
+@dataclass(frozen=True, slots=True)
+class QualityArm:
+    name: str
+    options: AnywhereOptions
+
+
+def arm_name(selector: TokenSelector, ratio: float) -> str:
+    """The name of a selector that may recompute this share of all placed tokens."""
+    return f"{selector} {100 * ratio:g}%"
+
+
+def alpha_name(selector: TokenSelector, alpha: float) -> str:
+    """Of a selector whose budget is each document's CFO."""
+    return f"{selector}, alpha {alpha:g}"
+
+
+def quality_arms(
+    selectors: Sequence[TokenSelector],
+    ratios: Sequence[float],
+    alphas: Sequence[float] = (),
+    *,
+    focus_window: int = 0,
+    has_unturned: bool = False,
+) -> list[QualityArm]:
+    """No recompute, every selector with every budget, and what else is asked for.
+
+    Args:
+        focus_window: also with Algorithm 1 over so many layers, for Cache-Craft's rule and ours; 0: not.
+        has_unturned: also with keys that stay as they stood (Table 3).
+    """
+    arms = [QualityArm(NONE, AnywhereOptions(0.0, "first"))]
+    arms += [QualityArm(arm_name(name, ratio), AnywhereOptions(ratio, name)) for ratio in ratios for name in selectors]
+    for alpha in alphas:
+        arms += [QualityArm(alpha_name(name, alpha), AnywhereOptions(1.0, name, alpha)) for name in selectors]
+    if focus_window:
+        focused: list[TokenSelector] = [name for name in ("context", OURS) if name in selectors]
+        for name in focused:
+            for ratio in ratios:
+                options = AnywhereOptions(ratio, name, focus_window=focus_window)
+                arms.append(QualityArm(f"{arm_name(name, ratio)}, focused", options))
+            for alpha in alphas:
+                options = AnywhereOptions(1.0, name, alpha, focus_window)
+                arms.append(QualityArm(f"{alpha_name(name, alpha)}, focused", options))
+    if has_unturned:
+        arms.append(QualityArm("keys not turned, no recompute", AnywhereOptions(0.0, "first", turns_keys=False)))
+        for ratio in ratios:
+            options = AnywhereOptions(ratio, OURS, turns_keys=False)
+            arms.append(QualityArm(f"keys not turned, {arm_name(OURS, ratio)}", options))
+    return arms

@@ -1,0 +1,258 @@
+"""Ask questions with and without reuse at any position, and judge the answers (Cache-Craft 5.2).
+
+The product's own engine answers each question once without reuse, and then over documents whose KV was computed in
+another context, under each arm. Decoding is greedy, so everything but time repeats.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from stillroom.answer_quality.answer_metrics import exact_match, rouge_l, word_f1
+from stillroom.answer_quality.arms import FULL, PREFIX, RATIOS, SELECTORS, SET, QualityArm
+from stillroom.answer_quality.questions import ChunkQuestion, load_questions
+from stillroom.backends.assembly import KVCache
+from stillroom.backends.local import build_engine, load_configured
+from stillroom.backends.prompt_builder import PromptBuilder, format_for
+from stillroom.config.settings import ReuseConfig, RuntimeConfig, TokenSelector
+from stillroom.core.batch import TokenLogprobs
+from stillroom.core.clock import SystemClock
+from stillroom.core.document import Chunk
+from stillroom.core.ids import RequestId
+from stillroom.core.request import Request, SamplingParams
+from stillroom.core.reuse import PromptReuse, Reason
+from stillroom.engine.engine import Engine
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.tree.cost_model import linear_profile
+from stillroom.models.loader import LoadedModel
+
+_NUM_TOP = 20
+
+Context = Literal["foreign", "shuffled"]
+"""What stood before a document when its KV was computed: one of another question, or the question's own documents in
+another order."""
+
+
+def bench_runtime(model: str) -> RuntimeConfig:
+    """Settings of a comparison of arms: float32 on the CPU, and every prompt in one step."""
+    return RuntimeConfig(model=model, device="cpu", dtype="float32", max_num_batched_tokens=8192)
+
+
+@dataclass(frozen=True, slots=True)
+class QualityScope:
+    """What is asked, and of whom."""
+
+    questions: Path
+    num_questions: int | None = None
+    """At most; None: all in the file."""
+    runtime: RuntimeConfig = field(default_factory=lambda: bench_runtime("bundled"))
+    reuse: ReuseConfig = field(default_factory=lambda: ReuseConfig(token_selector="context"))
+    """Which tokens are weighed follows from its selector: `context` weighs all. The arms choose the rest."""
+    ratios: tuple[float, ...] = RATIOS
+    selectors: tuple[TokenSelector, ...] = SELECTORS
+    alphas: tuple[float, ...] = ()
+    """Also with each document's CFO as the budget, scaled by these."""
+    focus_window: int = 0
+    """Also with Algorithm 1 over so many layers."""
+    has_unturned: bool = False
+    """Also with keys that are not turned."""
+    context: Context = "foreign"
+    num_chunks: int | None = None
+    max_words: int | None = None
+    seed: int = 0
+    """These three as in `load_questions`."""
+    max_tokens: int = 16
+
+    def load(self) -> list[ChunkQuestion]:
+        """Raises UsageError: there are none, or something else in their place."""
+        return load_questions(
+            self.questions, self.num_questions, num_chunks=self.num_chunks, max_words=self.max_words, seed=self.seed
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReply:
+    """What an engine answered."""
+
+    token_ids: tuple[int, ...]
+    first: TokenLogprobs
+    """Of the first token."""
+    reuse: PromptReuse
+    ttft_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionOutcome:
+    """One question under one arm."""
+
+    is_right: float
+    """1 or 0, normalised as SQuAD does; not a number without an answer to compare with."""
+    f1: float
+    """Of words, against the accepted answer that is most like it; the same."""
+    agrees: float
+    """1 if all tokens are those of a full prefill."""
+    token_agreement: float
+    """Share of the full prefill's tokens that come before the first difference."""
+    rouge: float
+    """ROUGE-L F1 of the answer against the full prefill's."""
+    divergence: float
+    """KL of the first token's distribution from the full prefill's, over its 20 most likely tokens, in nats."""
+    recomputed: float
+    """Share of the placed tokens that was computed again."""
+    ttft_seconds: float
+
+
+def ask_all(
+    scope: QualityScope,
+    questions: Sequence[ChunkQuestion],
+    arms: Sequence[QualityArm],
+    *,
+    has_exact: bool = True,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, list[QuestionOutcome]]:
+    """Outcomes of every arm, question by question, those of a full prefill first.
+
+    Args:
+        has_exact: also of a prefix cache and a set cache.
+    """
+    bench = _Asker(load_configured(scope.runtime), scope)
+    outcomes: dict[str, list[QuestionOutcome]] = {name: [] for name in (FULL, *(arm.name for arm in arms))}
+    for number, question in enumerate(questions):
+        foreign = questions[number - 1].chunks if len(questions) > 1 else question.chunks[::-1]
+        full = bench.ask_without_reuse(question)
+        outcomes[FULL].append(bench.judge(question, full, full))
+        bench.keep_elsewhere(question, foreign)
+        for arm in arms:
+            outcomes[arm.name].append(bench.judge(question, full, bench.ask_anywhere(question, arm.options)))
+        if has_exact:  # last: what these keep would serve the others
+            for name, chunks in ((PREFIX, question.chunks), (SET, _shuffled(question.chunks))):
+                outcomes.setdefault(name, []).append(bench.judge(question, full, bench.ask_again(question, chunks)))
+        bench.clear()
+        on_progress(number + 1, len(questions))
+    return outcomes
+
+
+def _shuffled(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Another order, always the same one for the same documents."""
+    order = list(chunks)
+    random.Random(",".join(str(chunk.chunk_id) for chunk in chunks)).shuffle(order)
+    return order if order != list(chunks) else order[::-1]
+
+
+def engine_settings(scope: QualityScope) -> tuple[RuntimeConfig, ReuseConfig]:
+    """Return the scope's settings, but for where KV is kept and whether it is used.
+
+    Two engines share `kv_bytes`. Every document is placed, from memory that is large enough, and nothing is audited.
+    """
+    runtime = replace(scope.runtime, kv_bytes=scope.runtime.kv_bytes // 2)
+    host_bytes = max(scope.reuse.host_bytes, ReuseConfig().host_bytes)
+    reuse = replace(scope.reuse, mode="anywhere", audit_share=0.0, load="always", host_bytes=host_bytes, disk_bytes=0)
+    return runtime, reuse
+
+
+class _Asker:
+    """Two engines of one model: one that reuses nothing, and one whose options change."""
+
+    def __init__(self, model: LoadedModel, scope: QualityScope) -> None:
+        self._model = model
+        self._scope = scope
+        self._prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
+        clock, (runtime, reuse) = SystemClock(), engine_settings(scope)
+        self._off, _ = build_engine(model.decoder, runtime, clock)
+        self._anywhere: Engine
+        self._cache: KVCache
+        self._anywhere, self._cache = build_engine(
+            model.decoder,
+            runtime,
+            clock,
+            reuse=reuse,
+            fingerprint=model.fingerprint,
+            profile=linear_profile(1e-3, 1e-4, 1e-7),
+        )
+        self._num_requests = 0
+
+    def ask_without_reuse(self, question: ChunkQuestion) -> EngineReply:
+        return self._ask(self._off, question.chunks, question.question, self._scope.max_tokens)
+
+    def keep_elsewhere(self, question: ChunkQuestion, foreign: Sequence[Chunk]) -> None:
+        """Compute each chunk in another context, exactly."""
+        self._set(None)
+        if self._scope.context == "shuffled":
+            self._ask(self._anywhere, _shuffled(question.chunks), question.question, 1)
+            return
+        for index, chunk in enumerate(question.chunks):
+            self._ask(self._anywhere, (foreign[index % len(foreign)], chunk), question.question, 1)
+
+    def ask_anywhere(self, question: ChunkQuestion, options: AnywhereOptions) -> EngineReply:
+        self._set(options)
+        return self._ask(self._anywhere, question.chunks, question.question, self._scope.max_tokens)
+
+    def ask_again(self, question: ChunkQuestion, chunks: Sequence[Chunk]) -> EngineReply:
+        """Over the exact KV of the same prompt."""
+        self._set(None)
+        self._ask(self._anywhere, chunks, question.question, 1)
+        return self._ask(self._anywhere, chunks, question.question, self._scope.max_tokens)
+
+    def clear(self) -> None:
+        assert self._cache.tree is not None
+        self._cache.tree.clear()
+
+    def judge(self, question: ChunkQuestion, full: EngineReply, reply: EngineReply) -> QuestionOutcome:
+        answer = self._model.tokenizer.decode(reply.token_ids)
+        wanted = self._model.tokenizer.decode(full.token_ids)
+        same = _num_equal(full.token_ids, reply.token_ids)
+        num_placed = sum(one.num_tokens for one in reply.reuse.segments if one.reason is Reason.ANYWHERE)
+        return QuestionOutcome(
+            is_right=exact_match(answer, question.answers) if question.answers else math.nan,
+            f1=word_f1(answer, question.answers) if question.answers else math.nan,
+            agrees=float(full.token_ids == reply.token_ids),
+            token_agreement=same / max(len(full.token_ids), 1),
+            rouge=rouge_l(answer, [wanted]),
+            divergence=_divergence(full.first, reply.first),
+            recomputed=reply.reuse.num_recomputed_tokens / max(num_placed, 1),
+            ttft_seconds=reply.ttft_seconds,
+        )
+
+    def _set(self, options: AnywhereOptions | None) -> None:
+        self._cache.manager.allow_anywhere(options)
+
+    def _ask(self, engine: Engine, chunks: Sequence[Chunk], question: str, max_tokens: int) -> EngineReply:
+        self._num_requests += 1
+        request = Request(
+            request_id=RequestId(f"q{self._num_requests}"),
+            prompt=self._prompts.build(chunks, question, None),
+            sampling=SamplingParams(max_tokens=max_tokens, logprobs=_NUM_TOP),
+            stop_token_ids=self._model.stop_token_ids,
+        )
+        start, ttft_seconds = time.perf_counter(), math.nan
+        engine.submit(request)
+        events = []
+        while engine.has_work:
+            events += engine.step()
+            if events and math.isnan(ttft_seconds):
+                ttft_seconds = time.perf_counter() - start
+        token_ids = tuple(event.token_id for event in events if event.token_id is not None)
+        first = next((event.logprobs for event in events if event.logprobs is not None), TokenLogprobs(0.0, ()))
+        reuse = next(event.reuse for event in events if event.reuse is not None)
+        return EngineReply(token_ids, first, reuse, ttft_seconds)
+
+
+def _num_equal(wanted: Sequence[int], found: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    differing = (place for place, pair in enumerate(zip(wanted, found, strict=False)) if pair[0] != pair[1])
+    return next(differing, min(len(wanted), len(found)))
+
+
+def _divergence(wanted: TokenLogprobs, found: TokenLogprobs) -> float:
+    """KL over the most likely tokens of the one; what the other does not list counts as its least likely one listed,
+    so this is at most what it really is."""
+    listed = dict(found.top)
+    if not listed or not wanted.top:
+        return 0.0 if found.top == wanted.top else math.inf
+    least = min(listed.values())
+    divergence = sum(math.exp(value) * (value - listed.get(token, least)) for token, value in wanted.top)
+    return max(divergence, 0.0)

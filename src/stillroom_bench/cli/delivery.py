@@ -1,0 +1,293 @@
+"""What `stillroom bench` commands share: options, and what becomes of a result (print it, keep it, draw it, compare it
+with an earlier one)."""
+
+import tempfile
+from collections import Counter
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stillroom.cli.console import line, note, print_json
+from stillroom.cli.options import expanded
+from stillroom.errors import UsageError
+from stillroom_bench.instrument.noise import CpuTimes, noise_note
+
+if TYPE_CHECKING:
+    from stillroom_bench.instrument.comparison import MetricChange, ResultComparison
+    from stillroom_bench.instrument.report import BenchResult
+
+_began: ContextVar[CpuTimes | None] = ContextVar("began", default=None)
+"""What the machine's CPUs had done when the command began."""
+
+
+def distinct(values: list[Any] | None) -> list[Any] | None:
+    """Callback of options that can be repeated: each value once, and numbers once that arms are named alike by."""
+
+    def key(value: object) -> object:
+        return value.resolve() if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else value
+
+    found: dict[object, Any] = {}
+    for value in values or ():
+        found.setdefault(key(value), value)
+    return values and list(found.values())
+
+
+DatasetsOption = Annotated[
+    list[Path],
+    typer.Option(
+        "--dataset",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        callback=distinct,
+        help="A data set; can be repeated.",
+    ),
+]
+WorkDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--work-dir",
+        metavar="DIR",
+        callback=expanded,
+        help="Where indexes and embeddings are kept; without it, the user's cache folder.",
+    ),
+]
+RepeatOption = Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs per arm, after one to warm up.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of everything that is drawn.")]
+
+
+def _writable(given: Path | None) -> Path | None:
+    """Before hours are spent on measuring; `~` is the user's folder."""
+    path = expanded(given)
+    if path is not None:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder; name a file in it")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error}") from error
+    return path
+
+
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        callback=_writable,
+        help="Keep the result, every sample included, as JSON.",
+    ),
+]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html", metavar="FILE", callback=_writable, help="Write one self-contained page with tables and plots."
+    ),
+]
+
+
+def _comparable(context: typer.Context, old: Path | None) -> Path | None:
+    """Before hours are spent on measuring. Some commands have several benchmarks, told apart by a flag."""
+    if old is not None:
+        from stillroom_bench.instrument.comparison import check_benchmark, load_earlier
+
+        found = load_earlier(old)
+        if not context.command_path.endswith(found.benchmark.partition(" --")[0]):
+            check_benchmark(found, context.command_path)
+    return old
+
+
+def must_compare(old: Path | None, benchmark: str) -> None:
+    """Raises UsageError where the earlier result is another one's of the benchmarks that a command has."""
+    if old is not None:
+        from stillroom_bench.instrument.comparison import check_benchmark, load_earlier
+
+        check_benchmark(load_earlier(old), benchmark)
+
+
+CompareOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--compare",
+        metavar="OLD.json",
+        exists=True,
+        dir_okay=False,
+        callback=_comparable,
+        help="Say what changed since then.",
+    ),
+]
+PeersOption = Annotated[
+    list[str] | None,
+    typer.Option("--peer", metavar="NAME=PYTHON", help="llama.cpp or vllm, and the Python that has it; repeatable."),
+]
+DrawnFromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--dataset",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="Where documents and questions come from; without it, they are drawn.",
+    ),
+]
+LlamaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="A checkpoint's folder, run in bfloat16; without it, random weights of a Llama of 135 million.",
+    ),
+]
+CompanionsOption = Annotated[
+    str,
+    typer.Option(
+        "--companions",
+        metavar="drawn|fixed",
+        help="Documents after the first: each drawn, or the same list whenever the first is the same.",
+    ),
+]
+
+
+def named_pythons(peers: list[str] | None) -> dict[str, str]:
+    """The Python of each peer.
+
+    Raises:
+        UsageError: one is not written as NAME=PYTHON.
+    """
+    found = {}
+    for peer in peers or ():
+        name, separator, python = peer.partition("=")
+        if not separator or not python:
+            raise UsageError(f"--peer {peer} names no Python; write it as --peer {name}=PATH/bin/python")
+        found[name] = python
+    return found
+
+
+def refuse_idle(context: typer.Context, beside: str, *names: str) -> None:
+    """Flags that would do nothing are no part of a call.
+
+    Args:
+        beside: what else was asked for, as a person reads it.
+        names: of parameters.
+
+    Raises:
+        UsageError: one of them was given.
+    """
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name in names and source is not None and source.name != "DEFAULT":
+            raise UsageError(f"{parameter.opts[0]} does nothing {beside}; leave it out")
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Where a result goes."""
+
+    as_json: bool = False
+    output: Path | None = None
+    html: Path | None = None
+    compare: Path | None = None
+
+
+def begin() -> None:
+    """A benchmark begins: remember what the machine's CPUs had done by then."""
+    _began.set(CpuTimes.now())
+
+
+def deliver(result: "BenchResult", to: Delivery) -> None:
+    """Print the result (Markdown, or JSON), and write the files that were asked for.
+
+    Raises:
+        UsageError: the earlier result is another benchmark's.
+        OSError: a file could not be written; the samples are then in the system's folder for temporary files.
+    """
+    from stillroom_bench.instrument.comparison import compare, load_earlier
+
+    result.notes.extend(noise_note(_began.get(), CpuTimes.now()))
+    comparison = None
+    try:
+        comparison = compare(result, load_earlier(to.compare)) if to.compare is not None else None
+        _print(result, to, comparison)
+    finally:  # what was measured is kept although nobody reads it
+        _write(result, to, comparison)
+
+
+def _print(result: "BenchResult", to: Delivery, comparison: "ResultComparison | None") -> None:
+    from stillroom_bench.instrument.report import to_markdown
+
+    if to.as_json:
+        print_json(result.to_json() | _as_json(comparison), indent=None)
+        return
+    line(to_markdown(result))
+    if comparison is not None:
+        _show_changes(comparison, to.compare)
+
+
+def _write(result: "BenchResult", to: Delivery, comparison: "ResultComparison | None") -> None:
+    from stillroom_bench.instrument.html import to_html
+    from stillroom_bench.instrument.report import save
+
+    if to.output is not None:
+        try:
+            save(result, to.output)
+        except OSError:
+            rescued = Path(tempfile.mkdtemp(prefix="stillroom-bench-")) / to.output.name
+            save(result, rescued)
+            note(f"{to.output} cannot be written; kept in {rescued}")
+            raise
+        note(f"kept in {to.output}")
+    if to.html is not None:
+        to.html.write_text(to_html(result, comparison), encoding="utf-8")
+        note(f"page in {to.html}")
+
+
+def _as_json(comparison: "ResultComparison | None") -> dict[str, object]:
+    if comparison is None:
+        return {"changes": [], "warnings": []}
+    return {"changes": [_change_json(one) for one in comparison.changes], "warnings": comparison.warnings}
+
+
+def _change_json(change: "MetricChange") -> dict[str, object]:
+    ratio = change.ratio
+    return {
+        "arm": change.arm,
+        "metric": change.metric,
+        "then": change.then,
+        "now": change.now,
+        "ratio": ratio and ratio.value,
+        "low": ratio and ratio.low,
+        "high": ratio and ratio.high,
+        "adjusted_p": change.adjusted_p,
+        "is_significant": change.is_significant,
+        "is_regression": change.is_regression,
+        "verdict": change.verdict,
+    }
+
+
+def _show_changes(comparison: "ResultComparison", old: Path | None) -> None:
+    from stillroom_bench.instrument.report import format_value
+
+    changes = comparison.changes
+    significant = [change for change in changes if change.is_significant]
+    line(f"Against {old}: {len(significant)} of {len(changes)} figures differ significantly.")
+    for verdict, number in Counter(change.verdict for change in changes if not change.is_significant).items():
+        line(f"  {number}: {verdict}")
+    for warning in comparison.warnings:
+        line(f"  note: {warning}")
+    for change in significant:
+        then, now = format_value(change.metric, change.then), format_value(change.metric, change.now)
+        ratio = "" if change.ratio is None else f"  x {change.ratio}"
+        line(f"  {change.verdict:11}  {change.arm}  {change.metric}  {then} -> {now}{ratio}")
+
+
+def show_run(arm: str, repetition: int) -> None:
+    """Progress: which arm runs now."""
+    note(f"{'warming up' if repetition < 0 else f'run {repetition + 1}'}: {arm}")

@@ -1,0 +1,230 @@
+"""`stillroom bench anywhere`: time to first token when chunks are reused in another order (Cache-Craft 5.4).
+
+Prompts of the same few chunks in ever new orders, through the product's engine: in full, and with chunks placed from
+device, host and disk at several recompute ratios. Then many shuffled questions over more chunks than a prompt has, to
+see whether the gain lasts. A peer gets the same weights and prompts. How to read it: docs/chunk-reuse.md
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stillroom.backends.assembly import kv_shape
+from stillroom.config.settings import ReuseConfig
+from stillroom.core.kv import Tier
+from stillroom.core.prompt import Segment
+from stillroom.errors import UsageError
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.models.decoder import Decoder
+from stillroom.models.loader import load_decoder
+from stillroom_bench.experiments.anywhere_house import (
+    AnywhereScope,
+    EngineFixture,
+    build_house,
+    chunk,
+    keep_elsewhere,
+    question,
+    shuffled_prompt,
+    system,
+)
+from stillroom_bench.experiments.anywhere_peer import Peer
+from stillroom_bench.experiments.anywhere_replies import Answers, Ask, PromptReply, agreement
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom_bench.instrument.report import BenchResult, share_name
+from stillroom_bench.quality.runtime import Shape, write_checkpoint
+
+FULL = "full prefill"
+
+
+def run_anywhere(
+    scope: AnywhereScope,
+    work_dir: Path,
+    *,
+    shape: Shape | None = None,
+    peers: Mapping[str, str] | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Measure everything.
+
+    Args:
+        work_dir: where the checkpoint is kept between runs; KV is written beside it for a while.
+        shape: of the model, random weights; None for 135 million parameters.
+        peers: name (of `anywhere_worker.PEERS`) -> the Python that has it installed.
+
+    Raises:
+        UsageError: a peer is unknown, or cannot keep chunks of this length.
+    """
+    started = [Peer(name, python, work_dir, scope.chunk_tokens) for name, python in (peers or {}).items()]
+    shape, environment = shape or Shape(), record_environment()
+    folder = write_checkpoint(work_dir, shape, scope.dtype, scope.seed)
+    decoder = load_decoder(folder, device="cpu", dtype=scope.dtype)
+    start_with = [str(folder), scope.dtype, str(environment.num_threads)]
+    answers, tables, notes, full_of = Answers(), {}, list[str](), dict[str, str]()
+    with ExitStack() as stack:
+        houses = stack.enter_context(_houses(decoder, scope, work_dir))
+        arms = [Arm(FULL, _run(houses[FULL], scope, answers, FULL, None))]
+        for tier in Tier:
+            for ratio in scope.ratios:
+                name = f"from {tier.label}, {share_name(ratio)} computed again"
+                options = AnywhereOptions(ratio, "question")
+                arms.append(Arm(name, _run(houses[tier.label], scope, answers, name, options, tier)))
+                full_of[name] = FULL
+        for peer in started:
+            on_progress(f"loading {peer.name}")
+            try:
+                peer.start(start_with, _bytes_of_all_prompts(decoder, scope))
+            except UsageError as error:
+                notes.append(f"{peer.name}: left out, {error}")
+                continue
+            stack.callback(peer.close)
+            keep_elsewhere(scope, peer.ask)
+            full_name = f"{peer.name}, {FULL}"
+            arms += [Arm(full_name, _run_peer(peer.ask_in_full, scope, answers, full_name))]
+            arms += [Arm(peer.name, _run_peer(peer.ask, scope, answers, peer.name))]
+            full_of[peer.name] = full_name
+        samples = run_arms(
+            arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at}"), only_own=True
+        )
+    tables["Answers beside a full prefill"] = answers.rows(full_of)
+    if scope.num_lasting:
+        on_progress(f"{scope.num_lasting} shuffled questions over {scope.num_documents} chunks")
+        tables["Shuffled questions, by hundreds"] = _lasting(decoder, scope, work_dir)
+        for peer in (peer for peer in started if peer.name in full_of):
+            on_progress(f"{scope.num_lasting} shuffled questions to {peer.name}")
+            try:
+                peer.start(start_with, 2 * _lasting_bytes(decoder, scope))
+                rows = _shuffled(scope, peer.ask, peer.ask_in_full, kept="tokens it had kept")
+                tables[f"Shuffled questions to {peer.name}"] = rows
+            except UsageError as error:
+                notes.append(f"{peer.name}: shuffled questions left out, {error}")
+            finally:
+                peer.close()
+    parameters = {
+        "num_chunks": scope.num_chunks,
+        "chunk_tokens": scope.chunk_tokens,
+        "question_tokens": scope.question_tokens,
+        "num_lasting": scope.num_lasting,
+        "num_documents": scope.num_documents,
+        "repeat": scope.repeat,
+        "seed": scope.seed,
+        "dtype": scope.dtype,
+        "num_parameters": shape.layer_parameters + shape.vocab_size * shape.hidden_size,
+    }
+    return BenchResult("stillroom bench anywhere", environment, parameters, samples, FULL, notes=notes, tables=tables)
+
+
+@contextmanager
+def _houses(decoder: Decoder, scope: AnywhereScope, work_dir: Path) -> Iterator[dict[str, EngineFixture]]:
+    """One for each tier that chunks come from, each with the chunks there, and one that keeps nothing."""
+    room = 4 * (scope.prompt_tokens + 16 * (scope.num_chunks + 2))
+    with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
+        anywhere = ReuseConfig(mode="anywhere", audit_share=0.0, load="always")
+        houses = {
+            FULL: build_house(decoder, scope, ReuseConfig(mode="off"), None, room),
+            Tier.DEVICE.label: build_house(decoder, scope, anywhere, None, room),
+            Tier.HOST.label: build_house(decoder, scope, anywhere, None, room),
+            Tier.DISK.label: build_house(decoder, scope, replace(anywhere, host_bytes=0), Path(scratch), room),
+        }
+        for house in houses.values():
+            house.allow(None)
+            keep_elsewhere(scope, house.ask)
+        yield houses
+        for house in houses.values():
+            house.cache.close()
+
+
+def _run(
+    house: EngineFixture,
+    scope: AnywhereScope,
+    answers: Answers,
+    name: str,
+    options: AnywhereOptions | None,
+    tier: Tier | None = None,
+) -> Callable[[int], Metrics]:
+    def run(repetition: int) -> Metrics:
+        house.allow(options)
+        if tier not in (None, Tier.DEVICE):
+            house.leave_device()
+        reply = house.ask(shuffled_prompt(scope, repetition))
+        assert reply.sources == {tier}, f"chunks came from {reply.sources}, not from {tier}"
+        answers.add(name, repetition, reply)
+        return {"ttft_seconds": reply.seconds, "recomputed_tokens": reply.num_recomputed}
+
+    return run
+
+
+def _run_peer(ask: Ask, scope: AnywhereScope, answers: Answers, name: str) -> Callable[[int], Metrics]:
+    def run(repetition: int) -> Metrics:
+        reply = ask(shuffled_prompt(scope, repetition))
+        answers.add(name, repetition, reply)
+        return {"ttft_seconds": reply.seconds, "kept_tokens": reply.num_cached}
+
+    return run
+
+
+def _bytes_of_all_prompts(decoder: Decoder, scope: AnywhereScope) -> int:
+    """KV of all that a peer is asked before shuffled questions: it keeps a chunk once for each beginning before it."""
+    num_prompts = scope.num_chunks + 1 + scope.repeat
+    return num_prompts * scope.prompt_tokens * kv_shape(decoder).bytes_per_token
+
+
+def _lasting_bytes(decoder: Decoder, scope: AnywhereScope) -> int:
+    """KV of all documents, each once."""
+    return scope.num_documents * scope.chunk_tokens * kv_shape(decoder).bytes_per_token
+
+
+def _lasting(decoder: Decoder, scope: AnywhereScope, work_dir: Path) -> list[dict[str, Any]]:
+    """Each question draws its chunks anew; device, host and disk together hold each chunk about twice."""
+    total = _lasting_bytes(decoder, scope)
+    with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
+        reuse = ReuseConfig(mode="anywhere", audit_share=0.0, host_bytes=total, disk_bytes=total)
+        house = build_house(decoder, scope, reuse, Path(scratch), 4 * scope.prompt_tokens + 600)
+        off = build_house(decoder, scope, ReuseConfig(mode="off"), None, 2 * scope.prompt_tokens)
+
+        def ask_and_tend(segments: Sequence[Segment]) -> PromptReply:
+            reply = house.ask(segments)
+            while house.engine.tend():  # as between requests
+                pass
+            return reply
+
+        rows = _shuffled(scope, ask_and_tend, off.ask)
+        house.cache.close()
+    return rows
+
+
+def _shuffled(
+    scope: AnywhereScope, ask: Ask, ask_in_full: Ask, kept: str = "tokens not computed"
+) -> list[dict[str, Any]]:
+    """A row for each hundred questions; every tenth is asked in full too."""
+    rng = np.random.default_rng(scope.seed)
+    rows: list[dict[str, Any]] = []
+    found: list[PromptReply] = []
+    pairs: list[tuple[PromptReply, PromptReply]] = []
+    for number in range(scope.num_lasting):
+        chosen = rng.choice(scope.num_documents, scope.num_chunks, replace=False).tolist()
+        prompt = [system(scope), *(chunk(scope, one) for one in chosen), question(scope, number)]
+        found.append(ask(prompt))
+        if number % 10 == 0:
+            pairs.append((ask_in_full(prompt), found[-1]))
+        if (number + 1) % 100 == 0 or number + 1 == scope.num_lasting:
+            seconds = float(np.median([reply.seconds for reply in found]))
+            full = float(np.median([reply.seconds for reply, _ in pairs]))
+            num_cached = sum(reply.num_cached for reply in found)
+            rows.append(
+                {
+                    "questions": f"to {number + 1}",
+                    "full prefill, median s": f"{full:.3f}",
+                    "median s": f"{seconds:.3f}",
+                    "times faster": f"{full / seconds:.2f}",
+                    kept: f"{num_cached / (len(found) * scope.prompt_tokens):.1%}",
+                }
+                | agreement(pairs)
+            )
+            found, pairs = [], []
+    return rows

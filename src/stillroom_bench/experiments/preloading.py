@@ -1,0 +1,206 @@
+"""`stillroom bench preloading`: what loading chunks adds to the time to first token (Cache-Craft 5.4, Figure 29).
+
+The same prompts as in `bench anywhere`, their chunks on the device, on the host, or on disk in files that the system
+has in memory (warm) or not (cold); loaded at once, read ahead, copied by layers, or both; by a request that finds
+nobody before it, and by one that waits for another one's prefill. How to read it: docs/chunk-reuse.md
+"""
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from stillroom.backends.assembly import kv_shape
+from stillroom.config.settings import ReuseConfig
+from stillroom.core.kv import Tier
+from stillroom.kvcache.chunk_reuse.layer_preloading import preload_depth, timeline
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.tree.cost_model import linear_profile
+from stillroom.kvstore.files import record_paths
+from stillroom.models.decoder import Decoder
+from stillroom.models.loader import load_decoder
+from stillroom_bench.experiments.anywhere_house import (
+    AnywhereScope,
+    EngineFixture,
+    build_house,
+    keep_elsewhere,
+    question,
+    shuffled_prompt,
+)
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms
+from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.quality.runtime import Shape, write_checkpoint
+
+FROM_DEVICE = "from device"
+_METRIC = "ttft_seconds"
+_ANY_PROFILE = linear_profile(1e-3, 1e-4, 1e-7)
+"""Whatever is kept is loaded, so nothing depends on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How KV is brought to the device."""
+
+    label: str
+    reads_ahead: bool = False
+    by_layers: bool = False
+
+
+WAYS = (Way("at once"), Way("read ahead", True), Way("by layers", False, True), Way("both", True, True))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where chunks are."""
+
+    label: str
+    tier: Tier
+    is_cold: bool = False
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Those that may differ: only from disk is anything read."""
+        return WAYS if self.tier is Tier.DISK else tuple(way for way in WAYS if not way.reads_ahead)
+
+
+PLACES = (
+    Place(FROM_DEVICE, Tier.DEVICE),
+    Place("from host", Tier.HOST),
+    Place("from warm disk", Tier.DISK),
+    Place("from cold disk", Tier.DISK, is_cold=True),
+)
+Moment = Literal["idle", "waiting"]
+
+
+def run_preloading(
+    scope: AnywhereScope,
+    work_dir: Path,
+    *,
+    shape: Shape | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Measure everything; arguments as of `run_anywhere`. Of the ratios, the first is used."""
+    environment = record_environment()
+    shape = shape or Shape()
+    decoder = load_decoder(write_checkpoint(work_dir, shape, scope.dtype, scope.seed), device="cpu", dtype=scope.dtype)
+    moments: tuple[Moment, ...] = ("idle", "waiting")
+    with _houses(decoder, scope, work_dir) as houses:
+        arms = [
+            Arm(_name(moment, place, way), _ask(houses[way, place.tier], scope, place, moment))
+            for moment in moments
+            for place in PLACES
+            for way in place.ways
+        ]
+        samples = run_arms(
+            arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at}"), only_own=True
+        )
+    parameters = {
+        "num_chunks": scope.num_chunks,
+        "chunk_tokens": scope.chunk_tokens,
+        "question_tokens": scope.question_tokens,
+        "recompute_ratio": scope.ratios[0],
+        "repeat": scope.repeat,
+        "seed": scope.seed,
+        "dtype": scope.dtype,
+        "num_parameters": shape.layer_parameters + shape.vocab_size * shape.hidden_size,
+        "kv_bytes": kv_shape(decoder).bytes_per_token * scope.num_chunks * scope.chunk_tokens,
+    }
+    tables = {"What loading adds, seconds": _overheads(samples, moments, shape.num_layers)}
+    baseline = f"{FROM_DEVICE}, {WAYS[0].label}"
+    return BenchResult("stillroom bench preloading", environment, parameters, samples, baseline, tables=tables)
+
+
+def _name(moment: Moment, place: Place, way: Way) -> str:
+    return f"{moment}/{place.label}, {way.label}"
+
+
+@contextmanager
+def _houses(
+    decoder: Decoder, scope: AnywhereScope, work_dir: Path
+) -> Iterator[Mapping[tuple[Way, Tier], EngineFixture]]:
+    """By way, and where chunks go when they leave the device. One request runs at a time."""
+    room = 4 * (scope.prompt_tokens + 16 * (scope.num_chunks + 2))
+    houses = {}
+    with tempfile.TemporaryDirectory(dir=work_dir) as scratch, contextlib.ExitStack() as stack:
+        for way in WAYS:
+            reuse = ReuseConfig(
+                mode="anywhere",
+                audit_share=0.0,
+                load="always",
+                tail_blocks=10_000,  # nothing is kept of the prompts that others wait for
+                preload="layers" if way.by_layers else "off",
+            )
+            if not way.reads_ahead:
+                reuse = replace(reuse, prefetch_bytes=0)
+            for tier in {place.tier for place in PLACES if way in place.ways}:
+                own = replace(reuse, host_bytes=0) if tier is Tier.DISK else reuse
+                folder = Path(scratch) / way.label if tier is Tier.DISK else None
+                house = houses[way, tier] = build_house(
+                    decoder, scope, own, folder, room, max_num_seqs=1, profile=_ANY_PROFILE
+                )
+                stack.callback(house.cache.close)
+                house.allow(None)
+                keep_elsewhere(scope, house.ask)
+                house.allow(AnywhereOptions(scope.ratios[0], "question"))
+        yield houses
+
+
+def _ask(house: EngineFixture, scope: AnywhereScope, place: Place, moment: Moment) -> Callable[[int], Metrics]:
+    def run(repetition: int) -> Metrics:
+        prompt = shuffled_prompt(scope, repetition)
+        if place.tier is not Tier.DEVICE:
+            house.leave_device()
+        if place.is_cold:
+            _forget_files(house)
+        if moment == "idle":
+            reply = house.ask(prompt)
+        else:
+            long = replace(scope, question_tokens=scope.prompt_tokens // 2)
+            house.submit([question(long, 2000 + repetition)], num_tokens=1)
+            house.submit(prompt)
+            while not house.engine.step():  # until the one before has its token
+                pass
+            reply = house.finish(time.perf_counter())
+        assert reply.sources == {place.tier}, f"chunks came from {reply.sources}, not from {place.label}"
+        return {_METRIC: reply.seconds}
+
+    return run
+
+
+def _forget_files(house: EngineFixture) -> None:
+    """Have the system drop the records from its memory, where it can (Linux)."""
+    assert house.cache.tiers is not None and house.cache.tiers.disk is not None
+    for path in record_paths(house.cache.tiers.disk.folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _overheads(samples: Samples, moments: tuple[Moment, ...], num_layers: int) -> list[dict[str, Any]]:
+    """Medians less that of chunks on the device; and what Eq. 16 makes of the plain load."""
+    rows = []
+    for moment in moments:
+
+        def median(place: Place, way: Way, moment: Moment = moment) -> float:
+            return float(np.median(samples.of(_name(moment, place, way), _METRIC)))
+
+        computing = median(PLACES[0], WAYS[0])
+        for place in PLACES[1:]:
+            loading = max(median(place, WAYS[0]) - computing, 0.0)
+            depth = preload_depth(num_layers, computing, loading)
+            layers = [[seconds / num_layers] * num_layers for seconds in (loading, computing)]
+            ideal = timeline(layers[0], layers[1], depth, is_eager=True).finished[-1] - computing
+            row = {"moment": moment, "chunks": place.label}
+            row |= {way.label: f"{median(place, way) - computing:.4f}" if way in place.ways else "" for way in WAYS}
+            rows.append(row | {"Eq. 16 depth": depth, "with ideal overlap": f"{ideal:.4f}"})
+    return rows

@@ -1,0 +1,285 @@
+"""`stillroom bench reuse`: time to first token against request rate, as RAGCache's Figures 13 to 15.
+
+Arms, each in a process of its own (`reuse_worker.py`): our engine without reuse, with what prefix caching gives, with
+three tiers, and if asked for with reuse anywhere; and vLLM and llama.cpp on the same prompts at the same moments. One
+arm runs at a time, the others are stopped, and at every rate they take turns forward and backward. An arm that is
+overloaded is not asked for more.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stillroom.errors import UsageError
+from stillroom.planner.simulation.arrivals import Draw, arrivals_of
+from stillroom.planner.simulation.stepped_engine import Prompt
+from stillroom_bench.experiments.reuse_engine import ARMS, DEFAULT_ARMS
+from stillroom_bench.experiments.reuse_figures import OFF, UNLOADED, Figures, LoadCell
+from stillroom_bench.experiments.reuse_index import LEAST_VECTORS, Searchable, searchable
+from stillroom_bench.experiments.reuse_worker import PEERS
+from stillroom_bench.instrument.environment import Environment, record_environment
+from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.instrument.worker import WorkerProcess
+from stillroom_bench.loads.reuse_traffic import (
+    CURVES,
+    MAX_SEQS,
+    Budget,
+    Companions,
+    Pool,
+    ReuseTraffic,
+    budget_for,
+    pool_for,
+)
+from stillroom_bench.quality.runtime import Shape, write_checkpoint
+from stillroom_bench.quality.runtime_worker import MAX_TOKENS
+
+_WORKER = Path(__file__).parent / "reuse_worker.py"
+_STEP_TOKENS = 512
+"""Token budget of one step, ours and the peers'."""
+_KEEPS_NOTHING = ("off", "llama.cpp")
+_NUM_FIRST = 3
+"""Of the requests to warm up with, what arms are sent that keep nothing, or only the last prompt."""
+_NOTES = (
+    "Times are from the moment a request is due to its first token.",
+    "Rates are multiples of what `off` serves one request after the other; an overloaded arm is sent no higher one.",
+    "Samples are single requests: CV and class say how unequally they were served, not how well figures repeat.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseOptions:
+    """What is measured, and how long."""
+
+    curves: Sequence[str] = ("mmlu",)
+    ks: Sequence[int] = (2,)
+    """Documents per prompt."""
+    rates: Sequence[float] = (0.3, 0.6, 0.9, 1.3, 2.0, 3.0)
+    """Times what `off` serves one request after the other."""
+    num_requests: int = 25
+    """At each rate."""
+    num_warm: int = 80
+    """Requests before the first that counts, one after the other."""
+    num_documents: int = 300
+    companions: Companions = "drawn"
+    max_tokens: int = 1
+    num_vectors: int = 0
+    """Of a FAISS index that is searched before each prompt; 0: prompts come without a search."""
+    slo_ttft: float = 1.0
+    """Seconds to the first token within which a request counts for the goodput."""
+    repeat: int = 2
+    seed: int = 0
+    arms: Sequence[str] = DEFAULT_ARMS
+    """Of our engine."""
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.arms) - set(ARMS):
+            raise UsageError(f"unknown arms {', '.join(sorted(unknown))}; known are {', '.join(ARMS)}")
+        if OFF not in self.arms:
+            raise UsageError(f"rates are multiples of what `{OFF}` serves; add --arm {OFF}")
+        if unknown := set(self.curves) - set(CURVES):
+            raise UsageError(f"unknown curves {', '.join(sorted(unknown))}; known are {', '.join(CURVES)}")
+        if not self.rates or min(self.rates) <= 0:
+            raise UsageError("rates are positive numbers, times what is served without reuse")
+        if 0 < self.num_vectors < LEAST_VECTORS:
+            raise UsageError(f"--search {self.num_vectors:,} is too small an index; take {LEAST_VECTORS:,} or more")
+        if self.slo_ttft <= 0:
+            raise UsageError("--slo-ttft is a positive number of seconds")
+
+
+@dataclass(slots=True)
+class _ReuseRun:
+    options: ReuseOptions
+    environment: Environment
+    folder: Path
+    """Of the checkpoint."""
+    pool: Pool
+    draw: Draw
+    say: Callable[[str], None]
+    figures: Figures
+    index: Searchable | None = None
+    """What is searched before each prompt."""
+    budgets: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
+    work_dir: Path,
+    *,
+    options: ReuseOptions | None = None,
+    dataset: Path | None = None,
+    model: Path | None = None,
+    arrivals: Path | None = None,
+    peers: Mapping[str, str] | None = None,
+    shape: Shape | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Measure everything.
+
+    Args:
+        work_dir: where the checkpoint is kept between runs, and KV while it is measured.
+        dataset: in BEIR layout; None draws documents and questions.
+        model: a checkpoint's folder with its tokenizer; None takes random weights of `shape`.
+        arrivals: a trace to take the moments of requests from; None: a Poisson process.
+        peers: name (of `reuse_worker.PEERS`) -> the Python that has it installed.
+
+    Raises:
+        UsageError: an option is impossible, or prompts are longer than the model takes.
+        DocumentError: a line of the data set cannot be read.
+    """
+    options, peers = options or ReuseOptions(), peers or {}
+    if unknown := set(peers) - set(PEERS):
+        raise UsageError(f"unknown peers {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
+    draw = arrivals_of(arrivals)
+    work_dir.mkdir(parents=True, exist_ok=True)
+    folder = model or write_checkpoint(work_dir, shape or Shape(), "bfloat16", 0)
+    pool = pool_for(folder, model is not None, dataset, options.num_documents, options.seed)
+    figures = Figures(options.slo_ttft, options.max_tokens)
+    run = _ReuseRun(options, record_environment(), folder, pool, draw, on_progress, figures)
+    if options.num_vectors:
+        run.index = searchable(work_dir, options.num_vectors, on_progress)
+    for k in options.ks:
+        traffics = [ReuseTraffic(pool, curve, k, options.companions, options.seed) for curve in options.curves]
+        budget = _budget(run, k, traffics)
+        with _started(run, peers, budget, work_dir) as workers:
+            for traffic in traffics:
+                _measure(run, workers, traffic)
+            run.figures.add_memory(k, {worker.name: worker.peak_rss_bytes for worker in workers})
+    sources = {
+        "dataset": dataset.name if dataset else "made",
+        "model": folder.name,
+        "arrivals": arrivals.name if arrivals else "poisson",
+    }
+    return _result(run, sources)
+
+
+def _result(run: _ReuseRun, sources: Mapping[str, str]) -> BenchResult:
+    lengths = [len(document) for document in run.pool.documents]
+    parameters = {
+        **asdict(run.options),
+        **sources,
+        "mean_document_tokens": sum(lengths) / len(lengths),
+        "max_num_seqs": MAX_SEQS,
+        "max_num_batched_tokens": _STEP_TOKENS,
+    }
+    tables = run.figures.tables() | {"room for KV, in tokens": run.budgets}
+    return BenchResult(
+        "stillroom bench reuse",
+        run.environment,
+        parameters,
+        run.figures.samples(),
+        OFF,
+        notes=[*_NOTES, *run.notes],
+        tables=tables,
+        sample_of="request",
+    )
+
+
+def _prompts(run: _ReuseRun, traffic: ReuseTraffic, repetition: int) -> list[Prompt]:
+    """All that one repetition sends, in order: to warm up, one after the other, then at each rate."""
+    options = run.options
+    return traffic.prompts(options.num_warm + (1 + len(options.rates)) * options.num_requests, repetition)
+
+
+def _budget(run: _ReuseRun, k: int, traffics: Sequence[ReuseTraffic]) -> Budget:
+    prompts = [
+        prompt for traffic in traffics for at in range(run.options.repeat) for prompt in _prompts(run, traffic, at)
+    ]
+    budget = budget_for(run.pool, prompts, run.options.max_tokens)
+    if budget.longest > MAX_TOKENS:
+        raise UsageError(f"prompts of {budget.longest} tokens are too long; the model takes {MAX_TOKENS}; lower --k")
+    run.budgets.append({"k": k, **asdict(budget)})
+    return budget
+
+
+@contextlib.contextmanager
+def _started(run: _ReuseRun, peers: Mapping[str, str], budget: Budget, work_dir: Path) -> Iterator[list[WorkerProcess]]:
+    """All arms that start; a note for each that does not."""
+    workers: list[WorkerProcess] = []
+    with tempfile.TemporaryDirectory(dir=work_dir, prefix="reuse-") as scratch:
+        settings = {
+            **asdict(budget),
+            "max_seqs": MAX_SEQS,
+            "step_tokens": _STEP_TOKENS,
+            "max_tokens": run.options.max_tokens,
+            "scratch": scratch,
+            "index": run.index.file if run.index else "",
+            "nprobe": run.index.nprobe if run.index else 0,
+        }
+        try:
+            for name, python in {**dict.fromkeys(run.options.arms, sys.executable), **peers}.items():
+                run.say(f"loading {name}")
+                command = [python, str(_WORKER), name, str(run.folder)]
+                command += [str(run.environment.num_threads), json.dumps(settings)]
+                worker = WorkerProcess(name, command, work_dir / f"reuse-{name}.log")
+                workers.append(worker)
+                try:
+                    run.say(f"{name} loaded in {worker.wait():.1f} s")
+                except UsageError as error:
+                    _leave_out(run, workers, worker, error)
+            yield workers
+        finally:
+            for worker in workers:
+                worker.close()
+
+
+def _leave_out(run: _ReuseRun, workers: list[WorkerProcess], worker: WorkerProcess, error: UsageError) -> None:
+    """Go on without a peer; without one of our own arms there is nothing to say."""
+    if worker.name in ARMS:
+        raise error
+    workers.remove(worker)
+    worker.close()
+    run.say(f"{worker.name}: left out, {error}")
+    run.notes.append(f"{worker.name}: left out, {error}")
+
+
+def _measure(run: _ReuseRun, workers: list[WorkerProcess], traffic: ReuseTraffic) -> None:
+    """All rates on one curve with one k, several times, each time with fresh caches and other requests."""
+    options, figures = run.options, run.figures
+    for repetition in range(options.repeat):
+        prompts = _prompts(run, traffic, repetition)
+        _warm(run, workers, prompts[: options.num_warm])
+        rates = (UNLOADED, *sorted(options.rates))
+        for number, rate in enumerate(rates):
+            first = options.num_warm + number * options.num_requests
+            own = prompts[first : first + options.num_requests]
+            if rate == UNLOADED:
+                dues = None
+            else:
+                per_second = rate * figures.service_rate(traffic.curve, traffic.k)
+                dues = run.draw(options.num_requests, per_second, [options.seed, 6, repetition, number])
+            for worker in list(workers if (repetition + number) % 2 == 0 else reversed(workers)):
+                cell = LoadCell(traffic.curve, traffic.k, rate, worker.name)
+                if figures.is_asked(cell, rates[number - 1] if number else None, repetition):
+                    run.say(f"{cell.group}/{cell.arm}, run {repetition + 1}")
+                    answer = _ask(run, workers, worker, own, dues)
+                    if answer is not None:
+                        figures.add(cell, repetition, own, answer)
+
+
+def _warm(run: _ReuseRun, workers: list[WorkerProcess], prompts: Sequence[Prompt]) -> None:
+    for worker in list(workers):
+        run.say(f"warming up {worker.name}")
+        count = _NUM_FIRST if worker.name in _KEEPS_NOTHING else len(prompts)
+        _ask(run, workers, worker, prompts[:count], None, is_first=True)
+
+
+def _ask(
+    run: _ReuseRun,
+    workers: list[WorkerProcess],
+    worker: WorkerProcess,
+    prompts: Sequence[Prompt],
+    dues: Sequence[float] | None,
+    *,
+    is_first: bool = False,
+) -> dict[str, Any] | None:
+    """The worker's times; None if it died of it, and is left out from now on."""
+    try:
+        return worker.ask({"is_first": is_first, "prompts": prompts, "dues": dues})
+    except UsageError as error:
+        _leave_out(run, workers, worker, error)
+        return None

@@ -1,0 +1,38 @@
+"""The FAISS index that `stillroom bench reuse --search` searches before each prompt."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import faiss as _faiss
+
+from stillroom_bench.experiments.tiered import TieredScope, made_lists
+
+faiss: Any = _faiss  # its type information lacks what is made at import
+
+LEAST_VECTORS = 20_000
+"""Of an index that codes of 8 bits can be trained for."""
+_SHARE_PROBED = 8
+"""One list in so many is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Searchable:
+    """An index in its file."""
+
+    file: str
+    nprobe: int
+
+
+def searchable(work_dir: Path, size: int, on_progress: Callable[[str], None]) -> Searchable:
+    """An IVF-PQ index of so many made vectors, kept between runs."""
+    nlist = min(round(4 * size**0.5), size // 39)
+    file = work_dir / f"vectors-{size}.ivf"
+    if not file.exists():
+        on_progress(f"indexing {size:,} vectors")
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        faiss.write_index(made_lists(TieredScope(size=size, nlist=nlist), on_progress), str(temporary))
+        temporary.replace(file)
+    return Searchable(str(file), max(1, nlist // _SHARE_PROBED))

@@ -1,0 +1,188 @@
+"""One arm of `stillroom bench reuse` in a process of its own: answers JSON lines on standard input, a line each.
+
+Runs as a script under the Python that has the runtime installed, so it imports nothing of Stillroom before it is asked
+to. How requests are sent and timed: `rag.simulation.driving`, which is loaded by its path.
+
+    python reuse_worker.py NAME MODEL_FOLDER NUM_THREADS SETTINGS_JSON
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stillroom.planner.simulation.driving import DrivenRuntime, Stepped
+
+
+class VllmReuse:
+    """The offline engine in this process with automatic prefix caching, stepped by hand."""
+
+    def __init__(self, name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # overridden below
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_threads - 1}")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        import vllm
+
+        block_size = 32  # the smallest it takes on a CPU
+        room = settings["plenty" if name == "vllm plenty" else "device"]
+        model = vllm.LLM(
+            model=str(folder),
+            dtype="bfloat16",
+            block_size=block_size,
+            max_model_len=settings["longest"],
+            max_num_seqs=settings["max_seqs"],
+            max_num_batched_tokens=settings["step_tokens"],
+            num_gpu_blocks_override=1 + room // block_size,  # one of them it never uses
+            skip_tokenizer_init=True,
+            enable_prefix_caching=True,
+        )
+        self.engine: Any = model.llm_engine
+        num_tokens = settings["max_tokens"]
+        self.parameters = vllm.SamplingParams(
+            temperature=0.0, min_tokens=num_tokens, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+        self.begun: set[str] = set()
+
+    def reset(self) -> None:
+        assert self.engine.reset_prefix_cache()
+        self.begun.clear()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.engine.has_unfinished_requests())
+
+    def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
+        self.begun.discard(str(number))
+        self.engine.add_request(str(number), {"prompt_token_ids": joined(prompt)}, self.parameters)
+
+    def step(self) -> "Stepped":
+        outputs = self.engine.step()
+        new = [
+            output
+            for output in outputs
+            if output.request_id not in self.begun and output.outputs and output.outputs[0].token_ids
+        ]
+        self.begun.update(output.request_id for output in new)
+        firsts = [(int(output.request_id), [output.num_cached_tokens or 0, 0, 0]) for output in new]
+        return firsts, [int(output.request_id) for output in outputs if output.finished]
+
+    def tend(self) -> bool:
+        return False
+
+
+class LlamaCppReuse:
+    """The C interface as its server uses it with `cache_prompt` and one slot: one request after the other, and the
+    context goes on from where the next prompt and the last one part."""
+
+    def __init__(self, name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> None:
+        runtimes = sibling("runtime_worker")
+        self.inner: Any = runtimes.LlamaCppReuse(folder, "bfloat16", num_threads)
+        self.num_tokens: int = settings["max_tokens"]
+        self.queue: deque[tuple[int, list[int]]] = deque()
+        self.kept: list[int] = []
+        self.current, self.next_token, self.num_left = 0, 0, 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.kept = []
+        self._cut(0)
+
+    def _cut(self, length: int) -> None:
+        api = self.inner.api
+        assert api.llama_memory_seq_rm(api.llama_get_memory(self.inner.context), -1, length, -1)
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_left > 0 or bool(self.queue)
+
+    def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
+        self.queue.append((number, joined(prompt)))
+
+    def step(self) -> "Stepped":
+        if self.num_left:
+            self.kept.append(self.next_token)
+            self.next_token = self.inner._next([self.next_token])
+            self.num_left -= 1
+            return [], self._ended()
+        number, tokens = self.queue.popleft()
+        num_cached = min(common_prefix(tokens, self.kept), len(tokens) - 1)
+        self._cut(num_cached)
+        self.next_token = self.inner._next(tokens[num_cached:])
+        self.current, self.kept, self.num_left = number, tokens, self.num_tokens - 1
+        return [(number, [num_cached, 0, 0])], self._ended()
+
+    def _ended(self) -> list[int]:
+        return [] if self.num_left else [self.current]
+
+    def tend(self) -> bool:
+        return False
+
+
+def joined(prompt: Sequence[Sequence[int]]) -> list[int]:
+    """As one text: other runtimes know no parts."""
+    return [token for part in prompt for token in part]
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    limit = min(len(one), len(other))
+    return next((at for at in range(limit) if one[at] != other[at]), limit)
+
+
+def sibling(name: str) -> Any:
+    """Another script of this folder, which is not on the path: our `statistics` is not the library's."""
+    return script(Path(__file__).with_name(f"{name}.py"))
+
+
+def script(path: Path) -> Any:
+    """A file that imports nothing of Stillroom, as a module."""
+    spec = importlib.util.spec_from_file_location(f"sibling_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _ours(name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> "DrivenRuntime":
+    from stillroom_bench.experiments.reuse_engine import OurRuntime
+
+    return OurRuntime(name, folder, settings, num_threads)
+
+
+PEERS: dict[str, Callable[[str, Path, dict[str, Any], int], "DrivenRuntime"]] = {
+    "vllm": VllmReuse,
+    "vllm plenty": VllmReuse,
+    "llama.cpp": LlamaCppReuse,
+}
+
+
+def serve(name: str, folder: Path, num_threads: int, settings: dict[str, Any]) -> None:
+    """Load, say so, then answer until the input ends."""
+    drive = script(Path(__file__).parents[1] / "rag" / "simulation" / "driving.py").drive
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not stand between the answers
+    peak_rss_bytes = sibling("runtime_worker").peak_rss_bytes
+    began, cores = time.perf_counter(), os.sched_getaffinity(0)
+    runtime = PEERS.get(name, _ours)(name, folder, settings, num_threads)
+    if settings["index"]:
+        searches = sibling("reuse_search")
+        search = searches.FaissSearch(settings["index"], settings["nprobe"], cores)
+        runtime = searches.Searched(runtime, search)
+    print(json.dumps({"load_seconds": time.perf_counter() - began}), file=answers, flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        if question["is_first"]:
+            runtime.reset()
+        found = drive(runtime, question["prompts"], question["dues"])
+        print(json.dumps(found | {"peak_rss_bytes": peak_rss_bytes()}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

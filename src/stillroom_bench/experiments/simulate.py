@@ -1,0 +1,291 @@
+"""`stillroom bench simulate`: RAGCache's Figures 13 to 19 and Tables 2 to 4, and Cache-Craft's Figure 22, as ratios
+between arms, with the paper's number beside ours.
+
+The product's engine, scheduler, tree and policies run on modelled machines (`machines.py`) under a clock of their own,
+so all but the scheduling time repeats to the last digit. How to read it: docs/simulate-bench.md
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from stillroom.config.settings import EvictionPolicy, ReuseConfig
+from stillroom.errors import UsageError
+from stillroom.planner.simulation.stepped_engine import EnginePolicy
+from stillroom_bench.experiments.machines import load_machine
+from stillroom_bench.experiments.reuse_figures import sustained_rate
+from stillroom_bench.experiments.simulate_speculation import speculation
+from stillroom_bench.experiments.simulated_cases import (
+    QUESTION_TOKENS,
+    SGLANG,
+    SYSTEM_TOKENS,
+    VLLM,
+    Case,
+    Say,
+    SimulateOptions,
+    Tables,
+    plant_of,
+    ragcache_case,
+)
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.loads.reuse_traffic import Pool, ReuseTraffic
+
+GIB = 2**30
+RATES = (0.2, 0.5, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.2, 4.0)
+"""Times what an engine that keeps nothing serves one request after the other."""
+MODERATE = 0.67
+"""RAGCache's 0.8 requests per second (7.3): it sustains slightly less than 2.5, up to 2.1 times what vLLM does:
+0.8 / (2.5 / 2.1)."""
+_OVERLOAD = 5.0
+_NOTES = (
+    "Simulated: the product's engine, scheduler, tree and policies on a modelled machine; no model runs.",
+    "Rates are multiples of what an engine that keeps nothing serves one request after the other.",
+    "Of speculative pipelining, search times (RAGCache Table 3) and how early lists are final (our index) are given.",
+)
+
+
+Papers = Mapping[str, tuple[str, str]]
+"""By baseline, how many times RAGCache's its time to first token is, and how many times its rate RAGCache sustains."""
+_FIGURE_13: Papers = {"vllm": ("1.2 to 4", "1.3 to 2.1"), "sglang": ("1.1 to 3.5", "1.2 to 1.8")}
+_FIGURE_15: Papers = {"vllm": ("1.7 to 3.1", ""), "sglang": ("1.2 to 2.5", "")}
+_FIGURE_16: Papers = {"vllm": ("1.4 to 2.1 at low rates", ""), "sglang": ("1.2 to 2.6", "")}
+
+
+def _compared(case: Case, load: str, papers: Papers, say: Say) -> Tables:
+    """The four systems at all rates (Figures 13 to 16)."""
+    service = case.service_rate()
+    rates = [rate * service for rate in RATES]
+    arms = {"vllm": VLLM, "sglang": SGLANG, "ragcache": case.ragcache(), "ours": case.ours()}
+    found = {}
+    for name, system in arms.items():
+        say(f"{load}, {name}")
+        found[name] = case.run(system, rates)
+    sustained = {
+        name: sustained_rate(
+            [(rate, one.mean) for rate, one in zip(rates, ones, strict=True)], _OVERLOAD * ones[0].mean
+        )
+        for name, ones in found.items()
+    }
+    rows: list[dict[str, Any]] = []
+    for at, rate in enumerate(RATES):
+        row: dict[str, Any] = {"load": load, "rate": f"{rate:g}x", "requests/s": rates[at]}
+        row |= {f"{name} s": outcomes[at].mean for name, outcomes in found.items()}
+        for other in papers:
+            is_overloaded = rates[at] > sustained[other]
+            for name in ("ragcache", "ours"):
+                ratio = found[other][at].mean / found[name][at].mean
+                row[f"{other} / {name}"] = "overload" if is_overloaded else ratio
+        hits = {name: outcomes[at].hit_rate for name, outcomes in found.items() if name != "vllm"}
+        rows.append(row | {f"{name} hits": f"{share:.0%}" for name, share in hits.items()})
+    summary = []
+    for other, (paper, more) in papers.items():
+        within = [at for at, rate in enumerate(rates) if rate <= max(sustained[other], rates[0])]
+        for name in ("ragcache", "ours"):
+            ratios = [found[other][at].mean / found[name][at].mean for at in within]
+            at_least = "" if sustained[name] < rates[-1] else "at least "
+            summary.append(
+                {
+                    "load": load,
+                    "ratio": f"{other} / {name}",
+                    "time to first token": f"{min(ratios):.2f} to {max(ratios):.2f}",
+                    "paper": paper,
+                    "sustained": f"{at_least}{sustained[name] / sustained[other]:.2f}",
+                    "paper sustained": more,
+                }
+            )
+    return {"Ratios where the slower one is not overloaded": summary, "Mean time to first token": rows}
+
+
+def _joined(tables: Sequence[Tables], prefix: str) -> Tables:
+    names = dict.fromkeys(name for one in tables for name in one)
+    return {f"{prefix}: {name[0].lower()}{name[1:]}": [row for one in tables for row in one[name]] for name in names}
+
+
+def overall(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Figures 13 and 14."""
+    return _joined(
+        [
+            _compared(ragcache_case(name, curve, 2, options), f"{name}, {curve}", _FIGURE_13, say)
+            for curve in ("mmlu", "nq")
+            for name in ("mistral-7b-a10g", "llama2-7b-a10g")
+        ],
+        "Figures 13 and 14",
+    )
+
+
+def top_k(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Figure 15."""
+    cases = [(k, ragcache_case("mistral-7b-a10g", "mmlu", k, options)) for k in (1, 3, 5)]
+    return _joined([_compared(case, f"k={k}", _FIGURE_15, say) for k, case in cases], "Figure 15")
+
+
+def large_models(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Figure 16; most requests at a time as the paper has them."""
+    slots = {"mixtral-8x7b-2xh800": 8, "llama2-70b-2xh800": 4}
+    return _joined(
+        [
+            _compared(ragcache_case(name, "mmlu", 2, options, max_seqs), name, _FIGURE_16, say)
+            for name, max_seqs in slots.items()
+        ],
+        "Figure 16",
+    )
+
+
+TABLE_2 = {
+    "mmlu": {8: (1.38, 1.68, 1.78, 1.81), 16: (1.32, 1.55, 1.61, 1.63), 32: (1.23, 1.45, 1.50, 1.49)}
+    | {64: (1.06, 1.27, 1.28, 1.29), 128: (0.83, 0.98, 1.01, 1.03)},
+    "nq": {8: (2.85, 3.35, 3.41, 3.36), 16: (2.50, 2.89, 2.92, 2.98), 32: (2.00, 2.09, 2.25, 2.20)}
+    | {64: (1.32, 1.47, 1.56, 1.55), 128: (0.78, 0.92, 0.95, 0.95)},
+}
+"""Mean seconds to the first token of PGDSF, GDSF, LRU and LFU by GiB of host memory (RAGCache Table 2)."""
+_BASELINES: tuple[EvictionPolicy, ...] = ("gdsf", "lru", "lfu")
+
+
+def policies(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Figure 17 and Table 2."""
+    hits, times = [], []
+    for curve, sizes in TABLE_2.items():
+        case = ragcache_case("mistral-7b-a10g", curve, 2, options)
+        rate = MODERATE * case.service_rate()
+        for size, paper in sizes.items():
+            say(f"policies, {curve}, {size} GiB")
+            names: tuple[EvictionPolicy, ...] = ("pgdsf", *_BASELINES, ReuseConfig().policy)
+            found = {name: case.run(case.with_policy(name, size * GIB), [rate])[0] for name in names}
+            head = {"curve": curve, "host": f"{size} GiB"}
+            hits.append(head | {name: f"{one.hit_rate:.1%}" for name, one in found.items()})
+            row: dict[str, Any] = head | {"pgdsf s": found["pgdsf"].mean, "paper s": paper[0]}
+            for name, seconds in zip(_BASELINES, paper[1:], strict=True):
+                row[f"{name} / pgdsf"] = found[name].mean / found["pgdsf"].mean
+                row[f"paper {name} / pgdsf"] = seconds / paper[0]
+            times.append(row | {"ours / pgdsf": found[ReuseConfig().policy].mean / found["pgdsf"].mean})
+    return {"Figure 17: documents found": hits, "Table 2: mean time to first token": times}
+
+
+def reordering(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Figure 18: 1.1 times what it sustains in its order of arrival."""
+    rows = []
+    for curve in ("mmlu", "nq"):
+        case = ragcache_case("mistral-7b-a10g", curve, 2, options)
+        service = case.service_rate()
+        for size in (16, 32, 64, 128):
+            say(f"reordering, {curve}, {size} GiB")
+            rates = [rate * service for rate in RATES]
+            arrived = case.ragcache(size * GIB, scheduling="first_come")
+            points = [(rate, one.mean) for rate, one in zip(rates, case.run(arrived, rates), strict=True)]
+            rate = 1.1 * sustained_rate(points, _OVERLOAD * points[0][1])
+            first, second = (case.run(system, [rate])[0] for system in (arrived, case.ragcache(size * GIB)))
+            row: dict[str, Any] = {"curve": curve, "host": f"{size} GiB", "requests/s": rate}
+            row |= {"first come s": first.mean, "cache first s": second.mean, "ratio": first.mean / second.mean}
+            hits = {"first come hits": f"{first.hit_rate:.1%}", "cache first hits": f"{second.hit_rate:.1%}"}
+            rows.append(row | {"paper (all sizes)": "1.2 to 2.1"} | hits)
+    return {"Figure 18: order of arrival / cache first": rows}
+
+
+TABLE_4 = {0.5: 0.880, 1.0: 0.872, 1.5: 0.902, 2.0: 0.906}
+"""Milliseconds by requests per second."""
+
+
+def scheduling(options: SimulateOptions, say: Say) -> Tables:
+    """RAGCache Table 4, in real seconds on the machine that simulates."""
+    case = ragcache_case("mistral-7b-a10g", "mmlu", 2, options)
+    rows = []
+    for rate, paper in TABLE_4.items():
+        say(f"scheduling, {rate:g} requests per second")
+        seconds = case.run(case.ragcache(), [rate])[0].scheduling_seconds
+        row = {"requests/s": rate, "mean ms": 1e3 * float(np.mean(seconds)), "p50 ms": 1e3 * float(np.median(seconds))}
+        rows.append(row | {"p95 ms": 1e3 * float(np.quantile(seconds, 0.95)), "paper ms": paper})
+    return {"Table 4: deciding a step and what follows from its result": rows}
+
+
+_CHUNKS, _ANSWER = 5, 24
+FIGURE_22 = {
+    "llama3-8b-a100": {"anywhere 0%": ("1.9", "3.3"), "anywhere 30%": ("1.6", "2.1")},
+    "llama3-70b-4xa100": {"anywhere 0%": ("2.0", "3.3"), "anywhere 30%": ("1.6", "2.0")},
+}
+"""How many times the throughput and the speed of response of prefix caching, under heavy load (Cache-Craft 5.3.1)."""
+_HEAVY = 0.95
+"""Of what prefix caching manages at most."""
+
+
+def cache_craft(options: SimulateOptions, say: Say) -> Tables:
+    """Cache-Craft Figure 22 under heavy load: five chunks, prompts of about 3,300 tokens, answers of 24, with which
+    prefill takes about 55 % of a request on four A100 (2.2). An engine that keeps exact prefixes on the device, and
+    ours that places chunks and keeps them on device and host."""
+    rows = []
+    for name, papers in FIGURE_22.items():
+        machine = load_machine(name)
+        traffic = ReuseTraffic(chunk_pool(options.num_documents, options.seed), "nq", _CHUNKS, "drawn", options.seed)
+        plant = plant_of(machine, max_seqs=32, max_tokens=_ANSWER)
+        case = Case(machine, plant, traffic, options)
+        exact = ReuseConfig(host_bytes=int(machine["machine.host_bytes"]), disk_bytes=0)
+        arms = {"prefix cache": SGLANG}
+        for arm, ratio in (("anywhere 0%", 0.0), ("anywhere 30%", 0.3)):
+            arms[arm] = EnginePolicy(reuse=replace(exact, mode="anywhere", recompute_ratio=ratio, audit_share=0.0))
+        all_at_once = {arm: case.run(system, [1e9])[0] for arm, system in arms.items()}
+        say(f"{name}, all at once")
+        most = {arm: options.num_requests / one.wall_seconds for arm, one in all_at_once.items()}
+        rate = _HEAVY * most["prefix cache"]
+        found = {arm: case.run(system, [rate])[0] for arm, system in arms.items()}
+        say(f"{name}, {rate:.2f} requests per second")
+        slow = float(np.mean(found["prefix cache"].response_seconds))
+        for arm, outcome in found.items():
+            row: dict[str, Any] = {"machine": name, "arm": arm}
+            row |= {"kept tokens": f"{outcome.num_kept_tokens / outcome.num_tokens:.0%}"}
+            row |= {"requests/s at most": most[arm], "x": most[arm] / most["prefix cache"]}
+            row |= {"paper": papers.get(arm, ("", ""))[0], "response s": float(np.mean(outcome.response_seconds))}
+            row |= {"times faster": slow / float(np.mean(outcome.response_seconds))}
+            rows.append(row | {"paper response": papers.get(arm, ("", ""))[1]})
+    return {"Cache-Craft Figure 22, heavy load": rows}
+
+
+def chunk_pool(size: int, seed: int) -> Pool:
+    """Chunks of log-normal length of which five and the rest have about 3,300 tokens, Sys-X's median (5.1.2)."""
+    rng = np.random.default_rng([seed, 1])
+    mean = (3300 - SYSTEM_TOKENS - QUESTION_TOKENS) / _CHUNKS
+    lengths = np.clip(rng.lognormal(np.log(mean) - 0.18, 0.6, size), 64, 1500).astype(int)
+
+    def text(length: int) -> tuple[int, ...]:
+        return tuple(rng.integers(1, 256, size=length).tolist())
+
+    chunks = tuple(text(length) for length in lengths.tolist())
+    return Pool(text(SYSTEM_TOKENS), chunks, tuple((text(QUESTION_TOKENS),) for _ in chunks))
+
+
+EXPERIMENTS: dict[str, Callable[[SimulateOptions, Say], Tables]] = {
+    "overall": overall,
+    "top-k": top_k,
+    "large-models": large_models,
+    "policies": policies,
+    "reordering": reordering,
+    "speculation": speculation,
+    "scheduling": scheduling,
+    "cache-craft": cache_craft,
+}
+
+
+def run_simulate(options: SimulateOptions | None = None, on_progress: Say = lambda _: None) -> BenchResult:
+    """Simulate everything that was asked for.
+
+    Raises:
+        UsageError: an option is impossible.
+    """
+    options = options or SimulateOptions()
+    if unknown := set(options.experiments) - set(EXPERIMENTS):
+        raise UsageError(f"unknown experiments {', '.join(sorted(unknown))}; known are {', '.join(EXPERIMENTS)}")
+    environment = record_environment()
+    tables: Tables = {}
+    for name in options.experiments or EXPERIMENTS:
+        tables |= EXPERIMENTS[name](options, on_progress)
+    parameters = asdict(options) | {"experiments": list(options.experiments or EXPERIMENTS)}
+    return BenchResult(
+        "stillroom bench simulate",
+        environment,
+        parameters,
+        Samples(),
+        notes=list(_NOTES),
+        tables=tables,
+    )

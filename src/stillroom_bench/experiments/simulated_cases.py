@@ -1,0 +1,118 @@
+"""What `stillroom bench simulate` simulates: a model on a modelled machine, its traffic, and the systems compared."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stillroom.config.settings import EvictionPolicy, ReuseConfig
+from stillroom.planner.simulation.arrivals import arrivals
+from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedOutcome, SimulatedRuntime
+from stillroom.planner.simulation.stepped_engine import EnginePolicy
+from stillroom_bench.experiments.machines import Machine, load_machine
+from stillroom_bench.loads.reuse_traffic import Companions, Pool, ReuseTraffic
+
+Tables = dict[str, list[dict[str, Any]]]
+Say = Callable[[str], None]
+
+SYSTEM_TOKENS, QUESTION_TOKENS = 64, 32
+_MEAN_DOCUMENT, _SPREAD = 3718, 0.8
+
+VLLM = EnginePolicy(reuse=ReuseConfig(mode="off"))
+"""RAGCache's baseline: its version keeps nothing between requests."""
+SGLANG = EnginePolicy(reuse=ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0))
+"""On the device only, the least recently used leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """What is simulated, and how long."""
+
+    experiments: Sequence[str] = ()
+    """Names of `simulate.EXPERIMENTS`; none: all of them."""
+    num_requests: int = 500
+    """At each rate."""
+    num_warm: int = 1000
+    """Requests before the first that counts."""
+    num_documents: int = 1500
+    companions: Companions = "fixed"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on its machine under one kind of traffic."""
+
+    machine: Machine
+    plant: HardwareModel
+    traffic: ReuseTraffic
+    options: SimulateOptions
+
+    def service_rate(self) -> float:
+        """Requests per second of an engine that keeps nothing, one after the other."""
+        outcome = SimulatedRuntime(self.plant, VLLM).ask(self.traffic.prompts(60, 1))
+        return len(outcome.seconds) / outcome.wall_seconds
+
+    def run(self, system: EnginePolicy, rates: Sequence[float]) -> list[SimulatedOutcome]:
+        """One arm: warmed up, then at each rate, in requests per second, with what it kept so far."""
+        options, runtime = self.options, SimulatedRuntime(self.plant, system)
+        if system.reuse.mode != "off":
+            runtime.ask(self.traffic.prompts(options.num_warm, 0))
+        found = []
+        for number, rate in enumerate(rates):
+            dues = arrivals(options.num_requests, rate, [options.seed, 6, number])
+            found.append(runtime.ask(self.traffic.prompts(options.num_requests, 2 + number), dues))
+        return found
+
+    def ragcache(self, host_bytes: int | None = None, **changes: Any) -> EnginePolicy:
+        """Device and host under PGDSF, those who find most of their prompt first."""
+        return EnginePolicy(reuse=self._two_tiers("pgdsf", host_bytes), **{"scheduling": "cache_first", **changes})
+
+    def ours(self, host_bytes: int | None = None) -> EnginePolicy:
+        """The same tiers and order under the default policy."""
+        return EnginePolicy(reuse=self._two_tiers(ReuseConfig().policy, host_bytes), scheduling="cache_first")
+
+    def with_policy(self, policy: EvictionPolicy, host_bytes: int) -> EnginePolicy:
+        return EnginePolicy(reuse=self._two_tiers(policy, host_bytes), scheduling="cache_first")
+
+    def _two_tiers(self, policy: EvictionPolicy, host_bytes: int | None) -> ReuseConfig:
+        room = int(self.machine["machine.host_bytes"]) if host_bytes is None else host_bytes
+        return ReuseConfig(policy=policy, host_bytes=room, disk_bytes=0)
+
+
+def ragcache_case(name: str, curve: str, k: int, options: SimulateOptions, max_seqs: int = 4) -> Case:
+    """Answers have one token on MMLU and 6 on Natural Questions, their mean (7, Workloads)."""
+    machine, max_tokens = load_machine(name), 1 if curve == "mmlu" else 6
+    length = int(machine["model.max_tokens"])
+    longest = (length - SYSTEM_TOKENS - QUESTION_TOKENS - max_tokens) // k
+    pool = wikipedia_pool(options.num_documents, longest, options.seed)
+    traffic = ReuseTraffic(pool, curve, k, options.companions, options.seed)
+    return Case(machine, plant_of(machine, max_seqs=max_seqs, max_tokens=max_tokens), traffic, options)
+
+
+def plant_of(machine: Machine, *, max_seqs: int, max_tokens: int) -> HardwareModel:
+    return HardwareModel(
+        costs=machine.costs(),
+        bytes_per_token=machine.bytes_per_token,
+        num_layers=int(machine["model.layers"]),
+        device_bytes=int(machine["machine.device_bytes"]),
+        max_model_len=int(machine["model.max_tokens"]),
+        max_seqs=max_seqs,
+        step_tokens=int(machine["model.max_tokens"]),
+        max_tokens=max_tokens,
+    )
+
+
+def wikipedia_pool(size: int, longest: int, seed: int) -> Pool:
+    """Documents of random tokens. RAGCache 3.1 gives the mean length, 3,718 tokens, and a picture of the distribution:
+    here it is log-normal, and what is longer than `longest` is cut, as prompts of two must fit into LLaMA2's 4,096."""
+    rng = np.random.default_rng([seed, 1])
+    median = np.log(_MEAN_DOCUMENT) - _SPREAD**2 / 2
+    lengths = np.clip(rng.lognormal(median, _SPREAD, size), 64, longest).astype(int)
+
+    def text(length: int) -> tuple[int, ...]:
+        return tuple(rng.integers(1, 256, size=length).tolist())
+
+    documents = tuple(text(length) for length in lengths.tolist())
+    return Pool(text(SYSTEM_TOKENS), documents, tuple((text(QUESTION_TOKENS),) for _ in documents))

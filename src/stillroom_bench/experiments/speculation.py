@@ -1,0 +1,304 @@
+"""`stillroom bench pipeline speculation`: what it gains that the model begins to read while the search goes on
+(RAGCache 5.3; 7.3, Figure 19 and Table 3).
+
+A dense search of inverted lists looks at a share of the lists, as in the paper; the more, the longer it takes. Its
+documents make a prompt for a real engine, which keeps their KV. Arms ask the same questions in turn, each beginning
+with nothing kept: first search and then read, always begin early, and begin early where that was measured to pay. The
+paper asks one question at a time; several clients at once show what is left of it when the engine is busy.
+"""
+
+import hashlib
+import itertools
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
+from stillroom.backends.local import build_engine
+from stillroom.config.settings import IndexConfig, ReuseConfig, RuntimeConfig, SpeculationConfig
+from stillroom.core.clock import SystemClock
+from stillroom.core.document import Chunk, ScoredChunk, SearchResult
+from stillroom.core.ids import DocumentId, RequestId, chunk_id_of
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import Request, SamplingParams
+from stillroom.engine.async_engine import AsyncEngine
+from stillroom.engine.engine import Engine
+from stillroom.engine.events import TokenEvent
+from stillroom.models.loader import load_decoder
+from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator, Wanted
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
+from stillroom.telemetry.metrics import Metrics as Counters
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom_bench.instrument.report import BenchResult, share_name
+from stillroom_bench.loads.workloads import choose_queries, clustered_vectors, load_real_data
+from stillroom_bench.quality.runtime import Shape, write_checkpoint
+from stillroom_bench.quality.search_arms import Vectors
+
+SHARES = (0.125, 0.25, 0.5, 1.0)
+"""Of the lists that a search looks at, as in Figure 19."""
+MODES: tuple[Literal["off", "on", "auto"], ...] = ("off", "on", "auto")
+PAPER = {"TTFT, at most": "1.6x lower", "search that overlaps with nothing": "1.5 to 4.3x less"}
+
+_TOP_K = 2
+_ANSWER_TOKENS = 8
+_SYSTEM = Segment(SegmentKind.SYSTEM, tuple(range(10, 74)))
+_QUESTION = Segment(SegmentKind.QUESTION, tuple(range(100, 132)))
+_MAX_TOKENS = 512
+_POOL_BYTES = 2 * 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationScope:
+    """Sizes."""
+
+    size: int = 500_000
+    """Vectors of the index."""
+    nbits: int = 8
+    """Of its codes; 8 need ten thousand vectors to train on."""
+    num_questions: int = 32
+    """Of one run of an arm."""
+    zipf: float = 0.8
+    """How much more often popular questions are asked."""
+    shares: tuple[float, ...] = SHARES
+    num_clients: tuple[int, ...] = (1, 4)
+    """Who ask at the same time; more than one only with half of the lists."""
+    num_stages: int = 4
+    one_thread: bool = True
+    """Also measure what it is like if the model leaves a core to the search."""
+    repeat: int = 5
+    seed: int = 0
+
+
+def run_speculation(
+    datasets: Sequence[Path],
+    work_dir: Path,
+    scope: SpeculationScope,
+    *,
+    shape: Shape | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Measure everything.
+
+    Args:
+        datasets: folders in BEIR layout; their documents are those of the prompts, their questions the queries.
+        work_dir: where embeddings and the model's random weights are kept between runs.
+        shape: of the model; None is one of 135 million parameters.
+
+    Raises:
+        UsageError: a data set is missing or empty.
+        DocumentError: a line of a data set cannot be read.
+    """
+    environment = record_environment()
+    corpus = _Corpus(datasets, work_dir, scope, on_progress)
+    shape = shape or Shape()
+    on_progress("loading the model")
+    engine = in_a_thread_that_ends(lambda: _engine(write_checkpoint(work_dir, shape, "bfloat16", 0)))
+    with AsyncEngine(engine) as running:
+        bench = _SpeculationBench(corpus, running, shape.vocab_size, scope)
+        samples = run_arms(
+            list(bench.arms()),
+            repeat=scope.repeat,
+            on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}" if at >= 0 else f"{arm}, warming up"),
+            only_own=True,
+        )
+    return BenchResult(
+        "stillroom bench pipeline speculation",
+        environment,
+        {
+            "datasets": [path.name for path in datasets],
+            "size": scope.size,
+            "lists": corpus.index.nlist,
+            "questions per run": scope.num_questions,
+            "zipf": scope.zipf,
+            "top_k": _TOP_K,
+            "stages": scope.num_stages,
+            "repeat": scope.repeat,
+            "seed": scope.seed,
+            "num_threads": torch.get_num_threads(),
+        },
+        samples,
+        "off",
+        notes=[f"RAGCache: {what} {much}" for what, much in PAPER.items()],
+    )
+
+
+def _engine(checkpoint: Path) -> Engine:
+    return build_engine(
+        load_decoder(checkpoint, device="cpu", dtype="bfloat16"),
+        RuntimeConfig(kv_bytes=_POOL_BYTES, request_timeout_s=0.0),
+        SystemClock(),
+        reuse=ReuseConfig(host_bytes=0, disk_bytes=0),
+    )[0]
+
+
+class _Corpus:
+    """An index, and the chunks that its rows stand for: a made vector is another place of a real document."""
+
+    def __init__(
+        self, datasets: Sequence[Path], work_dir: Path, scope: SpeculationScope, on_progress: Callable[[str], None]
+    ) -> None:
+        real = load_real_data(datasets, work_dir, on_progress)
+        on_progress(f"making {scope.size:,} vectors")
+        vectors = clustered_vectors(real.documents, scope.size, scope.seed)
+        on_progress("building the index")
+        self.index = IvfPqIndex(vectors.shape[1], IndexConfig(kind="ivf_pq", nbits=scope.nbits, refine=4))
+        self.index.add(np.arange(len(vectors), dtype=np.int64), vectors)
+        self.texts = real.texts
+        self._queries = choose_queries(real, len(real.questions), scope.seed)[1]
+        self._zipf = scope.zipf
+
+    def questions(self, num: int, seed: Sequence[int]) -> Vectors:
+        """Drawn by popularity, with repetition."""
+        ranks = np.arange(1, len(self._queries) + 1, dtype=float) ** -self._zipf
+        chosen = np.random.default_rng(list(seed)).choice(len(ranks), size=num, p=ranks / ranks.sum())
+        return np.ascontiguousarray(self._queries[chosen])
+
+    def search(self, query: Vectors, share: float, num_stages: int) -> Iterator[SearchResult]:
+        """As the knowledge base does it, without embedding the question."""
+        clock = SystemClock()
+        began = clock.monotonic()
+        for found in self.index.search_staged(query, _TOP_K, num_stages, max(1, round(share * self.index.nlist))):
+            results = tuple(ScoredChunk(self._chunk(row), score, {"dense": score}) for row, score in found)
+            yield SearchResult(results, 0.0, clock.monotonic() - began)
+
+    def _chunk(self, row: int) -> Chunk:
+        document_id = DocumentId(f"/bench/{row}")
+        return Chunk(chunk_id_of(document_id, 0, ""), document_id, row, self.texts[row % len(self.texts)])
+
+
+class _Backend:
+    """Prompts of made tokens, as many as the documents have words, for a running engine: what a `Speculator` needs."""
+
+    may_speculate = True
+
+    def __init__(self, engine: AsyncEngine, vocab_size: int) -> None:
+        self.engine = engine
+        self._vocab_size = vocab_size
+
+    @property
+    def load(self) -> Load:
+        engine = self.engine
+        return Load(engine.num_waiting, engine.num_running, num_prefilling=engine.num_prefilling)
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.engine.cancel(request_id)
+
+    def prepare_prompt(self, found: Sequence[ScoredChunk]) -> PreparedPrompt:
+        chunks = [Segment(SegmentKind.CHUNK, self._tokens(one.chunk), one.chunk.chunk_id) for one in found]
+        prompt = SegmentedPrompt((_SYSTEM, *chunks, _QUESTION))
+
+        def start(samples: Sequence[SampleRequest]) -> None:
+            for sample in samples:
+                request = Request(request_id=sample.request_id, prompt=prompt, sampling=sample.sampling)
+                self.engine.submit(request, sample.listener)
+
+        return PreparedPrompt(tuple(one.chunk.chunk_id for one in found), prompt.num_tokens, start)
+
+    def _tokens(self, chunk: Chunk) -> tuple[int, ...]:
+        seed = int.from_bytes(hashlib.blake2b(str(chunk.document_id).encode(), digest_size=8).digest(), "little")
+        num = min(max(len(chunk.text.split()) * 4 // 3, 1), _MAX_TOKENS)
+        return tuple(np.random.default_rng(seed).integers(200, self._vocab_size, size=num).tolist())
+
+
+class _SpeculationBench:
+    def __init__(self, corpus: _Corpus, engine: AsyncEngine, vocab_size: int, scope: SpeculationScope) -> None:
+        self._corpus = corpus
+        self._engine = engine
+        self._backend = _Backend(engine, vocab_size)
+        self._scope = scope
+        self._names = (RequestId(f"bench-{number}") for number in itertools.count())
+        self._naming = Lock()
+        self._num_threads = torch.get_num_threads()
+        self._speculators: dict[str, Speculator] = {}
+
+    def arms(self) -> Iterator[Arm]:
+        for share in self._scope.shares:
+            group = f"{share_name(share)} of lists, one client"
+            for mode in MODES:
+                yield self._arm(group, mode, share, 1, self._num_threads)
+            if self._scope.one_thread and self._num_threads > 1:
+                yield self._arm(group, "on", share, 1, self._num_threads - 1)
+        for num in self._scope.num_clients:
+            if num > 1:
+                for mode in MODES:
+                    yield self._arm(f"50% of lists, {num} clients", mode, 0.5, num, self._num_threads)
+
+    def _arm(
+        self, group: str, mode: Literal["off", "on", "auto"], share: float, num_clients: int, num_threads: int
+    ) -> Arm:
+        name = f"{group}/{mode}" + ("" if num_threads == self._num_threads else f", {num_threads} thread(s) compute")
+
+        def run(repetition: int) -> Metrics:
+            self._start_afresh(num_threads)
+            speculator = self._speculators.get(name) or self._speculator(name, mode)
+            questions = self._corpus.questions(self._scope.num_questions, (self._scope.seed, repetition + 1000))
+            with ThreadPoolExecutor(num_clients) as clients:
+                asked = list(clients.map(lambda query: self._ask(speculator, query, share), questions))
+            return _figures(asked)
+
+        return Arm(name, run)
+
+    def _speculator(self, name: str, mode: Literal["off", "on", "auto"]) -> Speculator:
+        """Kept from run to run, for it learns."""
+        config = SpeculationConfig(mode=mode, num_stages=self._scope.num_stages)
+        made = self._speculators[name] = Speculator(self._backend, config, SystemClock(), Counters())
+        return made
+
+    def _start_afresh(self, num_threads: int) -> None:
+        """Nothing is kept."""
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def clear(engine: Engine) -> None:
+            engine.scheduler.forget_chunks(lambda chunk_ids: set())
+            torch.set_num_threads(num_threads)
+            done.put(None)
+
+        self._engine.run(clear)
+        done.get()
+
+    def _ask(self, speculator: Speculator, query: Vectors, share: float) -> Mapping[str, float]:
+        clock = SystemClock()
+        began = clock.monotonic()
+
+        def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
+            with self._naming:
+                name = next(self._names)
+            return Attempt(
+                self._backend.prepare_prompt(found), [Wanted(name, SamplingParams(max_tokens=_ANSWER_TOKENS))]
+            )
+
+        found: CompletedSearch = speculator.find(
+            lambda num: self._corpus.search(query, share, num), "dense", attempt_with
+        )
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        found.attempt.deliver([events.put], clock.monotonic())
+        first = last = events.get()
+        while last.finish_reason is None:
+            last = events.get()
+        retrieval, report = found.ended_at - began, found.report
+        return {
+            "ttft_seconds": first.at - began,
+            "total_seconds": last.at - began,
+            "retrieval_seconds": retrieval,
+            "exposed_search_seconds": retrieval - min(report.ahead_seconds, retrieval),
+            "right_share": float(report.outcome == "right"),
+            "begun_per_question": report.num_started,
+            "cached_share": first.reuse.num_cached_tokens / found.attempt.prepared.num_tokens
+            if first.reuse and found.attempt.prepared.num_tokens
+            else 0.0,
+        }
+
+
+def _figures(asked: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    figures = {name: float(np.mean([one[name] for one in asked])) for name in asked[0]}
+    figures["p99_ttft_seconds"] = float(np.quantile([one["ttft_seconds"] for one in asked], 0.99))
+    return figures

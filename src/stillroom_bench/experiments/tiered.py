@@ -1,0 +1,245 @@
+"""`stillroom bench tiered`: what it gains that hot lists of an index are in RAM and the others on disk (VectorLiteRAG
+5).
+
+An IVF-PQ index over made vectors, and questions of which some places of it are asked far more often than others: 10 %
+of the lists take 40 % of the accesses, as of wiki-all, or 80 %, as of ORCAS (3.3). Arms have no list, the hottest ones,
+or all lists in RAM. Before each batch the file of the lists on disk is mapped anew after the system was told to drop
+its pages (posix_fadvise), so that every page that a batch needs is read from the disk again; `read_bytes` is what the
+system says was read from it (/proc/self/io).
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import faiss as _faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.errors import UsageError
+from stillroom.retrieval.tiers.partition import by_heat
+from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, accesses, written
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom_bench.instrument.report import BenchResult, share_name
+
+faiss: Any = _faiss  # its type information lacks what is made at import
+
+Vectors = NDArray[np.float32]
+SKEWS = {"wiki-all": 0.4, "ORCAS": 0.8}
+"""Share of accesses of the hottest tenth of the lists (VectorLiteRAG 3.3)."""
+
+_DIMENSION, _SUBQUANTIZERS, _NBITS = 384, 48, 8
+_CHUNK = 50_000
+_NOISE = 0.5
+_NUM_PROFILED = 2000
+_NUM_FOUND = 50
+
+
+@dataclass(frozen=True, slots=True)
+class TieredScope:
+    """Sizes."""
+
+    size: int = 2_000_000
+    nlist: int = 4096
+    nprobe: int = 64
+    shares: tuple[float, ...] = (0.1, 0.2, 0.3)
+    """Of the lists in RAM."""
+    batch_sizes: tuple[int, ...] = (1, 4, 16)
+    num_batches: int = 16
+    """Of one run of an arm, at most; fewer of large ones."""
+    repeat: int = 5
+    seed: int = 0
+
+
+def run_tiered(work_dir: Path, scope: TieredScope, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
+    """Measure everything.
+
+    Args:
+        work_dir: on the disk that is the slow tier; what is written there is removed again.
+
+    Raises:
+        UsageError: there are too few vectors for so many lists.
+    """
+    check_scope(scope)
+    environment = record_environment()
+    lists = made_lists(scope, on_progress)
+    work_dir.mkdir(parents=True, exist_ok=True)
+    benches: list[DividedBench] = []
+    rows = []
+    try:
+        for name, share in SKEWS.items():
+            on_progress(f"{name}: where questions go")
+            asked = SkewedQuestions(lists, share, scope)
+            rows.append(asked.describe(name))
+            for ram in (0.0, *scope.shares, 1.0):
+                file = work_dir / f"tiered-{os.getpid()}-{len(benches)}.ivf"
+                benches.append(DividedBench(name, ram, lists, asked, file, scope))
+        arms = [arm for bench in benches for arm in bench.arms()]
+        samples = run_arms(
+            arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"), only_own=True
+        )
+    finally:
+        for bench in benches:
+            bench.close()
+    return BenchResult(
+        "stillroom bench tiered",
+        environment,
+        {
+            "size": scope.size,
+            "dimension": _DIMENSION,
+            "nlist": scope.nlist,
+            "nprobe": scope.nprobe,
+            "bytes of lists": int(lists.ntotal) * (_SUBQUANTIZERS + 8),
+            "repeat": scope.repeat,
+            "seed": scope.seed,
+        },
+        samples,
+        "all on disk",
+        tables={"Where questions go": rows},
+        notes=["Before each batch the pages of the lists on disk are dropped and the file is mapped anew."],
+    )
+
+
+def check_scope(scope: TieredScope) -> None:
+    """Raises UsageError where there are too few vectors for so many lists."""
+    if scope.size < 39 * scope.nlist:
+        raise UsageError(f"{scope.size:,} vectors are too few for {scope.nlist:,} lists; take {39 * scope.nlist:,}")
+
+
+def made_lists(scope: TieredScope, on_progress: Callable[[str], None] = lambda _: None) -> Any:
+    """A trained IndexIVFPQ over vectors around as many centres as there are lists."""
+    rng = np.random.default_rng(scope.seed)
+    centres = _unit(rng.standard_normal((scope.nlist, _DIMENSION)))
+    quantizer = faiss.IndexFlatIP(_DIMENSION)
+    lists = faiss.IndexIVFPQ(quantizer, _DIMENSION, scope.nlist, _SUBQUANTIZERS, _NBITS, faiss.METRIC_INNER_PRODUCT)
+    lists.cp.niter, lists.cp.max_points_per_centroid = 4, 39
+    lists.pq.cp.niter, lists.pq.cp.max_points_per_centroid = 8, 64
+    on_progress("training")
+    lists.train(np.concatenate(list(islice(_chunks(centres, scope, rng), -(-39 * scope.nlist // _CHUNK)))))
+    for number, chunk in enumerate(_chunks(centres, scope, rng)):
+        lists.add(chunk)
+        if number % 10 == 0:
+            on_progress(f"{lists.ntotal:,} of {scope.size:,} vectors")
+    return lists
+
+
+def _chunks(centres: Vectors, scope: TieredScope, rng: np.random.Generator) -> Iterator[Vectors]:
+    for start in range(0, scope.size, _CHUNK):
+        chosen = centres[rng.integers(len(centres), size=min(_CHUNK, scope.size - start))]
+        yield _beside(chosen, rng)
+
+
+def _beside(vectors: Vectors, rng: np.random.Generator) -> Vectors:
+    noise = rng.standard_normal(vectors.shape, dtype=np.float32)
+    return _unit(vectors + _NOISE * noise / np.linalg.norm(noise, axis=1, keepdims=True))
+
+
+def _unit(vectors: NDArray[Any]) -> Vectors:
+    found: Vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    return found
+
+
+class SkewedQuestions:
+    """Drawn near the centres of lists, some of which are far more popular than others, so that the hottest tenth of the
+    lists takes the share of accesses that was asked for."""
+
+    def __init__(self, lists: Any, share: float, scope: TieredScope, topic: int = 0) -> None:
+        """`topic`: another number, other popular lists."""
+        self._topic = topic
+        self._scope, self._lists = scope, lists
+        self._centres = lists.quantizer.reconstruct_n(0, scope.nlist)
+        order = np.random.default_rng([scope.seed, 1 + 2 * topic]).permutation(scope.nlist)
+        self._centres = np.ascontiguousarray(self._centres[order])
+        low, high = 0.0, 4.0
+        for _ in range(12):  # a neighbour of a popular list need not be popular, so a law alone does not tell
+            self._exponent = (low + high) / 2
+            counts = accesses(lists, self.draw(_NUM_PROFILED, -1), scope.nprobe)
+            found = np.sort(counts)[::-1][: scope.nlist // 10].sum() / counts.sum()
+            low, high = (self._exponent, high) if found < share else (low, self._exponent)
+        self.counts = accesses(lists, self.draw(_NUM_PROFILED, -2), scope.nprobe)
+        """Of the questions that the division is decided by; those that are measured are others."""
+
+    def draw(self, count: int, repetition: int) -> Vectors:
+        """SkewedQuestions [count, d]."""
+        rng = np.random.default_rng([self._scope.seed, 2 + 2 * self._topic, repetition + 1000])
+        weights = np.arange(1, len(self._centres) + 1, dtype=float) ** -self._exponent
+        chosen = rng.choice(len(weights), size=count, p=weights / weights.sum())
+        return _beside(self._centres[chosen], rng)
+
+    def describe(self, name: str) -> dict[str, Any]:
+        counts = np.sort(self.counts)[::-1]
+        row: dict[str, Any] = {"questions like": name, "exponent": self._exponent}
+        for tenth in (1, 2, 3, 5):
+            taken = counts[: self._scope.nlist * tenth // 10].sum() / counts.sum()
+            row[f"accesses of the hottest {tenth}0 %"] = f"{taken:.0%}"
+        return row
+
+
+class DividedBench:
+    """One division of the lists, measured."""
+
+    def __init__(
+        self, skew: str, share: float, lists: Any, asked: SkewedQuestions, file: Path, scope: TieredScope
+    ) -> None:
+        self._skew, self._share, self._scope, self._asked, self._file = skew, share, scope, asked, file
+        self._tiered = TieredLists(written(lists, file), by_heat(asked.counts)[: round(share * scope.nlist)])
+
+    def arms(self) -> Iterator[Arm]:
+        where = {0.0: "all on disk", 1.0: "all in RAM"}.get(self._share, f"{share_name(self._share)} of lists in RAM")
+        for size in self._scope.batch_sizes:
+            yield Arm(f"{self._skew}, batch {size}/{where}", self._run(size))
+
+    def close(self) -> None:
+        self._tiered.close()
+        self._file.unlink(missing_ok=True)
+
+    def _run(self, batch_size: int) -> Callable[[int], Metrics]:
+        num_batches = max(2, min(self._scope.num_batches, 64 // batch_size))
+
+        def run(repetition: int) -> Metrics:
+            queries = self._asked.draw(num_batches * batch_size, repetition)
+            waits: list[float] = []
+            whole: list[float] = []
+            num_read = 0
+            for start in range(0, len(queries), batch_size):
+                self._tiered.drop_pages()
+                before = _bytes_read()
+                seconds = self._batch(queries[start : start + batch_size])
+                num_read += _bytes_read() - before
+                waits += seconds
+                whole.append(max(seconds))
+            return {
+                "mean_seconds": float(np.mean(waits)),
+                "p50_seconds": float(np.quantile(waits, 0.5)),
+                "p95_seconds": float(np.quantile(waits, 0.95)),
+                "without_dispatcher_mean_seconds": float(np.mean(whole)),
+                "queries_per_second": len(queries) / sum(whole),
+                "read_bytes": num_read / len(queries),
+            }
+
+        return run
+
+    def _batch(self, queries: Vectors) -> list[float]:
+        """Seconds to each query's result."""
+        seconds = [0.0] * len(queries)
+        began = time.perf_counter()
+
+        def on_found(number: int, _: Scored) -> None:
+            seconds[number] = time.perf_counter() - began
+
+        self._tiered.search_batch(queries, _NUM_FOUND, self._scope.nprobe, on_found)
+        return seconds
+
+
+def _bytes_read() -> int:
+    """From disks, by this process; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), 0)

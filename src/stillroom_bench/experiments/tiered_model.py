@@ -1,0 +1,195 @@
+"""`stillroom bench tiered --predict`: predicted throughput of divided lists beside the measured one (VectorLiteRAG
+Figure 8).
+
+For each skew of questions the index is profiled as `stillroom plan` does it: all lists on disk, a random half in RAM,
+all in RAM. From that the throughput of divisions that were not measured is told, the hottest lists in RAM, and then
+they are measured with other questions. Three predictions stand beside each other: the counted lists of `search_model`,
+the least hit rate of a batch by its exact order statistic with the times in pieces (Eq. 5), and the paper's formula as
+it is written (Eq. 1, 3, 4 and 5).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stillroom.errors import UsageError
+from stillroom.retrieval.tiers.division import Division
+from stillroom.retrieval.tiers.partition import Lists, Partition, by_heat
+from stillroom.retrieval.tiers.search_model import (
+    Prediction,
+    hits_of,
+    rate_by_hits,
+    straight_line,
+    worst_error_of_line,
+)
+from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
+from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
+from stillroom_bench.experiments.tiered import SKEWS, DividedBench, SkewedQuestions, TieredScope, made_lists
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Samples, run_arms
+from stillroom_bench.instrument.report import BenchResult, share_name
+
+PREDICTORS = ("counted lists", "Eq. 5, exact minimum", "paper, Eq. 1 to 5")
+GOAL_ERROR, GOAL_HELD = 0.10, 0.90
+_NUM_PROFILED = 2000
+_NUM_DRAWN = 64
+"""Batches that a prediction is the mean of."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedCell:
+    """One division at one batch size, predicted."""
+
+    arm: str
+    """Of `DividedBench`."""
+    told: Prediction
+    by_minimum: float
+    by_paper: float
+    mean_seconds: float
+    """To a query's result, released by itself."""
+
+
+def run_prediction(
+    work_dir: Path, scope: TieredScope, on_progress: Callable[[str], None] = lambda _: None
+) -> BenchResult:
+    """Profile, predict, then measure.
+
+    Args:
+        scope: its shares and batch sizes are the cells.
+        work_dir: on the disk that is the slow tier; what is written there is removed again.
+
+    Raises:
+        UsageError: there are too few vectors for so many lists.
+    """
+    if scope.size < 39 * scope.nlist:
+        raise UsageError(f"{scope.size:,} vectors are too few for {scope.nlist:,} lists; take {39 * scope.nlist:,}")
+    environment = record_environment()
+    lists = made_lists(scope, on_progress)
+    work_dir.mkdir(parents=True, exist_ok=True)
+    cells: list[PredictedCell] = []
+    benches: list[DividedBench] = []
+    fitted = []
+    try:
+        for name, share in SKEWS.items():
+            asked = SkewedQuestions(lists, share, scope)
+            on_progress(f"{name}: profiling")
+            profile = _profiled(lists, asked, scope, work_dir)
+            fitted.append(_fitted_row(name, profile))
+            for ram in scope.shares:
+                cells += _told(name, ram, profile, asked, scope)
+                file = work_dir / f"tiered-model-{os.getpid()}-{len(benches)}.ivf"
+                benches.append(DividedBench(name, ram, lists, asked, file, scope))
+        samples = run_arms(
+            [arm for bench in benches for arm in bench.arms()],
+            repeat=scope.repeat,
+            on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"),
+            only_own=True,
+        )
+    finally:
+        for bench in benches:
+            bench.close()
+    rows = [_row(cell, samples) for cell in cells]
+    return BenchResult(
+        "stillroom bench tiered --predict",
+        environment,
+        {"size": scope.size, "nlist": scope.nlist, "nprobe": scope.nprobe, "repeat": scope.repeat, "seed": scope.seed},
+        samples,
+        notes=[
+            "Predicted from batches with all lists on disk, a random half in RAM, and all in RAM; measured with the "
+            "hottest lists in RAM and other questions. Pages of the lists on disk are dropped before each batch.",
+            "The interval should hold nine of ten measurements.",
+        ],
+        tables={"Summary": summary(rows), "What was fitted": fitted, "Queries per second": rows},
+    )
+
+
+def _profiled(lists: Any, asked: SkewedQuestions, scope: TieredScope, work_dir: Path) -> SearchProfile:
+    effort = Effort(batch_sizes=scope.batch_sizes, seed=scope.seed)
+    return measure_profile(lists, asked.draw(_NUM_PROFILED, -2), scope.nprobe, work_dir, effort)
+
+
+def _told(
+    name: str, ram: float, profile: SearchProfile, asked: SkewedQuestions, scope: TieredScope
+) -> list[PredictedCell]:
+    """As `DividedBench` divides them."""
+    shard_of = np.full(scope.nlist, DISK)
+    shard_of[by_heat(asked.counts)[: round(ram * scope.nlist)]] = RAM
+    division = Division(profile.sizes, profile.bytes_per_vector, Partition(shard_of, 2))
+    hits, times = hits_of(division, profile.probed), profile.model.times
+    cells = []
+    for size in scope.batch_sizes:
+        batches = drawn_batches(profile.probed, size, scope.seed)
+        num_measured = scope.repeat * max(2, min(scope.num_batches, 64 // size))
+        cells.append(
+            PredictedCell(
+                f"{name}, batch {size}/{share_name(ram)} of lists in RAM",
+                profile.model.throughput(division, batches, num_measured),
+                rate_by_hits(times, hits, size),
+                rate_by_hits(times, hits, size, as_paper=True),
+                float(np.mean([profile.model.release_seconds(division, probed) for probed in batches])),
+            )
+        )
+    return cells
+
+
+def drawn_batches(probed: Lists, batch_size: int, seed: int) -> list[Lists]:
+    """Batches of queries of a profile [n, p]."""
+    rng = np.random.default_rng([seed, 7, batch_size])
+    return [probed[rng.integers(len(probed), size=batch_size)] for _ in range(_NUM_DRAWN)]
+
+
+def _row(cell: PredictedCell, samples: Samples) -> dict[str, Any]:
+    rates = samples.of(cell.arm, "queries_per_second")
+    measured = len(rates) / sum(1 / rate for rate in rates)  # all queries by all their seconds
+    group, _, division = cell.arm.partition("/")
+    waited = float(np.mean(samples.of(cell.arm, "mean_seconds")))
+    row: dict[str, Any] = {"questions like": group, "division": division, "measured": measured}
+    row |= {"predicted": cell.told.value, "interval": f"{cell.told.low:.4g} to {cell.told.high:.4g}"}
+    row |= {"holds": "yes" if cell.told.holds(measured) else "no"}
+    told = dict(zip(PREDICTORS, (cell.told.value, cell.by_minimum, cell.by_paper), strict=True))
+    row |= {f"error, {name}": f"{value / measured - 1:+.1%}" for name, value in told.items()}
+    return row | {"mean wait ms": 1e3 * waited, "predicted wait ms": 1e3 * cell.mean_seconds}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Median relative error of each predictor, and how often the interval holds."""
+    found = []
+    for name in PREDICTORS:
+        errors = [abs(float(row[f"error, {name}"].rstrip("%"))) / 100 for row in rows]
+        own = name == PREDICTORS[0]
+        held = sum(row["holds"] == "yes" for row in rows) / len(rows)
+        found.append(
+            {
+                "prediction": name,
+                "median error": f"{float(np.median(errors)):.1%}",
+                "goal": f"{GOAL_ERROR:.0%}",
+                "largest error": f"{max(errors):.1%}",
+                "cells in the interval": f"{held:.0%}" if own else "",
+                "goal of the interval": f"{GOAL_HELD:.0%}" if own else "",
+            }
+        )
+    return found
+
+
+def _fitted_row(name: str, profile: SearchProfile) -> dict[str, Any]:
+    model = profile.model
+    slope, start = straight_line(model.times.batch_sizes, model.times.scan_seconds)
+    return {
+        "questions like": name,
+        "us per batch": 1e6 * model.per_batch,
+        "us per query": 1e6 * model.per_query,
+        "us per list": 1e6 * model.per_list,
+        "ns per code": 1e9 * model.per_code,
+        "us per window": 1e6 * model.per_window,
+        "window KiB": model.window_bytes // 1024,
+        "ns per byte read": 1e9 * model.per_byte,
+        "overlap": model.overlap,
+        "batches apart": f"{model.batch_sd:.1%}",
+        "groups apart": f"{model.block_sd:.1%}",
+        "Eq. 1, scan ms": f"{1e3 * slope:.3g} B + {1e3 * start:.3g}",
+        "worst error of Eq. 1": f"{worst_error_of_line(model.times.batch_sizes, model.times.scan_seconds):.0%}",
+    }

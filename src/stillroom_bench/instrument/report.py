@@ -1,0 +1,196 @@
+"""A benchmark's result: samples, what they say, and their comparison with each other and with an earlier run.
+
+The file is JSON and holds every sample, so that any later question can be answered from it. Text, Markdown and HTML are
+views.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from stillroom_bench.instrument.environment import Environment
+from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.statistics import (
+    DEFAULT_FLAKY_CV,
+    Interval,
+    Summary,
+    ratio_of_means,
+    ratio_of_medians,
+    summarise,
+)
+
+FORMAT = 1
+
+SampleOf = Literal["run", "request", "question"]
+"""What one sample is the figure of. Of questions, the same index is the same question in every arm and run."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """One run of one benchmark."""
+
+    benchmark: str
+    environment: Environment
+    parameters: dict[str, Any]
+    """What was asked for: sizes, seeds, datasets, repetitions."""
+    samples: Samples
+    baseline: str | None = None
+    """The arm that others are compared with. Arms named `group/arm` are compared within their group."""
+    flaky_cv: float = DEFAULT_FLAKY_CV
+    notes: list[str] = field(default_factory=list)
+    """What the reader should know: peers not installed, arms left out."""
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Results that are not repeated measurements, such as quality per dataset: rows by name of the table."""
+    sample_of: SampleOf = "run"
+
+    def summary(self, arm: str, metric: str) -> Summary:
+        return summarise(self.samples.of(arm, metric))
+
+    def ratio(self, arm: str, metric: str) -> Interval | None:
+        """How many times the baseline's median (of questions: mean) this arm's is; None for the baseline itself,
+        without one, and where that is no number, as beside 0."""
+        if self.baseline is None:
+            return None
+        group, separator, _ = arm.rpartition("/")
+        baseline = f"{group}{separator}{self.baseline}"
+        if arm == baseline or metric not in self.samples.values.get(baseline, {}):
+            return None
+        own, other = self.samples.of(arm, metric), self.samples.of(baseline, metric)
+        is_paired = self.sample_of == "question" and len(own) == len(other)
+        found = ratio_of_means(own, other, block=1) if is_paired else ratio_of_medians(own, other)
+        return found if found.is_finite else None
+
+    def reproducibility(self, summary: Summary) -> str:
+        """Of the figure, as reports show it: its class, marked if it is flaky. Unlike questions say nothing of it."""
+        if self.sample_of == "question":
+            return ""
+        return summary.reproducibility.value + (" (!)" if summary.is_flaky(self.flaky_cv) else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, with the summaries spelled out for readers without our code; no number is infinite or NaN."""
+        arms = {
+            arm: {metric: self._metric_json(arm, metric) for metric in metrics}
+            for arm, metrics in self.samples.values.items()
+        }
+        content = {
+            "format": FORMAT,
+            "benchmark": self.benchmark,
+            "environment": asdict(self.environment),
+            "parameters": self.parameters,
+            "baseline": self.baseline,
+            "flaky_cv": self.flaky_cv,
+            "sample_of": self.sample_of,
+            "notes": self.notes,
+            "arms": arms,
+            "tables": self.tables,
+        }
+        found: dict[str, Any] = finite(content)
+        return found
+
+    def _metric_json(self, arm: str, metric: str) -> dict[str, Any]:
+        summary, ratio = self.summary(arm, metric), self.ratio(arm, metric)
+        return {
+            "samples": self.samples.of(arm, metric),
+            "summary": asdict(summary),
+            "reproducibility": summary.reproducibility.value,
+            "is_flaky": summary.is_flaky(self.flaky_cv),
+            "ratio_to_baseline": None if ratio is None else asdict(ratio),
+        }
+
+
+def finite(content: Any) -> Any:
+    """The same without infinities and NaN, which JSON does not have: None in their place."""
+    if isinstance(content, Mapping):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def save(result: BenchResult, path: Path) -> None:
+    """Write the result file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def format_value(metric: str, value: float) -> str:
+    """A figure with its unit, as a reader would write it."""
+    if not math.isfinite(value):
+        return "-"
+    if metric.endswith("_seconds"):
+        scale, unit = (1e6, "us") if abs(value) < 1e-3 else (1e3, "ms") if abs(value) < 1 else (1.0, "s")
+        return f"{value * scale:.4g} {unit}"
+    if metric.endswith("_bytes"):
+        return f"{value / 2**20:.4g} MiB"
+    return f"{value:.4g}"
+
+
+def share_name(share: float) -> str:
+    """As arms are named by: unlike shares have unlike names."""
+    return f"{100 * share:g}%"
+
+
+def rows(result: BenchResult) -> list[dict[str, str]]:
+    """The table that every view shows: one row per arm and metric."""
+    table = []
+    for arm, metrics in result.samples.values.items():
+        for metric in metrics:
+            summary, ratio = result.summary(arm, metric), result.ratio(arm, metric)
+
+            def show(value: float, metric: str = metric) -> str:
+                return format_value(metric, value)
+
+            table.append(
+                {
+                    "arm": arm,
+                    "metric": metric,
+                    "p50": show(summary.p50),
+                    "p95": show(summary.p95),
+                    "p99": show(summary.p99),
+                    "mean": f"{show(summary.mean)} [{show(summary.ci_low)}, {show(summary.ci_high)}]",
+                    "std": show(summary.std),
+                    "CV": f"{summary.cv:.1%}" if math.isfinite(summary.cv) else "-",
+                    "class": result.reproducibility(summary),
+                    "x baseline": "" if ratio is None else str(ratio),
+                }
+            )
+    return table
+
+
+def to_markdown(result: BenchResult) -> str:
+    """The committed form of a report."""
+    environment = result.environment
+    lines = [
+        f"# {result.benchmark}",
+        "",
+        f"`{environment.command}` at commit `{environment.commit}`; {environment.processor}, "
+        f"{environment.num_cpus} CPUs, {environment.num_threads} threads; Python {environment.python}, "
+        + ", ".join(f"{name} {version}" for name, version in environment.versions.items()),
+        "",
+        *(f"- {note}" for note in result.notes),
+        *([""] if result.notes else []),
+    ]
+    if result.samples.values:
+        lines += [*markdown_table(rows(result)), "", f"(!) flaky: CV above {result.flaky_cv:.0%}.", ""]
+    for name, table in result.tables.items():
+        lines += [f"## {name}", "", *markdown_table(table), ""]
+    return "\n".join(lines)
+
+
+def markdown_table(table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows of equal keys as lines of a Markdown table."""
+    if not table:
+        return []
+    heads = list(table[0])
+    body = ["| " + " | ".join(_cell(row.get(head, "")) for head in heads) + " |" for row in table]
+    return ["| " + " | ".join(map(_cell, heads)) + " |", "|" + "---|" * len(heads), *body]
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())

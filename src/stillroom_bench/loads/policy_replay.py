@@ -1,0 +1,190 @@
+"""Replays a workload on the real knowledge tree and manager, where only the bytes are missing.
+
+Requests come in order, one runs at a time, and the next `queue` of them wait: they are what look-ahead sees. Time is
+the number of the request.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stillroom.core.ids import BlockId
+from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.table import BlockTable
+from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.manager import KVCacheManager, Reuse
+from stillroom.kvcache.tree.cost_model import CostProfile, Link
+from stillroom.kvcache.tree.eviction import NodeUse, Policy, pgdsf
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom_bench.loads.reuse_workloads import Ask, ReuseWorkload
+
+BYTES_PER_TOKEN = 131_072
+"""Keys and values of Mistral-7B in 16 bits, RAGCache's main model: 2 x 32 layers x 8 heads x 128 x 2 bytes."""
+
+_GRID = (1, *(2**power for power in range(5, 18)))
+PROFILE = CostProfile(
+    cached=(0, *_GRID[1:]),
+    new=_GRID,
+    seconds=tuple(
+        tuple(0.02 + 2.5e-4 * new + 2e-8 * new * (cached + new / 2) for new in _GRID) for cached in (0, *_GRID[1:])
+    ),
+    links={Tier.HOST: Link(1e-4, 12e9), Tier.DISK: Link(2e-3, 4e8)},
+)
+"""About what such a model takes on RAGCache's GPU (A10G): 1 s for 4,000 tokens, PCIe to the host, and a network's disk,
+from which loading a document may take longer than computing it."""
+
+
+class NoMover:
+    """A `KVMover` that has no bytes to move and always succeeds."""
+
+    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
+        return False
+
+    def cancel_prefetch(self, key: NodeKey) -> None:
+        pass
+
+    def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        return True
+
+    def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
+        return True
+
+    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        return True
+
+    def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+        return True
+
+    def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
+        return True
+
+    def has(self, key: NodeKey, tier: Tier) -> bool:
+        return True
+
+    def drop(self, key: NodeKey, tier: Tier) -> None:
+        pass
+
+
+class Farthest:
+    """Belady's rule as a sort key: what is used again last, or never, leaves first. Offline: it was told the future.
+
+    A piece's parent is used again no later than it is, so the first to leave is always a leaf. With pieces of one size
+    in one tier this is the optimum of hits; with sizes the optimum is NP-hard, and this is a yardstick that a lucky
+    online policy may pass.
+    """
+
+    def __init__(self, workload: ReuseWorkload) -> None:
+        self.now = 0
+        """Number of the request that runs; the replay sets it."""
+        self._uses: dict[NodeKey, list[int]] = defaultdict(list)
+        for number, ask in enumerate(workload.asks):
+            for piece in ask.pieces:
+                self._uses[piece.key].append(number)
+
+    def __call__(self, use: NodeUse) -> float:
+        uses = self._uses[use.key]
+        place = bisect_right(uses, self.now)
+        return -float(uses[place]) if place < len(uses) else float("-inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A policy with its switches."""
+
+    policy: Policy | None = pgdsf
+    """None: Belady's rule, which is made from the workload."""
+    queue: int = 0
+    """Requests that wait and are seen by look-ahead."""
+    admits_by_frequency: bool = False
+    always_loads: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Room in each tier, as shares of the blocks that would keep every piece of the workload."""
+
+    device: float
+    host: float = 0.0
+    disk: float = 0.0
+
+    def num_blocks(self, workload: ReuseWorkload) -> int:
+        """On the device: never less than the largest request needs."""
+        return max(round(self.device * workload.num_distinct_blocks), workload.num_blocks_of_largest)
+
+    def num_bytes(self, share: float, workload: ReuseWorkload) -> int:
+        return round(share * workload.num_distinct_blocks) * workload.block_size * BYTES_PER_TOKEN
+
+
+@dataclass(slots=True)
+class PolicyOutcome:
+    """What one policy did with one workload."""
+
+    num_document_tokens: int
+    num_hit_tokens: int = 0
+    saved_seconds: float = 0.0
+    """By the cost model: computing everything, less loading and computing the rest."""
+    total_seconds: float = 0.0
+    """By the cost model, without any reuse."""
+    hits: list[int] = field(default_factory=list)
+    """Document tokens that were not computed, by request."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of document tokens that were not computed."""
+        return self.num_hit_tokens / self.num_document_tokens
+
+    @property
+    def saved_share(self) -> float:
+        return self.saved_seconds / self.total_seconds
+
+
+def replay(workload: ReuseWorkload, capacity: Capacity, setup: Setup, profile: CostProfile = PROFILE) -> PolicyOutcome:
+    """Run all requests of a workload."""
+    oracle = Farthest(workload) if setup.policy is None else None
+    options = TreeOptions(
+        host_bytes=capacity.num_bytes(capacity.host, workload),
+        disk_bytes=capacity.num_bytes(capacity.disk, workload),
+        bytes_per_token=BYTES_PER_TOKEN,
+        policy=oracle or setup.policy or pgdsf,
+        looks_ahead=setup.queue > 0,
+        admits_by_frequency=setup.admits_by_frequency,
+    )
+    number = 0
+    pool = BlockPool(capacity.num_blocks(workload), workload.block_size)
+    tree = KnowledgeTree(pool, NoMover(), profile, options, lambda: float(number))
+    keys = PrefixKeys(b"", tail_tokens=workload.block_size)
+    manager = KVCacheManager(pool, Reuse(tree, keys, setup.always_loads))
+    leases = [_lease(ask, workload.block_size) for ask in workload.asks[: setup.queue]]
+    for lease in leases:
+        manager.protect(lease)
+    waiting = dict(enumerate(leases))
+    outcome = PolicyOutcome(workload.num_document_tokens)
+    for number, ask in enumerate(workload.asks):
+        if oracle is not None:
+            oracle.now = number
+        lease = waiting.pop(number) if setup.queue else _lease(ask, workload.block_size)
+        _serve(manager, lease, ask, outcome)
+        arriving = number + setup.queue
+        if setup.queue and arriving < len(workload.asks):
+            waiting[arriving] = _lease(workload.asks[arriving], workload.block_size)
+            manager.protect(waiting[arriving])
+        outcome.total_seconds += profile.prefill_seconds(0, ask.num_tokens)
+    return outcome
+
+
+def _lease(ask: Ask, block_size: int) -> Lease:
+    return Lease(ask.prompt, BlockTable(block_size, ask.num_tokens), ask.pieces)
+
+
+def _serve(manager: KVCacheManager, lease: Lease, ask: Ask, outcome: PolicyOutcome) -> None:
+    num_cached = manager.try_admit(lease, ask.segment_lengths)
+    assert num_cached is not None and lease.reuse is not None, "the device holds every single request"
+    manager.commit(lease, ask.num_tokens)
+    manager.release(lease)
+    outcome.hits.append(max(0, num_cached - ask.free_tokens))
+    outcome.num_hit_tokens += outcome.hits[-1]
+    outcome.saved_seconds += lease.reuse.saved_seconds

@@ -1,0 +1,218 @@
+"""Traffic for `stillroom bench reuse`: documents of unequal popularity, prompts made of them, and when they come.
+
+Everything is drawn from a seed and made of token ids, so every runtime is sent the same. What a search would find is
+drawn from the popularity curve.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.answer_quality.beir import read_corpus, read_judged_queries
+from stillroom.errors import UsageError
+from stillroom.planner.simulation.stepped_engine import Prompt, Tokens
+
+Companions = Literal["drawn", "fixed"]
+"""Where the documents after the first come from. `drawn`: each from the curve, on its own. `fixed`: one list per first
+document, as a search that finds the same document finds the same others."""
+
+CURVES = {"mmlu": 0.60, "nq": 0.30}
+"""What share of requests the most popular 3 % of documents take. RAGCache 3.2 gives the one of MMLU and says that of
+Natural Questions is less; how much less is our choice."""
+TOP = 0.03
+
+MAX_DOCUMENT = 512
+"""Tokens; longer documents are cut (RAGCache 7.2 does so for k = 5)."""
+
+_SYSTEM = (
+    "You are a helpful assistant. Answer the question from the documents that follow, in as few words as possible. "
+    "If the documents do not hold the answer, say that you do not know. Name the document you took the answer from."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What prompts are made of."""
+
+    system: Tokens
+    documents: tuple[Tokens, ...]
+    questions: tuple[tuple[Tokens, ...], ...]
+    """Of each document, those that it answers; at least one."""
+
+
+def word_tokens(vocab_size: int) -> Callable[[str], Tokens]:
+    """For a model without tokenizer: pieces of words as long as those of usual vocabularies, hashed to ids."""
+    return lambda text: tuple(1 + zlib.crc32(piece.encode()) % (vocab_size - 1) for piece in _PIECES.findall(text))
+
+
+_PIECES = re.compile(r"\w{1,5}|[^\w\s]")
+
+
+def pool_for(folder: Path, has_tokenizer: bool, dataset: Path | None, size: int, seed: int) -> Pool:
+    """For a checkpoint: of a data set, or drawn. Raises as `read_pool`."""
+    vocab_size = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    if dataset is None:
+        return made_pool(size, vocab_size, seed)
+    encode: Callable[[str], Sequence[int]] = word_tokens(vocab_size)
+    if has_tokenizer:
+        from stillroom.models.tokenizer import Tokenizer
+
+        encode = Tokenizer.load(folder).encode_text
+    return read_pool(dataset, size, encode, seed)
+
+
+def read_pool(dataset: Path, size: int, encode: Callable[[str], Sequence[int]], seed: int) -> Pool:
+    """Documents of a data set in BEIR layout that questions were judged for, at most `size`.
+
+    Raises:
+        UsageError: a file is missing, or no question has a document.
+        DocumentError: a line cannot be read.
+    """
+    corpus = read_corpus(dataset)
+    queries, qrels = read_judged_queries(dataset)
+    asked: dict[str, list[str]] = {}
+    for query, text in queries.items():
+        for document, grade in qrels[query].items():
+            if grade > 0 and corpus.get(document):
+                asked.setdefault(document, []).append(text)
+    if not asked:
+        raise UsageError(f"no question of {dataset} has a document in corpus.jsonl; do the ids agree?")
+    names = sorted(asked)
+    chosen = [names[at] for at in np.random.default_rng([seed, 1]).permutation(len(names))[:size]]
+    documents = tuple(tuple(encode(corpus[name]))[:MAX_DOCUMENT] for name in chosen)
+    questions = tuple(tuple(tuple(encode(text)) for text in asked[name]) for name in chosen)
+    return Pool(tuple(encode(_SYSTEM)), documents, questions)
+
+
+def made_pool(size: int, vocab_size: int, seed: int) -> Pool:
+    """Documents of random tokens, log-normally around 200 of them, with four questions each."""
+    rng = np.random.default_rng([seed, 1])
+
+    def text(length: int) -> Tokens:
+        return tuple(rng.integers(1, vocab_size, size=length).tolist())
+
+    lengths = np.clip(200 * np.exp(0.4 * rng.standard_normal(size)), 32, MAX_DOCUMENT).astype(int)
+    documents = tuple(text(int(length)) for length in lengths)
+    questions = tuple(tuple(text(int(rng.integers(8, 25))) for _ in range(4)) for _ in documents)
+    return Pool(text(48), documents, questions)
+
+
+def popularity(num_documents: int, top_share: float) -> NDArray[np.float64]:
+    """Probability of each rank, best first: Zipf's law with the exponent that gives the first 3 % their share."""
+    ranks = np.arange(1, num_documents + 1, dtype=np.float64)
+    num_top = max(1, round(TOP * num_documents))
+    if num_top / num_documents > top_share:
+        raise UsageError(f"{num_documents} documents are too few for this curve; take more (--documents)")
+    low, high = 0.0, 16.0
+    for _ in range(60):
+        exponent = (low + high) / 2
+        weights = ranks**-exponent
+        if weights[:num_top].sum() / weights.sum() < top_share:
+            low = exponent
+        else:
+            high = exponent
+    shares: NDArray[np.float64] = weights / weights.sum()
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseTraffic:
+    """Who asks for what."""
+
+    pool: Pool
+    curve: str
+    k: int
+    companions: Companions
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.curve not in CURVES:
+            raise UsageError(f"unknown curve {self.curve!r}; known are {', '.join(CURVES)}")
+        if self.companions not in get_args(Companions):
+            raise UsageError(f"unknown companions {self.companions!r}; known are {', '.join(get_args(Companions))}")
+        if not 1 <= self.k <= len(self.pool.documents):
+            raise UsageError(f"k={self.k} documents cannot be drawn from {len(self.pool.documents)}")
+
+    def retrieved(self, count: int, repetition: int) -> list[list[int]]:
+        """For each of so many requests, its documents, in the order of the prompt."""
+        size = len(self.pool.documents)
+        shares = np.empty(size)
+        by_rank = np.random.default_rng([self.seed, 2]).permutation(size)  # so popular ones are of any length
+        shares[by_rank] = popularity(size, CURVES[self.curve])
+        rng = np.random.default_rng([self.seed, 3, repetition])
+        return [self._documents(int(first), shares, rng) for first in rng.choice(size, size=count, p=shares)]
+
+    def _documents(self, first: int, shares: NDArray[np.float64], rng: np.random.Generator) -> list[int]:
+        if self.k == 1:
+            return [first]
+        others = shares.copy()
+        others[first] = 0.0
+        drawer = rng if self.companions == "drawn" else np.random.default_rng([self.seed, 4, first])
+        drawn = drawer.choice(len(others), size=self.k - 1, replace=False, p=others / others.sum())
+        return [first, *drawn.tolist()]
+
+    def prompts(self, count: int, repetition: int) -> list[Prompt]:
+        """So many requests; a repetition has its own."""
+        rng = np.random.default_rng([self.seed, 5, repetition])
+        pool, made = self.pool, []
+        for documents in self.retrieved(count, repetition):
+            questions = pool.questions[documents[0]]
+            question = questions[int(rng.integers(len(questions)))]
+            made.append((pool.system, *(pool.documents[at] for at in documents), question))
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Room for KV, in tokens, the same for all arms that have such a place."""
+
+    device: int
+    host: int
+    disk: int
+    plenty: int
+    """For a runtime that is not to lack any."""
+    longest: int
+    """Prompt and answer of the longest request."""
+
+
+DEVICE_SHARE = 0.10
+"""Of the KV of all documents, each once, that fits on the device beside what running requests need."""
+HOST_SHARE = 0.40
+DISK_SHARE = 4.0
+"""More than all documents once: each path of documents is kept of its own."""
+MAX_SEQS = 4
+"""Requests that run at the same time (RAGCache 7.1)."""
+_BLOCK = 32
+"""Tokens; a multiple of every runtime's block."""
+
+
+def budget_for(
+    pool: Pool,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    *,
+    device_share: float = DEVICE_SHARE,
+    host_share: float = HOST_SHARE,
+) -> Budget:
+    """Room for the prompts that run at the same time, and for a share of the documents."""
+    documents = sum(map(_rounded, map(len, pool.documents)))
+    needs = [sum(_rounded(len(part)) for part in prompt) + _rounded(max_tokens) for prompt in prompts]
+    running = max(max(needs), round(MAX_SEQS * sum(needs) / len(needs)))
+    return Budget(
+        device=_rounded(running + round(device_share * documents), _BLOCK),
+        host=round(host_share * documents),
+        disk=round(DISK_SHARE * documents),
+        plenty=_rounded(running + 2 * documents, _BLOCK),
+        longest=max(sum(map(len, prompt)) for prompt in prompts) + max_tokens,
+    )
+
+
+def _rounded(num_tokens: int, block: int = 16) -> int:
+    return -(-num_tokens // block) * block

@@ -1,0 +1,165 @@
+"""`stillroom bench quality`: what reuse anywhere costs in answers (Cache-Craft 5.2; Figures 20, 21, 26, 27, Table 3).
+
+The product's own engine answers each question once without reuse, and then over documents whose KV was computed in
+another context, under each arm. Greedy, so everything but time repeats. How to read it: docs/chunk-reuse.md
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from stillroom.answer_quality.arms import (
+    FULL,
+    OURS,
+    alpha_name,
+    arm_name,
+    quality_arms,
+)
+from stillroom.answer_quality.asking import QualityScope, QuestionOutcome, ask_all
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.report import BenchResult, share_name
+from stillroom_bench.instrument.statistics import paired_tests
+
+_NOTE = (
+    "TTFT is the median over questions as they came, one arm after the other, and means something only where a prefill "
+    "takes long enough; `stillroom bench anywhere` measures time."
+)
+
+
+def run_quality(
+    scope: QualityScope, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> BenchResult:
+    """Ask every question under every arm.
+
+    Raises:
+        UsageError: the file has no questions, or none that fits the model.
+        ModelError, ConfigError: the model cannot be used, or not for reuse anywhere.
+    """
+    arms = quality_arms(
+        scope.selectors,
+        scope.ratios,
+        scope.alphas,
+        focus_window=scope.focus_window,
+        has_unturned=scope.has_unturned,
+    )
+    environment = record_environment()
+    questions = scope.load()
+    outcomes = ask_all(scope, questions, arms, on_progress=on_progress)
+    kinds = [question.kind for question in questions]
+    samples = Samples()
+    for name, found in outcomes.items():
+        judged = [one.is_right for one in found if not math.isnan(one.is_right)]
+        samples.values[name] = {"exact_match": judged} if judged else {}
+        samples.values[name]["same_answer"] = [one.agrees for one in found]
+    parameters = {
+        "questions": scope.questions.name,
+        "num_questions": len(questions),
+        "model": scope.runtime.model,
+        "dtype": scope.runtime.dtype,
+        "num_chunks": scope.num_chunks,
+        "max_words": scope.max_words,
+        "seed": scope.seed,
+        "max_tokens": scope.max_tokens,
+        "selectors": scope.selectors,
+        "ratios": scope.ratios,
+        "alphas": scope.alphas,
+        "focus_window": scope.focus_window,
+        "kept behind": "a document of another question" if scope.context == "foreign" else "the same, shuffled",
+    }
+    tables = {
+        "Exact match": _by_kind(outcomes, kinds, "is_right"),
+        "F1 of words": _by_kind(outcomes, kinds, "f1"),
+        "Against a full prefill": _against_full(outcomes),
+        f"{OURS} against each other selector, same budget": _tests(outcomes, kinds, scope),
+    }
+    sizes = [f"{len(question.chunks)} documents" for question in questions]
+    if len(set(sizes)) > 1:
+        tables["Same answer as a full prefill, by documents in the prompt"] = _by_kind(outcomes, sizes, "agrees")
+    return BenchResult(
+        "stillroom bench quality",
+        environment,
+        parameters,
+        samples,
+        FULL,
+        tables=tables,
+        notes=[_NOTE],
+        sample_of="question",
+    )
+
+
+def _mean(outcomes: Sequence[QuestionOutcome], field: str) -> float:
+    return fmean(getattr(outcome, field) for outcome in outcomes)
+
+
+def _ttft(outcomes: Sequence[QuestionOutcome]) -> float:
+    return median(outcome.ttft_seconds for outcome in outcomes)
+
+
+def _by_kind(outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str], field: str) -> list[dict[str, Any]]:
+    """An arm a row, a kind of question a column."""
+    rows = []
+    for name, found in outcomes.items():
+        row: dict[str, Any] = {"arm": name}
+        for kind in sorted(set(kinds)):
+            of_kind = [outcome for outcome, one in zip(found, kinds, strict=True) if one == kind]
+            row[f"{kind} ({len(of_kind)})"] = f"{_mean(of_kind, field):.3f}"
+        rows.append(row | {"all": f"{_mean(found, field):.3f}"})
+    return rows
+
+
+def _against_full(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, Any]]:
+    full = _mean(outcomes[FULL], "is_right")
+    return [
+        {
+            "arm": name,
+            "computed again": f"{_mean(found, 'recomputed'):.1%}",
+            "exact match, of full": f"{_mean(found, 'is_right') / full:.3f}" if full > 0 else "",
+            "same answer": f"{_mean(found, 'agrees'):.3f}",
+            "token agreement": f"{_mean(found, 'token_agreement'):.3f}",
+            "ROUGE-L": f"{_mean(found, 'rouge'):.3f}",
+            "KL of first token": f"{_mean(found, 'divergence'):.3f}",
+            "TTFT, of full": f"{_ttft(found) / _ttft(outcomes[FULL]):.2f}",
+        }
+        for name, found in outcomes.items()
+        if name != FULL
+    ]
+
+
+def _tests(
+    outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str], scope: QualityScope
+) -> list[dict[str, Any]]:
+    """Paired t-tests of the answers (of agreement, where there are none), corrected over the whole table (Holm)."""
+    field = "agrees" if any(math.isnan(one.is_right) for one in outcomes[FULL]) else "is_right"
+    pairs = {}
+    for kind in [*sorted(set(kinds)), "all"] if len(set(kinds)) > 1 else ["all"]:
+        chosen = [index for index, one in enumerate(kinds) if kind in (one, "all")]
+        names_of = {
+            share_name(ratio): {name: arm_name(name, ratio) for name in scope.selectors} for ratio in scope.ratios
+        }
+        names_of |= {
+            f"alpha {one:g}": {name: alpha_name(name, one) for name in scope.selectors} for one in scope.alphas
+        }
+        for budget, names in names_of.items():
+            for other in scope.selectors:
+                if other == OURS or OURS not in scope.selectors:
+                    continue
+                ours, theirs = (
+                    [float(getattr(outcomes[names[name]][index], field)) for index in chosen] for name in (OURS, other)
+                )
+                pairs[kind, budget, other] = (ours, theirs)
+    rows = []
+    for (kind, budget, against), test in paired_tests(pairs).items():
+        is_sure = "yes" if test.is_significant else "no"
+        rows.append(
+            {
+                "questions": kind,
+                "budget": budget,
+                "against": against,
+                "difference": f"{test.mean_difference:+.3f}",
+                "p (Holm)": f"{test.adjusted_p:.2g}",
+                "significant": is_sure,
+            }
+        )
+    return rows

@@ -1,0 +1,171 @@
+"""`stillroom bench filters`: recall and speed of an index of which a filter leaves 50 %, 10 %, 1 % and 0.1 %.
+
+Of each share there are two filters: chunks drawn at random, and chunks of one subject (those nearest to a document that
+is drawn), which is far from what most queries ask. Truth is an exhaustive search of what is allowed. Beside the
+product's own choice run the two that it chooses between: compare all that is allowed, and walk or scan in any case.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.config.settings import IndexConfig
+from stillroom.errors import UsageError
+from stillroom.retrieval.filters import lists_among
+from stillroom.retrieval.filters.allowed import AllowedIds
+from stillroom.retrieval.index import hnsw
+from stillroom.retrieval.index.flat import FlatIndex
+from stillroom.retrieval.index.hnsw import HnswIndex
+from stillroom.retrieval.index.ivf_pq import IvfPqIndex
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.loads.workloads import choose_queries, clustered_vectors, load_real_data
+from stillroom_bench.quality.search_arms import K, Vectors, dense_arm
+
+SHARES = (0.5, 0.1, 0.01, 0.001)
+KINDS = ("random", "subject")
+WAYS = ("chosen", "compare", "approximate")
+_NUM_QUERIES = 50
+_MIN_SIZE = 10_000
+_LEAST_APPROXIMATE = 0.01
+"""Below this share walking in any case takes minutes, and nobody would."""
+
+Row = dict[str, Any]
+
+
+def run_filters(
+    datasets: Sequence[Path],
+    work_dir: Path,
+    *,
+    size: int,
+    repeat: int,
+    seed: int,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Measure everything.
+
+    Raises:
+        UsageError: a data set is missing or empty, or the size too small.
+        DocumentError: a line of a data set cannot be read.
+    """
+    if size < _MIN_SIZE:
+        raise UsageError(f"an index of fewer than {_MIN_SIZE:,} vectors is searched whole; give a greater size")
+    environment = record_environment()
+    real = load_real_data(datasets, work_dir, on_progress)
+    vectors, queries = clustered_vectors(real.documents, size, seed), choose_queries(real, _NUM_QUERIES, seed)[1]
+    ids = np.arange(size, dtype=np.int64)
+    flat = FlatIndex(vectors.shape[1])
+    flat.add(ids, vectors)
+    indexes: dict[str, HnswIndex | IvfPqIndex] = {
+        "hnsw": HnswIndex(vectors.shape[1], IndexConfig(kind="hnsw", seed=seed)),
+        "ivf_pq": IvfPqIndex(vectors.shape[1], IndexConfig(kind="ivf_pq", seed=seed)),
+    }
+    for name, index in indexes.items():
+        on_progress(f"building {name} over {size:,} vectors")
+        index.add(ids, vectors)
+    arms = [
+        dense_arm(f"{name} unfiltered", _unfiltered(index), queries, flat.exact(queries, K))
+        for name, index in indexes.items()
+    ]
+    for kind in KINDS:
+        for share in SHARES:
+            allowed = _allowed(vectors, kind, share, seed)
+            truth = _truth(flat, queries, allowed)
+            for name, index in indexes.items():
+                for way in _ways(share):
+                    arms.append(_arm(f"{name} {kind} {share:.1%} {way}", index, allowed, way, (queries, truth)))
+    samples = run_arms(arms, repeat=repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at}"), only_own=True)
+    return BenchResult(
+        benchmark="filters",
+        environment=environment,
+        parameters={
+            "datasets": [path.name for path in datasets],
+            "size": size,
+            "repeat": repeat,
+            "seed": seed,
+            "num_queries": len(queries),
+            "num_real_documents": len(real.texts),
+        },
+        samples=samples,
+        tables={f"{name}, {kind}": _rows(samples.values, name, kind) for name in indexes for kind in KINDS},
+    )
+
+
+def _unfiltered(index: HnswIndex | IvfPqIndex) -> Callable[[], Callable[[Vectors], Any]]:
+    return lambda: lambda query: index.search(query, K)
+
+
+def _arm(
+    name: str, index: HnswIndex | IvfPqIndex, allowed: AllowedIds, way: str, asked: tuple[Vectors, NDArray[np.int64]]
+) -> Arm:
+    """`asked`: queries [q, d], and the true ids [q, K] of each."""
+
+    def search(query: Vectors) -> Any:
+        return index.search(query, K, None, allowed)
+
+    def prepare() -> Callable[[Vectors], Any]:
+        search(asked[0][0])  # what is made once for each filter
+        return search
+
+    inner = dense_arm(name, prepare, *asked)
+
+    def run(repetition: int) -> Metrics:
+        with _way(way):
+            return inner.run(repetition)
+
+    return Arm(name, run)
+
+
+@contextlib.contextmanager
+def _way(way: str) -> Iterator[None]:
+    """The rule that chooses, replaced: one compared vector costs nothing, or more than anything."""
+    rule = hnsw.COMPARED_PER_CANDIDATE, lists_among.ENTRIES_PER_COMPARED
+    if way != "chosen":
+        hnsw.COMPARED_PER_CANDIDATE, lists_among.ENTRIES_PER_COMPARED = (10**9, 0) if way == "compare" else (0, 10**9)
+    try:
+        yield
+    finally:
+        hnsw.COMPARED_PER_CANDIDATE, lists_among.ENTRIES_PER_COMPARED = rule
+
+
+def _allowed(vectors: Vectors, kind: str, share: float, seed: int) -> AllowedIds:
+    rng = np.random.default_rng([seed, round(share * 1e6)])
+    num = max(K, round(share * len(vectors)))
+    if kind == "random":
+        return AllowedIds(np.sort(rng.choice(len(vectors), num, replace=False)))
+    nearness = vectors @ vectors[rng.integers(len(vectors))]
+    return AllowedIds(np.sort(np.argpartition(-nearness, num - 1)[:num]))
+
+
+def _truth(flat: FlatIndex, queries: Vectors, allowed: AllowedIds) -> NDArray[np.int64]:
+    return np.array([[chunk_id for chunk_id, _ in flat.search(query, K, None, allowed)] for query in queries])
+
+
+def _rows(values: dict[str, dict[str, list[float]]], index: str, kind: str) -> list[Row]:
+    """One line per share: recall and median latency of each way."""
+    plain = values[f"{index} unfiltered"]
+    rows: list[Row] = [{"allowed": "100% (no filter)", **_figures("chosen", plain)}]
+    for share in SHARES:
+        row: Row = {"allowed": f"{share:.1%}"}
+        for way in _ways(share):
+            row |= _figures(way, values[f"{index} {kind} {share:.1%} {way}"])
+        rows.append(row)
+    names = max(rows, key=len)
+    return [{name: row.get(name, "") for name in names} for row in rows]
+
+
+def _ways(share: float) -> Sequence[str]:
+    return WAYS if share >= _LEAST_APPROXIMATE else WAYS[:2]
+
+
+def _figures(way: str, metrics: dict[str, list[float]]) -> Row:
+    return {
+        f"{way} recall": round(float(np.median(metrics["ann_recall_at_10"])), 3),
+        f"{way} p50 us": round(float(np.median(metrics["p50_seconds"])) * 1e6),
+        f"{way} p95 us": round(float(np.median(metrics["p95_seconds"])) * 1e6),
+    }

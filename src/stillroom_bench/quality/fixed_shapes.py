@@ -1,0 +1,150 @@
+"""`stillroom bench fixed-shapes`: what `runtime.fixed_shapes` gives and costs.
+
+The same questions, one at a time, go to an engine that reuses exact prefixes and to one that computes everything, with
+and without fixed shapes. The result says how many answers differ, by how much the log probability of their first token
+does, and the time to first token of each.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stillroom.backends.local import build_engine
+from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig
+from stillroom.core.batch import TokenLogprobs
+from stillroom.core.clock import SystemClock
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import Request, SamplingParams
+from stillroom.engine.engine import Engine
+from stillroom.models.decoder import Decoder
+from stillroom.models.loader import load_model
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom_bench.instrument.report import BenchResult
+
+_NUM_DOCUMENTS = 6
+_SYSTEM = 10
+_LENGTHS = (60, 250)
+"""Tokens of a document."""
+_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TimedReply:
+    """What an engine answered."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    first_token_seconds: float
+
+
+def questions(vocab_size: int, count: int, seed: int) -> list[Request]:
+    """Prompts of random tokens: a system prompt, two of six documents, and a question of its own."""
+    randomness = np.random.default_rng(seed)
+
+    def tokens(low: int, high: int) -> tuple[int, ...]:
+        return tuple(randomness.integers(4, vocab_size, randomness.integers(low, high)).tolist())
+
+    system, documents = tokens(_SYSTEM, _SYSTEM + 1), [tokens(*_LENGTHS) for _ in range(_NUM_DOCUMENTS)]
+    found = []
+    for number in range(count):
+        chunks = [
+            Segment(SegmentKind.CHUNK, documents[one], ChunkId(int(one)))
+            for one in randomness.choice(_NUM_DOCUMENTS, 2, replace=False)
+        ]
+        segments = (Segment(SegmentKind.SYSTEM, system), *chunks, Segment(SegmentKind.QUESTION, tokens(8, 40)))
+        sampling = SamplingParams(max_tokens=_MAX_TOKENS, logprobs=5)
+        found.append(Request(request_id=RequestId(f"q{number}"), prompt=SegmentedPrompt(segments), sampling=sampling))
+    return found
+
+
+def answer(engine: Engine, question: Request) -> TimedReply:
+    """Ask, and wait for the whole answer."""
+    began, first = engine.clock.monotonic(), 0.0
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    engine.submit(question)
+    while engine.has_work:
+        for event in engine.step():
+            if event.token_id is not None and event.logprobs is not None:
+                first = first or event.at - began
+                token_ids.append(event.token_id)
+                logprobs.append(event.logprobs)
+    return TimedReply(token_ids, logprobs, first)
+
+
+def run_fixed_shapes(
+    model: str = "bundled",
+    *,
+    dtype: Dtype = "bfloat16",
+    num_questions: int = 200,
+    repeat: int = 5,
+    seed: int = 0,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Ask every question of every engine, `repeat` times, each time of new engines.
+
+    Raises:
+        ModelError: the checkpoint cannot be used.
+    """
+    environment = record_environment()
+    decoder = load_model(model, dtype=dtype).decoder
+    asked = questions(decoder.spec.vocab_size, num_questions, seed)
+    found: dict[str, list[TimedReply]] = {}
+
+    def arm(name: str, mode: ReuseConfig, runtime: RuntimeConfig) -> Arm:
+        def run(_: int) -> Metrics:
+            found[name] = _replies(decoder, asked, runtime, mode)
+            return {"time_to_first_token_seconds": statistics.median(one.first_token_seconds for one in found[name])}
+
+        return Arm(name, run)
+
+    off, exact = ReuseConfig(mode="off"), ReuseConfig(mode="exact")
+    shapes = {"": RuntimeConfig(), ", fixed shapes": RuntimeConfig(fixed_shapes=True)}
+    arms = [
+        arm(name + suffix, mode, runtime)
+        for suffix, runtime in shapes.items()
+        for name, mode in (("off", off), ("exact", exact))
+    ]
+    samples = run_arms(arms, repeat=repeat, on_run=lambda name, at: on_progress(f"{name}, run {at}"), only_own=True)
+    rows = [
+        {"fixed shapes": "yes" if suffix else "no"} | _differences(found["exact" + suffix], found["off" + suffix])
+        for suffix in shapes
+    ]
+    return BenchResult(
+        "stillroom bench fixed-shapes",
+        environment,
+        {"model": model, "dtype": dtype, "num_questions": num_questions, "repeat": repeat, "seed": seed},
+        samples,
+        "off",
+        tables={"exact reuse against none": rows},
+    )
+
+
+def _replies(
+    decoder: Decoder, asked: Sequence[Request], runtime: RuntimeConfig, reuse: ReuseConfig
+) -> list[TimedReply]:
+    """Of a new engine, which is asked the first question twice to warm up."""
+    engine, cache = build_engine(decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32))
+    answer(engine, asked[0])
+    found = [answer(engine, one) for one in asked]
+    cache.close()
+    return found
+
+
+def _differences(kept: Sequence[TimedReply], computed: Sequence[TimedReply]) -> dict[str, Any]:
+    pairs = list(zip(kept, computed, strict=True))
+    return {
+        "questions": len(pairs),
+        "answers that differ": sum(one.token_ids != other.token_ids for one, other in pairs),
+        "log probabilities that differ": sum(
+            (one.token_ids, one.logprobs) != (other.token_ids, other.logprobs) for one, other in pairs
+        ),
+        "first log probability, at most by": max(
+            abs(one.logprobs[0].logprob - other.logprobs[0].logprob) for one, other in pairs
+        ),
+    }

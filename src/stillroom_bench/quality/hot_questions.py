@@ -1,0 +1,196 @@
+"""`stillroom bench questions`: what the query cache, and keeping hot questions warm, save (llmds Hypothesis 2: 20 to
+30 % of p95 for what is often asked).
+
+One asker puts questions at random moments (Poisson), with the popularity of real questions (Zipf), to a real knowledge
+base that changes now and then: a document is replaced, which ends every cached result. Latency is counted from the
+moment a question was due, so an asker who is kept waiting by the one before says so.
+"""
+
+import contextlib
+import itertools
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stillroom.answer_quality.beir import read_judged_queries
+from stillroom.config.settings import QueryCacheConfig, StillroomConfig
+from stillroom.rag.query_cache import QueryCache, QueryCacheStats
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.loads.beir import open_knowledge_base
+
+OURS = "cache, hot questions kept warm"
+
+HOT_AFTER = QueryCacheConfig().hot_after
+
+CONFIGS = {
+    "no cache": QueryCacheConfig(max_tokens=0),
+    "cache": QueryCacheConfig(max_hot=0),
+    OURS: QueryCacheConfig(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HotTraffic:
+    """Who asks what, when."""
+
+    num_questions: int = 400
+    """Asked per run."""
+    per_second: float = 20.0
+    """Mean rate."""
+    change_every: int = 50
+    """Questions between two changes of the corpus."""
+    zipf_exponent: float = 1.0
+    """The n-th most popular question is asked in proportion to n to the minus this."""
+
+
+def asked(questions: Sequence[str], traffic: HotTraffic, seed: int) -> tuple[list[str], list[float]]:
+    """The questions of one run in order, and the seconds between each and the one before."""
+    rng = np.random.default_rng(seed)
+    popularity = np.arange(1, len(questions) + 1, dtype=float) ** -traffic.zipf_exponent
+    popular = rng.permutation(len(questions))
+    drawn = popular[rng.choice(len(questions), size=traffic.num_questions, p=popularity / popularity.sum())]
+    gaps = rng.exponential(1.0 / traffic.per_second, size=traffic.num_questions)
+    return [questions[at] for at in drawn], gaps.tolist()
+
+
+def asked_before(questions: Sequence[str], times: int) -> list[bool]:
+    """Of each question of a stream, whether it had been asked so often before."""
+    counts: Counter[str] = Counter()
+    found = []
+    for question in questions:
+        found.append(counts[question] >= times)
+        counts[question] += 1
+    return found
+
+
+def ask_all(
+    search: Callable[[str], object], change: Callable[[], None], stream: tuple[list[str], list[float]], every: int
+) -> list[float]:
+    """Ask each question when it is due; seconds from then to its answer. The clock stands still during a change."""
+    seconds = []
+    due = time.perf_counter()
+    for number, (question, gap) in enumerate(zip(*stream, strict=True)):
+        if number and number % every == 0:
+            began = time.perf_counter()
+            change()
+            due += time.perf_counter() - began
+        due += gap
+        time.sleep(max(0.0, due - time.perf_counter()))
+        search(question)
+        seconds.append(time.perf_counter() - due)
+    return seconds
+
+
+def run_questions(  # noqa: PLR0913  one argument per flag of the command
+    dataset: Path,
+    work_dir: Path,
+    config: StillroomConfig,
+    *,
+    traffic: HotTraffic | None = None,
+    repeat: int = 5,
+    seed: int = 0,
+    on_run: Callable[[str, int], None] | None = None,
+) -> BenchResult:
+    """Measure the three arms on a copy of the data set's knowledge base, opened anew for each run: whoever asks a
+    question first waits for its embedding in every arm, as users do, and no arm finds it kept by another.
+
+    Raises:
+        UsageError: the folder is no data set.
+        DocumentError: a line of it cannot be read.
+    """
+    environment = record_environment()
+    traffic = traffic or HotTraffic()
+    questions = list(read_judged_queries(dataset)[0].values())
+    with open_knowledge_base(dataset, work_dir, config) as original:
+        original.search(questions[0])  # writes what is missing of the indexes
+        source = original.path
+    with tempfile.TemporaryDirectory(dir=work_dir) as folder:
+        shutil.copytree(source, Path(folder) / "kb")
+        with KnowledgeBase.open(Path(folder) / "kb", config) as kb:
+            house = _QuestionsFixture(kb, config, Path(folder) / "news.txt", itertools.count())
+            arms = [
+                Arm(name, _runner(house, cache_config, questions, traffic, seed))
+                for name, cache_config in CONFIGS.items()
+            ]
+            samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
+    parameters = {
+        "dataset": dataset.name,
+        "num_questions": traffic.num_questions,
+        "per_second": traffic.per_second,
+        "change_every": traffic.change_every,
+        "zipf_exponent": traffic.zipf_exponent,
+        "repeat": repeat,
+        "seed": seed,
+    }
+    return BenchResult("stillroom bench questions", environment, parameters, samples, "cache")
+
+
+@dataclass(frozen=True, slots=True)
+class _QuestionsFixture:
+    """The knowledge base that every run opens anew, and what changes in it."""
+
+    loaded: KnowledgeBase
+    """An open one, whose embedder's weights are used."""
+    config: StillroomConfig
+    news: Path
+    numbers: Iterator[int]
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[KnowledgeBase]:
+        """With all files read, and no question's embedding kept."""
+        with KnowledgeBase.open(self.loaded.path, self.config, like=self.loaded) as kb:
+            kb.search("Is everybody ready?")
+            yield kb
+
+    def change(self, kb: KnowledgeBase) -> None:
+        """Replace one document."""
+        self.news.write_text(f"Bulletin number {next(self.numbers)} of the harbour office.\n", encoding="utf-8")
+        kb.add([self.news])
+
+
+def _runner(
+    house: _QuestionsFixture, cache_config: QueryCacheConfig, questions: Sequence[str], traffic: HotTraffic, seed: int
+) -> Callable[[int], Metrics]:
+    def run(repetition: int) -> Metrics:
+        stream = asked(questions, traffic, 1000 * seed + repetition + 100)  # warm-up repetitions are negative
+        with house.opened() as kb:
+            cache = QueryCache(
+                search=lambda query, mode, top_k, num_stages, where: kb.search_staged(
+                    query, mode=mode, top_k=top_k, num_stages=num_stages, where=where
+                ),
+                generation=lambda: kb.generation,
+                embed=kb.embed_question,
+                config=cache_config,
+            )
+            top_k = house.config.search.top_k
+            seconds = ask_all(
+                lambda query: cache.search(query, "hybrid", top_k),
+                lambda: house.change(kb),
+                stream,
+                traffic.change_every,
+            )
+            cache.close()
+        return _figures(seconds, stream[0], cache.stats)
+
+    return run
+
+
+def _figures(seconds: Sequence[float], stream: Sequence[str], stats: QueryCacheStats) -> Metrics:
+    hot = [took for took, is_hot in zip(seconds, asked_before(stream, HOT_AFTER), strict=True) if is_hot]
+    return {
+        **{f"p{q}_seconds": float(np.percentile(seconds, q)) for q in (50, 95, 99)},
+        **{f"hot_p{q}_seconds": float(np.percentile(hot, q)) for q in (50, 95) if hot},
+        "mean_seconds": float(np.mean(seconds)),
+        "share_hot": len(hot) / len(seconds),
+        "hit_rate": stats.num_hits / len(seconds),
+        "num_searched_ahead": stats.num_refreshed,
+    }

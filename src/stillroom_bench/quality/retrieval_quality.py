@@ -1,0 +1,250 @@
+"""`stillroom bench retrieval`: every fusion rule on every data set, with significance; our llmds Tables 6 and 9.
+
+Candidates are searched once per query and fused by all rules, so differences are the rules' own. Three rows have
+parameters that are learned, never from the queries they are tested on: "learned linear" by five-fold cross-validation
+over the queries of each set; the product's rule once by five-fold cross-validation with the same parameters for all
+sets, and once from all sets but the one it is tested on, which asks more: that they hold for other kinds of documents.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from stillroom.answer_quality.beir import DEFAULT_SPLIT, read_judged_queries
+from stillroom.config.settings import StillroomConfig
+from stillroom.core.ids import ChunkId
+from stillroom.errors import UsageError
+from stillroom.retrieval.hybrid import Candidates
+from stillroom.retrieval.ranking import Ranking
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.instrument.statistics import holm, paired_tests
+from stillroom_bench.loads.beir import open_knowledge_base
+from stillroom_bench.quality.fusion_arms import ALPHAS, OURS, RULES, SMOOTHINGS, Rule, learned, smoothing
+from stillroom_bench.quality.ir_metrics import METRICS, Qrels, evaluate
+
+NUM_CANDIDATES = 100
+NUM_FOLDS = 5
+LEARNED = "learned linear (5-fold)"
+HELD_OUT = "smoothed, parameters from other queries"
+TRANSFERRED = "smoothed, parameters from other sets"
+_MAIN = "ndcg_at_10"
+
+Values = dict[str, NDArray[np.float64]]
+"""Metric -> one value per query."""
+
+Grid = dict[tuple[float, float], Values]
+"""What the product's rule reaches with each of `SMOOTHINGS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dataset:
+    """One data set, searched."""
+
+    name: str
+    qrels: Qrels
+    candidates: dict[str, Candidates]
+    """By query id, of the queries that have a relevant document."""
+    records: dict[ChunkId, str]
+
+    def run(self, rule: Rule) -> dict[str, list[str]]:
+        return {query: self._documents(rule(found)) for query, found in self.candidates.items()}
+
+    def measure(self, rule: Rule) -> Values:
+        return evaluate(self.qrels, self.run(rule))
+
+    def _documents(self, ranking: Ranking) -> list[str]:
+        """The distinct documents of a ranking of chunks, in order."""
+        return list(dict.fromkeys(self.records[chunk_id] for chunk_id, _ in ranking if chunk_id in self.records))[:100]
+
+
+def run_quality(
+    datasets: Sequence[Path],
+    work_dir: Path,
+    config: StillroomConfig,
+    *,
+    split: str = DEFAULT_SPLIT,
+    seed: int = 0,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Measure all rules on all sets.
+
+    Args:
+        split: as of `read_judged_queries`.
+
+    Raises:
+        UsageError: a folder is no data set, or two have the same name.
+        DocumentError: a line of one cannot be read.
+    """
+    if len({path.resolve().name for path in datasets}) < len(datasets):
+        raise UsageError("two data sets have the same name; rename one, so that the report can tell them apart")
+    environment = record_environment()
+    loaded = []
+    for path in datasets:
+        on_step(f"{path.name}: indexing (kept in {work_dir}) and searching")
+        loaded.append(_search(path, work_dir, config, split))
+    on_step("fusing and testing")
+    values = {dataset.name: {name: dataset.measure(rule) for name, rule in RULES.items()} for dataset in loaded}
+    notes = []
+    for dataset in loaded:
+        values[dataset.name][LEARNED] = _cross_validated(dataset, seed)
+    on_step("choosing parameters on other queries and other sets")
+    grids = {d.name: {parameters: d.measure(smoothing(*parameters)) for parameters in SMOOTHINGS} for d in loaded}
+    for name, held_out in _held_out(grids, seed).items():
+        values[name][HELD_OUT] = held_out
+    if len(loaded) > 1:
+        chosen = _transferred(grids)
+        for name, best in chosen.items():
+            values[name][TRANSFERRED] = grids[name][best]
+        notes.append(f"weight and strength from other sets: {', '.join(f'{k} {v}' for k, v in chosen.items())}")
+    tables = {f"{metric} per set": _table(values, metric) for metric in METRICS}
+    tables["paired t-tests of nDCG@10 per set, ours against every rule, Holm-corrected within each set"] = _tests(
+        values
+    )
+    if len(loaded) > 1:
+        tables["mean of the sets: nDCG@10 differences, stratified z-test, Holm-corrected"] = _stratified(values)
+    parameters = {"datasets": [d.name for d in loaded], "split": split, "num_candidates": NUM_CANDIDATES, "seed": seed}
+    return BenchResult(
+        "stillroom bench retrieval",
+        environment,
+        parameters,
+        _samples(values),
+        notes=notes,
+        tables=tables,
+        sample_of="question",
+    )
+
+
+def _search(path: Path, work_dir: Path, config: StillroomConfig, split: str) -> _Dataset:
+    queries, qrels = read_judged_queries(path, split)
+    with open_knowledge_base(path, work_dir, config) as kb:
+        found = {query: kb.candidates(text, NUM_CANDIDATES) for query, text in queries.items()}
+        ids = sorted({chunk_id for candidates in found.values() for chunk_id in candidates.cosines})
+        vectors = next(iter(found.values())).embeddings(ids)
+
+        def embeddings(some: Sequence[ChunkId]) -> NDArray[np.float32]:
+            found_at: NDArray[np.float32] = vectors[np.searchsorted(ids, some)]
+            return found_at
+
+        kept = {query: replace(candidates, embeddings=embeddings) for query, candidates in found.items()}
+        return _Dataset(path.name, qrels, kept, kb.record_ids(ids))
+
+
+def _cross_validated(dataset: _Dataset, seed: int) -> Values:
+    """Each query is ranked with the weight that was best on the folds it is not in."""
+    by_alpha = {alpha: dataset.measure(learned(alpha)) for alpha in ALPHAS}
+    count = len(dataset.candidates)
+    folds = np.random.default_rng(seed).permutation(count) % NUM_FOLDS
+    chosen = {metric: np.zeros(count) for metric in METRICS}
+    for fold in range(NUM_FOLDS):
+        inside = folds == fold
+        best = max(ALPHAS, key=lambda alpha: float(by_alpha[alpha][_MAIN][~inside].mean()) if (~inside).any() else 0.0)
+        for metric in METRICS:
+            chosen[metric][inside] = by_alpha[best][metric][inside]
+    return chosen
+
+
+def _held_out(grids: dict[str, Grid], seed: int) -> dict[str, Values]:
+    """Each query is ranked with the parameters that were best, on the mean of all sets, on the folds it is not in."""
+    rng = np.random.default_rng(seed)
+    folds = {name: rng.permutation(_num_queries(grid)) % NUM_FOLDS for name, grid in grids.items()}
+    held_out = {name: {metric: np.zeros(_num_queries(grid)) for metric in METRICS} for name, grid in grids.items()}
+    for fold in range(NUM_FOLDS):
+        best = _best({name: folds[name] != fold for name in grids}, grids)
+        for name, grid in grids.items():
+            inside = folds[name] == fold
+            for metric in METRICS:
+                held_out[name][metric][inside] = grid[best][metric][inside]
+    return held_out
+
+
+def _transferred(grids: dict[str, Grid]) -> dict[str, tuple[float, float]]:
+    """For each set, the parameters with the best mean nDCG@10 of the others."""
+    return {
+        held: _best({name: np.full(_num_queries(grid), name != held) for name, grid in grids.items()}, grids)
+        for held in grids
+    }
+
+
+def _best(chosen: dict[str, NDArray[np.bool_]], grids: dict[str, Grid]) -> tuple[float, float]:
+    """The parameters with the best mean over sets of the mean over the chosen queries."""
+
+    def score(parameters: tuple[float, float]) -> float:
+        return sum(float(grids[n][parameters][_MAIN][rows].mean()) for n, rows in chosen.items() if rows.any())
+
+    return max(SMOOTHINGS, key=score)
+
+
+def _num_queries(grid: Grid) -> int:
+    return len(grid[SMOOTHINGS[0]][_MAIN])
+
+
+def _table(values: dict[str, dict[str, Values]], metric: str) -> list[dict[str, Any]]:
+    """A row per rule, a column per set, and their mean."""
+    names = list(next(iter(values.values())))
+    table = []
+    for name in names:
+        means = {dataset: float(rules[name][metric].mean()) for dataset, rules in values.items()}
+        table.append({"rule": name, **means, "mean": float(np.mean(list(means.values())))})
+    return table
+
+
+def _tests(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
+    rows = []
+    for dataset, rules in values.items():
+        pairs = {
+            f"{OURS} - {other}": (rules[OURS][_MAIN].tolist(), rules[other][_MAIN].tolist())
+            for other in rules
+            if other != OURS
+        }
+        for name, test in paired_tests(pairs).items():
+            rows.append(
+                {
+                    "set": dataset,
+                    "difference": name,
+                    "nDCG@10": f"{test.mean_difference:+.4f}",
+                    "adjusted p": f"{test.adjusted_p:.2g}",
+                    "significant": "yes" if test.is_significant else "no",
+                }
+            )
+    return rows
+
+
+def _stratified(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
+    """Does a rule differ on the mean of the sets? Every set counts the same; its queries give the variance."""
+    found = []
+    names = list(next(iter(values.values())))
+    tested = (OURS, HELD_OUT, TRANSFERRED)
+    for ours in tested:
+        for other in names:
+            if other in tested:
+                continue
+            gaps = [rules[ours][_MAIN] - rules[other][_MAIN] for rules in values.values()]
+            mean = float(np.mean([gap.mean() for gap in gaps]))
+            error = float(np.sqrt(sum(gap.var(ddof=1) / gap.size for gap in gaps))) / len(gaps)
+            found.append((f"{ours} - {other}", mean, float(2 * stats.norm.sf(abs(mean) / error)) if error else 1.0))
+    adjusted = holm([p for _, _, p in found])
+    return [
+        {
+            "difference": name,
+            "mean nDCG@10": f"{mean:+.4f}",
+            "adjusted p": f"{p:.2g}",
+            "significant": "yes" if p < 0.05 else "no",
+        }
+        for (name, mean, _), p in zip(found, adjusted, strict=True)
+    ]
+
+
+def _samples(values: dict[str, dict[str, Values]]) -> Samples:
+    """nDCG@10 of every query, so that a later run can be compared with this one."""
+    samples = Samples()
+    for dataset, rules in values.items():
+        for name, measured in rules.items():
+            samples.values[f"{dataset}/{name}"] = {_MAIN: measured[_MAIN].tolist()}
+    return samples

@@ -1,0 +1,258 @@
+"""`stillroom bench savings`: which prompt tokens need not be computed when real searches find the same passages again.
+
+Cache-Craft's question (5.2.1, Figure 24), on recorded retrieval: what exact prefixes save, what they save when the
+passages may be reordered, and what reuse anywhere saves, each on the real tree and manager, where only the bytes are
+missing. Counted, not timed: everything repeats to the last token. How to read it: docs/chunk-reuse.md
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stillroom.core.prompt import SegmentKind
+from stillroom.core.reuse import PromptReuse
+from stillroom.errors import UsageError
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.manager import KVCacheManager, Reuse
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.pieces import PrefixKeys
+from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.report import BenchResult, share_name
+from stillroom_bench.loads.policy_replay import PROFILE, NoMover
+from stillroom_bench.loads.retrieved_traces import Retrieved, count_tokens, read_retrieved
+from stillroom_bench.loads.reuse_workloads import SYSTEM_TOKENS, Ask, document_ask
+
+FULL = "full recompute"
+PREFIX = "prefix cache"
+SET = "set-cache"
+CAPACITIES = (0.5, 0.25, 0.1)
+RATIOS = (0.0, 0.15, 0.3)
+BLOCK_SIZE = 16
+_NOTES = (
+    f"Tokens are 1.3 for each word of a passage. Beside passages a prompt has a system prompt of {SYSTEM_TOKENS} and a "
+    "question, of 32 where its text is not known.",
+    "Redundant tokens are those of passages that an earlier request had too. Where a question looks before documents "
+    "are repaired, that is computed too, and counted.",
+    "Room: of all distinct passages, each counted once, the share that fits beside the longest prompt; no other tier.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How passages are reused."""
+
+    reorders: bool = False
+    """Put those first that are kept in this order: SET-CACHE."""
+    ratio: float | None = None
+    """Share of the tokens placed from anywhere that is computed again; None: exact prefixes only."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order of arrival."""
+
+    name: str
+    requests: tuple[Retrieved, ...]
+
+    @cached_property
+    def num_blocks_of_largest(self) -> int:
+        return max(num_blocks_for(_ask(one, one.documents).segment_lengths, BLOCK_SIZE) for one in self.requests)
+
+    @cached_property
+    def num_distinct_blocks(self) -> int:
+        """That hold every passage once."""
+        return num_blocks_for([count_tokens(text) for text in self._distinct], BLOCK_SIZE)
+
+    @cached_property
+    def _distinct(self) -> set[str]:
+        return {text for one in self.requests for text in one.documents}
+
+    def num_blocks(self, capacity: float | None) -> int:
+        """On the device: for the longest prompt, and a share of the passages; None: for all that is ever computed."""
+        if capacity is not None:
+            return self.num_blocks_of_largest + round(capacity * self.num_distinct_blocks)
+        return sum(num_blocks_for(_ask(one, one.documents).segment_lengths, BLOCK_SIZE) for one in self.requests)
+
+    def facts(self) -> dict[str, Any]:
+        """A row of the report's first table."""
+        full = full_recompute(self)
+        num_documents = sum(len(one.documents) for one in self.requests)
+        return {
+            "trace": self.name,
+            "requests": len(self.requests),
+            "passages": num_documents,
+            "distinct": len(self._distinct),
+            "mean prompt tokens": f"{full.num_tokens / len(self.requests):.0f}",
+            "redundant, of all tokens": f"{full.num_redundant / full.num_tokens:.1%}",
+        }
+
+
+@dataclass(slots=True)
+class SavingsOutcome:
+    """Tokens, over all requests of a trace."""
+
+    num_tokens: int = 0
+    """Of the prompts."""
+    num_computed: int = 0
+    num_redundant: int = 0
+    """Of passages that an earlier request had."""
+    num_redundant_computed: int = 0
+
+
+def run_savings(
+    traces: Sequence[Path],
+    *,
+    capacities: Sequence[float] = CAPACITIES,
+    ratios: Sequence[float] = RATIOS,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Replay every trace with every strategy.
+
+    Args:
+        capacities: shares of the distinct passages that fit, beside the replay where nothing ever leaves.
+
+    Raises:
+        UsageError: a file is no trace, or two have the same name.
+    """
+    environment = record_environment()
+    loaded = [Trace(path.stem, tuple(read_retrieved(path))) for path in traces]
+    if len({trace.name for trace in loaded}) < len(loaded):
+        raise UsageError("two traces have the same name; rename one, so that the report can tell them apart")
+    strategies = {PREFIX: Strategy(), SET: Strategy(reorders=True)}
+    strategies |= {f"anywhere, {share_name(ratio)} computed again": Strategy(ratio=ratio) for ratio in ratios}
+    rows = []
+    for trace in loaded:
+        rows.append(_row(trace.name, "none", FULL, full_recompute(trace), None))
+        for capacity in (None, *capacities):
+            room = "all" if capacity is None else share_name(capacity)
+            on_progress(f"{trace.name}, room for {room}")
+            found = {name: replay(trace, strategy, capacity) for name, strategy in strategies.items()}
+            rows += [_row(trace.name, room, name, outcome, found[PREFIX]) for name, outcome in found.items()]
+    tables = {"Traces": [trace.facts() for trace in loaded], "Tokens computed": rows}
+    parameters = {"capacities": list(capacities), "ratios": list(ratios), "block_size": BLOCK_SIZE}
+    return BenchResult("stillroom bench savings", environment, parameters, Samples(), notes=list(_NOTES), tables=tables)
+
+
+def replay(trace: Trace, strategy: Strategy, capacity: float | None) -> SavingsOutcome:
+    """Serve all requests, one after the other, with one place for KV."""
+    pool = BlockPool(trace.num_blocks(capacity), BLOCK_SIZE)
+    tree = KnowledgeTree(pool, NoMover(), PROFILE, TreeOptions(), lambda: 0.0)
+    options = None if strategy.ratio is None else AnywhereOptions(strategy.ratio, "question")
+    manager = KVCacheManager(pool, Reuse(tree, PrefixKeys(b"", BLOCK_SIZE), always_loads=True, anywhere=options))
+    outcome, seen = SavingsOutcome(), set[str]()
+    for request in trace.requests:
+        ask = _ask(request, request.documents)
+        if strategy.reorders:
+            contents = [piece.content for piece in ask.pieces[1:]]
+            order = set_cache_order(tree, tree.get(ask.pieces[0].key), contents)
+            ask = _ask(request, [request.documents[at] for at in order])
+        reuse, num_looking = _serve(manager, ask)
+        _count(outcome, request, seen)
+        outcome.num_computed += ask.num_tokens - reuse.num_cached_tokens + num_looking
+        outcome.num_redundant_computed -= sum(
+            one.num_tokens - one.num_recomputed
+            for one in reuse.segments
+            if one.kind is SegmentKind.CHUNK and one.source is not None
+        )
+    outcome.num_redundant_computed += outcome.num_redundant
+    return outcome
+
+
+def full_recompute(trace: Trace) -> SavingsOutcome:
+    """What is computed where nothing is kept."""
+    outcome, seen = SavingsOutcome(), set[str]()
+    for request in trace.requests:
+        _count(outcome, request, seen)
+    outcome.num_computed, outcome.num_redundant_computed = outcome.num_tokens, outcome.num_redundant
+    return outcome
+
+
+def set_cache_order(tree: KnowledgeTree, root: Node | None, contents: Sequence[bytes]) -> list[int]:
+    """SET-CACHE (Cache-Craft 5.1.4): the order in which documents begin with the longest kept path.
+
+    Args:
+        root: of the piece before the documents; None if it is not kept.
+        contents: names of the documents' texts, best first.
+
+    Returns:
+        Indices of the documents: those of the kept path with the most tokens, of several the one with the better
+        documents first, then the others, best first.
+    """
+
+    def longest(node: Node, left: list[int]) -> tuple[int, list[int]]:
+        best: tuple[int, list[int]] = (0, [])
+        for at in left:
+            child = next((one for one in tree.variants(contents[at]) if one.parent is node), None)
+            if child is not None:
+                num_tokens, path = longest(child, [other for other in left if other != at])
+                best = max(best, (num_tokens + child.num_tokens, [at, *path]), key=lambda found: found[0])
+        return best
+
+    everything = list(range(len(contents)))
+    path = [] if root is None else longest(root, everything)[1]
+    return path + [at for at in everything if at not in path]
+
+
+def _ask(request: Retrieved, documents: Sequence[str]) -> Ask:
+    return document_ask([(text, count_tokens(text)) for text in documents], request.question_tokens)
+
+
+def _serve(manager: KVCacheManager, ask: Ask) -> tuple[PromptReuse, int]:
+    """What was reused of a prompt, and how many of its tokens looked before they were computed."""
+    lease = Lease(ask.prompt, BlockTable(BLOCK_SIZE, ask.num_tokens), ask.pieces)
+    num_cached = manager.try_admit(lease, ask.segment_lengths)
+    assert num_cached is not None, "the device holds every single prompt"
+    num_looking = 0
+    if lease.repair is not None and lease.repair.needs_look:
+        num_looking = len(lease.repair.looks_from(ask.num_tokens, ask.num_tokens))
+        seen_L2K = np.zeros((1, 2, len(lease.repair.context) + num_looking), np.float32)  # whatever, as many follow
+        manager.see(lease, seen_L2K)
+    manager.commit(lease, ask.num_tokens)
+    if lease.repair is not None:
+        manager.end_repair(lease)
+    reuse = lease.reuse
+    assert reuse is not None
+    manager.release(lease)
+    return reuse, num_looking
+
+
+def _count(outcome: SavingsOutcome, request: Retrieved, seen: set[str]) -> None:
+    """What does not depend on the strategy."""
+    lengths = [count_tokens(text) for text in request.documents]
+    pairs = zip(request.documents, lengths, strict=True)
+    outcome.num_tokens += SYSTEM_TOKENS + sum(lengths) + request.question_tokens
+    outcome.num_redundant += sum(length for text, length in pairs if text in seen)
+    seen.update(request.documents)
+
+
+def _row(trace: str, room: str, name: str, outcome: SavingsOutcome, prefix: SavingsOutcome | None) -> dict[str, Any]:
+    """Shares; `prefix` is what prefix caching computes in the same room."""
+
+    def share(part: int, whole: int) -> str:
+        return f"{part / whole:.1%}" if whole else "-"
+
+    row = {
+        "trace": trace,
+        "room": room,
+        "arm": name,
+        "computed": share(outcome.num_computed, outcome.num_tokens),
+        "redundant saved": share(outcome.num_redundant - outcome.num_redundant_computed, outcome.num_redundant),
+        "saved of what prefix cache computes": "",
+        "and of its redundant tokens": "",
+    }
+    if prefix is not None and name != PREFIX:
+        fewer = prefix.num_computed - outcome.num_computed
+        fewer_redundant = prefix.num_redundant_computed - outcome.num_redundant_computed
+        row["saved of what prefix cache computes"] = share(fewer, prefix.num_computed)
+        row["and of its redundant tokens"] = share(fewer_redundant, prefix.num_redundant_computed)
+    return row

@@ -1,0 +1,77 @@
+"""`stillroom bench pipeline reordering`: what it calls, and what it prints."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stillroom_bench.experiments import reordering
+from stillroom_bench.experiments.reordering import ReorderingOptions
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.report import BenchResult
+from tests.cli.harness import Run
+
+Calls = list[tuple[Path, ReorderingOptions, Path | None, Path | None]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    seen: Calls = []
+
+    def measure(
+        work_dir: Path,
+        *,
+        options: ReorderingOptions,
+        dataset: Path | None,
+        model: Path | None,
+        on_progress: Callable[[str], None],
+    ) -> BenchResult:
+        seen.append((work_dir, options, dataset, model))
+        on_progress("1.5x/first come, run 1")
+        tables = {"order of admission": [{"order": "first come", "mean s": 1.0}]}
+        return BenchResult(
+            "stillroom bench pipeline reordering", record_environment(["x"]), {}, Samples(), tables=tables
+        )
+
+    monkeypatch.setattr(reordering, "run_reordering", measure)
+    return seen
+
+
+def test_defaults(run: Run, calls: Calls) -> None:
+    result = run("bench", "pipeline", "reordering", "--work-dir", "w", "--output", "found.json")
+
+    assert "| first come | 1 |" in result.out
+    assert result.err == "1.5x/first come, run 1\nkept in found.json\n" and Path("found.json").exists()
+    assert calls == [(Path("w"), ReorderingOptions(), None, None)]
+
+
+def test_every_flag(run: Run, calls: Calls) -> None:
+    Path("set").mkdir()
+    flags = "--dataset set --model set --curve nq --k 3 --companions fixed --load 1.1 --load 2 --window 0 --window 64"
+    flags += " --requests 9 --warmup 7 --documents 50 --device-share 0.1 --host-share 0.2 --repeat 5 --seed 6"
+    result = run("bench", "pipeline", "reordering", "--work-dir", "w", *flags.split(), "--quiet", "--json")
+
+    assert result.err == "" and result.json["benchmark"] == "stillroom bench pipeline reordering"
+    options = ReorderingOptions(
+        curve="nq",
+        k=3,
+        companions="fixed",
+        loads=[1.1, 2.0],
+        windows=[0, 64],
+        num_requests=9,
+        num_warm=7,
+        num_documents=50,
+        device_share=0.1,
+        host_share=0.2,
+        repeat=5,
+        seed=6,
+    )
+    assert calls == [(Path("w"), options, Path("set"), Path("set"))]
+
+
+def test_wrong_calls(run: Run, calls: Calls) -> None:
+    for flags, words in ((["--curve", "x"], "unknown curve 'x'"), (["--load", "-1"], "loads are positive")):
+        result = run("bench", "pipeline", "reordering", *flags)
+        assert result.code == 2 and words in result.err
+    assert not calls

@@ -1,0 +1,87 @@
+"""`stillroom bench reuse`: what it calls, and what it prints."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from stillroom_bench.experiments import reuse
+from stillroom_bench.experiments.reuse import ReuseOptions
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.report import BenchResult
+from tests.cli.harness import Run
+
+Calls = list[tuple[Path, ReuseOptions, Path | None, Path | None, Path | None, Mapping[str, str]]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    seen: Calls = []
+
+    def measure(  # noqa: PLR0913  as what it stands in for
+        work_dir: Path,
+        *,
+        options: ReuseOptions,
+        dataset: Path | None,
+        model: Path | None,
+        arrivals: Path | None,
+        peers: Mapping[str, str],
+        on_progress: Callable[[str], None],
+    ) -> BenchResult:
+        seen.append((work_dir, options, dataset, model, arrivals, peers))
+        on_progress("warming up off")
+        tables = {"time to first token": [{"arm": "off", "mean": "1 s"}]}
+        return BenchResult("stillroom bench reuse", record_environment(["x"]), {}, Samples(), tables=tables)
+
+    monkeypatch.setattr(reuse, "run_reuse", measure)
+    return seen
+
+
+def test_defaults(run: Run, calls: Calls) -> None:
+    result = run("bench", "reuse", "--work-dir", "w")
+
+    assert "| off | 1 s |" in result.out and result.err == "warming up off\n"
+    assert calls == [(Path("w"), ReuseOptions(), None, None, None, {})]
+
+
+def test_every_flag(run: Run, calls: Calls) -> None:
+    Path("set").mkdir()
+    Path("trace.csv").touch()
+    flags = "--dataset set --model set --curve nq --curve mmlu --k 1 --k 5 --rate 0.5 --rate 2 --requests 9 --warmup 7"
+    flags += (
+        " --documents 50 --companions fixed --max-tokens 4 --repeat 3 --seed 6 --arm off --peer vllm=py --quiet --json"
+        " --arrivals trace.csv --slo-ttft 0.5"
+    )
+    result = run(
+        "bench", "reuse", "--work-dir", "w", "--peer", "vllm plenty=py", "--arm", "anywhere 30%", *flags.split()
+    )
+
+    assert result.err == "" and result.json["benchmark"] == "stillroom bench reuse"
+    options = ReuseOptions(
+        curves=["nq", "mmlu"],
+        ks=[1, 5],
+        rates=[0.5, 2.0],
+        num_requests=9,
+        num_warm=7,
+        num_documents=50,
+        companions="fixed",
+        max_tokens=4,
+        slo_ttft=0.5,
+        repeat=3,
+        seed=6,
+        arms=["anywhere 30%", "off"],
+    )
+    peers = {"vllm plenty": "py", "vllm": "py"}
+    assert calls == [(Path("w"), options, Path("set"), Path("set"), Path("trace.csv"), peers)]
+
+
+def test_wrong_calls(run: Run, calls: Calls) -> None:
+    for flags, words in (
+        (["--peer", "vllm"], "--peer vllm=PATH"),
+        (["--curve", "x"], "unknown curves x"),
+        (["--arm", "x"], "unknown arms x"),
+    ):
+        result = run("bench", "reuse", *flags)
+        assert result.code == 2 and words in result.err
+    assert not calls

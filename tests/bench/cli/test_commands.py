@@ -1,0 +1,94 @@
+"""`stillroom bench retrieval`: what it calls, and what it prints."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from stillroom.config.settings import StillroomConfig
+from stillroom.errors import UsageError
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.quality import retrieval_quality
+from tests.cli.harness import Run
+
+Calls = list[tuple[list[str], Path, int]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    seen: Calls = []
+
+    def measure(
+        datasets: Sequence[Path],
+        work_dir: Path,
+        config: StillroomConfig,
+        *,
+        split: str,
+        seed: int,
+        on_step: Callable[[str], None],
+    ) -> BenchResult:
+        if any(dataset.name == "broken" for dataset in datasets):
+            raise UsageError("corpus.jsonl is missing")
+        assert split in ("test", "dev")
+        seen.append(([dataset.name for dataset in datasets], work_dir, seed))
+        on_step("indexing")
+        tables = {"ndcg_at_10 per set": [{"rule": "RRF", "first": 0.25}]}
+        return BenchResult("stillroom bench retrieval", record_environment(["x"]), {}, Samples(), tables=tables)
+
+    monkeypatch.setattr(retrieval_quality, "run_quality", measure)
+    for name in ("first", "second", "broken"):
+        Path(name).mkdir()
+    return seen
+
+
+def test_table(run: Run, calls: Calls) -> None:
+    result = run("bench", "retrieval", "--dataset", "first", "--dataset", "second", "--work-dir", "w", "--seed", "3")
+
+    assert result.err == "indexing\n"
+    assert "| RRF | 0.25 |" in result.out
+    assert calls == [(["first", "second"], Path("w"), 3)]
+
+
+def test_json(run: Run, calls: Calls) -> None:
+    result = run("bench", "retrieval", "--dataset", "first", "--json", "--quiet")
+
+    assert result.err == ""
+    assert result.json["tables"]["ndcg_at_10 per set"] == [{"rule": "RRF", "first": 0.25}]
+
+
+def test_indexes_are_kept_in_the_users_cache(run: Run, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+
+    run("bench", "retrieval", "--dataset", "first")
+
+    assert calls[0][1] == Path("/cache/stillroom/bench")
+
+
+def test_folder_that_is_no_data_set_is_a_wrong_call(run: Run, calls: Calls) -> None:
+    result = run("bench", "retrieval", "--dataset", "broken")
+
+    assert result.code == 2
+    assert "corpus.jsonl is missing" in result.err
+
+
+def test_policies_of_a_few_requests(run: Run) -> None:
+    result = run(
+        "bench",
+        "policies",
+        "--requests",
+        "20",
+        "--top-k",
+        "1",
+        "--capacity",
+        "0.2",
+        "--repeat",
+        "1",
+        "--output",
+        "p.json",
+    )
+
+    assert "mmlu-like, k=1, 20% of its KV fits" in result.err
+    assert "| mmlu-like, k=1 | 20% |" in result.out
+    assert Path("p.json").exists()

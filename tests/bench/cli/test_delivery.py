@@ -1,0 +1,100 @@
+"""What a bench command leaves behind: text or JSON, a result file, a page, a comparison."""
+
+import errno
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from stillroom.cli import main
+from stillroom_bench.cli import delivery
+from stillroom_bench.instrument import report
+from stillroom_bench.instrument.report import BenchResult
+from tests.cli.harness import Run
+
+FLAGS = ("bench", "structures", "--repeat", "2", "--operations", "200")
+
+
+def test_a_result_is_printed_kept_drawn_and_compared(run: Run, tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    first = run(*FLAGS, "--output", str(old), "--html", str(tmp_path / "page.html"))
+    assert first.code == 0 and "| sketch/stillroom | operation_seconds |" in first.out
+    assert "run 2: " in first.err and "kept in" in first.err
+    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert len(json.loads(old.read_text())["arms"]["sketch/stillroom"]["operation_seconds"]["samples"]) == 2
+
+    second = run(*FLAGS, "--quiet", "--compare", str(old))
+    assert second.code == 0 and second.err == ""
+    assert "figures differ significantly" in second.out
+
+    third = run(*FLAGS, "--quiet", "--json", "--compare", str(old))
+    assert third.json["benchmark"] == "stillroom bench structures"
+    assert {change["is_regression"] for change in third.json["changes"]} <= {True, False}
+
+
+def test_a_foreign_file_is_refused_before_anything_is_measured(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    result = run(*FLAGS, "--compare", str(tmp_path / "other.json"))
+    assert result.code == 2 and "is not a result of stillroom bench" in result.err
+    assert "warming up" not in result.err
+
+
+def test_only_results_of_the_same_benchmark_are_compared(run: Run, tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    assert run(*FLAGS, "--quiet", "--output", str(old)).code == 0
+    other = run("bench", "tiered", "--compare", str(old))
+    assert other.code == 2 and "`stillroom bench structures`, which `stillroom bench tiered` cannot be" in other.err
+    old.write_text(old.read_text().replace("stillroom bench structures", "stillroom bench tiered --drift"))
+    other = run("bench", "tiered", "--quiet", "--compare", str(old))
+    assert other.code == 2 and "`stillroom bench tiered` cannot be compared" in other.err
+
+    assert run(*FLAGS, "--quiet", "--output", str(old)).code == 0
+    more = run(*FLAGS[:-1], "300", "--quiet", "--compare", str(old))
+    assert more.code == 0 and "operations (200 then, 300 now)" in more.out
+    assert "cannot be told with 2 runs" in more.out
+
+
+@pytest.mark.parametrize("flag", ["--output", "--html"])
+def test_where_nothing_can_be_written_nothing_is_measured(run: Run, tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "r", "cannot be written")):
+        result = run(*FLAGS, flag, str(path))
+        assert result.code == 2 and message in result.err and "warming up" not in result.err
+    assert run(*FLAGS, "--quiet", flag, str(tmp_path / "new" / "r")).code == 0
+
+
+def test_samples_outlive_a_full_disk_and_a_reader_who_went_away(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(result: BenchResult, path: Path) -> None:
+        if path.parent == tmp_path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        kept(result, path)
+
+    kept = report.save
+    monkeypatch.setattr(report, "save", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = run(*FLAGS, "--quiet", "--output", str(tmp_path / "r.json"))
+    assert result.code == 1 and "No space left" in result.err and "| sketch/stillroom |" in result.out
+    (rescued,) = tmp_path.glob("stillroom-bench-*/r.json")
+    assert str(rescued) in result.err and json.loads(rescued.read_text())["arms"]
+
+    def gone(text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "save", kept)
+    monkeypatch.setattr(delivery, "line", gone)
+    assert run(*FLAGS, "--quiet", "--output", str(tmp_path / "r.json")).code == main.NO_READER
+    assert json.loads((tmp_path / "r.json").read_text())["arms"]
+
+
+def test_what_is_named_twice_is_measured_once(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"retrieved_docs": ["one text", "another text"]}\n' * 3)
+    flags = ("bench", "savings", "--trace", str(trace), "--trace", str(tmp_path / "." / "trace.jsonl"))
+    ratios = ("--ratio", "0.15", "--ratio", "0.154", "--ratio", "0.15", "--capacity", "0.5", "--capacity", "0.50")
+    result = run(*flags, *ratios, "--json", "--quiet")
+    assert result.json["parameters"]["ratios"] == [0.15, 0.154]
+    rows = result.json["tables"]["Tokens computed"]
+    assert len({(row["room"], row["arm"]) for row in rows}) == len(rows) == 1 + 2 * (2 + 2)
