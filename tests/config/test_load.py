@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stillroom.config.load import load_config, settings
-from stillroom.config.settings import EngineConfig, IndexConfig, QdrantConfig, StillroomConfig
+from stillroom.config.settings import EngineConfig, IndexConfig, QdrantConfig, QueryCacheConfig, StillroomConfig
 from stillroom.errors import ConfigError
 
 
@@ -188,6 +188,17 @@ def test_environment_variable_with_one_underscore_is_pointed_out(caplog: pytest.
     [(_, level, message)] = caplog.record_tuples
     assert level == logging.WARNING
     assert "STILLROOM_SERVER__PORT" in message
+
+
+def test_removed_settings_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text("[query_cache]\nhot_after = 3\nmax_tokens = 7\n", encoding="utf-8")
+    config = load_config(file, env={"STILLROOM_QUERY_CACHE__MAX_HOT": "8"})
+
+    assert config == StillroomConfig(query_cache=QueryCacheConfig(max_tokens=7))
+    assert [(level, "no longer exists" in message) for _, level, message in caplog.record_tuples] == [
+        (logging.WARNING, True)
+    ] * 2
 
 
 def test_missing_file_and_folder_as_file_are_refused(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The query cache over a search that counts its calls and a corpus that changes when told to."""
 
 import gc
-import logging
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,8 @@ from numpy.typing import NDArray
 from stillroom.config.settings import QueryCacheConfig, SearchMode
 from stillroom.core.document import Chunk, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId
-from stillroom.errors import UsageError
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.stillroom import Stillroom
-from tests.server.fakes import until
 from tests.server.knowledge import write_knowledge
 
 VECTORS = {"big cat": (1.0, 0.0), "large cat": (0.96, 0.28), "tax law": (0.0, 1.0)}
@@ -32,14 +29,8 @@ class World:
     def __init__(self) -> None:
         self.generation = 1
         self.searches: list[str] = []
-        self.fails = False
-        self.refused: set[str] = set()
 
     def search(self, query: str, mode: SearchMode, top_k: int, num_stages: int, where: str) -> Iterator[SearchResult]:
-        if self.fails:
-            raise RuntimeError("disk on fire")
-        if query in self.refused:
-            raise UsageError("the filter is none")
         self.searches.append(query)
         said = Said(f"{query} {mode} {top_k}{where} at {self.generation}")
         chunk = Chunk(ChunkId(1), DocumentId("d"), 0, said, num_tokens=10)
@@ -55,26 +46,17 @@ def world() -> World:
     return World()
 
 
-@pytest.fixture
-def caches(world: World) -> Iterator[list[QueryCache]]:
-    made: list[QueryCache] = []
-    yield made
-    for cache in made:
-        cache.close()
-
-
-def make(world: World, caches: list[QueryCache], **settings: float) -> QueryCache:
+def make(world: World, **settings: float) -> QueryCache:
     config = QueryCacheConfig(**settings)  # type: ignore[arg-type]
-    caches.append(QueryCache(world.search, lambda: world.generation, world.embed, config))
-    return caches[-1]
+    return QueryCache(world.search, lambda: world.generation, world.embed, config)
 
 
 def text(result: SearchResult) -> str:
     return result.results[0].chunk.text
 
 
-def test_a_repeated_question_is_not_searched_again(world: World, caches: list[QueryCache]) -> None:
-    cache = make(world, caches)
+def test_a_repeated_question_is_not_searched_again(world: World) -> None:
+    cache = make(world)
     first = cache.search("big cat", "hybrid", 5)
     again = cache.search("  big \n cat ", "hybrid", 5)
     assert first.results == again.results and again.search_seconds == again.embed_seconds == 0.0
@@ -82,44 +64,43 @@ def test_a_repeated_question_is_not_searched_again(world: World, caches: list[Qu
     assert cache.stats.num_hits == 1
 
 
-def test_of_a_search_in_stages_the_last_result_is_kept(world: World, caches: list[QueryCache]) -> None:
-    cache = make(world, caches)
+def test_of_a_search_in_stages_the_last_result_is_kept(world: World) -> None:
+    cache = make(world)
     next(cache.search_staged("big cat", "hybrid", 5, 3))
     first = list(cache.search_staged("big cat", "hybrid", 5, 3))
     assert [len(result.results) for result in first] == [0, 0, 1]
     assert world.searches == ["big cat"] * 2, "one that was left early keeps nothing"
     assert [result.results for result in cache.search_staged("big cat", "hybrid", 5, 3)] == [first[-1].results]
     assert cache.search("big cat", "hybrid", 5).results == first[-1].results and len(world.searches) == 2
-    off = make(world, caches, max_tokens=0)
+    off = make(world, max_tokens=0)
     assert len(list(off.search_staged("big cat", "hybrid", 5, 3))) == 3
 
 
-def test_mode_and_depth_are_part_of_the_question(world: World, caches: list[QueryCache]) -> None:
-    cache = make(world, caches)
+def test_mode_and_depth_are_part_of_the_question(world: World) -> None:
+    cache = make(world)
     assert text(cache.search("big cat", "hybrid", 5)) != text(cache.search("big cat", "dense", 5))
     assert text(cache.search("big cat", "dense", 4)).startswith("big cat dense 4")
 
 
-def test_any_change_of_the_corpus_ends_an_entry(world: World, caches: list[QueryCache]) -> None:
-    cache = make(world, caches)
+def test_any_change_of_the_corpus_ends_an_entry(world: World) -> None:
+    cache = make(world)
     cache.search("big cat", "hybrid", 5)
     world.generation = 2
     assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
 
 
-def test_results_do_not_outlive_a_change_of_the_corpus(world: World, caches: list[QueryCache]) -> None:
-    """They hold the text of documents, which may be gone; nobody asks these questions again."""
-    cache = make(world, caches)
+def test_results_do_not_outlive_a_change_of_the_corpus(world: World) -> None:
+    cache = make(world)
     kept = [weakref.ref(cache.search(query, "hybrid", 5).results[0].chunk.text) for query in ("big cat", "tax law")]
     assert all(text() is not None for text in kept)
     world.generation = 2
-    cache.refresh_hot()
+    cache.drop_stale()
     gc.collect()
     assert [text() for text in kept] == [None, None]
 
 
-def test_a_filter_is_part_of_the_question(world: World, caches: list[QueryCache]) -> None:
-    cache = make(world, caches, similarity=0.9)
+def test_a_filter_is_part_of_the_question(world: World) -> None:
+    cache = make(world, similarity=0.9)
     assert text(cache.search("big cat", "hybrid", 5)) == "big cat hybrid 5 at 1"
     assert text(cache.search("big cat", "hybrid", 5, " a=1")) == "big cat hybrid 5 a=1 at 1"
     assert text(cache.search("large cat", "hybrid", 5, " a=2")) == "large cat hybrid 5 a=2 at 1"
@@ -127,8 +108,8 @@ def test_a_filter_is_part_of_the_question(world: World, caches: list[QueryCache]
     assert world.searches == ["big cat", "big cat", "large cat"]
 
 
-def test_a_change_during_the_search_is_not_missed(world: World, caches: list[QueryCache]) -> None:
-    cache = make(world, caches)
+def test_a_change_during_the_search_is_not_missed(world: World) -> None:
+    cache = make(world)
     inner = world.search
 
     def search_while_adding(
@@ -142,8 +123,8 @@ def test_a_change_during_the_search_is_not_missed(world: World, caches: list[Que
     assert cache.search("big cat", "hybrid", 5).results[0].chunk.text.endswith("at 2")
 
 
-def test_the_token_budget_holds_and_zero_switches_it_off(world: World, caches: list[QueryCache]) -> None:
-    small = make(world, caches, max_tokens=25)  # an entry costs 11, and a token for each four letters asked
+def test_the_token_budget_holds_and_zero_switches_it_off(world: World) -> None:
+    small = make(world, max_tokens=25)  # an entry costs 11, and a token for each four letters asked
     for name in "abc":
         small.search(name, "hybrid", 5)
     small.search("a", "hybrid", 5)
@@ -151,102 +132,31 @@ def test_the_token_budget_holds_and_zero_switches_it_off(world: World, caches: l
     small.search("b" * 60, "hybrid", 5)
     small.search("b" * 60, "hybrid", 5)
     assert world.searches[4:] == ["b" * 60] * 2, "it costs 26"
-    off = make(world, caches, max_tokens=0)
+    off = make(world, max_tokens=0)
     off.search("x", "hybrid", 5)
     off.search("x", "hybrid", 5)
     assert world.searches[-2:] == ["x", "x"]
 
 
-def test_texts_of_any_length_are_not_held(world: World, caches: list[QueryCache]) -> None:
-    cache = make(world, caches, hot_after=1)
-    cache.search("big cat", "hybrid", 5)
+def test_texts_of_any_length_are_not_held(world: World) -> None:
+    cache = make(world)
     for query, where in (("word " * 2000, ""), ("word", "a = 1 or " * 1000)):
         for _ in range(2):
             cache.search(query, "hybrid", 5, where)
-    assert len(world.searches) == 5
-    world.generation = 2
-    cache.refresh_hot()  # what was asked last is searched first
-    until(lambda: cache.stats.num_refreshed == 1)
-    assert len(world.searches) == 6 and world.searches[-1] == "big cat"
+    assert len(world.searches) == 4
 
 
-def test_near_identical_questions_share_a_result_only_when_asked_to(world: World, caches: list[QueryCache]) -> None:
-    exact = make(world, caches)
+def test_near_identical_questions_share_a_result_only_when_asked_to(world: World) -> None:
+    exact = make(world)
     exact.search("big cat", "hybrid", 5)
     assert text(exact.search("large cat", "hybrid", 5)).startswith("large cat")
-    near = make(world, caches, similarity=0.95)
+    near = make(world, similarity=0.95)
     near.search("big cat", "hybrid", 5)
     assert text(near.search("large cat", "hybrid", 5)).startswith("big cat")
     assert text(near.search("tax law", "hybrid", 5)).startswith("tax law")
     assert text(near.search("large cat", "dense", 5)).startswith("large cat"), "another mode is another question"
     world.generation = 2
     assert text(near.search("large cat", "hybrid", 5)).startswith("large cat"), "the similar entry is stale"
-
-
-def test_who_changes_a_document_can_start_the_search_ahead(world: World, caches: list[QueryCache]) -> None:
-    cache = make(world, caches, hot_after=2)
-    cache.refresh_hot()
-    for _ in range(2):
-        cache.search("big cat", "hybrid", 5)
-    cache.refresh_hot()
-    assert world.searches == ["big cat"], "nothing has changed"
-    world.generation = 2
-    cache.refresh_hot()
-    cache.refresh_hot()
-    until(lambda: cache.stats.num_refreshed == 1)
-    assert world.searches == ["big cat", "big cat"]
-    assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
-    assert len(world.searches) == 2, "it was found in the cache"
-
-
-def test_hot_questions_are_searched_again_before_anybody_asks(world: World, caches: list[QueryCache]) -> None:
-    cache = make(world, caches, hot_after=3)
-    for _ in range(3):
-        cache.search("big cat", "hybrid", 5)
-    cache.search("tax law", "hybrid", 5)
-    world.generation = 2
-    cache.search("trigger", "hybrid", 5)
-    until(lambda: cache.stats.num_refreshed == 1)
-    assert sorted(world.searches[2:]) == ["big cat", "trigger"], "tax law was not hot"
-    assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
-    assert world.searches.count("big cat") == 2 and cache.stats.num_refreshed == 1
-
-
-def test_a_failing_refresh_harms_nobody(
-    world: World, caches: list[QueryCache], caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = make(world, caches, hot_after=1)
-    cache.search("other", "hybrid", 5)
-    cache.search("big cat", "hybrid", 5)
-    world.generation, world.fails = 2, True
-    with pytest.raises(RuntimeError):
-        cache.search("trigger", "hybrid", 5)
-    until(lambda: "could not refresh a hot question" in caplog.messages)
-    world.fails = False
-    assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
-
-
-def test_a_question_that_fails_is_not_hot_and_one_that_fails_later_holds_no_other_up(
-    world: World, caches: list[QueryCache], caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = make(world, caches, hot_after=2)
-    for query in ("big cat", "tax law"):
-        for _ in range(2):
-            cache.search(query, "hybrid", 5)
-    world.refused = {"wrong", "tax law"}
-    for _ in range(3):
-        with pytest.raises(UsageError):
-            cache.search("wrong", "hybrid", 5)
-    world.generation = 2
-    with caplog.at_level(logging.WARNING):
-        cache.refresh_hot()
-        until(lambda: cache.stats.num_refreshed == 1)
-    assert [record.levelname for record in caplog.records] == ["WARNING"], "of the one that was hot"
-    assert world.searches == ["big cat", "tax law", "big cat"]
-    world.generation = 3
-    cache.refresh_hot()
-    until(lambda: cache.stats.num_refreshed == 2)
-    assert len(caplog.records) == 1
 
 
 def test_what_was_found_before_the_words_had_followed_is_not_kept(

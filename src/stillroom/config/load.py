@@ -102,6 +102,9 @@ _RANGES = {
 _PATHS = ("server.keys_file", "server.tenants_folder")
 """Here `~` is the user's folder. What may be a hub name, too, is expanded where it is looked for."""
 
+_REMOVED = ("query_cache.hot_after", "query_cache.max_hot")
+"""Settings of earlier versions: read with a warning and ignored."""
+
 _SECRETS = ("engine.api_key", "qdrant.api_key")
 """Taken from the environment only; no message shows their values."""
 
@@ -222,10 +225,15 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, object]]:
         if not isinstance(table, dict):
             raise ConfigError(f"{file}: {section} is a section; write [{section}] and its settings below it")
         for name, value in table.items():
-            setting = _find(section, name, str(file))
-            if setting.path in _SECRETS and value != "":
-                raise ConfigError(f"{file}: {setting.path} is a secret; give it in the environment: {setting.env_name}")
-            yield setting.path, _check(setting, value, str(file), is_text=False)
+            if not _is_removed(section, name, str(file)):
+                yield _from_line(section, name, value, str(file))
+
+
+def _from_line(section: str, name: str, value: object, file: str) -> tuple[str, object]:
+    setting = _find(section, name, file)
+    if setting.path in _SECRETS and value != "":
+        raise ConfigError(f"{file}: {setting.path} is a secret; give it in the environment: {setting.env_name}")
+    return setting.path, _check(setting, value, file, is_text=False)
 
 
 def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, object]]:
@@ -236,6 +244,8 @@ def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, object]]:
         if separator:
             origin = f"environment variable {key}"
             _check_section(section, origin)
+            if _is_removed(section, name, origin):
+                continue
             setting = _find(section, name, origin)
             yield setting.path, _check(setting, text, origin, is_text=True)
         else:
@@ -262,6 +272,14 @@ def _check_section(section: str, origin: str) -> None:
     known = [field.name for field in fields(StillroomConfig)]
     if section not in known:
         raise ConfigError(f"{origin}: unknown section {section!r}; {_nearest(section, known, 'the sections are')}")
+
+
+def _is_removed(section: str, name: str, origin: str) -> bool:
+    """Whether the setting existed in an earlier version only; logs a warning then."""
+    if (path := f"{section}.{name}") not in _REMOVED:
+        return False
+    logger.warning("%s: setting %s no longer exists and is ignored; delete it", origin, path)
+    return True
 
 
 def _find(section: str, name: str, origin: str) -> Setting:

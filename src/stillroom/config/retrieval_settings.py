@@ -154,7 +154,3 @@ class QueryCacheConfig:
     similarity: float = 1.0
     """Cosine from which another question's result is taken over. 1: only the same question's (apart from blanks).
     Below, an answer can rest on what a slightly different question found; 0.95 and more is sensible."""
-    hot_after: int = 5
-    """A question asked this often is hot: it is searched again as soon as the documents change."""
-    max_hot: int = 64
-    """Most questions kept hot."""

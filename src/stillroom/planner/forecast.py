@@ -192,7 +192,6 @@ class Forecaster:
             before = cache.stats.num_hits
             cache.search(scene.texts[number], _MODE, 1)
             hits.append(cache.stats.num_hits > before)
-        cache.close()
         return np.array(hits[len(scene.workload.warm) :])
 
     def _search_seconds(self, split: Split, variation: Variation) -> NDArray[np.float64]:

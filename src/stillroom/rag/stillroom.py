@@ -86,7 +86,7 @@ class Stillroom:
             metrics.watch_engine(lambda: answering.backend.engine_figures if answering.backend else None)
             metrics.watch_index(lambda: None if (figures := kb.list_figures) is None else figures.by_tier())
         metrics.watch_corpora(str(kb.path), lambda: {str(kb.path): (kb.num_documents, kb.num_chunks)})
-        self._closing = Closing(self, answering, metrics, (self._search.close, self._traces.close, kb.close), kb.path)
+        self._closing = Closing(self, answering, metrics, (self._traces.close, kb.close), kb.path)
         self._host: Stillroom | None = None
 
     @classmethod
@@ -435,4 +435,4 @@ class Stillroom:
         finally:
             if self._answering.is_open:
                 self._answering.documents_changed()
-                self._search.refresh_hot()
+                self._search.drop_stale()

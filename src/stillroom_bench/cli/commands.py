@@ -80,8 +80,7 @@ STRUCTURES_HELP = help_text(
 
 QUESTIONS_HELP = help_text(
     "Measure what the query cache saves when some questions are asked often and documents change now and then.",
-    "Questions of the data set come at random moments, the popular ones more often. Compared are: no cache, the cache, "
-    "and the cache that searches hot questions again before anybody asks.",
+    "Questions of the data set arrive at random times, popular ones more often. Compares no cache with the cache.",
     examples=(
         "stillroom bench questions --dataset data/nfcorpus",
         "stillroom bench questions --dataset data/nfcorpus --rate 50 --change-every 20 --zipf 1.2",
