@@ -1,5 +1,6 @@
-"""Settings written into a file that somebody else has written."""
+"""`config.edit` changes settings of a TOML file and keeps everything else in it."""
 
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.config.edit import SettingChange, edit_file, with_settings
+from stillroom.config.edit import SettingChange, edit_file
 from stillroom.config.load import load_config
 from stillroom.errors import ConfigError
 
@@ -26,7 +27,7 @@ model = "bundled"
 """
 
 
-def test_a_file_keeps_everything_else(tmp_path: Path) -> None:
+def test_edit_keeps_comments_order_and_other_settings(tmp_path: Path) -> None:
     file = tmp_path / "stillroom.toml"
     file.write_text(WRITTEN, encoding="utf-8-sig")
 
@@ -39,16 +40,14 @@ def test_a_file_keeps_everything_else(tmp_path: Path) -> None:
         SettingChange("server.port", None, 80),
     ]
     expected = WRITTEN.replace('host_bytes = "1GiB" # old', "host_bytes = 5 # old")
-    expected = expected.replace("[reuse]\n", "[reuse]\ndisk_bytes = 6\n").replace(
-        "[runtime]\n", "[runtime]\nkv_bytes = 7\n"
-    )
+    expected = expected.replace("# old\n", "# old\ndisk_bytes = 6\n") + "kv_bytes = 7\n"
     assert file.read_text() == expected + "\n[server]\nport = 80\n"
     loaded = load_config(file, env={})
     assert (loaded.search.top_k, loaded.reuse.host_bytes, loaded.runtime.kv_bytes) == (7, 5, 7)
-    assert [path.name for path in tmp_path.iterdir()] == ["stillroom.toml"], "nothing is left beside it"
+    assert [path.name for path in tmp_path.iterdir()] == ["stillroom.toml"], "no temporary file is left"
 
 
-def test_the_same_again_changes_nothing(tmp_path: Path) -> None:
+def test_setting_the_same_value_again_does_not_write_the_file(tmp_path: Path) -> None:
     file = tmp_path / "new.toml"
     edit_file(file, {"reuse.host_bytes": 5})
     before = file.stat().st_mtime_ns
@@ -57,7 +56,7 @@ def test_the_same_again_changes_nothing(tmp_path: Path) -> None:
     assert file.stat().st_mtime_ns == before
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_symbolic_link_stays_a_link(tmp_path: Path) -> None:
     real, link = tmp_path / "real.toml", tmp_path / "link.toml"
     real.write_text(WRITTEN)
     link.symlink_to(real)
@@ -67,17 +66,29 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "written",
-    ["reuse = { host_bytes = 1 }\n", "reuse.host_bytes = 1\n", '[reuse]\n"host_bytes" = 1\n'],
+    [
+        "reuse = { host_bytes = 1 }\n",
+        "reuse.host_bytes = 1\n",
+        '[reuse]\n"host_bytes" = 1\n',
+        "[reuse]\r\nhost_bytes=1",
+    ],
 )
-def test_what_cannot_be_changed_by_itself_is_left_and_said(tmp_path: Path, written: str) -> None:
+def test_every_way_to_write_a_setting_can_be_edited(tmp_path: Path, written: str) -> None:
     file = tmp_path / "stillroom.toml"
-    file.write_text(written)
-    with pytest.raises(ConfigError, match=r"by hand: reuse\.host_bytes = 5"):
+    file.write_text(written, newline="")
+    assert edit_file(file, {"reuse.host_bytes": 5}) == [SettingChange("reuse.host_bytes", 1, 5)]
+    assert file.read_text() == written.replace("1", "5").replace("\r", "")
+
+
+def test_value_in_place_of_a_section_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "stillroom.toml"
+    file.write_text("reuse = 5\n")
+    with pytest.raises(ConfigError, match=r"write \[reuse\]"):
         edit_file(file, {"reuse.host_bytes": 5})
-    assert file.read_text() == written
+    assert file.read_text() == "reuse = 5\n"
 
 
-def test_a_value_that_is_not_possible_is_not_written(tmp_path: Path) -> None:
+def test_impossible_value_is_not_written(tmp_path: Path) -> None:
     file = tmp_path / "stillroom.toml"
     file.write_text(WRITTEN)
     with pytest.raises(ConfigError, match="server.port"):
@@ -85,20 +96,23 @@ def test_a_value_that_is_not_possible_is_not_written(tmp_path: Path) -> None:
     assert file.read_text() == WRITTEN and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_broken_file_is_said_to_be(tmp_path: Path) -> None:
+def test_file_that_is_not_toml_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "stillroom.toml"
     file.write_text("[reuse\n")
     with pytest.raises(ConfigError, match="cannot be read"):
         edit_file(file, {"reuse.host_bytes": 5})
 
 
-NAMES = st.sampled_from(["a.x", "a.y", "b.x", "c.z"])
-TABLES = st.dictionaries(NAMES, st.integers(0, 9), max_size=4)
+NAMES = st.sampled_from(["search.top_k", "search.num_candidates", "runtime.max_num_seqs", "index.m"])
+SETTINGS = st.dictionaries(NAMES, st.integers(2, 9), max_size=4)
 
 
-@given(TABLES, TABLES)
-def test_the_text_says_what_was_asked_for(before: dict[str, int], wanted: dict[str, int]) -> None:
-    text = with_settings("", before) if before else ""
-    found = tomllib.loads(with_settings(text, wanted)) if wanted else tomllib.loads(text)
+@given(SETTINGS, SETTINGS)
+def test_edited_file_holds_the_old_and_the_new_settings(before: dict[str, int], wanted: dict[str, int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "stillroom.toml")
+        edit_file(file, before)
+        edit_file(file, wanted)
+        found = tomllib.loads(file.read_text()) if file.exists() else {}
     flat = {f"{section}.{name}": value for section, table in found.items() for name, value in table.items()}
     assert flat == before | wanted
