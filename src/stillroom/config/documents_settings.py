@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 
+from stillroom.config.quantities import AboveZero, AtLeastZero
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentsConfig:
     """What one file may cost. A file that costs more is reported with its reason, and the others go on."""
 
-    num_workers: int = 0
+    num_workers: AtLeastZero = 0
     """Processes that read files. 0: one for each core, at most 8."""
-    timeout_s: float = 120.0
+    timeout_s: AboveZero = 120.0
     """Seconds for one file; a reader that takes longer is stopped."""
     max_file_bytes: int = 256 * 2**20
     """Of a file on disk; JSONL files, which are read line by line, may be larger."""

@@ -4,9 +4,10 @@ Users import them from `config.settings`.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from stillroom.config.addresses import check_address, check_key
+from stillroom.config.quantities import AboveZero, AtLeastZero, Int63, Range, Share
 from stillroom.errors import ConfigError
 
 EngineKind = Literal["builtin", "openai"]
@@ -37,11 +38,11 @@ class EngineConfig:
     """Whether to send sampling parameters that OpenAI does not have (`top_k`, `min_p`, `repetition_penalty`), at values
     that change nothing unless asked for: servers have defaults of their own. `false` for servers that refuse fields
     they do not know, such as OpenAI's."""
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: AboveZero = 5.0
     """Seconds to wait for a connection."""
-    read_timeout_s: float = 300.0
+    read_timeout_s: AboveZero = 300.0
     """Longest silence of the server, in seconds; a long prompt on a slow machine is silent until its first token."""
-    max_retries: int = 4
+    max_retries: AtLeastZero = 4
     """How often a request is repeated that failed before its first token: no connection, HTTP 429 or 5xx."""
     max_retry_wait_s: float = 30.0
     """Longest wait before a repetition, in seconds; a server that asks for more is given up."""
@@ -61,24 +62,24 @@ class GenerationConfig:
 
     max_tokens: int = 256
     """Most tokens in an answer."""
-    max_prompt_tokens: int = 0
+    max_prompt_tokens: AtLeastZero = 0
     """Most tokens in a prompt, whoever asks: documents that do not fit are left out, and what does not fit without any
     is refused. 0: as many as the model takes."""
     temperature: float = 0.0
     """0: greedy, the most likely token each time."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(0, 1, is_low_open=True)] = 1.0
     """Sample from the smallest set of tokens whose probabilities add up to this."""
-    sample_top_k: int = 0
+    sample_top_k: AtLeastZero = 0
     """Sample from this many of the most likely tokens. 0: all."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Sample from tokens at least this likely relative to the most likely one."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: AboveZero = 1.0
     """Above 1: tokens of the prompt and of the answer so far become less likely, so quotes do too."""
     presence_penalty: float = 0.0
     """Above 0: tokens that the answer has become less likely."""
     frequency_penalty: float = 0.0
     """Above 0: tokens become less likely each time the answer has them."""
-    seed: int = 0
+    seed: Int63 = 0
     """Same seed, question and documents: same answer, whatever else runs in the batch. In half precision a near tie
     between two tokens may go the other way in another batch."""
 
@@ -87,6 +88,6 @@ class GenerationConfig:
 class TraceConfig:
     """What is remembered of past questions, for `stillroom explain`."""
 
-    keep: int = 1000
+    keep: Int63 = 1000
     """Questions remembered in the knowledge base's folder, with their text; older ones are forgotten. 0: none,
     and those of before are removed when the next process begins to answer."""

@@ -1,9 +1,15 @@
-"""Sizes and durations as people write them."""
+"""Sizes and durations as users write them, and the ranges of numbers that settings allow."""
 
 import math
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+from stillroom.errors import ConfigError
 
 _SIZE_UNITS = {"B": 1} | {
     f"{prefix}{suffix}": base**exponent
@@ -11,6 +17,56 @@ _SIZE_UNITS = {"B": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a setting takes: `Annotated[int, Range(1, 8)]` beside the field."""
+
+    low: float
+    high: float = math.inf
+    is_low_open: bool = False
+    """Whether `low` itself is excluded."""
+
+    def holds(self, value: float) -> bool:
+        """Whether the value is allowed; infinities and NaN never are."""
+        is_above = value > self.low if self.is_low_open else value >= self.low
+        return math.isfinite(value) and is_above and value <= self.high
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.is_low_open else 'at least'} {self.low:g}"
+        if self.high == math.inf:
+            return low
+        return f"{low} and at most {'2^63 - 1' if self.high == 2**63 - 1 else format(self.high, 'g')}"
+
+
+AtLeastZero = Annotated[int, Range(0)]
+AboveZero = Annotated[float, Range(0, is_low_open=True)]
+Share = Annotated[float, Range(0, 1)]
+Int63 = Annotated[int, Range(0, 2**63 - 1)]
+UserPath = Annotated[str, "`~` is the user's home folder"]
+
+
+@cache
+def ranges_of(section_type: type) -> Mapping[str, Range]:
+    """Return the range of each number of a settings class, by field.
+
+    A field without a `Range` beside it takes whole numbers from 1 or other numbers from 0.
+    """
+    ranges = {}
+    for name, annotation in get_type_hints(section_type, include_extras=True).items():
+        kind, *extras = get_args(annotation) or (annotation,)
+        if kind in (int, float):
+            ranges[name] = next((one for one in extras if isinstance(one, Range)), Range(1 if kind is int else 0))
+    return ranges
+
+
+def check_ranges(section: str, config: Any) -> None:
+    """Raise ConfigError if a number of the section's settings is out of its range."""
+    for name, allowed in ranges_of(type(config)).items():
+        value = getattr(config, name)
+        if not allowed.holds(value):
+            raise ConfigError(f"{section}.{name}={value}; it must be {allowed}")
 
 
 def parse_size(text: str) -> int:

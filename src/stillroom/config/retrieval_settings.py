@@ -4,9 +4,10 @@ Users import them from `config.settings`.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from stillroom.config.addresses import check_address, check_key
+from stillroom.config.quantities import AboveZero, AtLeastZero, Int63, Range, Share
 from stillroom.errors import ConfigError
 
 SearchMode = Literal["hybrid", "dense", "sparse"]
@@ -45,36 +46,36 @@ class IndexConfig:
     """`flat`: exact, time grows with the corpus. `hnsw`: approximate, for some 10,000 chunks and more. `ivf_pq`:
     approximate and small, for millions; exact until there are 39 * 2^nbits chunks to train on. `qdrant`: a collection
     of a Qdrant server, for more than one machine holds; see `[qdrant]`, and `m`, `ef_construction` and `ef_search`."""
-    m: int = 32
+    m: Annotated[int, Range(2)] = 32
     """HNSW links per node: more is better recall, memory and build time."""
     ef_construction: int = 200
     """HNSW candidates while building: more is better recall and build time."""
     ef_search: int = 64
     """HNSW candidates while searching; at least the number asked for."""
-    seed: int = 0
+    seed: Int63 = 0
     """Of the HNSW level draw, the IVF-PQ training and the tuner's sample: same corpus, same order and same seed give
     the same index."""
-    nlist: int = 0
+    nlist: AtLeastZero = 0
     """Inverted lists of IVF-PQ. 0: about 4 * sqrt(chunks), with at least 39 chunks each."""
     nprobe: int = 32
     """Inverted lists looked at by a search: more is better recall and longer."""
-    num_subquantizers: int = 0
+    num_subquantizers: AtLeastZero = 0
     """Bytes per chunk in IVF-PQ at 8 bits; must divide the dimension. 0: one for 8 dimensions."""
-    nbits: int = 8
+    nbits: Annotated[int, Range(4, 8)] = 8
     """Bits per subquantizer: more is finer codes, and 39 * 2^nbits chunks are needed to train."""
-    refine: int = 10
+    refine: AtLeastZero = 10
     """IVF-PQ scores this many times the results asked for again, exactly. 0 keeps no full vectors: 30 times less
     memory, approximate scores, and quantizers that are never trained again."""
-    ann_recall: float = 0.0
+    ann_recall: Annotated[float, Range(0, 0.999)] = 0.0
     """Share of the true 10 nearest that a search must find, such as 0.99: sets `ef_search` or `nprobe` from a
     measurement that is repeated as the corpus grows. 0: off. A `flat` index is always exact."""
     search_budget_s: float = 0.0
     """Seconds that 95 % of dense searches may take on this machine, such as 0.002: takes the highest `ef_search` or
     `nprobe` that keeps it, measured as above. 0: off."""
-    hot_bytes: int = 0
+    hot_bytes: AtLeastZero = 0
     """RAM for the lists of an `ivf_pq` index: those asked for most stay in RAM, the others and all full vectors in a
     file. Changes no result, and may be changed at any time; the manifest does not keep it. 0: everything in RAM."""
-    device_bytes: int = 0
+    device_bytes: AtLeastZero = 0
     """Memory for codes of lists on each of `devices`, which hold those asked for most; RAM holds the next ones (all
     others, with `hot_bytes = 0`). Needs an `ivf_pq` index with `nbits = 8`; scores change by rounding only. May be
     changed at any time; the manifest does not keep it. 0: no list on a device."""
@@ -113,7 +114,7 @@ class QdrantConfig:
     prefix: str = "stillroom"
     """The collection is called this, a hyphen and the id of the knowledge base. A copy of a knowledge base has the
     same id, so a copy that lives on needs another prefix."""
-    timeout_s: float = 10.0
+    timeout_s: AboveZero = 10.0
     """Seconds to wait for an answer, rounded up to whole ones."""
     exact: bool = False
     """Compare every vector instead of walking the server's graph: slow, and right."""
@@ -148,9 +149,9 @@ class SearchConfig:
 class QueryCacheConfig:
     """Search results kept for questions that are asked again."""
 
-    max_tokens: int = 200_000
+    max_tokens: AtLeastZero = 200_000
     """Budget: tokens of the chunks in all kept results, and of their questions; one of more than 8,192 characters is
     not kept. 0 switches the cache off."""
-    similarity: float = 1.0
+    similarity: Share = 1.0
     """Cosine from which another question's result is taken over. 1: only the same question's (apart from blanks).
     Below, an answer can rest on what a slightly different question found; 0.95 and more is sensible."""

@@ -4,10 +4,10 @@ Users import them from `config.settings`.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from stillroom.config.quantities import AboveZero, AtLeastZero, Range, Share, check_ranges
 from stillroom.config.retrieval_settings import Dtype
-from stillroom.errors import ConfigError
 
 BUNDLED_MODEL = "bundled"
 """The model name that stands for the small model inside the package."""
@@ -36,7 +36,7 @@ class RuntimeConfig:
     weights: Weights = "checkpoint"
     """`int8`: rounded to 8 bits while loading, half the memory of bfloat16 and faster decoding on a CPU; answers may
     differ. Measured in docs/runtime-bench.md."""
-    max_model_len: int = 0
+    max_model_len: AtLeastZero = 0
     """Most tokens of a prompt with its answer. 0: the model's own limit; for a longrope model (Phi-3 128k) the length
     it was first trained for, because longer ones need other rotary frequencies, and then for every prompt."""
     block_size: int = 16
@@ -44,7 +44,7 @@ class RuntimeConfig:
     kv_bytes: int = 2 * 1024**3
     """Memory for KV blocks on the device: of running requests, and what is kept there for the next ones. On a CPU pages
     that were never written cost nothing."""
-    num_threads: int = 0
+    num_threads: Annotated[int, Range(0, 1024)] = 0
     """CPU threads that compute. 0: as many as are fastest when the model is loaded, which beside other busy processes
     can be fewer than there are cores; `OMP_NUM_THREADS` is respected."""
     max_num_seqs: int = 32
@@ -53,9 +53,9 @@ class RuntimeConfig:
     """Who waits no longer: `first_come`; `cache_first`, who finds most of his prompt kept, for what is left to compute
     (RAGCache 5.2); or `shortest_first`, who has least to compute. Tenants that were served less, and of a tenant's
     requests those of a higher priority (a lower number), go before that."""
-    starvation_window: int = 32
+    starvation_window: AtLeastZero = 32
     """Later requests that may be admitted before one that waits."""
-    max_waiting: int = 1024
+    max_waiting: AtLeastZero = 1024
     """Requests that may wait; one more is refused (HTTP 429). 0: no limit."""
     batch_delay_ms: float = 0.0
     """How long the first request of an idle engine waits for others, so that they are computed together; less if they
@@ -80,7 +80,7 @@ class ReuseConfig:
     near ties can (4 of 200 answers), unless `runtime.fixed_shapes` is on. `anywhere`: beyond that, a document's KV is
     reused wherever it stands in a prompt, and a share of its tokens is computed again; answers may change
     (docs/chunk-reuse.md). `off`: every prompt is computed."""
-    recompute_ratio: float = 0.15
+    recompute_ratio: Share = 0.15
     """With `anywhere`: share of the tokens of documents reused at another place that is computed again, in [0, 1]. More
     is slower and closer to computing everything, which 1 is."""
     recompute_budget: RecomputeBudget = "ratio"
@@ -88,7 +88,7 @@ class ReuseConfig:
     and how few of them stand there again (Cache-Craft's CFO), times `alpha`."""
     alpha: float = 1.0
     """Scales the shares of `cfo`; `stillroom calibrate --quality` finds the smallest that is good enough."""
-    focus_window: int = 0
+    focus_window: AtLeastZero = 0
     """Documents that the question does not look at, as so many layers in a row agree, are not repaired (Cache-Craft's
     Algorithm 1). 0: all are."""
     token_selector: TokenSelector = "question"
@@ -97,18 +97,18 @@ class ReuseConfig:
     (`context`, Cache-Craft's) or were most looked at (`received`, H2O); those whose values differ most in an early
     layer (`deviation`, CacheBlend); the first of each document (`first`, EPIC), or any (`random`). All but the first
     are for comparison."""
-    audit_share: float = 0.02
+    audit_share: Share = 0.02
     """With `anywhere`: share of such answers that is compared with a full prefill, when nobody waits. 0: none."""
-    max_disagreement: float = 0.25
+    max_disagreement: Share = 0.25
     """Share of audited answers whose first tokens may differ. When surely more do, the recompute ratio is doubled, and
     in the end only exact prefixes are reused. When surely less than half of it do, the ratio comes down again."""
-    host_bytes: int = 2 * 1024**3
+    host_bytes: AtLeastZero = 2 * 1024**3
     """Host memory for KV that had to leave the device (`runtime.kv_bytes`); taken as it fills. 0: none."""
-    disk_bytes: int = 4 * 1024**3
+    disk_bytes: AtLeastZero = 4 * 1024**3
     """Disk for KV, in the folder `kv` of the knowledge base; it survives restarts. Counts whole files, with their
     headers of 4 KiB and what the last block leaves empty. What other models have left there takes at most half of it.
     0: none."""
-    prefetch_bytes: int = 256 * 1024**2
+    prefetch_bytes: AtLeastZero = 256 * 1024**2
     """Host memory into which KV is read from disk while the question that will use it waits. 0: none."""
     preload: Preload = "off"
     """`layers`: on a CPU, kept KV is copied to its place layer by layer, by another thread, while earlier layers
@@ -116,7 +116,7 @@ class ReuseConfig:
     policy: EvictionPolicy = "prefix_heat"
     """Who leaves a full tier: by our own rule, by RAGCache's `pgdsf`, or by one of its baselines. Measured beside each
     other in docs/policies-bench.md."""
-    window_s: float = 3600.0
+    window_s: AboveZero = 3600.0
     """How far back uses of a document count for `pgdsf`, `gdsf` and `lfu`, in seconds."""
     looks_ahead: bool = True
     """What waiting requests will use leaves last."""
@@ -130,15 +130,7 @@ class ReuseConfig:
     shared as far as they agree. Questions shorter than a piece are not kept."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.recompute_ratio <= 1.0:
-            raise ConfigError(f"reuse.recompute_ratio={self.recompute_ratio} must lie between 0 and 1")
-        if self.alpha < 0.0 or self.focus_window < 0:
-            raise ConfigError(
-                f"reuse.alpha={self.alpha} and reuse.focus_window={self.focus_window} must not be negative"
-            )
-        for name in ("audit_share", "max_disagreement"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"reuse.{name}={getattr(self, name)} must lie between 0 and 1")
+        check_ranges("reuse", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
