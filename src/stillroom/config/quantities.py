@@ -63,7 +63,7 @@ def ranges_of(section_type: type) -> Mapping[str, Range]:
 
 def check_ranges(section: str, config: Any) -> None:
     """Raise ConfigError if a number of the section's settings is out of its range."""
-    for name, allowed in ranges_of(type(config)).items():
+    for name, allowed in ranges_of(config.__class__).items():
         value = getattr(config, name)
         if not allowed.holds(value):
             raise ConfigError(f"{section}.{name}={value}; it must be {allowed}")
