@@ -29,7 +29,6 @@ _BOOLEANS = {
     word: value for value, words in ((True, "true yes on 1"), (False, "false no off 0")) for word in words.split()
 }
 
-
 _REMOVED = ("query_cache.hot_after", "query_cache.max_hot")
 """Settings of earlier versions: read with a warning and ignored."""
 
@@ -146,15 +145,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, object]]:
         file = Path(CONFIG_FILE)
         if not file.exists():
             return
-    try:
-        content = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # editors of Windows write a mark
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; --config names a TOML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    for section, table in content.items():
+    for section, table in _read_toml(file).items():
         _check_section(section, str(file))
         if not isinstance(table, dict):
             raise ConfigError(f"{file}: {section} is a section; write [{section}] and its settings below it")
@@ -165,6 +156,17 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, object]]:
             if setting.is_secret and value != "":
                 raise ConfigError(f"{file}: {setting.path} is a secret; give it in the environment: {setting.env_name}")
             yield setting.path, _check(setting, value, str(file), is_text=False)
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # editors of Windows write a mark
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file; --config names a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
 
 
 def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, object]]:
