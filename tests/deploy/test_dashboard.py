@@ -11,7 +11,7 @@ import pytest
 import yaml
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
-from stillroom.telemetry.metrics import SPECS
+from stillroom.telemetry.catalogue import SPECS
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "stillroom.json"

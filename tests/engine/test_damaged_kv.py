@@ -16,6 +16,7 @@ from stillroom.kvstore.record import Defect
 from stillroom.models.decoder import Decoder
 from stillroom.runner.decode_graphs import StaticDecoding
 from stillroom.runner.torch_runner import TorchRunner
+from stillroom.telemetry import catalogue
 from tests.engine.test_reuse import BLOCK, House, Oracle, question
 
 
@@ -47,9 +48,9 @@ def on_host_only(decoder: Decoder, folder: Path | None) -> House:
 
 
 def verify_failures(house: House) -> dict[tuple[str, str], int]:
-    figures = house.cache.figures()
-    assert figures is not None
-    return {labels: count for labels, count in figures.verify_failures.items() if count}
+    failures = house.cache.readings()[catalogue.KV_VERIFY_FAILURES]
+    assert isinstance(failures, dict)
+    return {labels: count for labels, count in failures.items() if count}
 
 
 def test_flipped_bits_in_host_memory_are_computed_again(decoder: Decoder, oracle: Oracle) -> None:

@@ -28,6 +28,7 @@ from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvstore.files import size_on_disk
 from stillroom.models.decoder import Decoder
+from stillroom.telemetry import catalogue
 from tests.fakes import ManualClock
 
 BLOCK = 8
@@ -221,9 +222,10 @@ def check_soak(house: House) -> None:
     assert all(stats.hits[tier] for tier in Tier), stats.hits
     assert all(stats.evictions[tier] for tier in Tier), stats.evictions
     assert stats.offloads and stats.stores and stats.failed_loads[Tier.DISK]
-    figures = house.cache.figures()
-    assert figures is not None and sum(figures.verify_failures.values()) > 0
-    assert figures.read_ahead_bytes["used"] > 0, "nothing was read ahead"
+    assert house.cache.tiers is not None
+    moves = house.cache.tiers.stats
+    assert sum(moves.verify_failures.values()) > 0
+    assert moves.prefetch.used_bytes > 0, "nothing was prefetched"
     house.tree.clear()
     house.engine.check_integrity()
     assert house.cache.manager.pool.num_used == 0, "a block leaked"
@@ -269,8 +271,8 @@ def test_what_a_waiting_request_needs_is_read_ahead(decoder: Decoder, tmp_path: 
 
     assert second.tokens[RequestId("b")] == tokens
     assert second.reuse[RequestId("b")].num_cached_tokens == 5 + 8 + 13
-    figures = second.cache.figures()
-    assert figures is not None and figures.read_ahead_bytes == {"used": 26 * second.bytes_per_token, "wasted": 0}
+    prefetched = second.cache.readings()[catalogue.KV_PREFETCHED_BYTES]
+    assert prefetched == {"used": 26 * second.bytes_per_token, "wasted": 0}
     assert second.cache.tiers._prefetcher.num_bytes == 0
 
 

@@ -342,7 +342,7 @@ def test_ten_thousand_requests_leave_nothing_behind(house: House) -> None:
     assert growth < MAX_GROWTH, f"{growth / 2**20:.1f} MiB more after eight thousand requests"
     assert sum(ends.values()) == 10_000 and set(ends) == ENDS, ends
     assert 0 < house.watched.most_overtaken <= WINDOW
-    figures = house.cache.figures()
-    assert figures is not None
-    assert all(figures.hits[tier.label] and figures.evictions[tier.label] for tier in Tier), "every tier was in use"
+    assert house.cache.tree is not None
+    stats = house.cache.tree.stats
+    assert all(stats.hits[tier] and stats.evictions[tier] for tier in Tier), "every tier was in use"
     house.check_empty()

@@ -6,9 +6,11 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from stillroom.errors import StillroomError
-from stillroom.telemetry.figures import AuditMetrics, CacheFigures, EngineFigures, IndexFigures
-from stillroom.telemetry.metrics import SPECS, Metrics, reference
+from stillroom.telemetry import catalogue
+from stillroom.telemetry.catalogue import SPECS, MetricSpec, Readings, reference
+from stillroom.telemetry.metrics import Metrics
 
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "stillroom"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
@@ -123,80 +125,41 @@ def test_names_end_in_their_unit() -> None:
             assert spec.name.endswith(("_seconds", "_bytes", "_ratio"))
 
 
-TIERS = {"device": 3, "host": 2, "disk": 1}
-FIGURES = CacheFigures(
-    num_nodes=TIERS,
-    num_bytes=TIERS,
-    hits=TIERS,
-    hit_tokens=TIERS,
-    misses=4,
-    missed_tokens=5,
-    cheaper=6,
-    placed={"device": 21, "host": 22, "disk": 23},
-    placed_tokens=24,
-    repaired_tokens=25,
-    placed_overlap=25.5,
-    placed_overhead=25.25,
-    unfocused=30,
-    audit=AuditMetrics(results={"agreed": 26, "differed": 27}, disagreement_bound=0.28, recompute_ratio=0.29),
-    evictions=TIERS,
-    failed_loads=TIERS,
-    rejected=7,
-    moves={("host", "device"): 8},
-    moved_bytes={("host", "device"): 9},
-    moved_seconds={("host", "device"): 0.5},
-    verify_failures={("host", "checksum"): 1},
-    write_failures=2,
-    read_ahead_bytes={"used": 30, "wasted": 31},
-)
-
-
-def test_a_cache_is_asked_when_somebody_looks() -> None:
+def test_other_parts_are_read_when_metrics_are_rendered() -> None:
     metrics = Metrics()
+    readings: dict[MetricSpec, float | dict[str, int] | dict[tuple[str, str], int]] = {}
+    metrics.watch(lambda: readings)
     assert b"stillroom_kv_cache" not in metrics.render()
-    metrics.watch_cache(lambda: FIGURES)
+    readings[catalogue.KV_MISSES] = 4
+    readings[catalogue.KV_HITS] = {"device": 3, "host": 2, "disk": 1}
+    readings[catalogue.KV_MOVED_BYTES] = {("host", "device"): 9}
 
     text = metrics.render().decode()
 
+    assert "stillroom_kv_cache_misses_total 4.0" in text
     assert 'stillroom_kv_cache_hits_total{tier="host"} 2.0' in text
     assert 'stillroom_kv_cache_moved_bytes_total{source="host",target="device"} 9.0' in text
-    assert 'stillroom_kv_cache_verify_failures_total{reason="checksum",tier="host"} 1.0' in text
 
 
-LISTS = IndexFigures(
-    num_lists={"ram": 3, "disk": 7},
-    num_bytes={"ram": 30, "disk": 70},
-    probes={"ram": 90, "disk": 10},
-    hit_ratio=0.75,
-    exchanged=12,
-)
-
-
-def test_a_tiered_index_is_asked_when_somebody_looks() -> None:
+def test_every_declared_metric_is_rendered_and_no_other() -> None:
     metrics = Metrics()
-    figures: list[IndexFigures | None] = [None]
-    metrics.watch_index(lambda: figures[0])
-    assert b"stillroom_index" not in metrics.render()
-    figures[0] = LISTS
-
-    seen = samples(metrics)
-
-    assert seen["stillroom_index_probes_total{tier=ram}"] == 90
-    assert seen["stillroom_index_list_bytes{tier=disk}"] == 70
-    assert (seen["stillroom_index_hit_ratio"], seen["stillroom_index_exchanged_total"]) == (0.75, 12)
-
-
-def test_nothing_else_is_rendered() -> None:
-    metrics = Metrics()
-    metrics.watch_cache(lambda: FIGURES)
-    metrics.watch_index(lambda: LISTS)
-    metrics.watch_engine(lambda: EngineFigures(device_losses=1, failed_steps=2))
+    counted = {family.name for family in metrics.registry.collect()}
+    others = [spec for spec in SPECS if spec.name.removesuffix("_total") not in counted]
+    readings: Readings = {spec: {("a",) * len(spec.labels): 1.0} for spec in others}
+    metrics.watch(lambda: readings)
     observe(metrics, num_generated_tokens=2)
 
-    names = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
+    names = [family.name for family in text_string_to_metric_families(metrics.render().decode())]
 
     # the parser drops `_total` from a counter's family
-    assert names == {spec.name.removesuffix("_total") if spec.kind == "counter" else spec.name for spec in SPECS}
+    assert sorted(names) == sorted(spec.name.removesuffix("_total") for spec in SPECS)
+
+
+def test_every_declared_metric_is_supplied_in_one_place() -> None:
+    source = "\n".join(file.read_text(encoding="utf-8") for file in SOURCE.rglob("*.py"))
+    for name, spec in vars(catalogue).items():
+        if isinstance(spec, MetricSpec):
+            assert len(re.findall(rf"\bcatalogue\.{name}\b", source)) == 1, f"{name} has no source or several"
 
 
 def test_page_has_the_table() -> None:

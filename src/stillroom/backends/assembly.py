@@ -34,7 +34,8 @@ from stillroom.kvstore.tiered import TieredStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.numerics import kv_fingerprint
 from stillroom.runner.device_errors import first_line, is_device_loss
-from stillroom.telemetry.figures import AuditMetrics, CacheFigures
+from stillroom.telemetry import catalogue
+from stillroom.telemetry.catalogue import Readings
 
 logger = logging.getLogger(__name__)
 
@@ -61,47 +62,43 @@ class KVCache:
     def tree(self) -> KnowledgeTree | None:
         return self.manager.reuse.tree if self.manager.reuse else None
 
-    def figures(self) -> CacheFigures | None:
-        """None where nothing is reused. From any thread: numbers may be of slightly different moments."""
+    def readings(self) -> Readings:
+        """Return the metrics of the KV cache; none if nothing is reused.
+
+        Called from any thread: the values may be of slightly different moments.
+        """
         tree, tiers = self.tree, self.tiers
         if tree is None or tiers is None:
-            return None
+            return {}
         stats, moves = tree.stats, tiers.stats
-        return CacheFigures(
-            num_nodes={tier.label: tree.num_nodes(tier) for tier in Tier},
-            num_bytes={tier.label: tree.num_bytes(tier) for tier in Tier},
-            hits=_labelled(stats.hits),
-            hit_tokens=_labelled(stats.hit_tokens),
-            misses=stats.misses,
-            missed_tokens=stats.missed_tokens,
-            cheaper=stats.cheaper,
-            placed=_labelled(stats.placed),
-            placed_tokens=stats.placed_tokens,
-            repaired_tokens=stats.recomputed_tokens,
-            placed_overlap=stats.placed_overlap,
-            placed_overhead=stats.placed_overhead,
-            unfocused=stats.unfocused,
-            evictions=_labelled(stats.evictions),
-            failed_loads=_labelled(stats.failed_loads),
-            rejected=stats.rejected,
-            moved_bytes={(a.label, b.label): flow.num_bytes for (a, b), flow in moves.flows.items()},
-            moved_seconds={(a.label, b.label): flow.seconds for (a, b), flow in moves.flows.items()},
-            moves={(a.label, b.label): flow.num_copies for (a, b), flow in moves.flows.items()},
-            verify_failures={
+        flows = {(source.label, target.label): flow for (source, target), flow in moves.flows.items()}
+        return {
+            catalogue.KV_NODES: {tier.label: tree.num_nodes(tier) for tier in Tier},
+            catalogue.KV_BYTES: {tier.label: tree.num_bytes(tier) for tier in Tier},
+            catalogue.KV_HITS: _labelled(stats.hits),
+            catalogue.KV_HIT_TOKENS: _labelled(stats.hit_tokens),
+            catalogue.KV_MISSES: stats.misses,
+            catalogue.KV_MISSED_TOKENS: stats.missed_tokens,
+            catalogue.KV_RECOMPUTED: stats.cheaper,
+            catalogue.KV_PLACED: _labelled(stats.placed),
+            catalogue.KV_PLACED_TOKENS: stats.placed_tokens,
+            catalogue.KV_REPAIRED_TOKENS: stats.recomputed_tokens,
+            catalogue.KV_PLACED_OVERLAP: stats.placed_overlap,
+            catalogue.KV_PLACED_OVERHEAD: stats.placed_overhead,
+            catalogue.KV_UNFOCUSED: stats.unfocused,
+            catalogue.KV_EVICTIONS: _labelled(stats.evictions),
+            catalogue.KV_FAILED_LOADS: _labelled(stats.failed_loads),
+            catalogue.KV_REJECTED: stats.rejected,
+            catalogue.KV_MOVED_BYTES: {pair: flow.num_bytes for pair, flow in flows.items()},
+            catalogue.KV_MOVE_SECONDS: {pair: flow.seconds for pair, flow in flows.items()},
+            catalogue.KV_MOVES: {pair: flow.num_copies for pair, flow in flows.items()},
+            catalogue.KV_VERIFY_FAILURES: {
                 (tier.label, str(defect)): moves.verify_failures.get((tier, defect), 0) for tier, defect in _DEFECTS
             },
-            write_failures=moves.num_write_failures,
-            read_ahead_bytes={"used": moves.prefetch.used_bytes, "wasted": moves.prefetch.wasted_bytes},
-            audit=None if self.audit is None else self._audit_figures(self.audit.figures),
-        )
-
-    def _audit_figures(self, audit: AuditFigures) -> AuditMetrics:
-        agreed = audit.num_audited - audit.num_disagreed
-        return AuditMetrics(
-            results={"agreed": agreed, "differed": audit.num_disagreed},
-            disagreement_bound=audit.upper_bound,
-            recompute_ratio=1.0 if audit.options is None else audit.options.level,
-        )
+            catalogue.KV_WRITE_FAILURES: moves.num_write_failures,
+            catalogue.KV_PREFETCHED_BYTES: {"used": moves.prefetch.used_bytes, "wasted": moves.prefetch.wasted_bytes},
+            **({} if self.audit is None else _audit_readings(self.audit.figures)),
+        }
 
     def close(self, *, keeps_device: bool = True) -> None:
         """Bring to disk what has room there, and let go of it. Precondition: the cache is not in use any more.
@@ -235,3 +232,12 @@ def anywhere_options(config: ReuseConfig) -> AnywhereOptions:
 
 def _labelled(counts: Counter[Tier]) -> dict[str, int]:
     return {tier.label: counts[tier] for tier in Tier}
+
+
+def _audit_readings(audit: AuditFigures) -> Readings:
+    agreed = audit.num_audited - audit.num_disagreed
+    return {
+        catalogue.AUDITS: {"agreed": agreed, "differed": audit.num_disagreed},
+        catalogue.AUDIT_BOUND: audit.upper_bound,
+        catalogue.RECOMPUTE_RATIO: 1.0 if audit.options is None else audit.options.level,
+    }

@@ -14,7 +14,7 @@ from stillroom.core.request import MaySee, SamplingParams
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.events import Listener
 from stillroom.models.tokenizer import Tokenizer
-from stillroom.telemetry.figures import CacheFigures, EngineFigures
+from stillroom.telemetry.catalogue import Readings
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +141,8 @@ class Backend(Protocol):
         """
         ...
 
-    @property
-    def cache_figures(self) -> CacheFigures | None:
-        """What its KV cache holds and did; None if there is none of ours."""
-        ...
-
-    @property
-    def engine_figures(self) -> EngineFigures | None:
-        """What went wrong in its engine; None if the engine is elsewhere."""
+    def readings(self) -> Readings:
+        """Return the metrics of its KV cache and its engine; none if the engine is elsewhere."""
         ...
 
     def for_tenant(self, salt: str) -> "Backend":

@@ -49,7 +49,8 @@ from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.policy import POLICIES
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
-from stillroom.telemetry.figures import CacheFigures, EngineFigures
+from stillroom.telemetry import catalogue
+from stillroom.telemetry.catalogue import Readings
 
 _NUM_CONTEXT = 8
 """Tokens before an answer that the text of its first one may depend on."""
@@ -144,13 +145,12 @@ class LocalBackend:
         disk = None if self.cache.tiers is None else self.cache.tiers.disk
         return disk.fingerprint if disk is not None and disk.is_writer else None
 
-    @property
-    def cache_figures(self) -> CacheFigures | None:
-        return self.cache.figures()
-
-    @property
-    def engine_figures(self) -> EngineFigures:
-        return EngineFigures(device_losses=self.engine.num_device_losses, failed_steps=self.engine.num_failed_steps)
+    def readings(self) -> Readings:
+        return {
+            **self.cache.readings(),
+            catalogue.DEVICE_LOSSES: self.engine.num_device_losses,
+            catalogue.FAILED_STEPS: self.engine.num_failed_steps,
+        }
 
     def _constraint(self, schema: Mapping[str, Any] | None) -> TokenConstraint | None:
         return None if schema is None else self.constraints.compile(schema)

@@ -18,6 +18,7 @@ from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteReq
 from stillroom.errors import ConfigError, UsageError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
+from stillroom.telemetry.catalogue import Readings
 
 Written = tuple[RemotePrompt, tuple[ChunkId, ...]]
 """A prompt, and the chunks in it, in order."""
@@ -99,13 +100,8 @@ class OpenAIBackend:
     def documents_changed(self, corpus: CorpusView) -> None:
         """The server forgets by itself what is not asked for any more."""
 
-    @property
-    def cache_figures(self) -> None:
-        return None
-
-    @property
-    def engine_figures(self) -> None:
-        return None
+    def readings(self) -> Readings:
+        return {}
 
     def for_tenant(self, salt: str) -> "OpenAIBackend":
         raise ConfigError(

@@ -82,9 +82,8 @@ class Stillroom:
         self.records = Records(self._traces, kb.chunks)
         """What was asked before."""
         if guest is None:
-            metrics.watch_cache(lambda: answering.backend.cache_figures if answering.backend else None)
-            metrics.watch_engine(lambda: answering.backend.engine_figures if answering.backend else None)
-            metrics.watch_index(lambda: None if (figures := kb.list_figures) is None else figures.by_tier())
+            metrics.watch(lambda: answering.backend.readings() if answering.backend else {})
+            metrics.watch(lambda: {} if (figures := kb.list_figures) is None else figures.readings())
         metrics.watch_corpora(str(kb.path), lambda: {str(kb.path): (kb.num_documents, kb.num_chunks)})
         self._closing = Closing(self, answering, metrics, (self._traces.close, kb.close), kb.path)
         self._host: Stillroom | None = None

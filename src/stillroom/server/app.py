@@ -52,7 +52,7 @@ from stillroom.server.schemas.replies import (
     SearchReply,
 )
 from stillroom.server.schemas.requests import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SearchRequest
-from stillroom.telemetry.exposition import CONTENT_TYPE
+from stillroom.telemetry.metrics import CONTENT_TYPE
 from stillroom.telemetry.spans import Tracing
 
 if TYPE_CHECKING:

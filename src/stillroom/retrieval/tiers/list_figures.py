@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from stillroom.retrieval.tiers.hot_lists import HotLists
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists
-from stillroom.telemetry.figures import IndexFigures
+from stillroom.telemetry import catalogue
+from stillroom.telemetry.catalogue import Readings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class ListFigures:
             num_exchanged=hot.num_exchanged,
         )
 
-    def by_tier(self) -> IndexFigures:
-        """The same by tier."""
+    def readings(self) -> Readings:
+        """Return the same as metrics."""
         on_device = self.num_lists_on_devices
         num_lists = {"ram": self.num_lists_in_ram, "disk": self.num_lists - self.num_lists_in_ram - on_device}
         num_bytes = {"ram": self.ram_bytes, "disk": self.disk_bytes}
@@ -59,10 +60,10 @@ class ListFigures:
         if on_device:
             num_lists["device"], num_bytes["device"] = on_device, self.device_bytes
             probes["device"] = self.num_device_hits
-        return IndexFigures(
-            num_lists=num_lists,
-            num_bytes=num_bytes,
-            probes=probes,
-            hit_ratio=self.hit_rate,
-            exchanged=self.num_exchanged,
-        )
+        return {
+            catalogue.INDEX_LISTS: num_lists,
+            catalogue.INDEX_LIST_BYTES: num_bytes,
+            catalogue.INDEX_PROBES: probes,
+            catalogue.INDEX_HIT_RATIO: self.hit_rate,
+            catalogue.INDEX_EXCHANGED: self.num_exchanged,
+        }
