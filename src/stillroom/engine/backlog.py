@@ -1,13 +1,11 @@
 """How many requests may wait for the engine, and when to ask again if too many do. Thread-safe."""
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 
-from stillroom.core.fair_share import is_below_share
+from stillroom.core.queueing import ServicePace, is_below_share
 from stillroom.errors import QueueFullError
-
-_NUM_REMEMBERED = 64
 
 
 class Backlog:
@@ -21,7 +19,7 @@ class Backlog:
         self._max_waiting = max_waiting
         self._accepted: Counter[str] = Counter()  # by tenant
         self._lock = threading.Lock()
-        self._ends: deque[float] = deque(maxlen=_NUM_REMEMBERED)  # the first may be when there came work
+        self._pace = ServicePace()
 
     def accept(self, tenant: str, num_waiting: int, waiting: Callable[[], Iterable[str]], now: float) -> None:
         """One request more, if there is room beside those that wait in the scheduler, or if its tenant has less than an
@@ -36,7 +34,7 @@ class Backlog:
         with self._lock:
             is_full = self._max_waiting and num_waiting + self._accepted.total() >= self._max_waiting
             if is_full and not is_below_share(tenant, Counter(waiting()) + self._accepted, self._max_waiting):
-                seconds = self._retry_after(now)
+                seconds = max(1.0, self._pace.seconds_at(now))
                 raise QueueFullError(
                     f"{self._max_waiting} requests wait already (runtime.max_waiting); ask again in {seconds:.0f} s",
                     seconds,
@@ -50,18 +48,11 @@ class Backlog:
             self._accepted += Counter()  # without those that have none
 
     def begin(self, now: float) -> None:
-        """There is work, after a time without: that time says nothing of how fast requests end."""
+        """Work arrived after idle time, which does not count for how fast requests end."""
         with self._lock:
-            self._ends.clear()
-            self._ends.append(now)
+            self._pace.start(now)
 
     def end(self, at: float) -> None:
         """A request has ended."""
         with self._lock:
-            self._ends.append(at)
-
-    def _retry_after(self, now: float) -> float:
-        """Seconds until another request will have ended, by the last ones; at least 1."""
-        if not self._ends:
-            return 1.0
-        return max(1.0, (now - self._ends[0]) / max(1, len(self._ends) - 1))
+            self._pace.end(at)

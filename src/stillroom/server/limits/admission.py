@@ -7,14 +7,13 @@ takes on nothing more. Called on the event loop only.
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
 
 from stillroom.core.clock import Clock
-from stillroom.core.fair_share import is_below_share
+from stillroom.core.queueing import ServicePace, is_below_share
 from stillroom.errors import QueueFullError
 from stillroom.server.limits.workers import shutting_down
 
-_NUM_REMEMBERED = 64
 _UNKNOWN_PACE = 4
 """Until a first request has ended, so many times the seats are let in."""
 
@@ -33,8 +32,7 @@ class AdmissionControl:
         self._max_waiting = max_waiting or math.inf
         self._max_wait = max_wait_s or math.inf
         self._clock = clock
-        self._ends: deque[float] = deque(maxlen=_NUM_REMEMBERED)
-        self._pace: float | None = None
+        self._pace = ServicePace()
         self._held: Counter[str] = Counter()
         """Requests that generate, by tenant; of whom there is none is not in it."""
         self.num_seated = 0
@@ -60,8 +58,7 @@ class AdmissionControl:
         if problem is not None and not is_below_share(tenant, self._held, limit):
             raise problem
         if self.num_seated == 0:  # the time without work says nothing of the pace
-            self._ends.clear()
-            self._ends.append(self._clock.monotonic())
+            self._pace.start(self._clock.monotonic())
         self.num_seated += 1
         self._held[tenant] += 1
 
@@ -72,26 +69,26 @@ class AdmissionControl:
         if not self._held[tenant]:
             del self._held[tenant]
         if was_served:
-            self._ends.append(self._clock.monotonic())
-            self._pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+            self._pace.end(self._clock.monotonic())
 
     def problem(self) -> QueueFullError | None:
         """Why one more is not taken on; None if it is."""
         num_waiting = self.num_seated - self._num_seats
-        pace = self._pace or 1.0
+        pace = self._pace.seconds or 1.0
         if num_waiting >= self._max_waiting:
             return _full("as many requests wait as may (runtime.max_waiting)", pace)
         if self.num_seated >= self._num_seats + self._num_in_time:
             message = "a request would wait longer than server.max_wait_s allows"
-            return _full(message, (num_waiting + 1) * pace - self._max_wait if self._pace else 1.0)
+            return _full(message, (num_waiting + 1) * pace - self._max_wait if self._pace.seconds else 1.0)
         return None
 
     @property
     def _num_in_time(self) -> float:
         """Requests that may wait so that the last of them is served in time."""
-        if self._max_wait == math.inf or self._pace == 0:
+        pace = self._pace.seconds
+        if self._max_wait == math.inf or pace == 0:
             return math.inf
-        return (_UNKNOWN_PACE - 1) * self._num_seats if self._pace is None else self._max_wait // self._pace
+        return (_UNKNOWN_PACE - 1) * self._num_seats if pace is None else self._max_wait // pace
 
 
 def _full(reason: str, seconds: float) -> QueueFullError:
