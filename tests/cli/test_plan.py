@@ -78,12 +78,12 @@ def test_a_plan_for_index_and_kv(run: Run, lists_kb: Path) -> None:
     found = run("plan", "--slo-ttft", "100s", "--kb", lists_kb, "--ram", "64MiB", "--json", *SMALL).json
 
     assert found["index"] == "ivf_pq" and found["is_met"] and found["binding"] is None
-    lists = found["now"]["bytes"]["ram_lists"]
+    lists = found["now"]["bytes"]["host_lists"]
     assert lists > 640 * 8
     for option in found["options"]:
         held = option["bytes"]
-        assert held["ram_lists"] <= held["disk_lists"] == lists
-        assert held["ram_lists"] + held["host_kv"] == 64 * 2**20
+        assert held["host_lists"] <= held["disk_lists"] == lists
+        assert held["host_lists"] + held["host_kv"] == 64 * 2**20
     rates = [option["predicted"]["list_hit_rate"] for option in found["options"]]
     # whole lists fill the bytes: a little more RAM may hold a hot large list in place of two cooler small ones
     assert (rates[0], rates[-1]) == (0.0, 1.0) and all(b >= a - 0.1 for a, b in pairwise(rates))
@@ -119,7 +119,7 @@ def test_a_plan_for_a_device_that_lists_and_kv_share(run: Run, lists_kb: Path) -
     found = ran.json
     codes = 640 * 48
     now = found["now"]["bytes"]
-    assert (now["device_lists"], now["ram_lists"], now["disk_lists"]) == (codes, 0, codes + 640 * 8)
+    assert (now["device_lists"], now["host_lists"], now["disk_lists"]) == (codes, 0, codes + 640 * 8)
     assert found["now"]["predicted"]["device_hit_rate"] == 1.0 and found["search_model"]["device"]
     options = [option["bytes"] for option in found["options"]]
     assert {option["device_lists"] for option in options} > {0, codes}
@@ -129,7 +129,7 @@ def test_a_plan_for_a_device_that_lists_and_kv_share(run: Run, lists_kb: Path) -
     loaded = load_config(env={})
     chosen = found["chosen"]["bytes"]
     assert (loaded.index.device_bytes, loaded.index.devices) == (chosen["device_lists"], "cpu")
-    assert loaded.index.hot_bytes == max(1, chosen["ram_lists"])
+    assert loaded.index.hot_bytes == max(1, chosen["host_lists"])
 
 
 def test_a_target_that_cannot_be_met_says_what_binds_and_writes_nothing(run: Run, kb: Path) -> None:

@@ -7,13 +7,13 @@ from stillroom.planner.setting_changes import settings_of
 from stillroom.planner.splits import Split
 
 KV = {"runtime.kv_bytes": 1, "reuse.host_bytes": 2, "reuse.disk_bytes": 3}
-SPLIT = Split(device_kv=1, host_kv=2, disk_kv=3, ram_lists=40, disk_lists=100)
+SPLIT = Split(device_kv=1, host_kv=2, disk_kv=3, host_lists=40, disk_lists=100)
 
 
 def test_a_split_as_settings() -> None:
     assert settings_of(SPLIT) == KV | {"index.hot_bytes": 40}
-    assert settings_of(replace(SPLIT, ram_lists=0)) == KV | {"index.hot_bytes": 1}, "0 would mean all of them"
-    assert settings_of(replace(SPLIT, ram_lists=0, disk_lists=0)) == KV, "an index without lists"
+    assert settings_of(replace(SPLIT, host_lists=0)) == KV | {"index.hot_bytes": 1}, "0 would mean all of them"
+    assert settings_of(replace(SPLIT, host_lists=0, disk_lists=0)) == KV, "an index without lists"
     beside = replace(SPLIT, num_devices=2)
     assert settings_of(beside) == KV | {"index.hot_bytes": 40, "index.device_bytes": 0}, "none of them any more"
     on_devices = settings_of(replace(beside, device_lists=70))

@@ -10,7 +10,7 @@ from stillroom.planner.splits import Split
 from tests.planner.made import LIST_BYTES, NUM_LISTS, scene
 
 ALL = NUM_LISTS * LIST_BYTES
-ROOMY = Split(device_kv=512, host_kv=10_000, disk_kv=0, ram_lists=ALL)
+ROOMY = Split(device_kv=512, host_kv=10_000, disk_kv=0, host_lists=ALL)
 
 
 def test_one_question_alone_by_hand() -> None:
@@ -21,7 +21,7 @@ def test_one_question_alone_by_hand() -> None:
     assert in_ram.seconds.tolist() == pytest.approx([0.021 + 0.01 + 3 * 0.001], abs=1e-6)
     assert in_ram.kept_share == pytest.approx(112 / 115)
     # two lists on disk: a query and two lists cost the same there, and two windows 0.1 s each more
-    on_disk = Forecaster(made).forecast(replace(ROOMY, ram_lists=0, disk_lists=ALL))
+    on_disk = Forecaster(made).forecast(replace(ROOMY, host_lists=0, disk_lists=ALL))
     assert on_disk.search_seconds.tolist() == pytest.approx([0.221])
     assert (in_ram.list_hit_rate, on_disk.list_hit_rate) == (1.0, 0.0)
 
@@ -40,7 +40,7 @@ def test_a_question_that_was_asked_before_is_not_searched() -> None:
 
 def test_more_probes_take_longer_and_fewer_shorter() -> None:
     forecaster = Forecaster(scene())
-    split = replace(ROOMY, ram_lists=0, disk_lists=ALL)
+    split = replace(ROOMY, host_lists=0, disk_lists=ALL)
     half, whole, twice = (
         forecaster.forecast(split, Variation(probes=probes)).search_seconds.mean() for probes in (0.5, 1.0, 2.0)
     )
@@ -58,7 +58,7 @@ def test_a_faster_decoder_and_a_lower_rate_wait_less() -> None:
 
 def test_what_the_model_can_serve_has_no_part_in_the_search() -> None:
     forecaster = Forecaster(scene(window_seconds=60.0))
-    splits = ROOMY, replace(ROOMY, ram_lists=0, disk_lists=ALL)
+    splits = ROOMY, replace(ROOMY, host_lists=0, disk_lists=ALL)
     in_ram, on_disk = (forecaster.forecast(split, Variation(at_once=True)) for split in splits)
     assert on_disk.list_hit_rate == 0.0 and not on_disk.search_seconds.any()
     assert in_ram.requests_per_second == on_disk.requests_per_second
@@ -74,7 +74,7 @@ def test_lists_on_a_device_by_hand() -> None:
     made = scene(num_devices=1)
     made = replace(made, workload=replace(made.workload, warm=(3,), asked=(3,), dues=(5.0,)))
     forecaster = Forecaster(made)
-    split = replace(ROOMY, ram_lists=0, disk_lists=ALL, num_devices=1)
+    split = replace(ROOMY, host_lists=0, disk_lists=ALL, num_devices=1)
     both, one, none = (forecaster.forecast(replace(split, device_lists=room)) for room in (64, 32, 0))
     # in RAM a query and its two lists take 4 ms of the 21; on the device 1 ms; on disk 0.1 s for each window more
     assert both.search_seconds.tolist() == pytest.approx([0.021 - 0.004 + 0.001])
@@ -82,7 +82,7 @@ def test_lists_on_a_device_by_hand() -> None:
     assert none.search_seconds.tolist() == pytest.approx([0.221])
     assert [at.device_hit_rate for at in (both, one, none)] == [1.0, 0.5, 0.0]
     assert [at.list_hit_rate for at in (both, one, none)] == [1.0, 0.5, 0.0]
-    next_ones = forecaster.forecast(replace(split, device_lists=32, ram_lists=64))
+    next_ones = forecaster.forecast(replace(split, device_lists=32, host_lists=64))
     assert (next_ones.device_hit_rate, next_ones.list_hit_rate) == (0.5, 1.0), "RAM holds the next"
     assert next_ones.search_seconds.tolist() == pytest.approx([0.021 - 0.001])
 

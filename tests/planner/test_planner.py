@@ -31,8 +31,8 @@ def test_the_choice_is_the_best_of_all_splits(percent: float) -> None:
     tried = {split: fresh.forecast(split).percentile(percent) for split in candidates(BUDGETS, fresh.list_bytes, fresh)}
     best = min(tried.values())
     assert len(tried) == NUM_LISTS + 1 and plan.chosen.forecast.percentile(percent) <= 1.01 * best
-    nearly = [split.ram_lists for split, seconds in tried.items() if seconds <= 1.01 * best]
-    assert plan.chosen.split.ram_lists == min(nearly)
+    nearly = [split.host_lists for split, seconds in tried.items() if seconds <= 1.01 * best]
+    assert plan.chosen.split.host_lists == min(nearly)
 
 
 def test_it_depends_on_the_costs_who_gets_the_memory() -> None:
@@ -41,13 +41,13 @@ def test_it_depends_on_the_costs_who_gets_the_memory() -> None:
         make_plan(Forecaster(scene(window_seconds=seconds)), BUDGETS, Target(1e3, 95.0)).chosen.split
         for seconds in (0.0, 0.1)
     )
-    assert free.ram_lists == 0 < dear.ram_lists and dear.host_kv < free.host_kv == BUDGETS.ram
+    assert free.host_lists == 0 < dear.host_lists and dear.host_kv < free.host_kv == BUDGETS.ram
 
 
 def test_equals_are_settled_for_kv() -> None:
-    forecast = Forecaster(scene()).forecast(Split(device_kv=512, host_kv=0, disk_kv=0, ram_lists=ALL))
+    forecast = Forecaster(scene()).forecast(Split(device_kv=512, host_kv=0, disk_kv=0, host_lists=ALL))
     options = [
-        Option(Split(device_kv=1, host_kv=kv, disk_kv=0, ram_lists=10 - kv), replace(forecast, seconds=seconds))
+        Option(Split(device_kv=1, host_kv=kv, disk_kv=0, host_lists=10 - kv), replace(forecast, seconds=seconds))
         for kv, seconds in ((2, forecast.seconds * 1.005), (5, forecast.seconds), (9, forecast.seconds * 1.5))
     ]
     assert choose(options, 95.0).split.host_kv == 5
@@ -55,7 +55,7 @@ def test_equals_are_settled_for_kv() -> None:
 
 def test_a_target_that_is_met_says_up_to_which_rate() -> None:
     forecaster = Forecaster(scene(rate=1.0))
-    seconds = 2 * forecaster.forecast(Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, ram_lists=ALL)).percentile(
+    seconds = 2 * forecaster.forecast(Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, host_lists=ALL)).percentile(
         95
     )
     plan = make_plan(forecaster, BUDGETS, Target(seconds, 95.0))
@@ -103,7 +103,7 @@ def test_what_binds() -> None:
     searched = make_plan(Forecaster(with_costs(scene(), 1e-6)), on_disk, Target(0.05, 95.0)).binding
     assert searched is not None and searched.constraint == "search"
     forecaster = Forecaster(scene(rate=100.0))
-    split = Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, ram_lists=ALL, disk_lists=ALL)
+    split = Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, host_lists=ALL, disk_lists=ALL)
     alone = forecaster.forecast(split, Variation(is_alone=True)).percentile(95)
     crowded = make_plan(forecaster, BUDGETS, Target(1.5 * alone, 95.0))
     assert crowded.binding is not None and crowded.binding.constraint == "load"
@@ -122,7 +122,7 @@ def test_a_device_that_holds_no_prompt() -> None:
 
 def test_every_choice_is_varied_and_purchases_come_best_first() -> None:
     forecaster = Forecaster(scene(rate=4.0))
-    now = Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, ram_lists=ALL)
+    now = Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, host_lists=ALL)
     plan = make_plan(forecaster, BUDGETS, EASY, now)
     names = [effect.name for effect in plan.sensitivity]
     parts = ("the lists in RAM", "the KV on the device", "the KV in host memory", "the KV on disk", "the probes")
@@ -134,7 +134,7 @@ def test_every_choice_is_varied_and_purchases_come_best_first() -> None:
     assert plan.hits is not None and plan.hits.num_probes == 2
     assert plan.hits.mean == pytest.approx(plan.chosen.forecast.list_hit_rate, abs=1e-5)
     payload = plan_as_json(plan, forecaster.scene)
-    assert payload["is_met"] and payload["chosen"]["bytes"]["ram_lists"] == plan.chosen.split.ram_lists
+    assert payload["is_met"] and payload["chosen"]["bytes"]["host_lists"] == plan.chosen.split.host_lists
     assert payload["search_model"]["eq_1_worst_error"] == pytest.approx(0.0, abs=1e-9)
 
 
@@ -162,13 +162,13 @@ def test_the_choice_is_the_best_of_all_splits_with_devices() -> None:
 
     fresh = Forecaster(few)
     tried = {
-        (split.device_lists, split.ram_lists): fresh.forecast(split).percentile(95)
+        (split.device_lists, split.host_lists): fresh.forecast(split).percentile(95)
         for split in candidates(on_one_device(700, ram=ALL), ALL, fresh)
     }
     assert len({held for held, _ in tried}) == 6 and len(tried) > 20
     best = min(tried.values())
     chosen = plan.chosen.split
-    assert (chosen.device_lists, chosen.ram_lists) == min(at for at, one in tried.items() if one <= 1.01 * best)
+    assert (chosen.device_lists, chosen.host_lists) == min(at for at, one in tried.items() if one <= 1.01 * best)
     assert chosen.device_kv == 700 - chosen.device_lists
 
 
@@ -183,7 +183,7 @@ def test_a_device_is_for_lists_only_where_that_is_faster() -> None:
         for seconds in (0.001, 0.004)
     )
     assert fast.chosen.split.device_lists > 0 and fast.chosen.forecast.device_hit_rate > 0
-    assert slow.chosen.split.device_lists == 0 < slow.chosen.split.ram_lists
+    assert slow.chosen.split.device_lists == 0 < slow.chosen.split.host_lists
 
 
 def test_lists_leave_room_for_the_longest_prompt() -> None:

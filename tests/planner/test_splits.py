@@ -28,8 +28,8 @@ class Fit:
 def test_by_hand() -> None:
     budgets = Budgets(device=10, ram=60, disk=90)
     assert candidates(budgets, 80, Fit(40), num_steps=4) == [
-        Split(device_kv=10, host_kv=60, disk_kv=10, ram_lists=0, disk_lists=80),
-        Split(device_kv=10, host_kv=20, disk_kv=10, ram_lists=40, disk_lists=80),
+        Split(device_kv=10, host_kv=60, disk_kv=10, host_lists=0, disk_lists=80),
+        Split(device_kv=10, host_kv=20, disk_kv=10, host_lists=40, disk_lists=80),
     ], "80 do not fit into RAM; the file holds all of them"
 
 
@@ -45,7 +45,7 @@ def test_lists_on_the_devices_that_the_model_is_on_by_hand() -> None:
     """Five lists of 20, 10 each on a device; the first of these two is the model's."""
     budgets = Budgets(device=40, ram=45, disk=100, device_lists=20, shares_device=True)
     found = candidates(budgets, 100, Fit(20, 5, 2), num_steps=2, num_device_steps=2)
-    assert [(split.device_lists, split.device_kv, split.ram_lists, split.host_kv) for split in found] == [
+    assert [(split.device_lists, split.device_kv, split.host_lists, split.host_kv) for split in found] == [
         (0, 40, 0, 45),
         (0, 40, 20, 25),
         (0, 40, 40, 5),
@@ -76,9 +76,9 @@ def test_every_split_uses_the_budgets_and_holds_all_lists(
     found = candidates(budgets, list_bytes, Fit(size), num_steps)
     for split in found:
         assert split.ram == ram and split.disk_kv + split.disk_lists == disk
-        assert split.ram_lists <= split.disk_lists == list_bytes
-        assert min(split.host_kv, split.disk_kv, split.ram_lists) >= 0
-    taken = [split.ram_lists for split in found]
+        assert split.host_lists <= split.disk_lists == list_bytes
+        assert min(split.host_kv, split.disk_kv, split.host_lists) >= 0
+    taken = [split.host_lists for split in found]
     assert taken == sorted(set(taken)) and len(taken) <= num_steps + 1
     assert bool(found) == (list_bytes <= disk)
 
@@ -92,8 +92,8 @@ def test_every_split_uses_the_budgets_of_devices_too(
     found = candidates(budgets, num_lists * size, Fit(size, num_lists, num_devices))
     for split in found:
         assert split.device_kv + shares * split.device_lists == device and split.ram == ram
-        assert min(split.device_kv, split.device_lists, split.ram_lists, split.host_kv) >= 0
-        assert split.ram_lists + 2 * split.device_lists <= num_lists * size + 2 * size * num_devices
-    taken = [(split.device_lists, split.ram_lists) for split in found]
+        assert min(split.device_kv, split.device_lists, split.host_lists, split.host_kv) >= 0
+        assert split.host_lists + 2 * split.device_lists <= num_lists * size + 2 * size * num_devices
+    taken = [(split.device_lists, split.host_lists) for split in found]
     assert taken == sorted(set(taken)) and len({one for one, _ in taken}) <= NUM_DEVICE_STEPS + 1
     assert taken[0] == (0, 0)

@@ -20,7 +20,7 @@ def test_health_shows_model_documents_and_blocks(client: httpx.Client) -> None:
 
 def test_health_shows_the_tiers_of_an_index(client: httpx.Client, stillroom: FakeStillroom) -> None:
     stillroom.list_figures = ListFigures(10, 3, 0, 100, 70, 30, 0, 0, 0, 0, 0.0, 0)
-    assert client.get("/healthz").json()["index_lists"] == {"ram": 3, "total": 10}
+    assert client.get("/healthz").json()["index_lists"] == {"host": 3, "total": 10}
 
 
 def test_metrics_count_routes_by_template(client: httpx.Client) -> None:

@@ -174,7 +174,7 @@ def _budgets(
         device_kv=config.runtime.kv_bytes,
         host_kv=config.reuse.host_bytes,
         disk_kv=config.reuse.disk_bytes,
-        ram_lists=forecaster.fitted(hot_bytes or lists, device_lists),
+        host_lists=forecaster.fitted(hot_bytes or lists, device_lists),
         disk_lists=lists,
         device_lists=device_lists,
         num_devices=forecaster.num_devices,

@@ -66,8 +66,8 @@ def _table(plan: "Plan") -> None:
         num = max(split.num_devices for split in splits)
         name = "device: lists of the index" if num == 1 else f"devices: lists, on each of {num}"
         row(name, [size(split.device_lists) for split in splits])
-    if any(split.ram_lists + split.disk_lists for split in splits):
-        row("host: lists of the index", [size(split.ram_lists) for split in splits])
+    if any(split.host_lists + split.disk_lists for split in splits):
+        row("host: lists of the index", [size(split.host_lists) for split in splits])
     row("host: kept KV", [size(split.host_kv) for split in splits])
     if any(split.disk_lists for split in splits):
         row("disk: lists of the index", [size(split.disk_lists) for split in splits])

@@ -50,4 +50,4 @@ def choose(options: Sequence[Option], percent: float) -> Option:
     """By the rule of the module."""
     least = min(option.forecast.percentile(percent) for option in options)
     equal = [option for option in options if option.forecast.percentile(percent) <= least * (1 + _EQUAL)]
-    return min(equal, key=lambda option: (option.split.device_lists, option.split.ram_lists))
+    return min(equal, key=lambda option: (option.split.device_lists, option.split.host_lists))

@@ -128,7 +128,7 @@ class Forecaster:
 
     def division_of(self, split: Split) -> Division:
         """Where the lists of a split are."""
-        return self.division(split.ram_lists, split.device_lists)
+        return self.division(split.host_lists, split.device_lists)
 
     def forecast(self, split: Split, variation: Variation = _PLAIN) -> Forecast:
         """Run the workload, or remember how it went.

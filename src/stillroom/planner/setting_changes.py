@@ -11,7 +11,7 @@ def settings_of(split: Split) -> dict[str, int | str]:
         "reuse.disk_bytes": split.disk_kv,
     }
     if split.disk_lists:
-        found["index.hot_bytes"] = max(1, split.ram_lists)  # a byte holds no list; 0 would put all of them in RAM
+        found["index.hot_bytes"] = max(1, split.host_lists)  # a byte holds no list; 0 would put all of them in RAM
     if split.num_devices:
         found["index.device_bytes"] = split.device_lists
     if split.device_lists:  # the settings are refused that do not say so

@@ -35,7 +35,7 @@ class Split:
     device_kv: int
     host_kv: int
     disk_kv: int
-    ram_lists: int = 0
+    host_lists: int = 0
     disk_lists: int = 0
     device_lists: int = 0
     """On each of the devices for lists, at most."""
@@ -45,7 +45,7 @@ class Split:
     @property
     def ram(self) -> int:
         """Of the host, in all."""
-        return self.ram_lists + self.host_kv
+        return self.host_lists + self.host_kv
 
 
 class Fits(Protocol):
@@ -85,12 +85,12 @@ def candidates(
     for device_lists in _on_devices(budgets, fits, num_device_steps) if list_bytes else [0]:
         most = min(fits.fitted(list_bytes, device_lists), budgets.ram) if list_bytes else 0
         for step in range(num_steps + 1):
-            ram_lists = fits.fitted(most * step // num_steps, device_lists) if list_bytes else 0
-            found[device_lists, ram_lists] = Split(
+            host_lists = fits.fitted(most * step // num_steps, device_lists) if list_bytes else 0
+            found[device_lists, host_lists] = Split(
                 device_kv=budgets.device - (device_lists if budgets.shares_device else 0),
-                host_kv=budgets.ram - ram_lists,
+                host_kv=budgets.ram - host_lists,
                 disk_kv=budgets.disk - list_bytes,
-                ram_lists=ram_lists,
+                host_lists=host_lists,
                 disk_lists=list_bytes,
                 device_lists=device_lists,
                 num_devices=fits.num_devices if list_bytes else 0,

@@ -39,9 +39,9 @@ def sensitivity(forecaster: Forecaster, split: Split, step: Callable[[], None]) 
             (f"{word} the KV on disk", replace(split, disk_kv=int(split.disk_kv * times))),
         ]
         if forecaster.list_bytes:
-            ram_lists = min(int(split.ram_lists * times), forecaster.list_bytes)
-            fitted = forecaster.fitted(ram_lists, split.device_lists)
-            others.insert(0, (f"{word} the lists in RAM", replace(split, ram_lists=fitted)))
+            host_lists = min(int(split.host_lists * times), forecaster.list_bytes)
+            fitted = forecaster.fitted(host_lists, split.device_lists)
+            others.insert(0, (f"{word} the lists in RAM", replace(split, host_lists=fitted)))
         if split.num_devices:
             device_lists = forecaster.fitted_on_devices(int(split.device_lists * times))
             others.insert(0, (f"{word} the lists on devices", replace(split, device_lists=device_lists)))

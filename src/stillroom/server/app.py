@@ -223,7 +223,7 @@ class _Api:
         tiers: dict[str, dict[str, int]] = {}
         if lists is not None:
             on_devices = {"device": lists.num_lists_on_devices} if lists.num_lists_on_devices else {}
-            tiers["index_lists"] = {**on_devices, "ram": lists.num_lists_in_ram, "total": lists.num_lists}
+            tiers["index_lists"] = {**on_devices, "host": lists.num_lists_in_ram, "total": lists.num_lists}
         return {
             "status": "ok",
             "model": served_name(stillroom.model_name),

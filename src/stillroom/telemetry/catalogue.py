@@ -187,7 +187,7 @@ FAILED_STEPS = MetricSpec(
 # Index and documents
 
 INDEX_LISTS = MetricSpec(
-    "stillroom_index_lists", "gauge", "Inverted lists of a tiered index, by tier: device, ram or disk.", _TIER
+    "stillroom_index_lists", "gauge", "Inverted lists of a tiered index, by tier: device, host or disk.", _TIER
 )
 INDEX_LIST_BYTES = MetricSpec("stillroom_index_list_bytes", "gauge", "Codes and ids of those lists.", _TIER)
 INDEX_PROBES = MetricSpec("stillroom_index_probes_total", "counter", "Inverted lists that searches read.", _TIER)

@@ -54,9 +54,9 @@ class ListFigures:
     def readings(self) -> Readings:
         """Return the same as metrics."""
         on_device = self.num_lists_on_devices
-        num_lists = {"ram": self.num_lists_in_ram, "disk": self.num_lists - self.num_lists_in_ram - on_device}
-        num_bytes = {"ram": self.ram_bytes, "disk": self.disk_bytes}
-        probes = {"ram": self.num_hits - self.num_device_hits, "disk": self.num_probes - self.num_hits}
+        num_lists = {"host": self.num_lists_in_ram, "disk": self.num_lists - self.num_lists_in_ram - on_device}
+        num_bytes = {"host": self.ram_bytes, "disk": self.disk_bytes}
+        probes = {"host": self.num_hits - self.num_device_hits, "disk": self.num_probes - self.num_hits}
         if on_device:
             num_lists["device"], num_bytes["device"] = on_device, self.device_bytes
             probes["device"] = self.num_device_hits
