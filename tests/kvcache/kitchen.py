@@ -12,7 +12,7 @@ from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import PrefixKeys
-from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.tree_options import TreeOptions
 from tests.fakes import ManualClock
 from tests.kvcache.prefix_memory import PrefixMemory, step
 

@@ -86,7 +86,7 @@ def test_a_request_for_which_reading_ahead_fails_holds_nothing(is_placed: bool) 
     assert kitchen.manager.reuse is not None
     kitchen.manager.reuse = replace(kitchen.manager.reuse, always_loads=True, anywhere=AnywhereOptions(0.1, "first"))
     kitchen.serve(1, 2)
-    while kitchen.tree.tend():
+    while kitchen.tree.store_next():
         pass
     assert kitchen.tree.make_room(8)
     lease = kitchen.lease(2, 1) if is_placed else kitchen.lease(1, 2)

@@ -44,7 +44,7 @@ def test_kv_that_is_not_finite_is_kept_by_no_tier_and_takes_what_was_used_with_i
     with pytest.raises(NonFiniteError):
         kitchen.compute(lease)
     assert kitchen.node(1, 2) is None
-    assert kitchen.manager.distrust(lease) == 3, "document 3 hangs from the same system prompt"
+    assert kitchen.manager.drop_suspect(lease) == 3, "document 3 hangs from the same system prompt"
     kitchen.manager.release(lease)
     kitchen.check()
     assert len(kitchen.tree) == kitchen.pool.num_used == 0
@@ -228,7 +228,7 @@ def test_a_chunk_of_unknown_context_fits_into_no_other_after_a_restart() -> None
     kitchen.compute(lease)
     piece = lease.pieces[2]
     context = Context((b"1" * 32,), frozenset(map(ChunkId, (1, 2))))
-    alone = kitchen.tree.insert_alone(piece, lease.table.blocks_of(piece.start, SIZE), context, 1.0)
+    alone = kitchen.tree.insert_detached(piece, lease.table.blocks_of(piece.start, SIZE), context, 1.0)
     assert alone.mass is None
     kitchen.tree.flush()
     kitchen.pool = BlockPool(12, SIZE)
@@ -252,7 +252,7 @@ def test_a_record_that_cannot_be_read_just_now_is_computed_and_stays() -> None:
 def test_idle_moments_bring_everything_to_disk() -> None:
     kitchen = TreeFixture(12, disk_bytes=1000)
     kitchen.serve(1, 2)
-    assert sum(1 for _ in iter(kitchen.tree.tend, False)) == 3
+    assert sum(1 for _ in iter(kitchen.tree.store_next, False)) == 3
     assert kitchen.tree.num_nodes(Tier.DISK) == 3
     kitchen.check()
 

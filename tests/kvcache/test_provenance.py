@@ -21,7 +21,7 @@ from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.provenance import MAX_SEEN
-from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.tree_options import TreeOptions
 from tests.fakes import ManualClock
 
 SIZE = 4
@@ -272,7 +272,7 @@ def test_a_copy_that_has_seen_a_turn_is_placed_only_in_a_prompt_with_that_turn(
 ) -> None:
     reader = run(0.0, [*ask(1, 2, turn_at=1), *ask(3, 2, 4, turn_at=turn_at)])
     assert reader.num_placed == num_placed
-    alone = [node.chunk_id for node in reader.tree if node.seen_alone]
+    alone = [node.chunk_id for node in reader.tree if node.detached_seen]
     assert not alone, "behind a turn, or behind what has seen one, nothing is kept to be placed"
 
 

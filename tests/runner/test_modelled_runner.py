@@ -25,7 +25,7 @@ from stillroom.kvcache.tree.cost_model import CostProfile, Link, linear_profile
 from stillroom.kvcache.tree.eviction import lru
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.pieces import PrefixKeys
-from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom.kvstore.modelled import ModelledMover
 from stillroom.runner.modelled_runner import ModelledRunner, even_masses
 from stillroom.scheduler.policy import cache_first

@@ -29,7 +29,7 @@ from stillroom.kvcache.tree.cost_model import Link, linear_profile
 from stillroom.kvcache.tree.eviction import POLICIES
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.pieces import PrefixKeys
-from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from stillroom_bench.loads.policy_replay import NoMover
@@ -207,7 +207,7 @@ def act(plant: Plant, action: str) -> None:
     elif action == "remove":
         plant.remove_document()
     elif action == "tend":
-        plant.tree.tend()
+        plant.tree.store_next()
 
 
 @settings(max_examples=60, deadline=None)

@@ -24,7 +24,7 @@ from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvcache.tree.eviction import POLICIES
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.pieces import PrefixKeys
-from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore, make_room_beside
 from stillroom.kvstore.files import size_on_disk

@@ -251,7 +251,7 @@ class Engine:
 
     def _tend(self) -> bool:
         self.catch_up()
-        if self.scheduler.kv.tend():
+        if self.scheduler.kv.store_next():
             return True
         shadow = None if self.audit is None else self.audit.next()
         if shadow is not None:

@@ -9,7 +9,7 @@ from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Placement, load_
 from stillroom.kvcache.chunk_reuse.recompute import PlacedChunk, SelectiveRecompute
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
-from stillroom.kvcache.tree.provenance import MAX_SEEN, Context, has_seen_turns, system_of
+from stillroom.kvcache.tree.provenance import MAX_SEEN, Context, saw_other_messages, system_of
 
 
 def plan_for(
@@ -89,7 +89,7 @@ def keep_to_be_placed(tree: KnowledgeTree, lease: Lease) -> None:
         if piece.kind is SegmentKind.SYSTEM:
             continue
         node = placed.get(index)
-        if piece.chunk_id is None or (node is not None and has_seen_turns(node, system)):
+        if piece.chunk_id is None or (node is not None and saw_other_messages(node, system)):
             break
         seen |= {piece.chunk_id} if node is None else {piece.chunk_id, *node.seen}
         if len(seen) > MAX_SEEN:
@@ -103,7 +103,7 @@ def keep_to_be_placed(tree: KnowledgeTree, lease: Lease) -> None:
 def _keep_alone(tree: KnowledgeTree, lease: Lease, index: int, context: Context) -> None:
     piece = lease.pieces[index]
     own = lease.table.blocks_of(piece.start, piece.num_tokens)
-    node = tree.insert_alone(piece, own, context, lease.cost_per_token)
+    node = tree.insert_detached(piece, own, context, lease.cost_per_token)
     node.mass = None if lease.weigher is None else lease.weigher.mass_of(index)
     tree.acquire([node])  # its blocks are not free for others while the lease has them
     lease.nodes.append(node)

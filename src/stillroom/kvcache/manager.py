@@ -262,9 +262,9 @@ class KVCacheManager:
         """Blocks that can be had: free ones, and kept ones that nobody uses now."""
         return self.pool.num_free + (self.reuse.tree.num_idle_blocks if self.reuse else 0)
 
-    def tend(self) -> bool:
+    def store_next(self) -> bool:
         """Something to do in an idle moment; False if there is nothing."""
-        return self.reuse is not None and self.reuse.tree.tend()
+        return self.reuse is not None and self.reuse.tree.store_next()
 
     def forget_chunks(
         self,
@@ -301,11 +301,11 @@ class KVCacheManager:
                 lease.num_keepable = 0
         return self.reuse.tree.forget_owner(owner)
 
-    def distrust(self, lease: Lease) -> int:
+    def drop_suspect(self, lease: Lease) -> int:
         """Drop all kept KV that a lease has used, and what depends on it; returns the number of nodes dropped."""
         if self.reuse is None:
             return 0
-        return self.reuse.tree.distrust([*lease.nodes, *(placement.node for placement in lease.placements)])
+        return self.reuse.tree.drop_suspect([*lease.nodes, *(placement.node for placement in lease.placements)])
 
     def lose_device(self) -> None:
         """Forget what was on the device only. No lease holds anything."""

@@ -52,7 +52,7 @@ class AdmissionReuse:
         piece = lease.pieces[index]
         if tree.has_failed(piece):
             return None, Reason.RECORD_FAILED
-        if tree.is_gone(piece):
+        if tree.was_evicted(piece):
             return None, Reason.EVICTED
         return None, Reason.ORDER_DIFFERS if tree.variants(piece.content) else Reason.NEVER_SEEN
 

@@ -297,7 +297,7 @@ class Scheduler:
 
     def _refuse(self, sequence: Sequence, error: NonFiniteError) -> list[SequenceUpdate]:
         """End a request and the samples that would fork from it, and drop the kept KV that it has used."""
-        num_dropped = self.kv.distrust(sequence.lease)
+        num_dropped = self.kv.drop_suspect(sequence.lease)
         logger.error("%s: %s (%d pieces of kept KV)", sequence.request_id, error, num_dropped)
         group, sequence.followers = [sequence, *sequence.followers], []
         for one in group:

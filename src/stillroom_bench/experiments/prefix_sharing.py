@@ -18,7 +18,7 @@ from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import PrefixKeys
-from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom_bench.instrument.harness import Arm, Metrics
 from stillroom_bench.loads.policy_replay import PROFILE, NoMover
 

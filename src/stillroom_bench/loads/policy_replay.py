@@ -19,7 +19,7 @@ from stillroom.kvcache.tree.cost_model import CostProfile, Link
 from stillroom.kvcache.tree.eviction import NodeUse, Policy, pgdsf
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.pieces import PrefixKeys
-from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom_bench.loads.reuse_workloads import Ask, ReuseWorkload
 
 BYTES_PER_TOKEN = 131_072

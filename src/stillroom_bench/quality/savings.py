@@ -24,7 +24,7 @@ from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import PrefixKeys
-from stillroom.kvcache.tree.tiered_nodes import TreeOptions
+from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.report import BenchResult, share_name

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import NO_TENANT, NodeKey, Tier
+from stillroom.core.kv import NO_TENANT, NodeKey, NodeRecord, OwnerTag, Tier
 from stillroom.kvcache.tree.chunk_scores import ContextMass
 
 
@@ -69,7 +69,7 @@ class Node:
         "priority",
         "recency",
         "reusability",
-        "seen_alone",
+        "detached_seen",
     )
 
     def __init__(  # noqa: PLR0913  plain values, given once
@@ -79,10 +79,11 @@ class Node:
         *,
         content: bytes,
         before: tuple[bytes, ...] = (),
-        seen_alone: frozenset[ChunkId] = frozenset(),
+        detached_seen: frozenset[ChunkId] = frozenset(),
         first_position: int,
         num_tokens: int,
         chunk_id: ChunkId | None,
+        owner: OwnerTag = NO_TENANT,
         frequency: WindowedCount,
         cost_alone: float,
         cost_here: float,
@@ -94,13 +95,13 @@ class Node:
         """Hash of model, tenant and its tokens, wherever they stand."""
         self.before = before
         """Contents of the chunks that stood before it when its KV was computed, in order, as far as is known."""
-        self.seen_alone = seen_alone
+        self.detached_seen = detached_seen
         """Chunks whose text its KV has seen, its own included, where it hangs from no path; empty where its path says
         so."""
         self.first_position = first_position
         self.num_tokens = num_tokens
         self.chunk_id = chunk_id
-        self.owner = NO_TENANT
+        self.owner = owner
         self.block_ids: list[BlockId] | None = None
         """Its blocks on the device, which the tree holds one reference to; None if it is not there."""
         self.is_lower = {Tier.HOST: False, Tier.DISK: False}
@@ -144,10 +145,10 @@ class Node:
     @property
     def seen(self) -> set[ChunkId]:
         """The chunks whose text its KV has seen, its own included."""
-        path = {node.chunk_id for node in (self, *self.above()) if node.chunk_id is not None}
-        return path | self.seen_alone
+        path = {node.chunk_id for node in (self, *self.ancestors()) if node.chunk_id is not None}
+        return path | self.detached_seen
 
-    def above(self) -> "Iterator[Node]":
+    def ancestors(self) -> "Iterator[Node]":
         """The nodes of its path before it, nearest first."""
         node = self.parent
         while node is not None:
@@ -167,3 +168,19 @@ class Node:
         """One more request had to compute it (RAGCache Algorithm 1, lines 10 to 12)."""
         self.num_computed += 1
         self.avg_cost += (seconds_per_token - self.avg_cost) / self.num_computed
+
+    def to_record(self, now: float) -> NodeRecord:
+        """Return what is stored with the KV on disk."""
+        return NodeRecord(
+            key=self.key,
+            parent=self.key if self.parent is None else self.parent.key,
+            first_position=self.first_position,
+            num_tokens=self.num_tokens,
+            chunk_id=self.chunk_id,
+            avg_cost=self.avg_cost,
+            frequency=self.frequency.value(now),
+            content=self.content,
+            notes=b"" if self.mass is None else self.mass.to_bytes(),
+            owner=self.owner,
+            seen=tuple(sorted(self.seen)),
+        )

@@ -35,7 +35,7 @@ class Context:
     """Content of the prompt's system message."""
 
 
-def alone_key(content: bytes, first_position: int, seen: Iterable[ChunkId], system: bytes) -> NodeKey:
+def detached_key(content: bytes, first_position: int, seen: Iterable[ChunkId], system: bytes) -> NodeKey:
     """The key of a node that hangs from none."""
     ids = b"".join(chunk_id.to_bytes(8, "little") for chunk_id in sorted(seen))
     return NodeKey(hashlib.sha256(_ALONE + content + first_position.to_bytes(8, "little") + system + ids).digest())
@@ -46,9 +46,9 @@ def system_of(pieces: Sequence[Piece]) -> bytes:
     return pieces[0].content if pieces and pieces[0].kind is SegmentKind.SYSTEM else NO_CONTENT
 
 
-def has_seen_turns(node: Node, system: bytes) -> bool:
+def saw_other_messages(node: Node, system: bytes) -> bool:
     """Whether its KV has seen a message other than this system message."""
-    return any(one.chunk_id is None and one.content != system for one in node.above())
+    return any(one.chunk_id is None and one.content != system for one in node.ancestors())
 
 
 class View:
@@ -77,10 +77,10 @@ class View:
         return known
 
     def _may_place(self, node: Node) -> bool:
-        if not all(one.chunk_id is not None or one.content in self._messages for one in node.above()):
+        if not all(one.chunk_id is not None or one.content in self._messages for one in node.ancestors()):
             return False
-        if node.seen_alone:
-            key = alone_key(node.content, node.first_position, node.seen_alone, self._system)
+        if node.detached_seen:
+            key = detached_key(node.content, node.first_position, node.detached_seen, self._system)
             if key != node.key:  # behind another system message, or of unknown provenance
                 return False
         others = node.seen - self._own

@@ -1,0 +1,251 @@
+"""Which copies of nodes are on device, host and disk, the bytes they take, and the order in which they are evicted.
+
+Accounting only: `demotion` and `knowledge_tree` decide and move KV. Invariants, which `check_integrity` verifies:
+- each node has a copy in some tier, and its parent's fastest copy is never in a slower tier than its own;
+- the copies of a tier fit into its capacity; the tree holds one reference to each of its device blocks;
+- a node is in a tier's eviction queue exactly if it has a copy there, no child with a copy there, and no user.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+
+from stillroom.core.ids import BlockId
+from stillroom.core.indexed_heap import IndexedHeap
+from stillroom.core.kv import NodeKey, Tier
+from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.tree.eviction import NodeUse
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.tree_options import TreeOptions
+
+TIERS = tuple(Tier)
+
+
+class TierState:
+    """Not thread-safe: only the engine thread calls it."""
+
+    def __init__(self, pool: BlockPool, options: TreeOptions, now: Callable[[], float]) -> None:
+        """
+        Args:
+            now: seconds, never decreasing; for frequencies.
+        """
+        self._pool = pool
+        self._options = options
+        self._now = now
+        self._changed: set[bytes] | None = None
+        self._capacity = {Tier.HOST: options.host_bytes, Tier.DISK: options.disk_bytes}
+        self._used = dict.fromkeys(Tier, 0)
+        self._num_copies = dict.fromkeys(Tier, 0)
+        self._queues: dict[Tier, IndexedHeap[Node]] = {tier: IndexedHeap() for tier in Tier}
+        self._clocks = dict.fromkeys(Tier, 0.0)
+        self._protected: Counter[NodeKey] = Counter()
+        self._shielded: Node | None = None
+        self.num_idle_blocks = 0
+        """Device blocks of nodes without users: they can be had by eviction."""
+
+    # Sizes
+
+    def num_bytes(self, tier: Tier) -> int:
+        """Bytes of all copies in a tier."""
+        return self._used[tier]
+
+    def num_nodes(self, tier: Tier) -> int:
+        """Nodes with a copy in a tier."""
+        return self._num_copies[tier]
+
+    def capacity(self, tier: Tier) -> int:
+        """Bytes of host or disk."""
+        return self._capacity[tier]
+
+    def has_space(self, tier: Tier, num_bytes: int) -> bool:
+        """Whether host or disk hold this many bytes more without an eviction."""
+        return self._used[tier] + num_bytes <= self._capacity[tier]
+
+    def allow_present_bytes(self, tier: Tier) -> None:
+        """Raise a tier's capacity to what its copies take now."""
+        self._capacity[tier] = max(self._capacity[tier], self._used[tier])
+
+    def size(self, node: Node, tier: Tier) -> int:
+        """Bytes of a node's copy in a tier, present or not."""
+        num_bytes = node.num_tokens * self._options.bytes_per_token
+        if tier is not Tier.DISK:
+            return num_bytes
+        if node.is_lower[Tier.DISK]:  # as it was written, whatever was measured since
+            return node.disk_bytes
+        return self._options.size_on_disk(num_bytes, len(node.seen), 0 if node.mass is None else node.mass.num_bytes)
+
+    # Users
+
+    def acquire(self, nodes: Iterable[Node]) -> None:
+        """Add one user to each node; a node with users is not evicted."""
+        for node in nodes:
+            node.num_users += 1
+            if node.num_users == 1:
+                self.num_idle_blocks -= len(node.block_ids or ())
+                self._update_queues(node)
+
+    def release(self, nodes: Iterable[Node]) -> None:
+        """Remove one user from each node."""
+        for node in nodes:
+            assert node.num_users > 0
+            node.num_users -= 1
+            if node.num_users == 0:
+                self.num_idle_blocks += len(node.block_ids or ())
+                self._update_queues(node)
+
+    # Copies
+
+    def add_device_copy(self, node: Node, block_ids: list[BlockId]) -> None:
+        """Record the blocks of a node. The tree takes over the caller's reference to them."""
+        node.block_ids = block_ids
+        self.num_idle_blocks += 0 if node.num_users else len(block_ids)
+        self._count_copy(node, Tier.DEVICE, 1)
+        self.rank(node, Tier.DEVICE)
+
+    def remove_device_copy(self, node: Node) -> None:
+        """Release the blocks of a node."""
+        assert node.block_ids is not None
+        block_ids, node.block_ids = node.block_ids, None
+        self.num_idle_blocks -= 0 if node.num_users else len(block_ids)
+        self._pool.release(block_ids)
+        self._count_copy(node, Tier.DEVICE, -1)
+        self._update_queues(node, (Tier.DEVICE,))
+
+    def add_copy(self, node: Node, tier: Tier) -> None:
+        """Record a copy on host or disk."""
+        if tier is Tier.DISK:
+            node.disk_bytes = self.size(node, tier)
+        node.is_lower[tier] = True
+        self._count_copy(node, tier, 1)
+        self.rank(node, tier)
+
+    def remove_copy(self, node: Node, tier: Tier) -> None:
+        """Record that a copy on host or disk is gone."""
+        self._count_copy(node, tier, -1)
+        node.is_lower[tier] = False
+        self._update_queues(node, (tier,))
+
+    def watch_changes(self) -> None:
+        """Start to remember which copies come and go, for `take_changes`."""
+        self._changed = set()
+
+    def take_changes(self) -> set[bytes]:
+        """Return keys and contents of the nodes that gained or lost a copy since the last call."""
+        changed, self._changed = self._changed or set(), None if self._changed is None else set()
+        return changed
+
+    def _count_copy(self, node: Node, tier: Tier, by: int) -> None:
+        if self._changed is not None:
+            self._changed |= {node.key, node.content}
+        self._num_copies[tier] += by
+        self._used[tier] += by * self.size(node, tier)
+        if node.parent is not None:
+            node.parent.num_children_in[tier] += by
+            self._update_queues(node.parent, (tier,))
+
+    # Eviction order
+
+    def has_victim(self, tier: Tier) -> bool:
+        """Whether a copy in this tier can be evicted."""
+        return bool(self._queues[tier])
+
+    def next_victim(self, tier: Tier) -> Node:
+        """Return the node that this tier evicts next. Precondition: `has_victim`."""
+        return self._queues[tier].peek()[0]
+
+    def advance_clock(self, victim: Node, tier: Tier) -> None:
+        """Record that a node is evicted from a tier (RAGCache Eq. 2)."""
+        self._clocks[tier] = max(self._clocks[tier], victim.priority[tier])
+
+    def priority(self, node: Node, tier: Tier) -> float:
+        """Value of a node to a tier by the eviction policy; the lowest is evicted first."""
+        return self._options.policy(
+            NodeUse(
+                key=node.key,
+                num_tokens=node.num_tokens,
+                clock=self._clocks[tier],
+                frequency=node.frequency.value(self._now()),
+                avg_cost=node.avg_cost,
+                cost_alone=node.cost_alone,
+                cost_here=node.cost_here,
+                recency=node.recency,
+                heat=node.heat,
+                depth=node.depth,
+                reusability=node.reusability,
+            )
+        )
+
+    def rank(self, node: Node, tier: Tier) -> None:
+        """Recompute a node's priority in a tier, and its place in the tier's eviction queue."""
+        node.priority[tier] = self.priority(node, tier)
+        self._update_queues(node, (tier,))
+
+    def shield(self, node: Node | None) -> None:
+        """Protect this one node from eviction from disk until another node, or None, is shielded."""
+        before, self._shielded = self._shielded, node
+        for changed in (before, node):
+            if changed is not None:
+                self._update_queues(changed, (Tier.DISK,))
+
+    def protect(self, key: NodeKey, node: Node | None) -> None:
+        """Evict the node of this key last, while it is protected and if it exists; calls are counted."""
+        self._change_protection(key, node, 1)
+
+    def unprotect(self, key: NodeKey, node: Node | None) -> None:
+        """Undo one `protect`."""
+        self._change_protection(key, node, -1)
+
+    def _change_protection(self, key: NodeKey, node: Node | None, by: int) -> None:
+        self._protected[key] += by
+        if self._protected[key] == 0:
+            del self._protected[key]
+        if node is not None:
+            self._update_queues(node)
+
+    def _is_evictable(self, node: Node, tier: Tier) -> bool:
+        is_shielded = tier is Tier.DISK and node is self._shielded
+        return node.is_in(tier) and node.num_users == 0 and node.num_children_in[tier] == 0 and not is_shielded
+
+    def _update_queues(self, node: Node, tiers: Iterable[Tier] = TIERS) -> None:
+        """Make each tier's eviction queue agree with the node."""
+        for tier in tiers:
+            queue = self._queues[tier]
+            if not self._is_evictable(node, tier):
+                if node in queue:
+                    queue.remove(node)
+                continue
+            is_protected = self._options.looks_ahead and node.key in self._protected
+            order = float("inf") if is_protected else node.priority[tier]
+            if node in queue:
+                queue.update(node, order)
+            else:
+                queue.push(node, order)
+
+    # Auditing
+
+    def check_integrity(self, nodes: Collection[Node]) -> None:
+        """Check every invariant of the module over all nodes of the tree."""
+        assert self.num_idle_blocks == sum(len(node.block_ids or ()) for node in nodes if node.num_users == 0)
+        used, num_copies = dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0)
+        for node in nodes:
+            self._check_node(node)
+            for tier in Tier:
+                used[tier] += self.size(node, tier) if node.is_in(tier) else 0
+                num_copies[tier] += node.is_in(tier)
+        assert (used, num_copies) == (self._used, self._num_copies), "copies and their sums differ"
+        assert all(used[tier] <= limit for tier, limit in self._capacity.items()), "a tier is over its capacity"
+        known = set(nodes)
+        for queue in self._queues.values():
+            queue.check_integrity()
+            assert known.issuperset(queue), "a dropped node is in an eviction queue"
+
+    def _check_node(self, node: Node) -> None:
+        tier, parent = node.tier, node.parent
+        assert tier is not None, "a node without any copy"
+        if parent is not None:
+            assert parent.tier is not None and parent.tier <= tier, "a parent in a slower tier than its child"
+            assert parent.num_users >= node.num_users, "a child in use whose parent is not"
+        if node.block_ids is not None:
+            assert all(self._pool.ref_count(block_id) > 0 for block_id in node.block_ids)
+        for where in Tier:
+            assert node.num_children_in[where] == sum(child.is_in(where) for child in node.children.values())
+            assert (node in self._queues[where]) == self._is_evictable(node, where), (node.key.hex(), where)
