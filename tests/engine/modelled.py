@@ -8,7 +8,8 @@ from stillroom.engine.engine import Engine
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.runner.modelled_runner import ModelledRunner
-from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
+from stillroom.scheduler.limits import SchedulerLimits
+from stillroom.scheduler.scheduler import Scheduler
 
 NUM_BLOCKS = 64
 

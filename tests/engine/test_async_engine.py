@@ -416,7 +416,7 @@ def test_company_that_fills_a_step_is_not_waited_for_any_longer() -> None:
 
         def submit(one: Request) -> None:
             engine.submit(one, events.put)
-            until(lambda: inner.scheduler.holds_until is not None)
+            until(lambda: inner.scheduler.delayed_until is not None)
 
         submit(ask("a", num_tokens=8, max_tokens=1))
         engine.submit(ask("b", num_tokens=8, max_tokens=1), events.put)

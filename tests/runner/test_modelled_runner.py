@@ -28,8 +28,9 @@ from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom.kvstore.modelled import ModelledMover
 from stillroom.runner.modelled_runner import ModelledRunner, even_masses
+from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import cache_first
-from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
+from stillroom.scheduler.scheduler import Scheduler
 
 SIZE = 4
 HOST = {Tier.HOST: Link(0.5, 8.0)}

@@ -1,7 +1,7 @@
-"""Scheduler, cache and tree together over a simulated memory: every token must come from its own prefix.
+"""Scheduler, KV cache and knowledge tree over a simulated memory: every token must come from its own prefix.
 
-Random arrivals, cancellations, forks, damaged records, full disks, lost devices and removed documents over tiers so
-small that all of them evict. The books are audited after every step.
+Random arrivals, cancellations, forks, damaged records, lost devices and removed documents over tiers so small that all
+of them evict. `check_integrity` runs after every step.
 """
 
 import os
@@ -30,6 +30,7 @@ from stillroom.kvcache.tree.eviction import POLICIES
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.tree_options import TreeOptions
+from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from stillroom_bench.loads.policy_replay import NoMover
@@ -43,12 +44,12 @@ LINKS = {Tier.HOST: Link(1e-4, 1e6), Tier.DISK: Link(5e-3, 1e5)}
 
 
 Step = list[tuple[RequestId, int, list[int]]]
-"""Who runs from which position on, and in which slots."""
+"""Request, first position and slots of each entry of a step."""
 
 
 @dataclass
-class Plant:
-    """Everything but tensors, seeded."""
+class SchedulerFixture:
+    """A seeded scheduler with its cache, tree and simulated memory."""
 
     seed: int
     num_blocks: int = 24
@@ -76,12 +77,12 @@ class Plant:
         limits = SchedulerLimits(max_num_seqs=5, max_num_batched_tokens=17, max_model_len=80)
         self.scheduler = Scheduler(self.kv, limits, SCHEDULING[self.scheduling], window=WINDOW)
         self.overtaken: Counter[RequestId] = Counter()
-        """How many later requests were admitted before one that waits."""
+        """Later requests that were admitted before each waiting one."""
         self.steps: list[Step] = []
         self.num_requests = 0
 
     def request(self) -> Request:
-        """Documents of a fixed length each, popular ones far more often."""
+        """Return a random request; each document has a fixed length, and popular ones are far more frequent."""
         draw = self.randomness
         documents = [min(int(draw.expovariate(0.4)), 11) for _ in range(draw.randint(0, 3))]
         segments = [Segment(SegmentKind.SYSTEM, (40, 41, 42))]
@@ -131,12 +132,14 @@ class Plant:
         assert all(
             node.is_in(tier) == (node.key in lower[tier]) for node in self.tree for tier in (Tier.HOST, Tier.DISK)
         )
-        assert all(self.tree.get(key) is not None for kept in lower.values() for key in kept), "a copy nobody knows"
+        assert all(self.tree.get(key) is not None for kept in lower.values() for key in kept), (
+            "a copy that the tree does not know"
+        )
 
     def _count_overtaking(self, waiting: dict[RequestId, int]) -> None:
         """
         Args:
-            waiting: who did before the last decision, with the number of its arrival.
+            waiting: arrival numbers of the requests that waited before the last decision.
         """
         still = waiting.keys() & {one.request_id for one in self.scheduler._waiting}
         admitted = [arrival for request_id, arrival in waiting.items() if request_id not in still]
@@ -171,7 +174,7 @@ class Plant:
         self.scheduler.check_integrity()
         assert self.kv.pool.num_free == self.num_blocks, "a block leaked"
         assert not any(self.memory.lower.values())
-        assert not any(self.memory.expected.values()), "something is read ahead for nobody"
+        assert not any(self.memory.expected.values()), "a prefetch without a request"
 
 
 ACTIONS = (
@@ -191,23 +194,23 @@ ACTIONS = (
 )
 
 
-def act(plant: Plant, action: str) -> None:
+def act(fixture: SchedulerFixture, action: str) -> None:
     if action == "submit":
-        plant.submit()
+        fixture.submit()
     elif action == "fork":
-        plant.submit(plant.randomness.randint(2, 3))
+        fixture.submit(fixture.randomness.randint(2, 3))
     elif action == "step":
-        plant.step()
+        fixture.step()
     elif action == "cancel":
-        plant.cancel()
+        fixture.cancel()
     elif action == "damage":
-        plant.memory.damage(plant.randomness, 0.1)
+        fixture.memory.damage(fixture.randomness, 0.1)
     elif action == "lose":
-        plant.lose_device()
+        fixture.lose_device()
     elif action == "remove":
-        plant.remove_document()
+        fixture.remove_document()
     elif action == "tend":
-        plant.tree.store_next()
+        fixture.tree.store_next()
 
 
 @settings(max_examples=60, deadline=None)
@@ -218,31 +221,31 @@ def act(plant: Plant, action: str) -> None:
     st.sampled_from(sorted(POLICIES)),
     st.sampled_from(sorted(SCHEDULING)),
 )
-def test_whatever_happens_every_token_is_right(
+def test_tokens_are_right_for_any_sequence_of_actions(
     actions: list[str], seed: int, num_blocks: int, policy: str, scheduling: str
 ) -> None:
-    plant = Plant(seed, num_blocks=num_blocks, policy=policy, scheduling=scheduling)
+    fixture = SchedulerFixture(seed, num_blocks=num_blocks, policy=policy, scheduling=scheduling)
     for action in actions:
-        act(plant, action)
-    plant.finish()
+        act(fixture, action)
+    fixture.finish()
 
 
 def steps_of(actions: Iterable[str], seed: int, scheduling: str) -> list[Step]:
-    plant = Plant(seed, scheduling=scheduling)
+    fixture = SchedulerFixture(seed, scheduling=scheduling)
     for action in actions:
-        act(plant, action)
-    plant.finish()
-    return plant.steps
+        act(fixture, action)
+    fixture.finish()
+    return fixture.steps
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from(ACTIONS), max_size=60), st.integers(0, 2**16), st.sampled_from(sorted(SCHEDULING)))
-def test_the_same_arrivals_and_clock_give_the_same_steps(actions: list[str], seed: int, scheduling: str) -> None:
+def test_same_arrivals_and_clock_give_the_same_steps(actions: list[str], seed: int, scheduling: str) -> None:
     assert steps_of(actions, seed, scheduling) == steps_of(actions, seed, scheduling)
 
 
 def test_another_process_takes_the_same_steps() -> None:
-    """Where sets of names have another order."""
+    """The second process iterates sets in another order."""
     program = """
 import random
 from tests.scheduler.test_reuse import ACTIONS, SCHEDULING, steps_of
@@ -264,62 +267,62 @@ print([steps_of(actions, 5, scheduling) for scheduling in sorted(SCHEDULING)])
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_thousand_requests_through_tiers_that_are_all_too_small(policy: str) -> None:
+def test_a_thousand_requests_with_eviction_in_every_tier(policy: str) -> None:
     scheduling = sorted(SCHEDULING)[len(policy) % len(SCHEDULING)]
-    plant = Plant(1, policy=policy, scheduling=scheduling)
-    while plant.num_requests < 1_000:
-        act(plant, plant.randomness.choice(ACTIONS[:11]))
-        if plant.randomness.random() < 0.002:
-            plant.lose_device()
-    plant.finish()
-    stats = plant.tree.stats
+    fixture = SchedulerFixture(1, policy=policy, scheduling=scheduling)
+    while fixture.num_requests < 1_000:
+        act(fixture, fixture.randomness.choice(ACTIONS[:11]))
+        if fixture.randomness.random() < 0.002:
+            fixture.lose_device()
+    fixture.finish()
+    stats = fixture.tree.stats
     for counter in (stats.hits, stats.evictions):
         assert all(counter[tier] for tier in Tier), counter
     assert stats.loads[Tier.HOST] and stats.loads[Tier.DISK] and stats.failed_loads[Tier.DISK]
     assert stats.offloads and stats.stores
 
 
-def test_who_finds_his_documents_goes_before_who_does_not() -> None:
-    """As RAGCache's Figure 10: and when they are gone, he goes back to his place."""
-    plant = Plant(0, num_blocks=40, scheduling="cache_first")
+def test_cache_first_admits_requests_with_kept_documents_first() -> None:
+    """RAGCache's Figure 10; when the documents are dropped, the request returns to its place."""
+    fixture = SchedulerFixture(0, num_blocks=40, scheduling="cache_first")
 
     def ask(document: int) -> Request:
         segments = [
             Segment(SegmentKind.SYSTEM, (40, 41, 42)),
             Segment(SegmentKind.CHUNK, (50 + document,) * 6, ChunkId(document)),
         ]
-        plant.num_requests += 1
+        fixture.num_requests += 1
         request = Request(
-            request_id=RequestId(f"q{plant.num_requests}"),
+            request_id=RequestId(f"q{fixture.num_requests}"),
             prompt=SegmentedPrompt((*segments, Segment(SegmentKind.QUESTION, (30, 31)))),
             sampling=SamplingParams(max_tokens=1),
         )
-        plant.runner.protect(request.request_id, request.prompt.token_ids)
-        plant.waiting[request.request_id], plant.answers[request.request_id] = request, []
-        plant.scheduler.add(request)
+        fixture.runner.protect(request.request_id, request.prompt.token_ids)
+        fixture.waiting[request.request_id], fixture.answers[request.request_id] = request, []
+        fixture.scheduler.add(request)
         return request
 
     def admitted() -> list[str]:
-        batch = plant.scheduler.schedule()
+        batch = fixture.scheduler.schedule()
         assert batch is not None
-        for update in plant.scheduler.update(batch, plant.runner.execute(batch)):
-            plant.waiting.pop(update.request_id)
-        plant.scheduler.check_integrity()
+        for update in fixture.scheduler.update(batch, fixture.runner.execute(batch)):
+            fixture.waiting.pop(update.request_id)
+        fixture.scheduler.check_integrity()
         return [entry.request_id for entry in batch.sequences]
 
     ask(1)
     admitted()
-    plant.scheduler.limits = replace(plant.scheduler.limits, max_num_seqs=1)
+    fixture.scheduler.limits = replace(fixture.scheduler.limits, max_num_seqs=1)
     ask(2)
     ask(1)
     assert admitted() == ["q3"]
     ask(1)
-    plant.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(1)})
+    fixture.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(1)})
     assert admitted() == ["q2"] and admitted() == ["q4"]
 
 
 @pytest.mark.parametrize("may_place", [True, False])
-def test_who_can_have_a_document_placed_moves_when_it_comes(may_place: bool) -> None:
+def test_cache_first_counts_documents_that_can_be_placed(may_place: bool) -> None:
     pool = BlockPool(40, SIZE)
     tree = KnowledgeTree(pool, NoMover(), linear_profile(1e-3, 1e-3, 1e-6), TreeOptions(), lambda: 0.0)
     anywhere = AnywhereOptions(0.1, "first") if may_place else None

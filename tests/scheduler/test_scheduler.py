@@ -1,4 +1,4 @@
-"""What runs in which step: exact decisions, without any tensor."""
+"""Exact decisions of the scheduler, step by step, without tensors."""
 
 from dataclasses import replace
 
@@ -11,7 +11,9 @@ from stillroom.core.request import Admission, FinishReason, Request, SamplingPar
 from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.manager import KVCacheManager
-from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
+from stillroom.scheduler.limits import SchedulerLimits
+from stillroom.scheduler.scheduler import Scheduler
+from stillroom.scheduler.sequence_update import SequenceUpdate
 
 EOS = 2
 
@@ -37,7 +39,7 @@ def request(name: str, *lengths: int, max_tokens: int = 8) -> Request:
 
 
 def shape(batch: Batch | None) -> dict[str, tuple[int, int, bool]]:
-    """Per sequence: its first position, its number of tokens, and whether it samples."""
+    """Return first position, number of tokens, and whether it samples, per sequence."""
     if batch is None:
         return {}
     return {s.request_id: (s.first_position, s.num_scheduled_tokens, bool(s.samples)) for s in batch.sequences}
@@ -46,7 +48,7 @@ def shape(batch: Batch | None) -> dict[str, tuple[int, int, bool]]:
 def run(
     one: Scheduler, token: int = 5, now: float = 0.0
 ) -> tuple[dict[str, tuple[int, int, bool]], list[SequenceUpdate]]:
-    """One step in which every sample is `token`."""
+    """Run one step in which every sample is `token`."""
     batch = one.schedule(now)
     updates = []
     if batch is not None:
@@ -56,7 +58,7 @@ def run(
     return shape(batch), updates
 
 
-def test_a_prompt_runs_in_pieces_and_samples_with_its_last() -> None:
+def test_prompt_runs_in_pieces_and_samples_with_the_last() -> None:
     one = scheduler(tokens=10)
     one.add(request("a", 7, 16, max_tokens=2))
     assert run(one)[0] == {"a": (0, 10, False)}
@@ -66,7 +68,7 @@ def test_a_prompt_runs_in_pieces_and_samples_with_its_last() -> None:
     assert run(one) == ({}, []) and not one.has_work
 
 
-def test_decodes_come_first_and_prefill_takes_the_rest_of_the_budget() -> None:
+def test_decodes_run_first_and_prefill_gets_the_rest_of_the_budget() -> None:
     one = scheduler(tokens=12)
     one.add(request("a", 8))
     run(one)
@@ -77,14 +79,14 @@ def test_decodes_come_first_and_prefill_takes_the_rest_of_the_budget() -> None:
     assert run(one)[0] == {"a": (10, 1, True), "b": (20, 1, True), "c": (2, 3, True)}
 
 
-def test_a_stop_token_ends_the_answer_and_is_not_part_of_it() -> None:
+def test_stop_token_ends_the_answer_and_is_not_part_of_it() -> None:
     one = scheduler()
     one.add(request("a", 5))
     assert run(one, EOS)[1] == [SequenceUpdate(RequestId("a"), None, FinishReason.STOP)]
     assert one.kv.pool.num_free == 64
 
 
-def test_seats_are_limited_and_the_queue_is_first_come_first_served() -> None:
+def test_running_sequences_are_limited_and_admitted_in_order_of_arrival() -> None:
     one = scheduler(seqs=2)
     for name in "abc":
         one.add(request(name, 4, max_tokens=2))
@@ -93,7 +95,7 @@ def test_seats_are_limited_and_the_queue_is_first_come_first_served() -> None:
     assert set(run(one)[0]) == {"c"}
 
 
-def test_an_update_says_when_its_request_got_its_turn_and_only_with_the_first_token() -> None:
+def test_admission_times_come_with_the_first_token_only() -> None:
     one = scheduler(seqs=2)
     leader = request("a", 4, max_tokens=2)
     one.add(leader, replace(leader, request_id=RequestId("a/1")))
@@ -108,7 +110,7 @@ def test_an_update_says_when_its_request_got_its_turn_and_only_with_the_first_to
     assert seen == {"a": [Admission(1.0, 1.5), None], "a/1": [Admission(1.0, 1.5), None], "b": [Admission(3.0, 3.5)]}
 
 
-def test_without_blocks_the_youngest_is_preempted_and_runs_again_later() -> None:
+def test_youngest_is_preempted_when_no_block_is_free_and_runs_again() -> None:
     one = scheduler(num_blocks=4, seqs=2)
     one.add(request("old", 7, max_tokens=6))  # 2 blocks, 4 in the end
     one.add(request("young", 7, max_tokens=6))
@@ -143,7 +145,7 @@ def test_samples_share_a_prompt_and_copy_its_last_block_when_they_write() -> Non
     one.update(batch, StepResult({RequestId(name): 5 for name in "abc"}))
     one.check_integrity()
     batch = one.schedule()
-    assert batch is not None and not batch.copies, "each writes into a block of its own now"
+    assert batch is not None and not batch.copies, "each sample writes to its own block now"
 
 
 def test_samples_whose_prompt_fills_its_blocks_copy_nothing() -> None:
@@ -156,7 +158,7 @@ def test_samples_whose_prompt_fills_its_blocks_copy_nothing() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_when_the_leader_is_cancelled_the_next_goes_on_with_what_it_computed(steps: int) -> None:
+def test_cancelled_leader_hands_its_kv_to_the_next_sample(steps: int) -> None:
     one = scheduler(tokens=5)
     one.add(*(request(name, 8, max_tokens=3) for name in "abc"))
     for _ in range(steps):
@@ -169,7 +171,7 @@ def test_when_the_leader_is_cancelled_the_next_goes_on_with_what_it_computed(ste
     assert one.abort(RequestId("b")) and not one.has_work and one.kv.pool.num_free == 64
 
 
-def test_a_group_waits_until_there_are_seats_for_all_of_it() -> None:
+def test_group_of_samples_waits_until_all_of_them_fit() -> None:
     one = scheduler(seqs=4)
     one.add(request("a", 4, max_tokens=2))
     one.add(*(request(name, 4, max_tokens=2) for name in "bcde"))
@@ -190,29 +192,29 @@ def test_abort_frees_the_blocks_of_running_and_waiting_requests() -> None:
     assert not one.has_work and one.kv.pool.num_free == 64
 
 
-def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:
+def test_request_that_can_never_run_is_refused_with_the_numbers() -> None:
     with pytest.raises(PromptTooLongError, match=r"98 tokens and max_tokens is 8.*100"):
         scheduler().add(request("a", 98))
     with pytest.raises(PromptTooLongError, match=r"KV pool of 3 blocks of 4 tokens"):
         scheduler(num_blocks=3).add(request("a", 7, max_tokens=6))
 
 
-def test_the_first_waits_for_company_while_nothing_runs_but_not_for_long() -> None:
+def test_first_request_waits_at_most_batch_delay_while_nothing_runs() -> None:
     one = scheduler(tokens=32, delay=2.0)
     one.add(request("a", 5), now=10.0)
-    assert (run(one, now=10.0), one.holds_until) == (({}, []), 12.0)
+    assert (run(one, now=10.0), one.delayed_until) == (({}, []), 12.0)
     one.add(request("b", 5), now=11.5)
-    assert (run(one, now=11.5), one.holds_until) == (({}, []), 12.0), "who comes later does not prolong it"
-    assert set(run(one, now=12.0)[0]) == {"a", "b"} and one.holds_until is None
+    assert (run(one, now=11.5), one.delayed_until) == (({}, []), 12.0), "a later request does not prolong the delay"
+    assert set(run(one, now=12.0)[0]) == {"a", "b"} and one.delayed_until is None
     one.add(request("c", 5), now=12.5)
-    assert set(run(one, now=12.5)[0]) == {"a", "b", "c"}, "where something runs, nobody waits"
+    assert set(run(one, now=12.5)[0]) == {"a", "b", "c"}, "no delay while a sequence runs"
     for name in "abc":
         one.abort(RequestId(name))
     one.add(request("d", 5), now=20.0)
     assert run(one, now=21.9)[0] == {} and set(run(one, now=22.5)[0]) == {"d"}
 
 
-def test_nobody_waits_for_company_any_longer_when_a_step_or_the_seats_are_full() -> None:
+def test_batch_delay_ends_when_tokens_or_sequences_are_full() -> None:
     by_tokens, by_seats, by_samples = (scheduler(tokens=16, seqs=3, delay=2.0) for _ in range(3))
     for name, length in (("a", 9), ("b", 7)):
         assert run(by_tokens)[0] == {}

@@ -47,6 +47,7 @@ from stillroom.models.loader import LoadedModel, load_model
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.runner.torch_runner import TorchRunner
+from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from stillroom.telemetry import catalogue

@@ -111,7 +111,8 @@ class AsyncEngine:
         with self._closing:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed; open the knowledge base again")
-            self._backlog.accept(request.cache_salt, self.num_waiting, lambda: self._engine.scheduler.who_waits, now)
+            scheduler = self._engine.scheduler
+            self._backlog.accept(request.cache_salt, self.num_waiting, lambda: scheduler.waiting_tenants, now)
             self._commands.put(start)
 
     def cancel(self, request_id: RequestId) -> None:

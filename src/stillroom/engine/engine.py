@@ -21,7 +21,8 @@ from stillroom.engine.recovery import Recovery
 from stillroom.errors import DeviceLostError, EngineError
 from stillroom.runner.device_errors import first_line, is_device_loss
 from stillroom.runner.torch_runner import Runner
-from stillroom.scheduler.scheduler import Scheduler, SequenceUpdate
+from stillroom.scheduler.scheduler import Scheduler
+from stillroom.scheduler.sequence_update import SequenceUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Engine:
     @property
     def pause(self) -> float:
         """Seconds in which a step would do nothing, unless something comes: requests wait for company."""
-        until = self.scheduler.holds_until
+        until = self.scheduler.delayed_until
         return 0.0 if until is None else max(0.0, min(until, self._deadlines.next_at) - self.clock.monotonic())
 
     def check_device(self) -> None:

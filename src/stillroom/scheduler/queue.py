@@ -1,9 +1,9 @@
-"""The waiting requests and their order: those that have run already, then tenants in turn, of each by priority, then
-by the policy. No request is overtaken without end.
+"""The queue of waiting requests.
 
-Invariant: of the requests that came after a waiting one, at most `window` are admitted before it, whatever else holds.
-Decisions follow from the order of calls alone. O(log n) for each request, and for each that a change of what is kept
-concerns.
+Order: preempted requests, then tenants in turn; within a tenant by priority, then by the policy.
+
+Invariant: at most `window` requests are admitted before a waiting request that arrived earlier. The order depends on
+the order of calls alone. Each call costs O(log n) for each request that it changes.
 """
 
 from bisect import bisect_right, insort
@@ -17,56 +17,55 @@ from stillroom.scheduler.sequence import Sequence, Status
 
 
 class WaitingQueue:
-    """Sequences that wait for a seat and blocks."""
+    """Sequences that wait for blocks and for a place in the running set."""
 
-    def __init__(self, policy: Policy, outlook: Callable[[Sequence], AdmissionCandidate], window: int) -> None:
+    def __init__(self, policy: Policy, candidate: Callable[[Sequence], AdmissionCandidate], window: int) -> None:
         """
         Args:
-            outlook: of a sequence, by what is kept now.
-            window: how many later requests may be admitted before one that waits; 0 admits in order of arrival.
+            candidate: returns what the policy reads of a sequence, by the KV that is kept now.
+            window: how many later requests may be admitted before a waiting one; 0 admits in order of arrival.
         """
         self._policy = policy
-        self._outlook = outlook
+        self._candidate = candidate
         self._window = window
         self._sequences: dict[RequestId, Sequence] = {}
-        self._arrivals: list[tuple[int, RequestId]] = []  # a heap; who does not wait any more is dropped on top
-        self._resumed: IndexedHeap[RequestId] = IndexedHeap()
-        """Who was preempted, whoever it is for: somebody reads its answer already. The oldest goes on first."""
+        self._arrivals: list[tuple[int, RequestId]] = []  # a heap; removed requests are dropped when they reach the top
+        self._preempted: IndexedHeap[RequestId] = IndexedHeap()
+        """Preempted requests of all tenants, oldest first: a client reads their answers already."""
         self._orders: dict[str, dict[int, IndexedHeap[RequestId]]] = {}
-        """All others by tenant and priority, in the policy's order."""
+        """Other requests by tenant and priority, in the policy's order."""
         self._turns: IndexedHeap[str] = IndexedHeap()
-        """Tenants that wait, who was served least first."""
-        self._served: dict[str, float] = {}  # by tenant, tokens computed for it; equal when it begins to wait
-        self._overtaking: list[int] = []  # arrivals that were admitted and are later than the oldest that waits, sorted
-        self._interested: dict[bytes, set[RequestId]] = {}
+        """Waiting tenants, by the tokens computed for them, least first."""
+        self._served: dict[str, float] = {}  # tokens computed by tenant; at least the least of the waiting tenants
+        self._overtaking: list[int] = []  # sorted arrivals of admitted requests later than the oldest waiting one
+        self._watchers: dict[bytes, set[RequestId]] = {}  # by node key or content
 
     @property
     def depends_on_cache(self) -> bool:
-        """Whether the order follows what is kept, so that changes of that must be told."""
+        """Whether the order depends on kept KV, so that `reorder` must be called when that changes."""
         return self._policy is not first_come
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In no particular order."""
         return iter(self._sequences.values())
 
     def snapshot(self) -> list[Sequence]:
-        """All of them, in no particular order. Any thread may ask."""
+        """Return the waiting sequences in no particular order. Thread-safe."""
         return list(self._sequences.values())
 
     def push(self, sequence: Sequence) -> None:
         request_id = sequence.request_id
         self._sequences[request_id] = sequence
         heappush(self._arrivals, (sequence.arrival, request_id))
-        self._order_with(sequence).push(request_id, self._key(sequence))
-        for name in self._watched(sequence):
-            self._interested.setdefault(name, set()).add(request_id)
+        self._order_for_new(sequence).push(request_id, self._key(sequence))
+        for name in self._watched_keys(sequence):
+            self._watchers.setdefault(name, set()).add(request_id)
 
     @property
     def oldest(self) -> Sequence:
-        """Who came first. Raises IndexError when nobody waits."""
+        """The sequence that arrived first. Raises IndexError if the queue is empty."""
         while True:
             arrival, request_id = self._arrivals[0]
             sequence = self._sequences.get(request_id)
@@ -75,19 +74,19 @@ class WaitingQueue:
             heappop(self._arrivals)
 
     def first(self) -> Sequence | None:
-        """Who is next, or None."""
+        """Return the sequence to admit next; None if the queue is empty."""
         if not self._sequences:
             return None
         oldest = self.oldest
         if len(self._overtaking) - bisect_right(self._overtaking, oldest.arrival) >= self._window:
             return oldest
-        if self._resumed:
-            return self._sequences[self._resumed.peek()[0]]
+        if self._preempted:
+            return self._sequences[self._preempted.peek()[0]]
         orders = self._orders[self._turns.peek()[0]]
         return self._sequences[orders[min(orders)].peek()[0]]
 
     def admit(self, sequence: Sequence) -> None:
-        """It runs from now on."""
+        """Remove a sequence that starts to run, and count it for its tenant and the window."""
         self.remove(sequence.request_id)
         if not _has_run(sequence):
             tenant = sequence.request.cache_salt
@@ -102,7 +101,7 @@ class WaitingQueue:
             self._served.clear()
 
     def remove(self, request_id: RequestId) -> Sequence | None:
-        """Take one out, wherever it stands; None if it is not here."""
+        """Remove and return a sequence; None if it does not wait."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
@@ -114,55 +113,57 @@ class WaitingQueue:
             if not self._orders[tenant]:
                 del self._orders[tenant]
                 self._turns.remove(tenant)
-        for name in self._watched(sequence):
-            self._interested[name].discard(request_id)
-            if not self._interested[name]:
-                del self._interested[name]
+        for name in self._watched_keys(sequence):
+            self._watchers[name].discard(request_id)
+            if not self._watchers[name]:
+                del self._watchers[name]
         return sequence
 
     def reorder(self, changed: Iterable[bytes]) -> None:
-        """Copies of nodes of these keys or contents have come or gone."""
+        """Recompute the keys of the requests that use these nodes.
+
+        Args:
+            changed: keys or contents of nodes of which copies were stored or dropped.
+        """
         concerned: dict[RequestId, None] = {}
         for name in changed:
-            concerned |= dict.fromkeys(self._interested.get(name, ()))
+            concerned |= dict.fromkeys(self._watchers.get(name, ()))
         for request_id in concerned:
             sequence = self._sequences[request_id]
             self._order_of(sequence).update(request_id, self._key(sequence))
 
     def check_integrity(self) -> None:
-        """Everybody stands once, where he belongs by what is kept now. After `reorder`."""
+        """Assert that each sequence stands once, with the key of now. Precondition: `reorder` was called."""
         orders = [order for of_tenant in self._orders.values() for order in of_tenant.values()]
         assert all(orders) and all(self._orders.values()) and set(self._turns) == set(self._orders)
-        assert len(self._resumed) + sum(map(len, orders)) == len(self._sequences)
+        assert len(self._preempted) + sum(map(len, orders)) == len(self._sequences)
         assert not self._sequences or self.oldest.arrival == min(one.arrival for one in self)
         for sequence in self:
             assert self._order_of(sequence).key_of(sequence.request_id) == self._key(sequence), sequence.request_id
 
     def _order_of(self, sequence: Sequence) -> IndexedHeap[RequestId]:
-        """Where one that waits stands."""
         if _has_run(sequence):
-            return self._resumed
+            return self._preempted
         return self._orders[sequence.request.cache_salt][sequence.request.priority]
 
-    def _order_with(self, sequence: Sequence) -> IndexedHeap[RequestId]:
-        """Where one belongs that begins to wait."""
+    def _order_for_new(self, sequence: Sequence) -> IndexedHeap[RequestId]:
+        """Return the heap for a sequence that begins to wait, created if need be."""
         if _has_run(sequence):
-            return self._resumed
+            return self._preempted
         tenant = sequence.request.cache_salt
-        if tenant not in self._orders:  # nobody saves turns while he has nothing to ask
+        if tenant not in self._orders:  # a tenant without requests accumulates no turns
             least = self._turns.peek()[1] if self._turns else 0.0
             self._served[tenant] = max(self._served.get(tenant, 0.0), least)
             self._turns.push(tenant, self._served[tenant])
         return self._orders.setdefault(tenant, {}).setdefault(sequence.request.priority, IndexedHeap())
 
     def _key(self, sequence: Sequence) -> float:
-        """Of who was preempted the arrival."""
         if not self.depends_on_cache or _has_run(sequence):
             return float(sequence.arrival)
-        return self._policy(self._outlook(sequence))
+        return self._policy(self._candidate(sequence))
 
-    def _watched(self, sequence: Sequence) -> tuple[bytes, ...]:
-        """What its place in the order depends on."""
+    def _watched_keys(self, sequence: Sequence) -> tuple[bytes, ...]:
+        """Nodes that the key of a sequence depends on."""
         return sequence.lease.watched if self.depends_on_cache else ()
 
 

@@ -1,69 +1,33 @@
-"""Decides what runs in the next step: decodes first, then pieces of prompts, under a token budget. Computes nothing.
+"""Decides what runs in the next step: decodes first, then pieces of prompts, under a token budget.
 
-Who is admitted next is the queue's decision, by a policy's sort key. A sequence gets the blocks of its
-whole prompt when it is admitted and one more whenever it outgrows them; when none is free, the youngest running
-sequence is preempted: it waits at the front of the queue and its tokens run again later. The oldest is never preempted,
-so somebody always finishes.
+`WaitingQueue` decides which request is admitted next. An admitted sequence gets the blocks of its whole prompt, and one
+more block whenever it outgrows them. When no block is free, the youngest running sequence is preempted: it waits at the
+front of the queue and its tokens run again later. The oldest is never preempted, so some request always finishes.
 
-Samples of one prompt come as a leader and its followers: the leader's prompt is computed, its last logits pick a first
-token for each of them, and from then on they are sequences of their own that share blocks. Design: docs/runtime.md
+Samples of one prompt are a leader and its followers: the leader's prompt is computed, its last logits pick the first
+token of each sample, and then the followers become sequences of their own that share blocks. Design: docs/runtime.md
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import chain
 
-from stillroom.core.batch import Batch, BlockCopy, ScheduledSequence, StepResult, TokenLogprobs
+from stillroom.core.batch import Batch, BlockCopy, ScheduledSequence, StepResult
 from stillroom.core.ids import BlockId, ChunkId, RequestId
 from stillroom.core.kv import owner_of
-from stillroom.core.request import Admission, FinishReason, Request
-from stillroom.core.reuse import PromptReuse
-from stillroom.errors import NonFiniteError, PromptTooLongError, UsageError
+from stillroom.core.request import FinishReason, Request
+from stillroom.errors import NonFiniteError
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.pieces import piece_ends
+from stillroom.scheduler.limits import SchedulerLimits, check_request
 from stillroom.scheduler.policy import AdmissionCandidate, Policy, first_come
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
-from stillroom.scheduler.step_builder import take
+from stillroom.scheduler.sequence_update import SequenceUpdate, append_sampled_token
+from stillroom.scheduler.step_builder import schedule_tokens
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What a step and a request may be."""
-
-    max_num_seqs: int
-    """Sequences running at the same time."""
-    max_num_batched_tokens: int
-    """Tokens computed in one step; at least `max_num_seqs`, so that every decode fits."""
-    max_model_len: int
-    """Prompt plus answer, in tokens."""
-    batch_delay_s: float = 0.0
-    """How long the oldest that waits does so for company, while nothing runs."""
-    fixed_tail_tokens: int = 0
-    """If not 0, shapes are fixed: each piece of a prompt is computed in a step of its own, whether the pieces before it
-    were kept or computed. The last segment is cut into pieces of so many tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
-    """What a step did to one request."""
-
-    request_id: RequestId
-    token_id: int | None
-    """The new token; None if it was a stop token."""
-    finish_reason: FinishReason | None
-    logprobs: TokenLogprobs | None = None
-    """Of the new token, if the request wants them."""
-    reuse: PromptReuse | None = None
-    """With the first token: how much of its prompt was kept."""
-    admission: Admission | None = None
-    """With the first token: when its turn came."""
-    error: UsageError | NonFiniteError | None = None
-    """Why it was aborted."""
 
 
 class Scheduler:
@@ -74,27 +38,27 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            window: how many later requests may be admitted before one that waits.
+            window: how many later requests may be admitted before a waiting one.
         """
         assert limits.max_num_batched_tokens >= limits.max_num_seqs > 0
         self.kv = kv
         self.limits = limits
-        self._waiting = WaitingQueue(policy, self._outlook, window)
+        self._waiting = WaitingQueue(policy, self._candidate, window)
         if self._waiting.depends_on_cache:
             kv.watch_changes()
         self._running: dict[RequestId, Sequence] = {}  # in order of admission
         self._num_arrivals = 0
-        self._was_prefill = False  # the last step, where shapes are fixed
-        self.holds_until: float | None = None
-        """By the last decision: nothing runs before then, unless others come; None if nobody waits for company."""
+        self._was_prefill = False  # kind of the last step with fixed shapes
+        self.delayed_until: float | None = None
+        """Set by `schedule`: time until which the batch waits for more requests; None if it does not wait."""
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def who_waits(self) -> list[str]:
-        """The tenant of each that waits. Any thread may ask."""
+    def waiting_tenants(self) -> list[str]:
+        """The tenant of each waiting request. Thread-safe."""
         return [sequence.request.cache_salt for sequence in self._waiting.snapshot()]
 
     @property
@@ -103,7 +67,7 @@ class Scheduler:
 
     @property
     def num_prefilling(self) -> int:
-        """Of those that run. Any thread may ask."""
+        """Running requests without a token yet. Thread-safe."""
         return sum(not sequence.num_generated for sequence in list(self._running.values()))
 
     @property
@@ -112,164 +76,134 @@ class Scheduler:
 
     @property
     def request_ids(self) -> list[RequestId]:
-        """Of all requests here, running or waiting, with their samples."""
-        leaders = chain(self._running.values(), self._waiting)
-        return [one.request_id for leader in leaders for one in (leader, *leader.followers)]
+        """Ids of all requests, running or waiting, with their samples."""
+        return [sequence.request_id for sequence in self._all_sequences()]
 
     def check(self, request: Request, num_samples: int = 1) -> None:
-        """Whether the request could ever run. Reads only constants, so any thread may ask.
-
-        Raises:
-            PromptTooLongError: it exceeds the model's length or the whole KV pool; the message has the numbers.
-            UsageError: so many samples cannot run at the same time.
-        """
-        if num_samples > self.limits.max_num_seqs:
-            raise UsageError(
-                f"n={num_samples} exceeds the {self.limits.max_num_seqs} sequences that run at the same time; "
-                "lower n or raise runtime.max_num_seqs"
-            )
-        num_prompt, num_output = request.prompt.num_tokens, request.sampling.max_tokens
-        if num_prompt + num_output > self.limits.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens and max_tokens is {num_output}, together more than the model's "
-                f"{self.limits.max_model_len}; retrieve fewer chunks (top_k) or lower max_tokens"
-            )
-        lengths = [len(segment.token_ids) for segment in request.prompt.segments]
-        lengths[-1] += num_output
-        if not self.kv.can_ever_hold(lengths):
-            pool = self.kv.pool
-            raise PromptTooLongError(
-                f"{num_prompt} prompt tokens and max_tokens={num_output} do not fit into the KV pool of "
-                f"{pool.num_blocks} blocks of {pool.block_size} tokens; raise runtime.kv_bytes or shorten the prompt"
-            )
+        """Refuse a request that can never run; see `check_request`. Thread-safe."""
+        check_request(request, num_samples, self.limits, self.kv)
 
     def add(self, request: Request, *samples: Request, now: float = 0.0) -> None:
-        """Queue a request, with further samples of the same prompt; raises as `check`."""
+        """Queue a request with further samples of the same prompt; raises as `check_request`."""
         self.check(request, 1 + len(samples))
         leader, *followers = (self._new_sequence(one, now) for one in (request, *samples))
         leader.followers = followers
-        self._wait(leader)
+        self._enqueue(leader)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Forget a request and free its blocks; False if it is not here (any more)."""
-        sequence = self._running.get(request_id) or self._waiting.remove(request_id) or self._leave(request_id)
+        """End a request and free its blocks; False if it is unknown or has ended."""
+        sequence = self._running.get(request_id) or self._waiting.remove(request_id)
+        sequence = sequence or self._remove_follower(request_id)
         if sequence is None:
             return False
         if sequence.followers:
-            self._hand_over(sequence)
-        self._finish(sequence, FinishReason.ABORTED)
+            self._promote_follower(sequence)
+        self._finish(sequence)
         return True
 
     def restart(self, request_id: RequestId) -> bool:
-        """Take a running request's blocks away and let it wait for its turn again; False if it does not run.
-
-        It keeps its tokens, and its kept KV is used again."""
+        """Preempt a running request; False if it does not run. The request keeps its tokens and its kept KV."""
         sequence = self._running.get(request_id)
-        if sequence is None:
-            return False
-        self._preempt(sequence)
-        return True
+        if sequence is not None:
+            self._preempt(sequence)
+        return sequence is not None
 
     def forget_chunks(self, existing: Callable[[set[ChunkId]], set[ChunkId]], salt: str = "") -> int:
-        """Keep nothing of chunks that are no more, not of requests under way either; returns how many nodes went.
+        """Drop kept KV of removed chunks, and keep none of them of requests in progress; returns the dropped nodes.
 
         Args:
-            existing: those of some chunks that are still there.
-            salt: of the requests in which they stood.
+            existing: returns which of some chunks still exist.
+            salt: cache salt of the requests that used the chunks.
         """
         return self.kv.forget_chunks(existing, self._leases(), owner_of(salt))
 
     def forget_owner(self, salt: str) -> int:
-        """Keep nothing of a tenant, not of requests under way either; returns how many nodes went."""
+        """Drop all kept KV of a tenant, and keep none of its requests in progress; returns the dropped nodes."""
         return self.kv.forget_owner(owner_of(salt), self._leases())
 
     def lose_device(self) -> list[RequestId]:
-        """The device's KV is gone (RAGCache 6): every request waits again, with the tokens generated so far.
+        """Preempt every request after the device's KV was lost (RAGCache 6).
 
-        What has a copy on host or disk is loaded when its turn comes, the rest is computed again.
+        Requests keep the tokens generated so far. KV with a copy on host or disk is loaded at the next admission; the
+        rest is computed again.
 
         Returns:
-            The requests whose answers would not go on as they began: they have tokens that were computed from placed
-            KV, which no later placement makes again.
+            The requests that cannot resume: their tokens were computed from placed KV, which no later placement
+            reproduces.
         """
         running = self._running.values()
         inexact = [one.request_id for one in running if one.num_generated and one.lease.placements]
         for sequence in list(reversed(self._running.values())):
             self._preempt(sequence)
         self.kv.lose_device()
-        for sequence in self._waiting:  # one whose admission failed is not expected any more
+        for sequence in self._waiting:  # an admission that failed ended its protection
             self.kv.protect(sequence.lease)
         return inexact
 
     def schedule(self, now: float = 0.0) -> Batch | None:
-        """The next step, or None if there is nothing to run, or not yet (`holds_until`)."""
-        self.holds_until = self._hold(now)
-        if self.holds_until is not None:
+        """Return the next step; None if nothing can run now (see `delayed_until`)."""
+        self.delayed_until = self._batch_delay_end(now)
+        if self.delayed_until is not None:
             return None
         if self.limits.fixed_tail_tokens:
-            return self._schedule_apart(now)
+            return self._schedule_fixed_shapes(now)
         num_running_before = len(self._running)
         copies: list[BlockCopy] = []
-        scheduled = self._decodes(copies)
+        scheduled = self._schedule_decodes(copies)
         has_preempted = len(self._running) < num_running_before
         budget = self.limits.max_num_batched_tokens - len(scheduled)
         for sequence in self._running.values():
             if budget > 0 and not sequence.is_decoding:
-                scheduled.append(take(sequence, budget))
+                scheduled.append(schedule_tokens(sequence, budget))
                 budget -= scheduled[-1].num_scheduled_tokens
-        # Blocks that a preemption has just freed are for those who keep running.
+        # Blocks that a preemption has just freed belong to the sequences that keep running.
         while budget > 0 and not has_preempted and (admitted := self._try_admit(now)) is not None:
-            scheduled.append(take(admitted, budget))
+            scheduled.append(schedule_tokens(admitted, budget))
             budget -= scheduled[-1].num_scheduled_tokens
         return Batch(tuple(scheduled), tuple(copies)) if scheduled else None
 
-    def _schedule_apart(self, now: float) -> Batch | None:
-        """With fixed shapes: all decodes, or a piece of one prompt; in turns where there are both."""
+    def _schedule_fixed_shapes(self, now: float) -> Batch | None:
+        """Return all decodes or one piece of one prompt, alternating where there are both."""
         for is_prefill in (not self._was_prefill, self._was_prefill):
-            batch = self._one_prefill(now) if is_prefill else self._all_decodes()
-            if batch is not None:
+            copies: list[BlockCopy] = []
+            scheduled = self._schedule_prefill(now) if is_prefill else self._schedule_decodes(copies)
+            if scheduled:
                 self._was_prefill = is_prefill
-                return batch
+                return Batch(tuple(scheduled), tuple(copies))
         return None
 
-    def _one_prefill(self, now: float) -> Batch | None:
+    def _schedule_prefill(self, now: float) -> list[ScheduledSequence]:
         sequence = next((one for one in self._running.values() if not one.is_decoding), None) or self._try_admit(now)
-        return None if sequence is None else Batch((take(sequence, self.limits.max_num_batched_tokens),))
-
-    def _all_decodes(self) -> Batch | None:
-        copies: list[BlockCopy] = []
-        scheduled = self._decodes(copies)
-        return Batch(tuple(scheduled), tuple(copies)) if scheduled else None
+        return [] if sequence is None else [schedule_tokens(sequence, self.limits.max_num_batched_tokens)]
 
     def update(self, batch: Batch, result: StepResult, began: float = 0.0) -> list[SequenceUpdate]:
-        """Record that a step ran; returns what became of each sequence that sampled a token.
+        """Record that a step ran; returns an update for each sequence that sampled a token.
 
-        What may need the device comes first. If that raises, no sequence has got a token.
+        Work that may need the device comes first. If it raises, no sequence has got a token.
 
         Args:
-            began: when its computing began.
+            began: time when computing the step began.
         """
         recorded = [(entry, self._record(entry, result, began)) for entry in batch.sequences]
         updates = []
         for entry, error in recorded:
             sequence = self._running[entry.request_id]
             if error is not None:
-                updates += self._refuse(sequence, error)
+                updates += self._abort_non_finite(sequence, error)
             elif entry.samples:
                 updates += [self._advance(branch, result) for branch in [sequence, *self._fork(sequence)]]
         return updates
 
     def check_integrity(self) -> None:
-        """Blocks are held by running sequences and the knowledge tree only and as often as they are counted, each
-        sequence has the slots it needs, and nobody will write where others read."""
+        """Assert that reference counts of blocks match their holders (running sequences and the knowledge tree), that
+        each sequence has the slots it needs, and that no sequence will write to a shared block."""
         pool = self.kv.pool
         self._waiting.reorder(self.kv.take_changes())
         self._waiting.check_integrity()
         self.kv.check_integrity(sequence.lease for sequence in self._running.values())
-        leaders = chain(self._waiting, self._running.values())
-        idle = [*self._waiting, *(follower for leader in leaders for follower in leader.followers)]
+        idle = (one for one in self._all_sequences() if self._running.get(one.request_id) is not one)
         assert all(not sequence.table.block_ids for sequence in idle), "a waiting sequence holds blocks"
-        assert self._num_seats_taken <= self.limits.max_num_seqs
+        assert self._num_reserved_seqs <= self.limits.max_num_seqs
         for sequence in self._running.values():
             assert sequence.num_computed <= sequence.table.num_slots, sequence.request_id
             unwritten = set((sequence.table.slots[sequence.num_computed :] // pool.block_size).tolist())
@@ -278,7 +212,7 @@ class Scheduler:
             assert sequence.num_tokens - sequence.table.num_slots <= 1, sequence.request_id
 
     def _record(self, entry: ScheduledSequence, result: StepResult, began: float) -> NonFiniteError | None:
-        """Take note of what a step computed of a sequence; returns an error if it is NaN or an infinity."""
+        """Record what a step computed of a sequence; returns an error if that is NaN or infinite."""
         sequence = self._running[entry.request_id]
         sequence.began_at = began if sequence.began_at is None else sequence.began_at
         if entry.request_id in result.non_finite:
@@ -295,43 +229,24 @@ class Scheduler:
             return error
         return None
 
-    def _refuse(self, sequence: Sequence, error: NonFiniteError) -> list[SequenceUpdate]:
-        """End a request and the samples that would fork from it, and drop the kept KV that it has used."""
+    def _abort_non_finite(self, sequence: Sequence, error: NonFiniteError) -> list[SequenceUpdate]:
+        """End a request and the samples that would fork from it, and drop the kept KV that it used."""
         num_dropped = self.kv.drop_suspect(sequence.lease)
         logger.error("%s: %s (%d pieces of kept KV)", sequence.request_id, error, num_dropped)
         group, sequence.followers = [sequence, *sequence.followers], []
         for one in group:
-            self._finish(one, FinishReason.ABORTED)
+            self._finish(one)
         return [SequenceUpdate(one.request_id, None, FinishReason.ABORTED, error=error) for one in group]
 
     def _advance(self, sequence: Sequence, result: StepResult) -> SequenceUpdate:
-        token_id = result.token_ids[sequence.request_id]
-        is_answer = token_id not in sequence.request.stop_token_ids
-        if is_answer:
-            sequence.append(token_id)
-        if (error := sequence.error) is not None:
-            self._finish(sequence, FinishReason.ABORTED)
-            return SequenceUpdate(sequence.request_id, None, FinishReason.ABORTED, error=error)
-        reason: FinishReason | None = None
-        if not is_answer or sequence.is_complete:
-            reason = FinishReason.STOP
-        elif sequence.num_generated == sequence.request.sampling.max_tokens:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._finish(sequence, reason)
-        is_first = sequence.num_generated <= 1
-        return SequenceUpdate(
-            sequence.request_id,
-            token_id if is_answer else None,
-            reason,
-            result.logprobs.get(sequence.request_id) if is_answer else None,
-            sequence.lease.reuse if is_first else None,
-            sequence.admission if is_first else None,
-        )
+        update = append_sampled_token(sequence, result)
+        if update.finish_reason is not None:
+            self._finish(sequence)
+        return update
 
     @property
-    def _num_seats_taken(self) -> int:
-        """Followers have the seats that they will sit on when they fork."""
+    def _num_reserved_seqs(self) -> int:
+        """Running sequences, and the followers that will fork from them."""
         return sum(1 + len(sequence.followers) for sequence in self._running.values())
 
     def _new_sequence(self, request: Request, now: float) -> Sequence:
@@ -345,22 +260,22 @@ class Scheduler:
         return Sequence(request, lease, self._num_arrivals, now, cuts)
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
-        """The followers of a sequence whose prompt has just run, now running themselves."""
+        """Start the followers of a sequence whose prompt has just run; returns them."""
         followers, leader.followers = leader.followers, []
         for follower in followers:
-            self._take_over(follower, leader)
+            self._copy_progress(follower, leader)
             self._running[follower.request_id] = follower
         return followers
 
-    def _take_over(self, follower: Sequence, leader: Sequence) -> None:
+    def _copy_progress(self, follower: Sequence, leader: Sequence) -> None:
         self.kv.fork(leader.lease, follower.lease)
         follower.num_computed = leader.num_computed
         follower.to_compute = leader.to_compute
         follower.status = leader.status
         follower.admitted_at, follower.began_at = leader.admitted_at, leader.began_at
 
-    def _leave(self, request_id: RequestId) -> Sequence | None:
-        """Take a follower out of its group; None if there is none of that name."""
+    def _remove_follower(self, request_id: RequestId) -> Sequence | None:
+        """Remove and return a follower that has not forked; None if there is none of that id."""
         for leader in chain(self._waiting, self._running.values()):
             left = next((one for one in leader.followers if one.request_id == request_id), None)
             if left is not None:
@@ -368,48 +283,54 @@ class Scheduler:
                 return left
         return None
 
-    def _hand_over(self, leader: Sequence) -> None:
-        """The first follower leads from now on, in the same place and with what has been computed."""
+    def _promote_follower(self, leader: Sequence) -> None:
+        """Make the first follower the leader, in the same place and with the KV computed so far."""
         heir = leader.followers[0]
         heir.followers, leader.followers = leader.followers[1:], []
         if leader.status is not Status.RUNNING:
-            self._wait(heir)
+            self._enqueue(heir)
             return
-        self._take_over(heir, leader)
+        self._copy_progress(heir, leader)
         running = ((heir if one is leader else one) for one in self._running.values())
         self._running = {one.request_id: one for one in running}
 
-    def _leases(self) -> list[Lease]:
-        """Of all sequences, waiting or running."""
-        leaders = chain(self._waiting, self._running.values())
-        return [one.lease for leader in leaders for one in (leader, *leader.followers)]
+    def _all_sequences(self) -> Iterator[Sequence]:
+        """Running and waiting sequences, each with its followers."""
+        for leader in chain(self._running.values(), self._waiting):
+            yield from (leader, *leader.followers)
 
-    def _hold(self, now: float) -> float | None:
-        """Until when those who wait do so for company (llmds's micro-batches): until their tokens fill a step or they
-        the seats, but not for long. None if there is nothing to wait for."""
+    def _leases(self) -> list[Lease]:
+        return [sequence.lease for sequence in self._all_sequences()]
+
+    def _batch_delay_end(self, now: float) -> float | None:
+        """Return until when to wait for more requests (llmds's micro-batches); None to run now.
+
+        The wait ends `batch_delay_s` after the oldest request arrived, or when the waiting requests fill the step's
+        tokens or sequences.
+        """
         if self._running or not self._waiting:
             return None
         until = self._waiting.oldest.arrived_at + self.limits.batch_delay_s
         if until <= now:
             return None
-        num_tokens = num_seats = 0
+        num_tokens = num_seqs = 0
         for sequence in self._waiting:
-            num_tokens += self._outlook(sequence).num_to_compute
-            num_seats += 1 + len(sequence.followers)
-            if num_tokens >= self.limits.max_num_batched_tokens or num_seats >= self.limits.max_num_seqs:
+            num_tokens += self._candidate(sequence).num_to_compute
+            num_seqs += 1 + len(sequence.followers)
+            if num_tokens >= self.limits.max_num_batched_tokens or num_seqs >= self.limits.max_num_seqs:
                 return None
         return until
 
-    def _decodes(self, copies: list[BlockCopy]) -> list[ScheduledSequence]:
-        """One token of every decoding sequence, oldest first: whom a preemption hits has not been taken yet."""
-        taken = []
+    def _schedule_decodes(self, copies: list[BlockCopy]) -> list[ScheduledSequence]:
+        """Schedule one token of every decoding sequence, oldest first, so that a preempted sequence has no entry."""
+        entries = []
         for sequence in list(self._running.values()):
             if sequence.status is Status.RUNNING and sequence.is_decoding and self._ensure_slot(sequence, copies):
-                taken.append(take(sequence, 1))
-        return taken
+                entries.append(schedule_tokens(sequence, 1))
+        return entries
 
     def _advance_repair(self, sequence: Sequence, entry: ScheduledSequence, result: StepResult) -> bool:
-        """Record a step of a repair; True if that was its last one."""
+        """Record a step of selective recompute; True if it was the last one."""
         if entry.is_look:
             self.kv.see(sequence.lease, result.attention[entry.request_id])
             return False
@@ -426,7 +347,7 @@ class Scheduler:
         return True
 
     def _ensure_slot(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
-        """A slot for the sequence's next token, preempting younger sequences if need be; False if it was preempted."""
+        """Get a slot for the next token, preempting younger sequences if need be; False if it was itself preempted."""
         while sequence.table.num_slots < sequence.num_tokens:
             appended = self.kv.try_append_token(sequence.table)
             if appended is not None:
@@ -444,17 +365,17 @@ class Scheduler:
         sequence.to_compute = None
         sequence.status = Status.PREEMPTED
         del self._running[sequence.request_id]
-        self._wait(sequence)
+        self._enqueue(sequence)
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence) -> None:
         self._waiting.push(sequence)
         self.kv.protect(sequence.lease)
 
     def _try_admit(self, now: float) -> Sequence | None:
-        """The first waiting sequence, if there is a seat and blocks for all of its tokens."""
+        """Admit the first waiting sequence if it fits into `max_num_seqs` and has blocks for all its tokens."""
         self._waiting.reorder(self.kv.take_changes())
         sequence = self._waiting.first()
-        if sequence is None or self._num_seats_taken + 1 + len(sequence.followers) > self.limits.max_num_seqs:
+        if sequence is None or self._num_reserved_seqs + 1 + len(sequence.followers) > self.limits.max_num_seqs:
             return None
         num_cached = self.kv.try_admit(sequence.lease, sequence.segment_lengths)
         if num_cached is None:
@@ -466,12 +387,11 @@ class Scheduler:
         self._running[sequence.request_id] = sequence
         return sequence
 
-    def _outlook(self, sequence: Sequence) -> AdmissionCandidate:
+    def _candidate(self, sequence: Sequence) -> AdmissionCandidate:
         num_cached = self.kv.num_reusable(sequence.lease, sequence.num_tokens)
         return AdmissionCandidate(sequence.arrival, num_cached, max(sequence.num_tokens - num_cached, 1))
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _finish(self, sequence: Sequence) -> None:
         self.kv.release(sequence.lease)
         sequence.status = Status.FINISHED
-        sequence.finish_reason = reason
         self._running.pop(sequence.request_id, None)

@@ -1,8 +1,8 @@
 """The running state of one request. Only the scheduler changes it.
 
 Positions: [0, num_computed) have their KV in slots; [num_computed, num_tokens) are known tokens that must still run. A
-sequence decodes when exactly one token is left to run and it was sampled; otherwise it prefills. While chunks of its
-prompt are repaired, what must run is not all of that but `to_compute`, and num_computed stays until it is done.
+sequence decodes when exactly one token is left to run and that token was sampled; otherwise it prefills. During
+selective recompute only the positions `to_compute` run, and num_computed stays until all of them have run.
 """
 
 from bisect import bisect_right
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.ids import RequestId
-from stillroom.core.request import Admission, FinishReason, Request
+from stillroom.core.request import Admission, Request
 from stillroom.errors import UsageError
 from stillroom.kvcache.blocks.table import BlockTable
 from stillroom.kvcache.lease import Lease
@@ -23,12 +23,12 @@ class Status(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Waiting again, with its blocks taken away; what it generated is kept and runs once more as prompt."""
+    """Waiting again without blocks; its generated tokens run once more as prompt."""
     FINISHED = "finished"
 
 
 class Sequence:
-    """A request on its way: its tokens so far, and where their KV is."""
+    """A request in progress: its tokens so far, and where their KV is."""
 
     __slots__ = (
         "_token_ids",
@@ -38,7 +38,6 @@ class Sequence:
         "began_at",
         "constraint",
         "cuts",
-        "finish_reason",
         "followers",
         "lease",
         "num_computed",
@@ -54,27 +53,26 @@ class Sequence:
     ) -> None:
         self.request = request
         self.arrival = arrival
-        """Number of the request, in the order in which they came."""
+        """Number of the request in order of arrival."""
         self.arrived_at = arrived_at
-        """When it came, in seconds."""
+        """In seconds."""
         self.admitted_at: float | None = None
-        """When it first got its turn."""
+        """Time of the first admission."""
         self.began_at: float | None = None
-        """When computing it began first."""
+        """Time when its first step began."""
         self.cuts = cuts
         """Positions at which its prefill is cut, ascending: no step computes tokens of both sides."""
         self.lease = lease
         self.status = Status.WAITING
-        self.finish_reason: FinishReason | None = None
         self.num_prompt_tokens = request.prompt.num_tokens
         self.num_tokens = self.num_prompt_tokens
         self.num_computed = 0
         self.to_compute: NDArray[np.int64] | None = None
-        """Positions that the repair of its chunks has left to run, ascending; None if there is none, or before its
-        look."""
+        """Positions that selective recompute still has to run, ascending; None without one and before its query
+        pass."""
         self.constraint = None if request.constraint is None else request.constraint.copy()
         self.followers: list[Sequence] = []
-        """Other samples of this prompt. They fork from this sequence once its prompt has run."""
+        """Other samples of this prompt; they fork from this sequence when its prompt has run."""
         self._token_ids: NDArray[np.int64] = np.empty(
             self.num_prompt_tokens + request.sampling.max_tokens, dtype=np.int64
         )
@@ -102,18 +100,18 @@ class Sequence:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing can follow by the request's constraint."""
+        """Whether the request's constraint allows no further token."""
         return self.constraint is not None and self.constraint.is_complete
 
     @property
     def error(self) -> UsageError | None:
-        """Its constraint cannot be kept to any longer."""
+        """Why the constraint cannot be followed any longer; None if it can."""
         text = None if self.constraint is None else self.constraint.error
         return None if text is None else UsageError(f"the JSON schema is too complex for this answer: {text}")
 
     @property
     def admission(self) -> Admission | None:
-        """None before computing began."""
+        """Times of admission and of the first step; None before the first step."""
         if self.admitted_at is None or self.began_at is None:
             return None
         return Admission(self.admitted_at, self.began_at)
@@ -126,7 +124,7 @@ class Sequence:
         return lengths
 
     def next_cut(self, start: int) -> int:
-        """The first cut behind this position; all its tokens if there is none."""
+        """Return the first cut after this position; `num_tokens` if there is none."""
         index = bisect_right(self.cuts, start)
         return self.cuts[index] if index < len(self.cuts) else self.num_tokens
 
@@ -139,7 +137,7 @@ class Sequence:
         return self._token_ids[positions]
 
     def append(self, token_id: int) -> None:
-        """A sampled token."""
+        """Append a sampled token and advance the constraint."""
         self._token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
         if self.constraint is not None:

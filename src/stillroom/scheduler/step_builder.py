@@ -1,4 +1,4 @@
-"""What of a sequence runs in a step: the next tokens of its prompt or answer, or of the repair of its chunks."""
+"""Builds the batch entry of one sequence: the next tokens of its prompt, its answer or its selective recompute."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +9,13 @@ from stillroom.kvcache.chunk_reuse.recompute import SelectiveRecompute
 from stillroom.scheduler.sequence import Sequence
 
 
-def take(sequence: Sequence, budget: int) -> ScheduledSequence:
-    """The next tokens of a sequence, as many as the budget allows; changes nothing but what is remembered of them."""
+def schedule_tokens(sequence: Sequence, budget: int) -> ScheduledSequence:
+    """Return the next tokens of a sequence, at most `budget` of them.
+
+    Changes only `sequence.to_compute` and the recompute's state.
+    """
     if sequence.lease.repair is not None:
-        return _take_repair(sequence, sequence.lease.repair, budget)
+        return _schedule_recompute(sequence, sequence.lease.repair, budget)
     start = sequence.num_computed
     end = min(start + budget, sequence.next_cut(start))
     samples = _samples(sequence) if end == sequence.num_tokens else ()
@@ -21,8 +24,8 @@ def take(sequence: Sequence, budget: int) -> ScheduledSequence:
     return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, weighing=weighing)
 
 
-def _take_repair(sequence: Sequence, repair: SelectiveRecompute, budget: int) -> ScheduledSequence:
-    """The look of a sequence with placed chunks, a piece of its probe, or of the pass behind them."""
+def _schedule_recompute(sequence: Sequence, repair: SelectiveRecompute, budget: int) -> ScheduledSequence:
+    """Return a piece of the deviation pass (probe), the query pass (look), or the computing pass after them."""
     slots = sequence.table.slots
     if repair.needs_probe:
         probed = repair.probes_from(sequence.num_tokens, budget)
@@ -30,16 +33,16 @@ def _take_repair(sequence: Sequence, repair: SelectiveRecompute, budget: int) ->
         return ScheduledSequence(sequence.request_id, token_ids, probed.start, slots[: probed.stop], (), is_probe=True)
     if repair.needs_look:
         positions = repair.looks_from(sequence.num_tokens, budget)
-        return _at(sequence, positions, slots[np.concatenate([repair.context, positions])], (), is_look=True)
+        return _entry_at(sequence, positions, slots[np.concatenate([repair.context, positions])], (), is_look=True)
     if sequence.to_compute is None:
         sequence.to_compute = repair.to_compute(sequence.num_tokens)
     positions = sequence.to_compute[:budget]
     samples = _samples(sequence) if len(positions) == len(sequence.to_compute) else ()
     end = int(positions[-1]) + 1
-    return _at(sequence, positions, slots[:end], samples, weighing=_weighing(sequence, positions))
+    return _entry_at(sequence, positions, slots[:end], samples, weighing=_weighing(sequence, positions))
 
 
-def _at(
+def _entry_at(
     sequence: Sequence,
     positions: NDArray[np.int64],
     context: NDArray[np.int64],
@@ -55,7 +58,7 @@ def _at(
 
 
 def _weighing(sequence: Sequence, positions: NDArray[np.int64]) -> Weighing | None:
-    """What is to be measured of tokens of a prompt."""
+    """Return what to measure of these tokens' attention; None for tokens of an answer."""
     weigher = sequence.lease.weigher
     if weigher is None or positions[-1] >= sequence.num_prompt_tokens:
         return None
@@ -63,7 +66,6 @@ def _weighing(sequence: Sequence, positions: NDArray[np.int64]) -> Weighing | No
 
 
 def _samples(sequence: Sequence) -> tuple[SampleSpec, ...]:
-    """Of a sequence and its followers, as all of their tokens run."""
     return (_sample_spec(sequence), *map(_sample_spec, sequence.followers))
 
 

@@ -18,6 +18,7 @@ from stillroom.kvcache.manager import KVCacheManager, Reuse
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.tree_options import TreeOptions
+from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES, Policy
 from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
 from stillroom_bench.instrument.harness import Arm, Metrics

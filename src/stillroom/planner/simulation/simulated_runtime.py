@@ -25,8 +25,10 @@ from stillroom.kvstore.modelled import ModelledMover
 from stillroom.planner.simulation.driving import drive
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt, SteppedEngine, stepped
 from stillroom.runner.modelled_runner import ModelledRunner
+from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
-from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
+from stillroom.scheduler.scheduler import Scheduler
+from stillroom.scheduler.sequence_update import SequenceUpdate
 
 BLOCK_SIZE = 16
 

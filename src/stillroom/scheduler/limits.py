@@ -1,0 +1,52 @@
+"""Limits of a step and of a request, and the check of a request against them."""
+
+from dataclasses import dataclass
+
+from stillroom.core.request import Request
+from stillroom.errors import PromptTooLongError, UsageError
+from stillroom.kvcache.manager import KVCacheManager
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Limits of a step and of a request."""
+
+    max_num_seqs: int
+    """Sequences that run at the same time."""
+    max_num_batched_tokens: int
+    """Tokens computed in one step; at least `max_num_seqs`, so that every decode fits."""
+    max_model_len: int
+    """Prompt plus answer, in tokens."""
+    batch_delay_s: float = 0.0
+    """Longest time that the oldest waiting request is delayed to fill a batch, while no request runs."""
+    fixed_tail_tokens: int = 0
+    """If not 0, shapes are fixed: each piece of a prompt is computed in a step of its own, whether the pieces before it
+    were kept or computed. The last segment is cut into pieces of this many tokens."""
+
+
+def check_request(request: Request, num_samples: int, limits: SchedulerLimits, kv: KVCacheManager) -> None:
+    """Refuse a request that can never run. Reads only constants, so any thread may call it.
+
+    Raises:
+        PromptTooLongError: the request exceeds the model's length or the whole KV pool.
+        UsageError: so many samples cannot run at the same time.
+    """
+    if num_samples > limits.max_num_seqs:
+        raise UsageError(
+            f"n={num_samples} exceeds the {limits.max_num_seqs} sequences that run at the same time; "
+            "lower n or raise runtime.max_num_seqs"
+        )
+    num_prompt, num_output = request.prompt.num_tokens, request.sampling.max_tokens
+    if num_prompt + num_output > limits.max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt} tokens and max_tokens is {num_output}, together more than the model's "
+            f"{limits.max_model_len}; retrieve fewer chunks (top_k) or lower max_tokens"
+        )
+    lengths = [len(segment.token_ids) for segment in request.prompt.segments]
+    lengths[-1] += num_output
+    if not kv.can_ever_hold(lengths):
+        pool = kv.pool
+        raise PromptTooLongError(
+            f"{num_prompt} prompt tokens and max_tokens={num_output} do not fit into the KV pool of "
+            f"{pool.num_blocks} blocks of {pool.block_size} tokens; raise runtime.kv_bytes or shorten the prompt"
+        )

@@ -1,0 +1,52 @@
+"""The result of a step for one request: its sampled token, and whether the request ends with it."""
+
+from dataclasses import dataclass
+
+from stillroom.core.batch import StepResult, TokenLogprobs
+from stillroom.core.ids import RequestId
+from stillroom.core.request import Admission, FinishReason
+from stillroom.core.reuse import PromptReuse
+from stillroom.errors import NonFiniteError, UsageError
+from stillroom.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """Result of a step for one request."""
+
+    request_id: RequestId
+    token_id: int | None
+    """The new token; None if it was a stop token."""
+    finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+    """Those of the new token, if requested."""
+    reuse: PromptReuse | None = None
+    """Set with the first token."""
+    admission: Admission | None = None
+    """Set with the first token."""
+    error: UsageError | NonFiniteError | None = None
+    """Why the request was aborted."""
+
+
+def append_sampled_token(sequence: Sequence, result: StepResult) -> SequenceUpdate:
+    """Append the token sampled for a sequence, unless it is a stop token; the caller ends a finished sequence."""
+    token_id = result.token_ids[sequence.request_id]
+    is_answer = token_id not in sequence.request.stop_token_ids
+    if is_answer:
+        sequence.append(token_id)
+    if (error := sequence.error) is not None:
+        return SequenceUpdate(sequence.request_id, None, FinishReason.ABORTED, error=error)
+    reason: FinishReason | None = None
+    if not is_answer or sequence.is_complete:
+        reason = FinishReason.STOP
+    elif sequence.num_generated == sequence.request.sampling.max_tokens:
+        reason = FinishReason.LENGTH
+    is_first = sequence.num_generated <= 1
+    return SequenceUpdate(
+        sequence.request_id,
+        token_id if is_answer else None,
+        reason,
+        result.logprobs.get(sequence.request_id) if is_answer else None,
+        sequence.lease.reuse if is_first else None,
+        sequence.admission if is_first else None,
+    )
