@@ -142,13 +142,13 @@ def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writi
             raise report
         return report
 
-    def keep_in_step(folders: list[Path], follow: Callable[[], bool], stop: object, apart_from: Path) -> None:
-        assert (folders, apart_from) == ([Path("docs").resolve()], Path("kb").resolve())
+    def watch_folders(folders: list[Path], follow: Callable[[], bool], stop: object, ignored: Path) -> None:
+        assert (folders, ignored) == ([Path("docs").resolve()], Path("kb").resolve())
         answers.extend(follow() for _ in range(8))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stillroom, "add", add)
-    monkeypatch.setattr(watching, "keep_in_step", keep_in_step)
+    monkeypatch.setattr(watching, "watch_folders", watch_folders)
     result = run("add", "docs", "--watch", "--json")
 
     assert answers == [True, False, True, True, False, False, True, False]

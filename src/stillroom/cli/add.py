@@ -59,11 +59,11 @@ def add(  # noqa: PLR0913  one parameter per flag
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    from stillroom.retrieval.intake.discovery import check_is_there
+    from stillroom.retrieval.intake.discovery import check_exists
 
     said = _metadata(meta or [])
     for path in paths:
-        check_is_there(path)  # before a knowledge base is made for nothing
+        check_exists(path)  # before a knowledge base is made for nothing
     with opening.open_stillroom(kb, opening.load_settings(config), create=True) as opened:
         adding = _Adding(opened, paths, exclude or [], said, as_json=as_json, quiet=quiet)
         if watch:
@@ -117,13 +117,13 @@ class _Adding:
 
 def _watch(adding: _Adding, folders: list[Path], kb: Path) -> None:
     """Follow the folders until Ctrl-C. What is shown: the first report, and later ones that say something new."""
-    from stillroom.retrieval.intake.watching import keep_in_step
+    from stillroom.retrieval.intake.watching import watch_folders
 
     follower = _Follower(adding)
     if not adding.is_quiet:
         note(f"watching {', '.join(short_path(str(folder)) for folder in folders)}; Ctrl-C ends it")
     try:
-        keep_in_step(folders, follower.follow, Event(), apart_from=kb)
+        watch_folders(folders, follower.follow, Event(), ignored=kb)
     except KeyboardInterrupt:
         if follower.is_adding:
             raise

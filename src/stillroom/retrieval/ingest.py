@@ -23,9 +23,9 @@ from stillroom.errors import DocumentError, ReaderUnavailableError, UnknownDocum
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.intake.discovery import Discovery, Skipped, discover
-from stillroom.retrieval.intake.reading import FileReader, Looked, with_said
+from stillroom.retrieval.intake.reading import CheckedFile, FileReader
 from stillroom.retrieval.loaders.formats import is_jsonl
-from stillroom.retrieval.loaders.metadata import Said, sidecar_metadata
+from stillroom.retrieval.loaders.metadata import GivenMetadata, sidecar_metadata, with_given
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.document_names import DocumentNames
 from stillroom.retrieval.store.pending import CommitBatch, Pending, content_hash_of, outcome_of
@@ -127,7 +127,7 @@ class Ingest:
         self._num_files_done = self._num_bytes_done = self._num_chunks_done = 0
         self._current = ""
 
-    def run(self, paths: Sequence[str | Path], said: Said, exclude: Sequence[str] = ()) -> AddReport:
+    def run(self, paths: Sequence[str | Path], said: GivenMetadata, exclude: Sequence[str] = ()) -> AddReport:
         """Add files and folders.
 
         Args:
@@ -152,7 +152,7 @@ class Ingest:
                 try:
                     self._add_file(looked, len(known.get(self._current, ())), sources.get(self._current))
                 except DocumentError as error:
-                    self._reader.remember(looked, error)
+                    self._reader.remember_failure(looked, error)
                     self._is_worth_repeating |= isinstance(error, ReaderUnavailableError)
                     self._fail(looked.path, str(error))
                     self._finish_file(self._sizes[looked.path])
@@ -170,7 +170,7 @@ class Ingest:
         name = self._names.name_of(str(path))
         self._failures.append((str(path), reason.removeprefix(f"{path}: ").removeprefix(f"{name}: ")))
 
-    def _add_file(self, looked: Looked, num_known: int, known: SourceFile | None) -> None:
+    def _add_file(self, looked: CheckedFile, num_known: int, known: SourceFile | None) -> None:
         if looked.error is not None:
             raise looked.error
         path, source = looked.path, looked.source
@@ -193,7 +193,7 @@ class Ingest:
             document = dataclasses.replace(
                 document,
                 document_id=DocumentId(self._names.name_of(document.document_id)),
-                metadata=with_said(document.metadata, said) if said else document.metadata,
+                metadata=with_given(document.metadata, said) if said else document.metadata,
             )
             num_bytes += self._add_document(path, document, known_hashes)
         self._counts["removed"] += len(known_hashes)  # those that are left were not seen again

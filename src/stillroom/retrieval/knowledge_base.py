@@ -40,9 +40,9 @@ from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.index.bm25 import DamagedPostingsError
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ingest import AddProgress, AddReport, Ingest, RemoveReport, documents_at
-from stillroom.retrieval.intake.reading import Failures, FileReader, with_said
+from stillroom.retrieval.intake.reading import Failures, FileReader
 from stillroom.retrieval.kb_writing import Following, keeping_up
-from stillroom.retrieval.loaders.metadata import said_metadata
+from stillroom.retrieval.loaders.metadata import given_metadata, with_given
 from stillroom.retrieval.repairing import Repairs
 from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.store.corpus import Corpus
@@ -179,7 +179,7 @@ class KnowledgeBase:
             IndexUnavailableError: the dense index is on a server that cannot be reached. What was committed until then
                 is kept, and goes there next time.
         """
-        said = said_metadata(metadata or {})
+        said = given_metadata(metadata or {})
         with self._lock.held("add"), keeping_up(self._indexes):
             following = Following(self._corpus, self._indexes, progress, stop)
             reader = FileReader(self._config.documents, self._unreadable, following.check)
@@ -234,12 +234,12 @@ class KnowledgeBase:
         Raises:
             UsageError: the metadata is none.
         """
-        said, known = said_metadata(metadata or {}), self._corpus.sources()
+        said, known = given_metadata(metadata or {}), self._corpus.sources()
         names = [self._corpus.names.name_of(path) for path in paths]
         before = {name: known.get(name) for name in names}
         noted = []
         for name, source in before.items():
-            both = with_said({} if source is None else source.metadata, said)
+            both = with_given({} if source is None else source.metadata, said)
             noted.append(SourceUpdate(name, SourceFile(name, PENDING, 0, "", both)))
         self._corpus.commit(sources=noted)
         return before

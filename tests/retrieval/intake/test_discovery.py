@@ -1,4 +1,4 @@
-"""Which files of a folder are documents."""
+"""Discovery of document files in folders."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def fill(folder: Path, files: dict[str, str]) -> None:
 
 
 def found(*paths: Path, exclude: tuple[str, ...] = ()) -> list[str]:
-    """Names relative to the first path."""
+    """Return the discovered names relative to the first path."""
     return [path.relative_to(paths[0]).as_posix() for path in discover(paths, exclude).files]
 
 
@@ -27,7 +27,7 @@ def write_jsonl(path: Path, *records: object) -> Path:
     return path
 
 
-def test_a_folder_is_walked_in_order_without_what_is_hidden_or_of_no_known_format(tmp_path: Path) -> None:
+def test_folder_walk_is_sorted_and_skips_hidden_and_unknown_files(tmp_path: Path) -> None:
     names = (
         "b.md",
         "a.txt",
@@ -55,10 +55,10 @@ def test_only_jsonl_files_with_texts_are_documents_in_a_folder(tmp_path: Path) -
     (tmp_path / "corpus.jsonl").unlink()
     assert found(tmp_path) == ["queries.jsonl"], "questions alone are documents"
     events = tmp_path / "events.jsonl"
-    assert discover([tmp_path], known={str(events)}).files[0] == events, "documents came from it before"
+    assert discover([tmp_path], known={str(events)}).files[0] == events, "it was indexed before"
 
 
-def test_ignore_files_count_as_in_git(tmp_path: Path) -> None:
+def test_ignore_files_follow_the_rules_of_git(tmp_path: Path) -> None:
     fill(
         tmp_path,
         {
@@ -72,24 +72,24 @@ def test_ignore_files_count_as_in_git(tmp_path: Path) -> None:
     assert found(tmp_path) == ["keep.log.txt", "private/d.md", "sub/again.log.txt", "sub/local.md", "sub/top.md"]
 
 
-def test_in_a_repository_the_ignore_files_above_count_too(tmp_path: Path) -> None:
+def test_ignore_files_above_the_folder_count_in_a_repository(tmp_path: Path) -> None:
     fill(tmp_path, {".gitignore": "drafts/\n", "docs/a.md": "t", "docs/drafts/b.md": "t"})
-    assert found(tmp_path / "docs") == ["a.md", "drafts/b.md"], "no repository: what lies above is not asked"
+    assert found(tmp_path / "docs") == ["a.md", "drafts/b.md"], "outside a repository, ignore files above do not count"
     (tmp_path / ".git").mkdir()
     assert found(tmp_path / "docs") == ["a.md"]
 
 
-def test_exclude_holds_for_folders_and_for_what_is_named(tmp_path: Path) -> None:
+def test_exclude_applies_to_folders_and_named_files(tmp_path: Path) -> None:
     fill(tmp_path, {".gitignore": "!kept.md\n", **dict.fromkeys(("a.md", "kept.md", "old/b.md", "sub/old/c.md"), "t")})
     assert found(tmp_path, exclude=("/old/", "kept.md")) == ["a.md", "sub/old/c.md"]
     assert found(tmp_path, exclude=("*",)) == []
     named = discover([tmp_path / "a.md", tmp_path / "kept.md"], ("k*",))
     assert named.files == (tmp_path / "a.md",) and named.skipped.num_ignored == 1
-    with pytest.raises(UsageError, match="not a pattern"):
+    with pytest.raises(UsageError, match="not patterns as in"):
         discover([tmp_path], ("!",))
 
 
-def test_a_named_file_is_taken_whatever_its_name(tmp_path: Path) -> None:
+def test_named_file_is_loaded_whatever_its_name(tmp_path: Path) -> None:
     fill(tmp_path, {".gitignore": "*\n", ".hidden.md": "t", "x.bin": "t"})
     assert found(tmp_path, tmp_path / ".hidden.md", tmp_path / "x.bin") == [".hidden.md", "x.bin"]
     assert found(tmp_path, tmp_path / "x.bin", tmp_path / "." / "x.bin") == ["x.bin"]
@@ -102,12 +102,12 @@ def test_links_to_folders_are_not_followed_and_links_to_files_are(tmp_path: Path
     assert found(tmp_path) == ["a.md", "linked.md", "sub/b.md"]
 
 
-def test_a_knowledge_base_in_the_folder_is_no_document(tmp_path: Path) -> None:
+def test_knowledge_base_inside_the_folder_is_skipped(tmp_path: Path) -> None:
     fill(tmp_path, {"a.md": "t", "kb/manifest.json": "{}", "kb/corpus.sqlite3": "", "kb/notes.md": "t"})
     assert found(tmp_path) == ["a.md"]
 
 
-def test_what_the_rules_say_of_a_file_that_was_added_earlier(tmp_path: Path) -> None:
+def test_ignores_answers_for_files_added_earlier(tmp_path: Path) -> None:
     fill(tmp_path, {".gitignore": "drafts/\n", "drafts/deep/a.md": "t", "b.md": "t", "sub/c.md": "t"})
     seen = discover([tmp_path, tmp_path / "drafts" / "deep"])
     assert not seen.ignores(str(tmp_path / "drafts/deep/a.md")), "its folder was named too"
@@ -116,14 +116,14 @@ def test_what_the_rules_say_of_a_file_that_was_added_earlier(tmp_path: Path) -> 
     assert not seen.ignores("/elsewhere/drafts/x.md")
 
 
-def test_a_path_that_does_not_exist_is_a_mistake_of_the_call(tmp_path: Path) -> None:
+def test_missing_or_empty_path_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nowhere does not exist"):
         discover([tmp_path / "nowhere"])
-    with pytest.raises(UsageError, match="an empty path"):
+    with pytest.raises(UsageError, match="a path is empty"):
         discover([""])
 
 
-def test_what_cannot_be_reached_may_exist(tmp_path: Path) -> None:
+def test_inaccessible_path_is_not_a_usage_error(tmp_path: Path) -> None:
     fill(tmp_path, {"closed/a.md": "t"})
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "closed").chmod(0o000)

@@ -1,4 +1,4 @@
-"""Files parsed in processes of their own: the same documents, and what ends one process is one file's failure."""
+"""Parsing processes: the same documents as in one process, and a crash fails one file only."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from stillroom.retrieval.loaders.load import load
 from tests.retrieval.loaders.make import epub, pdf, word, workbook
 
 SLOW = "*a **b " * 60_000
-"""Markdown over which the parser takes many seconds."""
+"""Markdown that takes the parser many seconds."""
 
 
 @pytest.fixture
@@ -32,21 +32,19 @@ def files(tmp_path: Path) -> list[Path]:
     return [tmp_path / name for name in contents]
 
 
-def test_the_documents_are_those_that_a_loader_gives_here(files: list[Path], tmp_path: Path) -> None:
+def test_pool_returns_the_documents_of_the_loaders(files: list[Path], tmp_path: Path) -> None:
     (tmp_path / "bad.pdf").write_bytes(b"no PDF")
     pool = ParserPool(DocumentsConfig(num_workers=2))
     try:
         futures = [pool.submit(path) for path in (files[0], tmp_path / "bad.pdf", *files[1:])]
-        with pytest.raises(DocumentError, match=r"bad\.pdf: damaged, cut off, or no PDF"):
+        with pytest.raises(DocumentError, match=r"bad\.pdf: damaged, cut off, or not a PDF"):
             futures.pop(1).result()
         assert [[future.result()] for future in futures] == [list(load(path)) for path in files]
     finally:
         pool.close()
 
 
-def test_what_takes_too_long_or_too_much_memory_is_stopped_and_the_next_file_is_read(
-    files: list[Path], tmp_path: Path
-) -> None:
+def test_file_over_time_or_memory_limit_fails_and_the_next_file_is_parsed(files: list[Path], tmp_path: Path) -> None:
     (tmp_path / "slow.md").write_text(SLOW)
     (tmp_path / "large.html").write_text("<p>a" * 500_000)
     for name, limits, reason in (
@@ -57,13 +55,13 @@ def test_what_takes_too_long_or_too_much_memory_is_stopped_and_the_next_file_is_
         try:
             with pytest.raises(DocumentError, match=f"{name}: {reason}"):
                 pool.submit(tmp_path / name).result()
-            assert not pool._all, "what such a file has left behind is in nobody's way"
+            assert not pool._all, "its process was ended"
             assert pool.submit(files[-1]).result().paragraphs
         finally:
             pool.close()
 
 
-def test_a_reader_that_crashes_takes_one_file_with_it(files: list[Path], tmp_path: Path) -> None:
+def test_crash_of_a_parsing_process_fails_one_file(files: list[Path], tmp_path: Path) -> None:
     (tmp_path / "slow.md").write_text(SLOW)
     pool = ParserPool(DocumentsConfig(num_workers=1))
     try:
@@ -78,18 +76,16 @@ def test_a_reader_that_crashes_takes_one_file_with_it(files: list[Path], tmp_pat
         pool.close()
 
 
-@pytest.mark.parametrize("is_over_at_once", [True, False])
-def test_what_ends_a_process_before_it_is_ready_says_nothing_about_the_file(
-    files: list[Path], is_over_at_once: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends_at_once", [True, False])
+def test_process_that_ends_before_it_is_ready_does_not_fail_the_file(
+    files: list[Path], ends_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # it ends before it is sent anything, or only when it has read what it was sent
-    if is_over_at_once:
-        monkeypatch.setattr("stillroom.retrieval.intake.parsing._start", _started_and_over)
-    else:
-        monkeypatch.setattr("stillroom.retrieval.intake.parsing._start", _started_and_over_at_its_first_message)
+    # the process ends before or after it receives its first message
+    start = _start_and_end if ends_at_once else _start_and_end_at_first_message
+    monkeypatch.setattr("stillroom.retrieval.intake.parsing._start", start)
     pool = ParserPool(DocumentsConfig(num_workers=1))
     try:
-        with pytest.raises(ReaderUnavailableError, match=r"a\.pdf: the process that read it ended"):
+        with pytest.raises(ReaderUnavailableError, match=r"a\.pdf: its reader ended"):
             pool.submit(files[0]).result()
         monkeypatch.undo()
         assert pool.submit(files[0]).result().paragraphs
@@ -97,24 +93,24 @@ def test_what_ends_a_process_before_it_is_ready_says_nothing_about_the_file(
         pool.close()
 
 
-def _started_and_over(descriptor: int) -> "subprocess.Popen[bytes]":
+def _start_and_end(descriptor: int) -> "subprocess.Popen[bytes]":
     process = subprocess.Popen(["/bin/false"], pass_fds=(descriptor,))
     process.wait()
     return process
 
 
-def _started_and_over_at_its_first_message(descriptor: int) -> "subprocess.Popen[bytes]":
+def _start_and_end_at_first_message(descriptor: int) -> "subprocess.Popen[bytes]":
     reads_and_ends = f"import os, sys; os.read({descriptor}, 1 << 16); sys.exit(1)"
     return subprocess.Popen([sys.executable, "-c", reads_and_ends], pass_fds=(descriptor,))
 
 
-def test_no_process_to_be_had_leaves_no_connection_behind(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_process_start_leaks_no_connection(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillroom.retrieval.intake.parsing.sys.executable", "/nowhere/python")
     pool = ParserPool(DocumentsConfig(num_workers=1))
     try:
         num_open = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None
         for _ in range(3):
-            with pytest.raises(ReaderUnavailableError, match="no process could be started"):
+            with pytest.raises(ReaderUnavailableError, match="no parsing process could be started"):
                 pool.submit(files[0]).result()
         if num_open is not None:
             assert len(os.listdir("/proc/self/fd")) <= num_open
@@ -122,7 +118,7 @@ def test_no_process_to_be_had_leaves_no_connection_behind(files: list[Path], mon
         pool.close()
 
 
-def test_closing_waits_for_nobody(tmp_path: Path) -> None:
+def test_close_cancels_running_files(tmp_path: Path) -> None:
     (tmp_path / "slow.md").write_text(SLOW)
     pool = ParserPool(DocumentsConfig(num_workers=1))
     futures = [pool.submit(tmp_path / "slow.md") for _ in range(3)]

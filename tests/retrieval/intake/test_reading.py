@@ -1,4 +1,4 @@
-"""Adding many files of many formats: in order, in several processes, and each failure with its reason."""
+"""Adding many files of many formats: order, several processes, a reason for each failure."""
 
 import contextlib
 import errno
@@ -22,7 +22,7 @@ def reasons(report: AddReport) -> dict[str, str]:
     return {Path(path).name: reason for path, reason in report.failures}
 
 
-def test_a_folder_of_everything_is_read_and_what_cannot_be_read_says_why(open_kb: OpenKb, docs: Path) -> None:
+def test_folder_of_all_formats_is_added_and_failures_have_reasons(open_kb: OpenKb, docs: Path) -> None:
     for number in range(24):
         (docs / f"{number:02}.txt").write_text(f"Text about subject {number}.")
     (docs / "book.pdf").write_bytes(pdf([[(11, "First page.")], [(11, "All about iron keys.")]]))
@@ -37,16 +37,15 @@ def test_a_folder_of_everything_is_read_and_what_cannot_be_read_says_why(open_kb
     (docs / "bad\udcff.md").touch()
     (docs / "loop.md").symlink_to("loop.md")
     (docs / "big.txt").write_text("word " * 20_000)
-    (docs / f"{'long' * 62}.txt").write_text("What would describe it has too long a name.")
+    (docs / f"{'long' * 62}.txt").write_text("The name of its sidecar would be too long.")
     kb = open_kb(StillroomConfig(documents=DocumentsConfig(num_workers=2, max_text_bytes=1 << 16)))
     report = kb.add([docs])
     assert report.num_added == 27
     assert reasons(report) == {
-        "scan.pdf": "no text on its 1 pages, as when they were scanned; add a text layer first, for example with "
-        "ocrmypdf",
+        "scan.pdf": "no text on its 1 pages (scanned?); add a text layer first, for example with ocrmypdf",
         "secret.pdf": "protected by a password; save it without one",
-        "empty.docx": "empty: not a byte in it",
-        "old.xls": "a format that Stillroom does not read; save it as .xlsx",
+        "empty.docx": "empty: it has 0 bytes",
+        "old.xls": "Stillroom does not read this format; save it as .xlsx",
         "pipe.md": "not a regular file (a pipe, socket or device)",
         "socket.md": "not a regular file (a pipe, socket or device)",
         "loop.md": "not a regular file (a symbolic link that leads to itself)",
@@ -60,7 +59,7 @@ def test_a_folder_of_everything_is_read_and_what_cannot_be_read_says_why(open_kb
     assert added == sorted(added)
 
 
-def test_a_file_that_failed_is_tried_again_when_it_changes(
+def test_failed_file_is_parsed_again_when_it_changes(
     open_kb: OpenKb, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (docs / "book.pdf").write_bytes(b"%PDF-1.7 unfinished")
@@ -68,16 +67,16 @@ def test_a_file_that_failed_is_tried_again_when_it_changes(
     assert "damaged" in reasons(kb.add([docs]))["book.pdf"]
     with monkeypatch.context() as patch:
         patch.setattr("stillroom.retrieval.intake.reading.ParserPool", None)  # no process is started for it
-        assert "damaged" in reasons(kb.add([docs]))["book.pdf"], "it is reported all the same"
+        assert "damaged" in reasons(kb.add([docs]))["book.pdf"], "still reported"
     (docs / "book.pdf").write_bytes(pdf([[(11, "Finished.")]]))
     report = kb.add([docs])
     assert (report.num_added, report.failures) == (1, ())
     (docs / "book.pdf").write_bytes(b"%PDF-1.7 broken again")
     assert len(kb.add([docs]).failures) == 1
-    assert kb.num_documents == 1, "what was known of it is kept"
+    assert kb.num_documents == 1, "the indexed version is kept"
 
 
-def test_a_file_for_which_no_process_could_be_started_is_tried_again_next_time(
+def test_file_without_parsing_process_is_parsed_by_the_next_add(
     open_kb: OpenKb, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -88,12 +87,12 @@ def test_a_file_for_which_no_process_could_be_started_is_tried_again_next_time(
     with monkeypatch.context() as patch:
         patch.setattr("stillroom.retrieval.intake.parsing.subprocess.Popen", refuse)
         report = kb.add([docs])
-    assert "no process could be started" in reasons(report)["book.pdf"] and report.is_worth_repeating
+    assert "no parsing process could be started" in reasons(report)["book.pdf"] and report.is_worth_repeating
     report = kb.add([docs])
     assert (report.num_added, report.failures, report.is_worth_repeating) == (1, (), False)
 
 
-def test_a_small_file_that_would_be_read_for_ever_is_stopped(open_kb: OpenKb, docs: Path) -> None:
+def test_small_file_with_exponential_parse_time_is_stopped(open_kb: OpenKb, docs: Path) -> None:
     names = [f"a{number}" for number in range(40)]
     twice = "".join(f".. |{name}| replace:: |{inner}| |{inner}|\n" for name, inner in pairwise(names))
     (docs / "twice.rst").write_text(f"{twice}.. |{names[-1]}| replace:: x\n\n|{names[0]}|\n")
@@ -102,7 +101,7 @@ def test_a_small_file_that_would_be_read_for_ever_is_stopped(open_kb: OpenKb, do
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])
-def test_a_folder_that_may_not_be_entered_stops_nothing_and_is_kept(
+def test_inaccessible_folder_is_reported_and_its_documents_kept(
     open_kb: OpenKb, docs: Path, make_file: MakeFile, mode: int
 ) -> None:
     for name in ("a.md", "gone.md", "secret/b.md", "secret/deep/c.jsonl"):
@@ -123,10 +122,10 @@ def test_a_folder_that_may_not_be_entered_stops_nothing_and_is_kept(
     assert (report.num_added, report.num_removed, report.num_unchanged) == (1, 1, 1)
     assert excluded.failures == () and excluded.num_removed == 2
     (docs / "secret" / "b.md").unlink()
-    assert kb.add([docs]).num_added == 1, "what was taken away is there again"
+    assert kb.add([docs]).num_added == 1, "the removed document is added again"
 
 
-def test_a_file_that_is_ignored_from_now_on_is_forgotten(open_kb: OpenKb, docs: Path, make_file: MakeFile) -> None:
+def test_newly_ignored_file_is_removed(open_kb: OpenKb, docs: Path, make_file: MakeFile) -> None:
     make_file("a.md", "About keys.")
     make_file("drafts/b.md", "About cats.")
     kb = open_kb()
@@ -139,7 +138,7 @@ def test_a_file_that_is_ignored_from_now_on_is_forgotten(open_kb: OpenKb, docs: 
     assert [Path(info.document_id).name for info in kb.documents()] == ["b.md"]
 
 
-def test_how_many_processes_read_decides_nothing(open_kb: OpenKb, docs: Path) -> None:
+def test_number_of_parsing_processes_does_not_change_the_digest(open_kb: OpenKb, docs: Path) -> None:
     for number in range(20):
         text = f"Number {number}. " + "More of it. " * (400 if number % 3 == 0 else 1)
         (docs / f"{number:02}.pdf").write_bytes(pdf([[(11, line)] for line in text.split(". ")[:5]]))

@@ -1,4 +1,4 @@
-"""Folders that are followed: every change is told, and it goes on after a failure."""
+"""Watching folders: every change leads to an update, failures are retried."""
 
 import contextlib
 import tempfile
@@ -11,31 +11,31 @@ from threading import Event, Thread
 import pytest
 
 from stillroom.errors import UsageError
-from stillroom.retrieval.intake.watching import _FollowTimes, keep_in_step
+from stillroom.retrieval.intake.watching import _UpdateSchedule, watch_folders
 
 
-class Follower:
-    """Counts how often it is told; answers as it is set to."""
+class FakeUpdate:
+    """Counts its calls; returns `answer`."""
 
     def __init__(self) -> None:
-        self.told: Queue[int] = Queue()
+        self.calls: Queue[int] = Queue()
         self.answer = True
         self._count = 0
 
     def __call__(self) -> bool:
         self._count += 1
-        self.told.put(self._count)
+        self.calls.put(self._count)
         return self.answer
 
     def wait(self) -> int:
-        return self.told.get(timeout=30)
+        return self.calls.get(timeout=30)
 
 
 @contextlib.contextmanager
-def watching(folder: Path, follower: Follower, debounce_ms: int = 50) -> Iterator[None]:
+def watching(folder: Path, update: FakeUpdate, debounce_ms: int = 50) -> Iterator[None]:
     stop = Event()
-    arguments = {"apart_from": folder / "kb", "debounce_ms": debounce_ms}
-    thread = Thread(target=keep_in_step, args=([folder], follower, stop), kwargs=arguments)
+    arguments = {"ignored": folder / "kb", "debounce_ms": debounce_ms}
+    thread = Thread(target=watch_folders, args=([folder], update, stop), kwargs=arguments)
     thread.start()
     try:
         yield
@@ -44,12 +44,12 @@ def watching(folder: Path, follower: Follower, debounce_ms: int = 50) -> Iterato
         thread.join()
 
 
-def test_it_is_told_at_the_beginning_and_of_files_that_come_change_and_go(tmp_path: Path) -> None:
+def test_update_runs_at_start_and_after_files_are_added_changed_or_removed(tmp_path: Path) -> None:
     (tmp_path / "kb").mkdir()
     (tmp_path / ".git").mkdir()
-    follower = Follower()
-    with watching(tmp_path, follower):
-        follower.wait()
+    update = FakeUpdate()
+    with watching(tmp_path, update):
+        update.wait()
         for change in (
             lambda: (tmp_path / "a.md").write_text("one"),
             lambda: (tmp_path / "a.md").write_text("two"),
@@ -58,54 +58,54 @@ def test_it_is_told_at_the_beginning_and_of_files_that_come_change_and_go(tmp_pa
             lambda: (tmp_path / ".stillroomignore").write_text("sub/"),
             lambda: (tmp_path / "a.md").unlink(),
         ):
-            (tmp_path / "kb" / "corpus.sqlite3").write_text("does not count")
-            (tmp_path / ".git" / "index").write_text("does not count")
+            (tmp_path / "kb" / "corpus.sqlite3").write_text("ignored")
+            (tmp_path / ".git" / "index").write_text("ignored")
             change()
-            follower.wait()
+            update.wait()
 
 
-def test_a_file_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
-    follower = Follower()
-    with watching(tmp_path, follower, debounce_ms=1500):
-        follower.wait()
+def test_update_waits_until_a_file_is_written(tmp_path: Path) -> None:
+    update = FakeUpdate()
+    with watching(tmp_path, update, debounce_ms=1500):
+        update.wait()
         with (tmp_path / "a.md").open("w") as file:
             for number in range(20):
                 file.write(f"line {number}\n")
                 file.flush()
-                (tmp_path / ".hidden").write_text("does not count")
+                (tmp_path / ".hidden").write_text("ignored")
                 time.sleep(0.1)
-            assert follower.told.empty()
-        follower.wait()
+            assert update.calls.empty()
+        update.wait()
 
 
-def test_a_folder_that_never_rests_is_followed_all_the_same() -> None:
-    pace = _FollowTimes(1.0)
-    assert pace.is_due(0.0), "at the beginning"
-    pace.followed(True, 0.0)
-    followed = []
+def test_folder_that_changes_all_the_time_is_updated_periodically() -> None:
+    schedule = _UpdateSchedule(1.0)
+    assert schedule.is_due(0.0), "at the beginning"
+    schedule.note_update(True, 0.0)
+    updated = []
     for step in range(1, 1000):
-        pace.changed(step * 0.1)
-        if pace.is_due(step * 0.1):
-            followed.append(step)
-            pace.followed(True, step * 0.1)
-    assert followed == [301, 602, 903]
+        schedule.note_change(step * 0.1)
+        if schedule.is_due(step * 0.1):
+            updated.append(step)
+            schedule.note_update(True, step * 0.1)
+    assert updated == [301, 602, 903]
 
 
-def test_after_failures_it_waits_longer_each_time_and_not_after_success() -> None:
-    pace, now, waited = _FollowTimes(1.0), 0.0, []
+def test_pause_doubles_after_failures_and_resets_after_success() -> None:
+    schedule, now, waited = _UpdateSchedule(1.0), 0.0, []
     for is_done in (*[False] * 7, True):
-        pace.followed(is_done, now)
+        schedule.note_update(is_done, now)
         began = now
-        while not is_done and not pace.is_due(now):
+        while not is_done and not schedule.is_due(now):
             now += 1.0
         waited.append(now - began)
     assert waited == [1, 2, 4, 8, 16, 32, 32, 0]
-    assert not pace.is_due(now + 1000)
-    pace.followed(False, now)
-    assert pace.is_due(now + 1)
+    assert not schedule.is_due(now + 1000)
+    schedule.note_update(False, now)
+    assert schedule.is_due(now + 1)
 
 
-def test_a_drive_that_was_taken_out_keeps_its_documents(tmp_path: Path) -> None:
+def test_unmounted_drive_keeps_its_documents(tmp_path: Path) -> None:
     folder, place = tmp_path / "docs", tmp_path / "place"
     if not Path("/dev/shm").is_dir():
         pytest.skip("there is no second device")
@@ -115,47 +115,47 @@ def test_a_drive_that_was_taken_out_keeps_its_documents(tmp_path: Path) -> None:
             pytest.skip("there is one device only")
         (Path(drive) / "a.md").write_text("one")
         folder.symlink_to(drive)
-        follower = Follower()
-        with watching(folder, follower):
-            follower.wait()
+        update = FakeUpdate()
+        with watching(folder, update):
+            update.wait()
             _link(folder, place)
             time.sleep(1.5)
-            assert follower.told.empty(), "an empty folder stands where the drive was"
+            assert update.calls.empty(), "an empty folder in place of the drive"
             _link(folder, Path(drive))
-            follower.wait()
+            update.wait()
 
 
 def _link(link: Path, to: Path) -> None:
-    """A link leads elsewhere from now on."""
+    """Redirect a link."""
     other = link.with_name("other")
     other.symlink_to(to)
     other.rename(link)
 
 
-def test_it_is_told_again_where_it_could_not_follow(tmp_path: Path) -> None:
-    follower = Follower()
-    follower.answer = False
-    with watching(tmp_path, follower):
-        assert [follower.wait() for _ in range(3)] == [1, 2, 3]
-        follower.answer = True
+def test_failed_update_is_retried(tmp_path: Path) -> None:
+    update = FakeUpdate()
+    update.answer = False
+    with watching(tmp_path, update):
+        assert [update.wait() for _ in range(3)] == [1, 2, 3]
+        update.answer = True
 
 
-def test_a_folder_that_is_gone_for_a_while_is_followed_again(tmp_path: Path) -> None:
+def test_folder_that_comes_back_is_watched_again(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "docs", tmp_path / "elsewhere"
     folder.mkdir()
-    follower = Follower()
-    with watching(folder, follower):
-        follower.wait()
+    update = FakeUpdate()
+    with watching(folder, update):
+        update.wait()
         folder.rename(elsewhere)
         (elsewhere / "a.md").write_text("written while away")
         elsewhere.rename(folder)
-        follower.wait()
+        update.wait()
         (folder / "b.md").write_text("one")
-        follower.wait()
+        update.wait()
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_another_folder_that_takes_the_name_is_followed(tmp_path: Path, is_link: bool) -> None:
+def test_folder_that_replaces_a_watched_folder_is_watched(tmp_path: Path, is_link: bool) -> None:
     folder, new = tmp_path / "docs", tmp_path / "new"
     new.mkdir()
     if is_link:
@@ -164,21 +164,21 @@ def test_another_folder_that_takes_the_name_is_followed(tmp_path: Path, is_link:
         (tmp_path / "link").symlink_to(new)
     else:
         folder.mkdir()
-    follower = Follower()
-    with watching(folder, follower):
-        follower.wait()
+    update = FakeUpdate()
+    with watching(folder, update):
+        update.wait()
         if is_link:
             (tmp_path / "link").rename(folder)
         else:
             folder.rename(tmp_path / "old")
             new.rename(folder)
         for name in ("a.md", "b.md", "c.md"):
-            follower.wait()
+            update.wait()
             (folder / name).write_text("one")
-        follower.wait()
+        update.wait()
 
 
-def test_only_folders_can_be_watched(tmp_path: Path) -> None:
+def test_watching_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.md").touch()
-    with pytest.raises(UsageError, match="is no folder"):
-        keep_in_step([tmp_path / "a.md"], lambda: True, Event(), apart_from=tmp_path / "kb")
+    with pytest.raises(UsageError, match="is not a folder"):
+        watch_folders([tmp_path / "a.md"], lambda: True, Event(), ignored=tmp_path / "kb")

@@ -34,7 +34,7 @@ def main():
 '''
 
 
-def test_python_is_cut_at_definitions() -> None:
+def test_python_splits_at_definitions() -> None:
     document = parsed("vault.py", PYTHON)
     assert document.title == "vault.py"
     found = [(path, text.strip().split("\n")[0]) for path, text in says(document)]
@@ -53,7 +53,7 @@ def test_python_is_cut_at_definitions() -> None:
     assert "".join(text for _, text in says(document)).count("return") == 3, "nothing is lost, nothing is there twice"
 
 
-def test_python_that_does_not_parse_is_read_by_its_indentation() -> None:
+def test_unparsable_python_splits_by_indentation() -> None:
     document = parsed("old.py", "class Old:\n    def say(self):\n        print 'hello'\n\nprint 'end'\n")
     assert says(document) == [
         (("Old",), "class Old:"),
@@ -75,9 +75,7 @@ def test_python_that_does_not_parse_is_read_by_its_indentation() -> None:
         ("Makefile", "all:\n\tmake keys\n", [()]),
     ],
 )  # fmt: skip
-def test_other_languages_are_cut_by_keyword_and_indentation(
-    name: str, source: str, paths: list[tuple[str, ...]]
-) -> None:
+def test_other_languages_split_by_keyword_and_indentation(name: str, source: str, paths: list[tuple[str, ...]]) -> None:
     document = parsed(name, source)
     assert [paragraph.heading_path for paragraph in document.paragraphs] == paths
     assert "\n".join(text for _, text in says(document)).split() == source.split()
@@ -87,7 +85,7 @@ def notebook(*cells: dict[str, object], **metadata: object) -> str:
     return json.dumps({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
 
 
-def test_a_notebook_is_its_cells_in_order() -> None:
+def test_notebook_cells_become_paragraphs_in_order() -> None:
     outputs = [
         {"output_type": "stream", "text": ["turned\n", "twice\n"]},
         {"output_type": "execute_result", "data": {"text/plain": "3", "image/png": "AAAA"}},
@@ -117,7 +115,7 @@ def test_a_notebook_is_its_cells_in_order() -> None:
     assert document.metadata == {"author": ("Ann",), "language": "python"}
 
 
-def test_a_notebook_of_format_3_keeps_its_cells_in_worksheets() -> None:
+def test_notebook_of_format_3_has_cells_in_worksheets() -> None:
     cells = [
         {"cell_type": "heading", "level": 1, "source": "Keys"},
         {"cell_type": "code", "input": ["turn()"], "outputs": []},
@@ -127,12 +125,12 @@ def test_a_notebook_of_format_3_keeps_its_cells_in_worksheets() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "not JSON", '{"cells": 3}', '{"cells": [3]}'])
-def test_what_is_no_notebook_says_so(text: str) -> None:
+def test_invalid_notebook_is_refused(text: str) -> None:
     with pytest.raises(DocumentError, match=r"a\.ipynb: (not a Jupyter notebook|damaged)"):
         parsed("a.ipynb", text)
 
 
-def test_rows_of_a_table_read_with_the_names_of_its_columns() -> None:
+def test_table_rows_are_labelled_with_column_names() -> None:
     document = parsed("keys.csv", 'Name,Note\ncellar,"by the stairs,\nleft"\n\ngate,\n')
     assert says(document) == [((), "Name | Note"), ((), "Name: cellar; Note: by the stairs, left"), ((), "Name: gate")]
     assert [(paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs] == [(1, 1), (2, 3), (5, 5)]
@@ -143,7 +141,7 @@ def test_rows_of_a_table_read_with_the_names_of_its_columns() -> None:
         parsed("a.csv", 'a,"' + "x" * 200_000)
 
 
-def test_what_stands_between_cells_is_counted_outside_of_quotation_marks() -> None:
+def test_delimiter_is_counted_outside_quotation_marks() -> None:
     text = '"Name, Vorname";"Ort, ""PLZ"", Land\n(kurz), Tel."\n"Ash, Ann";5" Rohr\n'
     assert says(parsed("a.csv", text)) == [
         ((), 'Name, Vorname | Ort, "PLZ", Land (kurz), Tel.'),
@@ -153,12 +151,12 @@ def test_what_stands_between_cells_is_counted_outside_of_quotation_marks() -> No
     assert says(parsed("a.csv", '"' * 100_001))[0][1].startswith('"')
 
 
-def test_a_row_ends_at_a_newline_only() -> None:
+def test_row_ends_at_a_newline_only() -> None:
     document = parsed("a.csv", "Name,Note\nab\u2028c,d\x85e\x0bf\x1cg\ngate,\n")
     assert says(document)[1:] == [((), "Name: ab c; Note: d e f g"), ((), "Name: gate")]
     assert [paragraph.start_line for paragraph in document.paragraphs] == [1, 2, 3]
 
 
-def test_what_a_table_repeats_counts_as_its_text() -> None:
+def test_repeated_column_names_count_as_text() -> None:
     with pytest.raises(DocumentError, match=r"a\.csv: more text than documents\.max_text_bytes"):
         parsed("a.csv", "Name" * 100 + ",Days\n" + "cellar,30\n" * 100, max_text_bytes=20_000)

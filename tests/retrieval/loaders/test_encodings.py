@@ -37,14 +37,14 @@ GREEK = (
         (GREEK, "iso8859-7"),
     ],
 )
-def test_the_encoding_of_a_text_is_found(text: str, encoding: str) -> None:
+def test_encoding_is_detected(text: str, encoding: str) -> None:
     marked = (
         "\ufeff" + text if encoding in ("utf-16-le", "utf-16-be") and not text.isascii() and text != GERMAN else text
     )
     assert decode(marked.encode(encoding), "a.txt") == text
 
 
-def test_what_a_file_declares_is_believed_where_it_can_be_true() -> None:
+def test_declared_encoding_is_used_if_it_fits() -> None:
     page = '<html><head><meta charset="koi8-r"></head><body>\u041a\u043b\u044e\u0447</body></html>'
     assert decode(page.encode("koi8-r"), "a.html") == page
     assert decode("# coding: cp1250\n'\u017b\u00f3\u0142w'".encode("cp1250"), "a.py").endswith("\u017b\u00f3\u0142w'")
@@ -55,17 +55,17 @@ def test_what_a_file_declares_is_believed_where_it_can_be_true() -> None:
 
 
 @pytest.mark.parametrize("data", [b"abc\0def", b"\x7fELF\x02\x01\x01\0\0\0", bytes(range(256)), b"\0" * 100])
-def test_binary_data_is_no_text(data: bytes) -> None:
+def test_binary_data_is_not_text(data: bytes) -> None:
     with pytest.raises(DocumentError, match=r"x\.txt: binary data"):
         decode(data, "x.txt")
 
 
-def test_a_byte_order_mark_that_lies_is_an_error() -> None:
-    with pytest.raises(DocumentError, match="begins as UTF-16 text, but is none"):
+def test_wrong_byte_order_mark_is_an_error() -> None:
+    with pytest.raises(DocumentError, match="begins with the mark of UTF-16, but is not such text"):
         decode(b"\xff\xfeodd", "x.txt")
 
 
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.md")
     (tmp_path / "loop.md").symlink_to("loop.md")
     for path, reason in (
@@ -78,7 +78,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
             list(load(path))
 
 
-def test_limits_are_named_with_what_to_do(tmp_path: Path) -> None:
+def test_limit_errors_name_the_setting_and_the_remedy(tmp_path: Path) -> None:
     text, lines = tmp_path / "big.txt", tmp_path / "big.jsonl"
     with text.open("wb") as stream:
         stream.truncate(200 << 20)  # sparse: 200 MB that nobody wrote
@@ -92,7 +92,7 @@ def test_limits_are_named_with_what_to_do(tmp_path: Path) -> None:
         list(load(lines, DocumentsConfig(max_text_bytes=1000)))
 
 
-def test_a_few_bad_bytes_do_not_make_a_text_another_one() -> None:
+def test_few_bad_bytes_do_not_change_the_encoding() -> None:
     spoiled = f"{GERMAN} {RUSSIAN} ".encode() + b"\xff" + GREEK.encode()[:-2]
     assert decode(spoiled, "a.txt") == f"{GERMAN} {RUSSIAN} \ufffd{GREEK[:-2]}\ufffd"
     for said in (b"\xef\xbb\xbf", b'<meta charset="utf-8">', b'<?xml encoding="UTF8"?>'):

@@ -11,7 +11,7 @@ CHAPTERS = {
 }
 
 
-def test_chapters_are_read_in_the_order_of_the_book() -> None:
+def test_chapters_are_read_in_spine_order() -> None:
     book = epub(CHAPTERS, toc={"a.xhtml": "The second chapter"})
     document = parsed("book.epub", book)
     assert document.title == "The book of keys"
@@ -31,7 +31,7 @@ def encryption(target: str, method: str) -> dict[str, str]:
     }
 
 
-def test_a_protected_book_is_refused_and_hidden_fonts_are_not() -> None:
+def test_encrypted_book_is_refused_and_obfuscated_fonts_are_not() -> None:
     aes = "http://www.w3.org/2001/04/xmlenc#aes128-cbc"
     with pytest.raises(DocumentError, match="DRM"):
         parsed("a.epub", epub(CHAPTERS, extra=encryption("OEBPS/a.xhtml", aes)))
@@ -41,5 +41,5 @@ def test_a_protected_book_is_refused_and_hidden_fonts_are_not() -> None:
 
 def test_entities_are_not_expanded() -> None:
     bomb = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]><container>&b;</container>'
-    with pytest.raises(DocumentError, match="damaged, or no EPUB"):
+    with pytest.raises(DocumentError, match="damaged, or not an EPUB"):
         parsed("a.epub", archive({"META-INF/container.xml": bomb}))

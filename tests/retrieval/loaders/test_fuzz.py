@@ -39,7 +39,7 @@ _TOKENS = st.sampled_from([*_MARKUP.split("|"), *_CODE.split("|"), *_LINES])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_damaged_file_is_a_document_or_a_failure(name: str) -> None:
+def test_damaged_file_is_a_document_or_a_failure(name: str) -> None:
     for seed in range(12):
         check(name, mutated(name, _SEEDS()[name], seed))
 
@@ -63,11 +63,11 @@ def test_any_bytes_are_a_document_or_a_failure(name: str, data: bytes) -> None:
     check(name, data)
 
 
-def test_a_paragraph_of_nothing_that_can_be_stored_is_none() -> None:
+def test_paragraph_of_unstorable_characters_is_dropped() -> None:
     assert parsed("a.txt", "\0\n\nkeys".encode("utf-16")).paragraphs[0].text == "keys"
 
 
-def test_what_no_text_can_hold_is_replaced(embedder: Embedder) -> None:
+def test_unstorable_characters_are_replaced(embedder: Embedder) -> None:
     cells = [
         {"cell_type": "markdown", "source": "# a\ud800b\n\nc\ud800d\0e"},
         {"cell_type": "code", "source": "x\udc00"},

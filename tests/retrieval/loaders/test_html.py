@@ -51,13 +51,13 @@ def test_lines_point_into_the_file() -> None:
         assert any(word in line for line in lines[paragraph.start_line - 1 : paragraph.end_line + 1]), paragraph
 
 
-def test_a_fragment_without_structure_is_read() -> None:
+def test_html_fragment_without_structure_is_read() -> None:
     document = parse_html(Path("/x/page.html"), "just <i>some</i> words<br>and more")
     assert [paragraph.text for paragraph in document.paragraphs] == ["just some words and more"]
     assert document.title == "page"
 
 
-def test_a_page_in_a_table_for_its_layout_is_read_as_a_page() -> None:
+def test_layout_table_is_read_as_a_page() -> None:
     page = """<table><tr><td>Menu<td>
 <h2>Keys</h2>
 <p>Turn them.</p>
@@ -81,23 +81,23 @@ end"""
     ]
 
 
-def test_a_cell_with_several_texts_is_no_cell_of_a_row() -> None:
+def test_cell_with_several_blocks_is_not_part_of_a_row() -> None:
     assert texts("<tr><td>a<td><p>b<p>c</td><td>d<td>-<tr><td>e") == ["a", "b", "c", "d | -", "e"]
     assert texts("<table><tr><td>a</td>loose<td>b</table>") == ["a", "loose", "b"]
     assert texts("<table><caption>Keys</caption><tbody><tr><td><td></tbody></table>") == ["Keys"]
 
 
-def test_the_text_of_nested_tables_is_there_once() -> None:
+def test_nested_tables_are_read_once() -> None:
     depth = 500
     assert texts("".join(f"<table><tr><td>{number}" for number in range(depth))) == list(map(str, range(depth)))
 
 
-def test_elements_that_nobody_closes_are_read() -> None:
+def test_unclosed_elements_are_read() -> None:
     assert texts("<p>word" * 3000) == ["word"] * 3000
     assert texts("<html><head><title>Keys</title><body>word") == ["word"]
 
 
-def test_what_is_no_text_counts_for_the_lines_after_it() -> None:
+def test_dropped_elements_count_for_line_numbers() -> None:
     page = "<script>\n\n</script>one\n<!--\n-->two<nav><b>\n</b></nav> three<pre>\n\nfour</pre>five<tr>\n<td>six</tr>7"
     document = parse_html(Path("/x/page.html"), page)
     found = [(paragraph.text, paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
@@ -113,11 +113,11 @@ def test_what_is_no_text_counts_for_the_lines_after_it() -> None:
         ('Keys<a class="headerlink" href="#keys">\u00b6</a>', "Keys"),
     ],
 )
-def test_a_heading_is_one_text_whatever_is_in_it(heading: str, title: str) -> None:
+def test_heading_with_nested_elements_is_one_text(heading: str, title: str) -> None:
     assert parse_html(Path("/x/page.html"), f"<h1>{heading}</h1>x").title == title
 
 
-def test_blocks_of_a_pre_are_lines() -> None:
+def test_blocks_in_a_pre_become_lines() -> None:
     assert texts("<pre><div>a</div><div>b\n</div>c</pre>") == ["a\nb\nc"]
 
 
@@ -126,7 +126,7 @@ def texts(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mark", ["<a ", "<a b=", "<a b='", "<p a=b "])
-def test_tags_that_are_never_closed_are_not_read_to_the_end_each(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_unclosed_tags_are_parsed_in_linear_time(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     check = HTMLParser.check_for_whole_start_tag
 
@@ -140,7 +140,7 @@ def test_tags_that_are_never_closed_are_not_read_to_the_end_each(mark: str, monk
     assert len(looks) < 10
 
 
-def test_titles_of_nested_drawings_are_looked_at_once_each() -> None:
+def test_titles_of_nested_drawings_are_visited_once() -> None:
     def num_calls(depth: int) -> int:
         calls = 0
 

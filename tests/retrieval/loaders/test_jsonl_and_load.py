@@ -15,7 +15,7 @@ def write_jsonl(path: Path, *records: object) -> Path:
     return path
 
 
-def test_each_line_is_a_document(tmp_path: Path) -> None:
+def test_each_jsonl_line_is_a_document(tmp_path: Path) -> None:
     path = write_jsonl(
         tmp_path / "corpus.jsonl", {"_id": "a", "title": "A", "text": "one\n\ntwo"}, {"_id": 7, "text": "x"}
     )
@@ -25,28 +25,28 @@ def test_each_line_is_a_document(tmp_path: Path) -> None:
     assert (second.record_id, second.title, second.paragraphs) == ("7", "", (Paragraph("x", (), 2, 2),))
 
 
-def test_a_record_with_only_a_title_can_be_found_by_it(tmp_path: Path) -> None:
+def test_record_with_only_a_title_is_found_by_it(tmp_path: Path) -> None:
     (document,) = load(write_jsonl(tmp_path / "c.jsonl", {"_id": "a", "title": "Only this", "text": ""}))
     assert document.paragraphs == (Paragraph("Only this", (), 1, 1),)
 
 
-def test_an_id_that_no_text_can_hold_is_one_that_a_text_can_hold(tmp_path: Path) -> None:
+def test_unstorable_characters_of_an_id_are_replaced(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "c.jsonl", {"_id": "\ud800", "text": "x"}, {"_id": "a\0b", "text": "y"})
     assert [document.document_id for document in load(path)] == [f"{path}#?", f"{path}#ab"]
     write_jsonl(path, {"_id": "\ud800", "text": "x"}, {"_id": "\udfff", "text": "y"})
-    with pytest.raises(DocumentError, match="is there twice"):
+    with pytest.raises(DocumentError, match="occurs twice"):
         list(load(path))
 
 
 @pytest.mark.parametrize("line", ["{not json}", '{"_id": "b"}', "[1]", '{"_id": "a", "text": "again"}'])
-def test_a_malformed_line_is_an_error_that_names_it(tmp_path: Path, line: str) -> None:
+def test_malformed_line_error_names_the_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"_id": "a", "text": "fine"}\n\n' + line + "\n")
     with pytest.raises(DocumentError, match=r"corpus\.jsonl:3: "):
         list(load(path))
 
 
-def test_a_named_file_of_unknown_extension_is_text_if_it_is_utf_8(tmp_path: Path) -> None:
+def test_named_file_of_unknown_format_is_text_if_it_is_utf_8(tmp_path: Path) -> None:
     path = tmp_path / "terms.unknown"
     path.write_text("Do as you like.")
     assert [document.paragraphs[0].text for document in load(path)] == ["Do as you like."]
@@ -55,6 +55,6 @@ def test_a_named_file_of_unknown_extension_is_text_if_it_is_utf_8(tmp_path: Path
         list(load(path))
 
 
-def test_a_file_that_cannot_be_read_is_a_document_error(tmp_path: Path) -> None:
+def test_unreadable_file_is_a_document_error(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match=r"gone\.md: cannot be read"):
         list(load(tmp_path / "gone.md"))

@@ -9,7 +9,7 @@ import pytest
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders import labelled_rows, table
+from stillroom.retrieval.loaders import table
 from stillroom.retrieval.loaders.load import load
 from tests.retrieval.loaders.make import epub, parsed, word, workbook
 
@@ -29,25 +29,26 @@ REPEATING: dict[str, bytes | str] = {
 
 
 @pytest.mark.parametrize("name", REPEATING)
-def test_more_paragraphs_than_allowed_are_refused_in_every_format(name: str) -> None:
+def test_paragraph_limit_applies_to_every_format(name: str) -> None:
     assert len(parsed(name, REPEATING[name], max_paragraphs=42).paragraphs) >= 40
     with pytest.raises(DocumentError, match=r"documents\.max_paragraphs \(30\); split it, .* or raise the limit"):
         parsed(name, REPEATING[name], max_paragraphs=30)
 
 
-def test_a_record_of_a_jsonl_file_has_the_same_limits(tmp_path: Path) -> None:
+def test_jsonl_records_have_the_same_limits(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "x\n\n" * 40}))
     with pytest.raises(DocumentError, match=r"a\.jsonl:1: .*documents\.max_paragraphs \(30\)"):
         list(load(path, DocumentsConfig(max_paragraphs=30)))
 
 
-def test_rows_of_a_wide_table_are_not_made_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_table_stops_at_the_row_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """60,000 names before the cells of every row: the reader stops with the row that is too much."""
     made: list[Any] = []
+    labelled = table.labelled
 
     def counted(rows: Any) -> Iterator[Any]:
-        for row in labelled_rows.labelled(rows):
+        for row in labelled(rows):
             made.append(row)
             yield row
 
@@ -58,7 +59,7 @@ def test_rows_of_a_wide_table_are_not_made_beyond_the_limit(monkeypatch: pytest.
     assert len(made) == 5
 
 
-def test_headings_count_for_each_paragraph_below_them() -> None:
+def test_headings_count_once_per_paragraph_below() -> None:
     page = f"<h1>{'long ' * 1000}</h1><h1>other</h1><h2>{'long ' * 1000}</h2>" + "<p>x</p>" * 100
     assert len(parsed("a.html", page).paragraphs) > 100
     with pytest.raises(DocumentError, match=r"documents\.max_expanded_bytes \(0\.1 MiB\); shorten its headings"):

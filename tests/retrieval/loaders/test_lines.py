@@ -67,7 +67,7 @@ def _all_text(document: Document) -> str:
 )
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_the_lines_said_of_a_word_are_those_on_which_it_stands(
+def test_chunk_lines_contain_the_words_of_the_file(
     name: str, blocks: tuple[str, ...], start: str, between: str, data: st.DataObject
 ) -> None:
     chosen = data.draw(st.lists(st.sampled_from(blocks), min_size=1, max_size=8))

@@ -46,16 +46,16 @@ def test_blocks_become_paragraphs_with_heading_path_and_lines() -> None:
     )
 
 
-def test_without_front_matter_the_lone_heading_is_the_title() -> None:
+def test_only_top_heading_is_the_title_without_front_matter() -> None:
     document = parse_markdown(Path("/x/page.md"), "# Vault\n\ntext\n")
     assert (document.title, document.paragraphs) == ("Vault", (Paragraph("text", (), 3, 3),))
 
 
-def test_without_headings_the_file_name_is_the_title() -> None:
+def test_file_name_is_the_title_without_headings() -> None:
     assert parse_markdown(Path("/x/page.md"), "text").title == "page"
 
 
-def test_a_rule_at_the_start_is_no_front_matter() -> None:
+def test_leading_rule_is_not_front_matter() -> None:
     document = parse_markdown(Path("/x/page.md"), "---\n\nplain words\n")
     assert [paragraph.text for paragraph in document.paragraphs] == ["plain words"]
 
@@ -70,7 +70,7 @@ def test_the_alternative_text_of_an_image_is_text_and_scripts_are_not() -> None:
     assert [paragraph.text for paragraph in document.paragraphs] == ["a vault"]
 
 
-def test_words_on_both_sides_of_a_line_break_do_not_touch() -> None:
+def test_line_break_separates_words() -> None:
     text = (
         "| 7 | stopped<br>open<br />shut |\n|---|---|\n| 8 | H<sub>2</sub>O<BR>on |\n\none<br>two<br>\nthree<hr/>four\n"
     )
@@ -81,13 +81,13 @@ def test_words_on_both_sides_of_a_line_break_do_not_touch() -> None:
     )
 
 
-def test_words_of_two_html_elements_do_not_touch() -> None:
+def test_html_elements_separate_words() -> None:
     table = "<table><tr><td>a</td><td><b>b</b>c</td></tr></table><!-- no -->"
     text = f"<p>one</p><p>two<br>three</p>\n{table}\n<pre>\n  d\n</pre>\n"
     document = parse_markdown(Path("/x/page.md"), text)
     assert document.paragraphs == (Paragraph("one two three\na bc\n\n  d", (), 1, 5),)
 
 
-def test_a_table_without_rows_has_lines() -> None:
+def test_table_without_rows_has_lines() -> None:
     document = parse_markdown(Path("/x/page.md"), "| a | b |\n|---|---|\n")
     assert document.paragraphs == (Paragraph("a | b", (), 1, 2),)

@@ -10,7 +10,7 @@ from stillroom.retrieval.intake.discovery import discover
 from stillroom.retrieval.loaders.html import parse_html
 from stillroom.retrieval.loaders.load import load
 from stillroom.retrieval.loaders.markdown import parse_markdown
-from stillroom.retrieval.loaders.metadata import front_matter, said_metadata, sidecar_metadata
+from stillroom.retrieval.loaders.metadata import front_matter, given_metadata, sidecar_metadata
 from stillroom.retrieval.loaders.rst import parse_rst
 
 
@@ -51,11 +51,11 @@ Text.
         "title: Kept\n" + "y: 1\n" * 20_000,
     ],
 )
-def test_front_matter_that_is_no_yaml_costs_only_the_metadata(block: str) -> None:
+def test_invalid_yaml_front_matter_loses_only_metadata(block: str) -> None:
     assert front_matter(block) == ("Kept", {})
 
 
-def test_front_matter_full_of_references_is_read_in_time() -> None:
+def test_front_matter_with_many_references_is_read_in_time() -> None:
     lines = ["a0: &a0 {}"] + [
         f"a{level}: &a{level} {{{', '.join(f'k{key}: *a{level - 1}' for key in range(12))}}}" for level in range(1, 12)
     ]
@@ -75,18 +75,18 @@ def test_meta_elements_are_metadata() -> None:
     }
 
 
-def test_a_header_of_rst_is_metadata() -> None:
+def test_rst_header_is_metadata() -> None:
     document = parse_rst(Path("/x/pep.rst"), "PEP: 8\nTitle: Style\nStatus: Active\nCreated: 05-Jul-2001\n\nText.\n")
     assert document.metadata == {"created": "05-Jul-2001", "pep": 8, "status": "Active"}
 
 
-def test_a_record_has_its_own_metadata(tmp_path: Path) -> None:
+def test_record_has_its_own_metadata(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"_id": "a", "text": "x", "metadata": {"year": 2020}}\n{"_id": "b", "text": "y", "metadata": 3}\n')
     assert [document.metadata for document in load(path)] == [{"year": 2020}, {}]
 
 
-def test_a_file_beside_a_file_describes_it(tmp_path: Path) -> None:
+def test_sidecar_file_gives_metadata(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("text")
     assert sidecar_metadata(path) == {}
@@ -101,13 +101,13 @@ def test_a_file_beside_a_file_describes_it(tmp_path: Path) -> None:
             sidecar_metadata(path)
 
 
-def test_what_a_caller_says_is_checked() -> None:
-    assert said_metadata({"team": "legal", "old": None}) == {"team": "legal", "old": None}
+def test_given_metadata_is_checked() -> None:
+    assert given_metadata({"team": "legal", "old": None}) == {"team": "legal", "old": None}
     for wrong in ({"x": object()}, {"": 1}, {'a"b': 1}, {"nested": {"a": 1}}):
         with pytest.raises(UsageError, match="metadata"):
-            said_metadata(wrong)
+            given_metadata(wrong)
 
 
-def test_the_title_of_malformed_front_matter_is_found_however_long_its_line() -> None:
+def test_title_of_malformed_front_matter_is_found_in_long_lines() -> None:
     document = parse_markdown(Path("/x/a.md"), "---\ntitle: 'a" + " " * 50_000 + "b\nteam: [unclosed\n---\ntext")
     assert document.title.split() == ["'a", "b"]

@@ -8,7 +8,7 @@ from tests.retrieval.loaders.make import image_pdf, pages, parsed, pdf, says
 BODY, GAP = 11, (11.0, "")
 
 
-def test_lines_are_paragraphs_and_larger_type_is_a_heading_until_the_next_on_whatever_page() -> None:
+def test_larger_type_is_a_heading_across_pages() -> None:
     document = parsed(
         "vault.pdf",
         pdf(
@@ -39,7 +39,7 @@ def test_lines_are_paragraphs_and_larger_type_is_a_heading_until_the_next_on_wha
     assert pages(document) == [(1, 1), (1, 1), (1, 1), (2, 2), (2, 2)]
 
 
-def test_bookmarks_are_headings_where_their_words_stand_and_else_at_the_top_of_their_page() -> None:
+def test_bookmarks_become_headings_at_their_words_or_page_start() -> None:
     document = parsed(
         "book.pdf",
         pdf(
@@ -58,12 +58,12 @@ def test_bookmarks_are_headings_where_their_words_stand_and_else_at_the_top_of_t
     ]
 
 
-def test_a_divided_word_is_joined() -> None:
+def test_hyphenated_word_is_joined() -> None:
     document = parsed("a.pdf", pdf([[(BODY, "The vault keeps the keys of every ser-"), (BODY, "vice of the house.")]]))
     assert says(document) == [((), "The vault keeps the keys of every service of the house.")]
 
 
-def test_what_stands_at_the_edge_of_most_pages_is_kept_once() -> None:
+def test_headers_and_footers_are_kept_once() -> None:
     document = parsed(
         "a.pdf",
         pdf(
@@ -77,7 +77,7 @@ def test_what_stands_at_the_edge_of_most_pages_is_kept_once() -> None:
     assert texts == ["Confidential", "Text a.", "Page 1 of 5", "Text b.", "Text c.", "Text d.", "Text e."]
 
 
-def test_what_the_document_says_of_itself() -> None:
+def test_pdf_metadata_is_read() -> None:
     lines = [[(BODY, "Text.")]]
     document = parsed(
         "a.pdf", pdf(lines, info={"Title": "The handbook", "Author": "Ann Ash", "Keywords": "iron, keys"})
@@ -95,34 +95,34 @@ def test_what_the_document_says_of_itself() -> None:
     [
         (pdf([[(BODY, "secret")]], password="open sesame"), "protected by a password"),
         (image_pdf(), "no text on its 1 pages.*ocrmypdf"),
-        (b"", "damaged, cut off, or no PDF"),
-        (b"%PDF-1.7\n", "damaged, cut off, or no PDF"),
-        (b"<html>not found</html>", "damaged, cut off, or no PDF"),
+        (b"", "damaged, cut off, or not a PDF"),
+        (b"%PDF-1.7\n", "damaged, cut off, or not a PDF"),
+        (b"<html>not found</html>", "damaged, cut off, or not a PDF"),
     ],
 )
-def test_what_cannot_be_read_says_why(data: bytes, reason: str) -> None:
+def test_unreadable_pdf_is_refused_with_a_reason(data: bytes, reason: str) -> None:
     with pytest.raises(DocumentError, match=reason):
         parsed("a.pdf", data)
 
 
-def test_a_file_with_more_text_than_allowed_is_refused() -> None:
+def test_text_limit_applies_to_pdf() -> None:
     with pytest.raises(DocumentError, match=r"documents\.max_text_bytes"):
         parsed("a.pdf", pdf([[(BODY, "word " * 10)] * 30]), max_text_bytes=1000)
 
 
-def test_rows_of_a_table_at_the_edges_of_pages_are_kept() -> None:
+def test_table_rows_at_page_edges_are_kept() -> None:
     rows = [f"2024-03-05 transfer no. {1011 + n} {187.11 + n:.2f} EUR" for n in range(60)]
     document = parsed("a.pdf", pdf([[(BODY, row) for row in rows[n : n + 10]] for n in range(0, 60, 10)]))
     assert "\n".join(text for _, text in says(document)).split("\n") == rows
 
 
-def test_numbers_of_pages_may_begin_anywhere() -> None:
+def test_page_numbers_may_begin_anywhere() -> None:
     lines = [[(BODY, f"Text {'abcde'[n]}."), GAP, (9, f"Iron 2024, vol. 7, {340 + n}")] for n in range(5)]
     texts = [text for _, text in says(parsed("a.pdf", pdf(lines)))]
     assert [text for text in texts if "vol" in text] == ["Iron 2024, vol. 7, 340"]
 
 
-def test_numbers_of_what_the_pages_are_about_are_kept() -> None:
+def test_numbers_in_content_are_kept() -> None:
     lines = [
         [(BODY, f"Invoice {1001 + n}"), GAP, (BODY, f"Text {'abcde'[n]}."), GAP, (9, f"{2001 + n}")] for n in range(5)
     ]

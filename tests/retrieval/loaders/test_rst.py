@@ -35,7 +35,7 @@ Use 4 spaces::
 """
 
 
-def test_a_pep_gets_its_title_from_its_header_and_the_header_is_no_text() -> None:
+def test_pep_title_comes_from_its_header() -> None:
     document = parse_rst(Path("/x/pep-0008.rst"), PEP)
     assert document.title == "PEP 8: Style Guide for Python Code"
     assert not any("Guido" in paragraph.text for paragraph in document.paragraphs)
@@ -52,7 +52,7 @@ def test_blocks_become_paragraphs_with_heading_path_and_lines() -> None:
     )
 
 
-def test_a_header_without_a_title_is_text() -> None:
+def test_header_without_title_is_text() -> None:
     document = parse_rst(Path("/x/a.rst"), "Note: this\nThat: too\n\ntext\n")
     assert [paragraph.text for paragraph in document.paragraphs] == ["Note: this\nThat: too", "text"]
 
@@ -109,7 +109,7 @@ def placed(text: str) -> list[tuple[str, int, int]]:
     return [(paragraph.text, paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
 
 
-def test_a_row_of_a_table_has_its_own_lines() -> None:
+def test_table_row_has_its_own_lines() -> None:
     grid = """+---+----------+
 | a | bb       |
 +===+==========+
@@ -135,7 +135,7 @@ def test_a_row_of_a_table_has_its_own_lines() -> None:
     assert placed(listed) == [("Keys", 1, 1), ("a | b c", 3, 6), (" | d", 8, 8)]
 
 
-def test_a_row_of_a_csv_table_has_its_own_lines() -> None:
+def test_csv_table_row_has_its_own_lines() -> None:
     text = """one
 
 .. csv-table:: Keys
@@ -154,17 +154,17 @@ end
     ]
 
 
-def test_the_argument_of_an_unknown_directive_stands_where_it_stands() -> None:
+def test_argument_of_an_unknown_directive_has_its_lines() -> None:
     text = "one\n\n.. c:thing:: two\n   three\n\n   .. inner::\n      four\n\n.. c:thing:: five::\n"
     assert placed(text) == [("one", 1, 1), ("two\nthree", 3, 4), ("four", 7, 7), ("five:", 9, 9)]
 
 
-def test_a_header_from_further_down_moves_no_other_block() -> None:
+def test_header_decoration_does_not_move_other_blocks() -> None:
     text = "Head\n====\n\none\n\nDeep\n----\n\n.. header:: two\n\nthree\n"
     assert placed(text) == [("two", 9, 9), ("one", 4, 4), ("three", 11, 11)]
 
 
-def test_what_docutils_refuses_is_text() -> None:
+def test_markup_refused_by_docutils_is_text() -> None:
     wide = "+---+---+\n| a | b |\n+---+---+\n| 1 | much too long |\n+---+---+"
     over = "=== ===\na   b\n=== ===\nover the margin\n=== ==="
     code = ".. code-block:: python\n   :caption: Keys\n\n   turn()"
@@ -175,7 +175,7 @@ def test_what_docutils_refuses_is_text() -> None:
     ]
 
 
-def test_what_docutils_says_is_no_text() -> None:
+def test_docutils_messages_are_not_text() -> None:
     text = "+-----+------+\n| one | ++   |\n+-----+------+\n\nTwo\n---\n\n`three\n\nLonger title\n------\n\nfour\n"
     assert [text for text, _, _ in placed(text)] == ["one | ++", "`three", "four"]
 
@@ -192,7 +192,7 @@ def test_broken_markup_loses_no_text() -> None:
     assert all(word in text for word in ("open", "half", "odd", "indents"))
 
 
-def test_what_docutils_throws_on_is_read_as_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_plain_text_if_docutils_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def throw(text: str) -> None:
         raise AttributeError("a bug")
 
@@ -201,24 +201,24 @@ def test_what_docutils_throws_on_is_read_as_plain_text(monkeypatch: pytest.Monke
     assert [paragraph.text for paragraph in document.paragraphs] == ["one", "two"]
 
 
-def test_what_looks_like_a_header_and_is_none_is_text() -> None:
+def test_text_similar_to_a_header_is_text() -> None:
     text = "Key:        value\n" * 2000 + "x"  # could it be matched in two ways, this would take for ever
     (paragraph,) = parse_rst(Path("/x/a.rst"), text).paragraphs
     assert (paragraph.start_line, paragraph.end_line) == (1, 2001)
 
 
-def test_long_names_and_labels_take_no_longer_than_their_length() -> None:
+def test_long_names_and_labels_are_read_in_linear_time() -> None:
     assert rst._ROLE.findall(":a" * 200_000) == []
     (paragraph,) = parse_rst(Path("/x/a.rst"), ":thing:`a" + " " * 200_000 + "b <c`").paragraphs
     assert paragraph.text.split() == ["a", "b", "<c"]
 
 
-def test_a_line_may_be_long() -> None:
+def test_long_line_is_read() -> None:
     (paragraph,) = parse_rst(Path("/x/a.rst"), "word " * 5000).paragraphs
     assert len(paragraph.text.split()) == 5000
 
 
-def test_a_line_of_the_file_ends_at_a_newline_only() -> None:
+def test_rst_line_ends_at_a_newline_only() -> None:
     document = parse_rst(Path("/x/a.rst"), "one\u2028two\x0bthree\x85four\x1cfive\n\nsix\n")
     found = [(paragraph.text.split(), paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
     assert found == [(["one", "two", "three", "four", "five"], 1, 1), (["six"], 3, 3)]

@@ -19,11 +19,11 @@ def test_paragraphs_stand_between_blank_lines(tmp_path: Path) -> None:
     assert document.paragraphs == (Paragraph("one\ntwo", (), 2, 3), Paragraph("three", (), 6, 6))
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_no_text() -> None:
+def test_byte_order_mark_and_windows_line_ends_are_removed() -> None:
     assert decode(b"\xef\xbb\xbfone\r\ntwo\rthree", "x") == "one\ntwo\nthree"
 
 
-def test_latin_1_is_read_where_the_text_is_not_utf_8() -> None:
+def test_latin_1_is_read_if_the_text_is_not_utf_8() -> None:
     assert decode("Gr\u00f6\u00dfe".encode(), "x") == "Gr\u00f6\u00dfe"
     assert decode("Gr\u00f6\u00dfe".encode("latin-1"), "x") == "Gr\u00f6\u00dfe"
     with pytest.raises(DocumentError, match="not UTF-8"):
@@ -35,13 +35,13 @@ def test_binary_data_is_refused() -> None:
         decode(b"abc\0def", "x")
 
 
-def test_an_empty_file_is_a_document_without_paragraphs(tmp_path: Path) -> None:
+def test_empty_file_is_a_document_without_paragraphs(tmp_path: Path) -> None:
     path = tmp_path / "empty.txt"
     path.touch()
     assert [document.paragraphs for document in load(path)] == [()]
 
 
-def test_a_first_heading_without_an_equal_is_the_title() -> None:
+def test_only_top_heading_is_the_title() -> None:
     outline = Outline()
     outline.heading(1, "Guide", 1)
     outline.paragraph("intro", 2, 2)
@@ -52,7 +52,7 @@ def test_a_first_heading_without_an_equal_is_the_title() -> None:
     assert [paragraph.heading_path for paragraph in paragraphs] == [(), ("Keys",)]
 
 
-def test_of_several_equal_headings_none_is_the_title() -> None:
+def test_no_title_among_several_top_headings() -> None:
     outline = Outline()
     outline.heading(1, "One", 1)
     outline.paragraph("a", 2, 2)
@@ -63,7 +63,7 @@ def test_of_several_equal_headings_none_is_the_title() -> None:
     assert [paragraph.heading_path for paragraph in paragraphs] == [("One",), ("Two",)]
 
 
-def test_a_heading_with_nothing_under_it_is_text() -> None:
+def test_heading_without_content_is_text() -> None:
     outline = Outline()
     outline.heading(1, "Title", 1)
     outline.heading(2, "To do", 2)
@@ -73,7 +73,7 @@ def test_a_heading_with_nothing_under_it_is_text() -> None:
     assert paragraphs == (Paragraph("To do", (), 2, 2), Paragraph("all", ("Done",), 4, 4))
 
 
-def test_a_heading_that_skips_levels_nests_all_the_same() -> None:
+def test_heading_that_skips_levels_is_nested() -> None:
     outline = Outline()
     outline.heading(1, "A", 1)
     outline.heading(4, "B", 2)

@@ -1,1 +1,1 @@
-"""Files on their way in: found, read side by side in processes of their own, watched."""
+"""Finding, parsing and watching files: discovery with ignore rules, parsing processes, `--watch`."""

@@ -1,6 +1,6 @@
-"""Which files are documents: folders are walked, and what is hidden, ignored or of no known format is passed over.
+"""Discovery of document files: walks folders and skips hidden, ignored and unknown files.
 
-Symbolic links to folders are not followed, so no walk goes in circles. The rules: docs/documents.md
+Symbolic links to folders are not followed, so a walk always ends. Rules: docs/documents.md
 """
 
 import os
@@ -10,69 +10,63 @@ from pathlib import Path
 
 from stillroom.errors import UsageError
 from stillroom.retrieval.intake.ignoring import IgnoreRules
-from stillroom.retrieval.loaders.formats import UNREADABLE, format_of, is_jsonl
+from stillroom.retrieval.loaders.formats import UNSUPPORTED, format_of, is_jsonl
 from stillroom.retrieval.loaders.jsonl import looks_like_corpus
 
-_NO_DOCUMENTS = frozenset({"node_modules", "__pycache__"})
-"""Folders of what programs fetch and make."""
+_SKIPPED_FOLDERS = frozenset({"node_modules", "__pycache__"})
 
 
 @dataclass(slots=True)
 class Skipped:
-    """How many entries of folders were passed over; a folder that was not entered counts as one."""
+    """Numbers of skipped files and folders; a skipped folder counts as one."""
 
     num_hidden: int = 0
     """See `is_hidden`."""
     num_ignored: int = 0
-    """By .gitignore, .stillroomignore, --exclude, or because no documents are kept in such folders."""
+    """Skipped by .gitignore, .stillroomignore or --exclude, `node_modules`, `__pycache__` and knowledge bases."""
     num_other: int = 0
-    """Of formats that no loader reads."""
+    """Files without a loader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """What a list of paths stands for."""
+    """Files found for a list of paths."""
 
     files: tuple[Path, ...]
     """Absolute, without duplicates, in the order of the arguments and sorted within a folder."""
     folders: tuple[Path, ...]
     """The folders among the arguments, absolute."""
     failures: tuple[tuple[Path, str], ...] = ()
-    """Folders that cannot be entered or listed; what lies in them is unknown."""
+    """Folders that cannot be entered or listed, and why; their content is unknown."""
     skipped: Skipped = field(default_factory=Skipped)
     rules: tuple[IgnoreRules, ...] = ()
-    """One for each of `folders`."""
+    """The ignore rules of each of `folders`."""
 
     def covers(self, path: str) -> bool:
-        """Whether a file lies in one of the folders, and in none of what could not be seen of them."""
+        """Return whether a file is below one of the folders, and not below a folder in `failures`."""
         return _is_under(path, self.folders) and not _is_under(path, [folder for folder, _ in self.failures])
 
     def ignores(self, path: str) -> bool:
-        """Whether the rules of every folder around a file pass it over."""
+        """Return whether the rules of every folder around a file skip it."""
         around = [rules for rules in self.rules if path.startswith(os.path.join(rules.root, ""))]
         return bool(around) and all(rules.ignores_within(Path(path)) for rules in around)
 
 
 def discover(paths: Sequence[str | Path], exclude: Sequence[str] = (), known: Collection[str] = ()) -> Discovery:
-    """The files to load. A file that is named is taken whatever its name, unless `exclude` says otherwise.
+    """Find the files to load. A file among `paths` is loaded whatever its name, unless `exclude` matches.
 
     Args:
-        exclude: patterns as in .gitignore, relative to each folder; of a named file they see the name.
-        known: files that documents came from: a JSONL file among them is one whatever its first record is now.
+        exclude: Patterns as in .gitignore, relative to each folder; for files among `paths` they match the name.
+        known: Paths of indexed files: a JSONL file among them is loaded whatever its first record is now.
 
     Raises:
-        UsageError: a path is empty or does not exist, or a pattern is none.
+        UsageError: A path is empty or does not exist, or a pattern is invalid.
     """
     walk = _Walk(exclude, known)
     for path in paths:
-        walk.take(path)
-    return Discovery(
-        tuple(walk.files),
-        tuple(rules.root for rules in walk.rules),
-        tuple(walk.failures),
-        walk.skipped,
-        tuple(walk.rules),
-    )
+        walk.add(path)
+    folders = tuple(rules.root for rules in walk.rules)
+    return Discovery(tuple(walk.files), folders, tuple(walk.failures), walk.skipped, tuple(walk.rules))
 
 
 class _Walk:
@@ -84,28 +78,25 @@ class _Walk:
         self._exclude = exclude
         self._known = known
 
-    def take(self, path: str | Path) -> None:
-        check_is_there(path)
+    def add(self, path: str | Path) -> None:
+        check_exists(path)
         absolute = Path(os.path.abspath(path))
         if os.path.isdir(absolute):
             rules = IgnoreRules(absolute, self._exclude)
             self.rules.append(rules)
-            self.files.update(dict.fromkeys(self._under(absolute, rules)))
+            self.files.update(dict.fromkeys(self._files_below(absolute, rules)))
         elif IgnoreRules(absolute.parent, self._exclude).is_excluded(absolute, is_folder=False):
             self.skipped.num_ignored += 1
         else:
             self.files[absolute] = None
 
-    def _under(self, root: Path, rules: IgnoreRules) -> Iterator[Path]:
-        for parent, folders, names in os.walk(root, onerror=self._note):
+    def _files_below(self, root: Path, rules: IgnoreRules) -> Iterator[Path]:
+        for parent, folders, names in os.walk(root, onerror=lambda error: self._fail(Path(error.filename), error)):
             folders[:] = sorted(name for name in folders if self._is_entered(Path(parent, name), rules))
             for name in sorted(names):
                 path = Path(parent, name)
-                if self._is_taken(path, rules):
+                if self._is_loaded(path, rules):
                     yield path
-
-    def _note(self, error: OSError) -> None:
-        self._fail(Path(error.filename), error)
 
     def _fail(self, folder: Path, error: OSError) -> None:
         self.failures.append((folder, f"{folder}: cannot be listed: {error.strerror or error}"))
@@ -115,16 +106,17 @@ class _Walk:
             self.skipped.num_hidden += 1
             return False
         try:
-            if folder.name in _NO_DOCUMENTS or rules.is_ignored(folder, is_folder=True) or _is_knowledge_base(folder):
+            is_skipped = folder.name in _SKIPPED_FOLDERS or rules.is_ignored(folder, is_folder=True)
+            if is_skipped or _is_knowledge_base(folder):
                 self.skipped.num_ignored += 1
                 return False
         except OSError as error:
-            if not folder.is_symlink():  # no link to a folder is followed, wherever it leads
+            if not folder.is_symlink():  # links to folders are not followed, even broken ones
                 self._fail(folder, error)
             return False
         return True
 
-    def _is_taken(self, path: Path, rules: IgnoreRules) -> bool:
+    def _is_loaded(self, path: Path, rules: IgnoreRules) -> bool:
         if is_hidden(path.name):
             self.skipped.num_hidden += 1
         elif rules.is_ignored(path, is_folder=False):
@@ -139,28 +131,27 @@ class _Walk:
         if is_jsonl(path):
             is_queries = path.stem == "queries" and os.path.exists(path.with_stem("corpus"))
             return not is_queries and (str(path) in self._known or looks_like_corpus(path))
-        return format_of(path) is not None or path.suffix.lower() in UNREADABLE
+        return format_of(path) is not None or path.suffix.lower() in UNSUPPORTED
 
 
-def check_is_there(path: str | Path) -> None:
-    """Refuse a name that nothing has. What merely cannot be reached may be there; why not is said where it is read.
+def check_exists(path: str | Path) -> None:
+    """Refuse a path that does not exist. A path that cannot be accessed passes; reading it reports the reason.
 
     Raises:
-        UsageError: nothing has it, or it is empty, which as a path would be the working folder.
+        UsageError: The path does not exist or is empty (as a path, "" would be the working folder).
     """
     if not os.fspath(path):
-        raise UsageError("an empty path stands for no file; give files or folders, . for the current one")
+        raise UsageError("a path is empty; give files or folders, . for the current one")
     try:
         os.lstat(os.path.abspath(path))
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # a ValueError: no file can have this name
-        raise UsageError(f"{path} does not exist; give files or folders that do") from None
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: an impossible file name
+        raise UsageError(f"{path} does not exist; give existing files or folders") from None
     except OSError:
         pass
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder of that name is nobody's document: a dot hides it, and `~$` is how Office names the file
-    that says who has a document open."""
+    """Return whether a name is hidden: it begins with a dot, or with `~$` as Office's lock files."""
     return name.startswith((".", "~$"))
 
 
@@ -169,5 +160,6 @@ def _is_under(path: str, folders: Iterable[Path]) -> bool:
 
 
 def _is_knowledge_base(folder: Path) -> bool:
-    """One may lie in the folder that it indexes. Raises OSError where the folder may not be entered."""
+    """Return whether a folder is a knowledge base, which may be below the folder that it indexes. Raises OSError if the
+    folder cannot be entered."""
     return (folder / "manifest.json").exists() and (folder / "corpus.sqlite3").exists()

@@ -1,4 +1,4 @@
-"""What .gitignore, .stillroomignore and --exclude say of a file. The rules are git's, matched by pathspec."""
+"""Ignore rules of .gitignore, .stillroomignore and --exclude, with git's semantics (pathspec)."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -10,50 +10,50 @@ from stillroom.errors import DocumentError, UsageError
 from stillroom.retrieval.loaders.source import opened
 
 _FILES = (".gitignore", ".stillroomignore")
-"""In each folder; what a later one says wins."""
+"""Ignore files of a folder; the last matching line of both wins."""
 _MAX_BYTES = 1 << 20
 
 
 class IgnoreRules:
-    """The rules for one folder that is added. A deeper file wins over one above it, the last line that fits wins within
-    a file, and in a git repository the files above the folder count too."""
+    """Ignore rules for one folder of `add`. Deeper ignore files win, within a file the last matching line; in a git
+    repository the ignore files above the folder count too."""
 
     def __init__(self, root: Path, exclude: Sequence[str] = ()) -> None:
         """Args:
-            root: the folder, absolute.
-            exclude: further patterns, relative to the folder; nothing brings back what they exclude.
+            root: The folder, absolute.
+            exclude: Further patterns, relative to the folder; ignore files cannot override them.
 
         Raises:
-            UsageError: a pattern is none.
+            UsageError: A pattern is invalid.
         """
         self.root = root
         try:
             self._exclude = GitIgnoreSpec.from_lines(exclude)
         except ValueError as error:
-            raise UsageError(f"not a pattern as in .gitignore: {', '.join(exclude)}: {error}") from error
+            raise UsageError(f"not patterns as in .gitignore: {', '.join(exclude)}: {error}") from error
         self._top = _repository_of(root)
         self._specs: dict[Path, GitIgnoreSpec | None] = {}
 
     def is_excluded(self, path: Path, *, is_folder: bool) -> bool:
-        """Whether the patterns that were given exclude an entry."""
+        """Return whether `exclude` matches a path."""
         return bool(self._exclude.check_file(_relative(path, self.root, is_folder)).include)
 
     def is_ignored(self, path: Path, *, is_folder: bool) -> bool:
-        """Whether an entry is passed over, given that the folder that holds it is not."""
+        """Return whether a path is ignored. Precondition: its folder is not ignored."""
         if self.is_excluded(path, is_folder=is_folder):
             return True
         folder = path.parent
         while True:
             spec = self._spec(folder)
-            said = spec.check_file(_relative(path, folder, is_folder)).include if spec is not None else None
-            if said is not None:
-                return said
+            matched = spec.check_file(_relative(path, folder, is_folder)).include if spec is not None else None
+            if matched is not None:
+                return matched
             if folder == self._top or folder == folder.parent:
                 return False
             folder = folder.parent
 
     def ignores_within(self, path: Path) -> bool:
-        """Whether a file somewhere under the folder is passed over, by itself or with a folder around it."""
+        """Return whether a file anywhere below the folder is ignored, by itself or with an enclosing folder."""
         above = [parent for parent in path.parents if parent != self.root and parent.is_relative_to(self.root)]
         is_above = any(self.is_ignored(parent, is_folder=True) for parent in reversed(above))
         return is_above or self.is_ignored(path, is_folder=False)
@@ -66,9 +66,9 @@ class IgnoreRules:
 
 
 def _repository_of(root: Path) -> Path:
-    """The top of the git repository around a folder; the folder itself where there is none."""
+    """Return the top folder of the git repository around `root`, or `root` outside repositories."""
     for folder in (root, *root.parents):
-        if os.path.exists(folder / ".git"):  # false where the folder may not be entered
+        if os.path.exists(folder / ".git"):  # false for folders that cannot be entered
             return folder
     return root
 
@@ -78,7 +78,7 @@ def _relative(path: Path, folder: Path, is_folder: bool) -> str:
 
 
 def _lines(path: Path) -> list[str]:
-    """Of an ignore file; none where there is no such file, or it cannot be read."""
+    """Return the lines of an ignore file; [] if it is missing or cannot be read."""
     if not os.path.isfile(path):
         return []
     try:
@@ -89,7 +89,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _spec_of(lines: Iterable[str]) -> GitIgnoreSpec:
-    """The patterns among the lines; as for git, what is no pattern matches nothing."""
+    """Compile the valid patterns; as in git, an invalid pattern matches nothing."""
     kept = []
     for line in lines:
         try:

@@ -1,7 +1,7 @@
-"""A process that parses files: `python -m stillroom.retrieval.intake.parse_worker FD`, started by `parsing`.
+"""The parsing process, `python -m stillroom.retrieval.intake.parse_worker FD`, and the encoding of its replies.
 
-It talks over one socket in JSON, for what a damaged file makes of this process must not reach further. Paths come in,
-a document or a reason goes out, until the other end is closed.
+`parsing` starts it. Over one socket it receives paths and sends a document or a reason, until the other end is closed.
+Replies are JSON, not pickle: a file that takes over this process must not take over the parent.
 """
 
 import contextlib
@@ -12,25 +12,29 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from stillroom.config.documents_settings import DocumentsConfig
+from stillroom.core.document import Document, Paragraph
+from stillroom.core.ids import DocumentId
+from stillroom.core.metadata import metadata_from_json, metadata_to_json
 from stillroom.errors import DocumentError
-from stillroom.retrieval.intake.wire import OUT_OF_MEMORY, document_to_wire
 from stillroom.retrieval.loaders.load import load
 
-READY = b"ready"
+OUT_OF_MEMORY = 77
+"""Exit code of a process that has run out of memory."""
 
 
 def main() -> None:
-    """Serve until nobody asks any more."""
+    """Serve until the parent closes the connection."""
     connection = Connection(int(sys.argv[1]))
     config = DocumentsConfig(**json.loads(connection.recv_bytes()))
     _limit(config)
-    connection.send_bytes(READY)
+    connection.send_bytes(b"ready")
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             path = Path(os.fsdecode(connection.recv_bytes()))
-            # should whoever started us be gone and a reader hang, the system ends us
+            # if the parent has died and a loader hangs, the alarm ends this process
             signal.setitimer(signal.ITIMER_REAL, 2 * config.timeout_s + 10)
             connection.send_bytes(_answer(path, config))
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -39,13 +43,40 @@ def main() -> None:
 def _answer(path: Path, config: DocumentsConfig) -> bytes:
     try:
         (document,) = load(path, config)
-        return document_to_wire(document)
+        return encode_document(document)
     except DocumentError as error:
         return json.dumps({"error": str(error)}).encode()
 
 
+def encode_document(document: Document) -> bytes:
+    """Encode a document that is a whole file as JSON, each distinct heading path once."""
+    paths: dict[tuple[str, ...], int] = {}
+    paragraphs = [
+        (
+            paragraph.text,
+            paths.setdefault(paragraph.heading_path, len(paths)),
+            (paragraph.start_line, paragraph.end_line, paragraph.start_page, paragraph.end_page),
+        )
+        for paragraph in document.paragraphs
+    ]
+    metadata = metadata_to_json(document.metadata)
+    found = {"id": document.document_id, "title": document.title, "paths": list(paths), "paragraphs": paragraphs}
+    return json.dumps({**found, "metadata": metadata}).encode()
+
+
+def decode_document(found: dict[str, Any]) -> Document:
+    """Invert `encode_document`, given the parsed JSON."""
+    paths = [tuple(path) for path in found["paths"]]
+    return Document(
+        DocumentId(found["id"]),
+        found["title"],
+        tuple(Paragraph(text, paths[index], *where) for text, index, where in found["paragraphs"]),
+        metadata=metadata_from_json(found["metadata"]),
+    )
+
+
 def _limit(config: DocumentsConfig) -> None:
-    """No core files; and no more memory than allowed, where the system knows how much there is already."""
+    """Forbid core files and limit memory, on systems with /proc."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -57,5 +88,4 @@ if __name__ == "__main__":
     try:
         main()
     except MemoryError:
-        # the next file gets a new process: what this one has left here it might not give back
-        os._exit(OUT_OF_MEMORY)
+        os._exit(OUT_OF_MEMORY)  # the next file gets a new process

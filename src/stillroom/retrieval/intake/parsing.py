@@ -1,7 +1,7 @@
-"""Files parsed in processes of their own: several at a time, and what goes wrong in one of them is that file's failure.
+"""Pool of parsing processes: parses several files at a time and turns a crash into the failure of one file.
 
-A parser may crash, hang or take all memory; then its process ends, the file has a reason, and the next file gets a new
-process. Nothing of this process is inherited by them, neither threads nor models, and they end when it does.
+If a loader crashes, hangs or exhausts its memory, its process is ended, the file fails with a reason, and the next file
+gets a new process. The processes inherit neither threads nor models, and end with this process.
 """
 
 import dataclasses
@@ -18,27 +18,24 @@ from threading import Lock
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError, ReaderUnavailableError
-from stillroom.retrieval.intake.wire import OUT_OF_MEMORY, document_from_wire
+from stillroom.retrieval.intake.parse_worker import OUT_OF_MEMORY, decode_document
 
 _MAX_AUTOMATIC_WORKERS = 8
 _START_TIMEOUT_S = 120.0
-"""For a process to be there; more than a busy machine needs."""
 _END_TIMEOUT_S = 10.0
-"""For a process to end that has hung up."""
+"""Time for a process to exit after it has closed its connection."""
 _MAX_FILES_EACH = 200
-"""A process that has read so many makes place for a new one: what parsers leave behind does not add up."""
-
-
+"""After this number of files a process is replaced, so that memory leaks of parsers do not add up."""
 _ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
 
 class ParserPool:
-    """Parses files side by side. Processes start with the first file; `close` ends them whatever they do."""
+    """Parses files in parallel. Processes start with the first file; `close` kills them."""
 
     def __init__(self, config: DocumentsConfig) -> None:
         self.num_workers = config.num_workers or min(os.cpu_count() or 1, _MAX_AUTOMATIC_WORKERS)
         self._config = config
-        # a thread for each process: it waits for the answer, and for no more than a file's time
+        # a thread per process waits for its reply
         self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="stillroom-parse")
         self._lock = Lock()
         self._idle: list[_Process] = []
@@ -46,12 +43,12 @@ class ParserPool:
         self._is_closed = False
 
     def submit(self, path: Path) -> "Future[Document]":
-        """The document in a file, some time; a DocumentError where there is none, a ReaderUnavailableError where no
-        process could look."""
+        """Parse a file. The future raises DocumentError if the file cannot be parsed, ReaderUnavailableError if no
+        process could be started."""
         return self._threads.submit(self._parse, path)
 
     def close(self) -> None:
-        """End all processes; files that are being parsed have no result. Idempotent."""
+        """Kill all processes; files that are being parsed have no result. Idempotent."""
         with self._lock:
             self._is_closed = True
             for process in self._all:
@@ -62,16 +59,16 @@ class ParserPool:
         self._all.clear()
 
     def _parse(self, path: Path) -> Document:
-        process = self._take()
+        process = self._idle_process()
         try:
-            answer = process.ask(path)
-            document = None if "error" in answer else document_from_wire(answer)
+            answer = process.parse(path)
+            document = None if "error" in answer else decode_document(answer)
         except DocumentError:
             self._discard(process)
             raise
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             self._discard(process)
-            raise DocumentError(f"{path}: its reader gave no sensible answer; please report the file") from error
+            raise DocumentError(f"{path}: its reader sent an invalid reply; please report the file") from error
         if process.num_files < _MAX_FILES_EACH:
             with self._lock:
                 self._idle.append(process)
@@ -81,7 +78,8 @@ class ParserPool:
             raise DocumentError(str(answer["error"]))
         return document
 
-    def _take(self) -> "_Process":
+    def _idle_process(self) -> "_Process":
+        """Take an idle process or start one."""
         with self._lock:
             if self._is_closed:
                 raise ReaderUnavailableError("reading was stopped")
@@ -90,9 +88,7 @@ class ParserPool:
             try:
                 process = _Process(self._config)
             except OSError as error:
-                raise ReaderUnavailableError(
-                    f"no process could be started to read it: {error}; add it again"
-                ) from error
+                raise ReaderUnavailableError(f"no parsing process could be started: {error}; add it again") from error
             self._all.add(process)
             return process
 
@@ -104,12 +100,12 @@ class ParserPool:
 
 
 class _Process:
-    """One parsing process and the connection to it. Used by one thread at a time; any thread may kill it."""
+    """One parsing process and its connection. One thread at a time uses it; any thread may kill it."""
 
     def __init__(self, config: DocumentsConfig) -> None:
         self.num_files = 0
         self._config = config
-        self._max_answer_bytes = 16 * config.max_text_bytes + (1 << 24)  # a character is up to six in JSON
+        self._max_answer_bytes = 16 * config.max_text_bytes + (1 << 24)  # JSON escapes take up to six bytes
         self._is_ready = False
         self._connection, theirs = Pipe()
         with theirs:
@@ -123,17 +119,16 @@ class _Process:
     def pid(self) -> int:
         return self._popen.pid
 
-    def ask(self, path: Path) -> dict[str, object]:
-        """What the process makes of a file.
+    def parse(self, path: Path) -> dict[str, object]:
+        """Send a path and return the reply.
 
         Raises:
-            DocumentError: it took too long, or the process ended.
-            ReaderUnavailableError: and the process had not even been ready.
+            DocumentError: The process took longer than `documents.timeout_s`, or ended.
+            ReaderUnavailableError: The process ended before it was ready.
         """
         self.num_files += 1
         try:
-            if self.num_files == 1:
-                # not when it is made: a process may have ended by now, and that has one way to be told, this one
+            if self.num_files == 1:  # here and not in the constructor, so that a dead process is reported in one way
                 self._connection.send_bytes(json.dumps(dataclasses.asdict(self._config)).encode())
             if not self._is_ready and self._connection.poll(_START_TIMEOUT_S):
                 self._connection.recv_bytes()
@@ -146,49 +141,48 @@ class _Process:
                 )
             answer: dict[str, object] = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
         except (EOFError, OSError) as error:
-            raise self._failure(f"{path}: {self._how_it_ended()}") from error
+            raise self._failure(f"{path}: {self._exit_reason()}") from error
         return answer
 
     def _failure(self, reason: str) -> DocumentError:
-        """The file's own if the process was ready for it."""
         return DocumentError(reason) if self._is_ready else ReaderUnavailableError(reason)
 
     def kill(self) -> None:
         self._popen.kill()
 
     def close(self) -> None:
-        """After `kill`, when nobody asks any more."""
+        """Precondition: the process was killed and no thread uses it."""
         self._popen.wait()
         self._connection.close()
 
-    def _how_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         try:
             code = self._popen.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return "its reader ended without an answer; please report the file"
+            return "its reader closed the connection without a reply; please report the file"
         if code == OUT_OF_MEMORY:
             return "needs more memory than documents.max_reader_bytes; split it or raise the limit"
         if code >= 0:
-            return f"the process that read it ended (exit code {code}); please report the file"
+            return f"its reader ended (exit code {code}); please report the file"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         return f"its reader crashed ({name}): the file is damaged, or needs more memory than documents.max_reader_bytes"
 
 
 def _start(descriptor: int) -> "subprocess.Popen[bytes]":
-    """A parsing process that talks over an open descriptor of ours. Raises OSError where the machine has no more."""
+    """Start a parsing process with an open descriptor of this process. Raises OSError if the system refuses."""
     return subprocess.Popen(
-        # -P: no module of the working folder comes in between
+        # -P: modules of the working folder are not imported
         [sys.executable, "-P", "-m", "stillroom.retrieval.intake.parse_worker", str(descriptor)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=(descriptor,),
         env=_environment(),
-        start_new_session=True,  # Ctrl-C is for us; we end it
+        start_new_session=True,  # Ctrl-C reaches only the parent, which ends the process
     )
 
 
 def _environment() -> dict[str, str]:
-    """Of a parsing process: what Python needs to start, and no keys."""
+    """Return the environment of a parsing process: only what Python needs to start, no API keys."""
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,4 +1,4 @@
-"""Files looked at in order, and those that changed parsed ahead: the caller embeds while others are being read."""
+"""Reads files in order and parses changed files ahead, so that the caller embeds while others are parsed."""
 
 import dataclasses
 import hashlib
@@ -11,67 +11,68 @@ from pathlib import Path
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
-from stillroom.core.metadata import Metadata
 from stillroom.errors import DocumentError, ReaderUnavailableError
 from stillroom.retrieval.intake.parsing import ParserPool
 from stillroom.retrieval.loaders.formats import format_of, is_jsonl
 from stillroom.retrieval.loaders.load import load
-from stillroom.retrieval.loaders.metadata import Said, sidecar_of
+from stillroom.retrieval.loaders.metadata import GivenMetadata, sidecar_of, with_given
 from stillroom.retrieval.loaders.source import check_size, opened
 from stillroom.retrieval.store.rows import SourceFile
 
 _SMALL_BYTES = 16 * 1024
-"""A text up to here is read at once, if its reader is one whose time is bounded."""
+"""A text up to this size may be parsed in this process, if the time of its loader is bounded."""
 _CHECK_SECONDS = 0.1
-"""How often it is looked, while a parsing process works, whether its document is still wanted."""
-_NUM_HERE = 16
-"""So many small texts are read in this process before others are started for them."""
+"""Interval of cancellation checks while a parsing process works."""
+_MAX_INLINE = 16
+"""Number of small texts parsed in this process before parsing processes are started."""
 
 Failures = dict[Path, tuple[SourceFile, str]]
-"""Files that could not be parsed as they were, and why."""
+"""Files that could not be parsed, with their state and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """A file whose turn it is."""
+class CheckedFile:
+    """A file and whether it changed since it was indexed."""
 
     path: Path
     source: SourceFile | None = None
-    """As it is now; None where it cannot be read at all."""
+    """State now; None if the file cannot be read."""
     is_unchanged: bool = False
     error: DocumentError | None = None
     documents: Callable[[], Iterator[Document]] = lambda: iter(())
-    """Of a file that changed; a DocumentError where it cannot be parsed."""
+    """Yields the documents of a changed file; raises DocumentError if it cannot be parsed."""
     is_parsed_ahead: bool = False
 
 
 class FileReader:
-    """Reads files for one `add`."""
+    """Reads the files of one `add`."""
 
     def __init__(self, config: DocumentsConfig, failures: Failures, check: Callable[[], None] = lambda: None) -> None:
         """
         Args:
-            failures: not tried again while the files stay as they are; those of this run are added.
-            check: called while a parsing process is waited for; what it raises ends the reading.
+            failures: Not parsed again while the files stay unchanged; failures of this run are added.
+            check: Called while waiting for a parsing process; an exception ends the reading.
         """
         self._config = config
         self._check = check
         self._failures = failures
         self._pool: ParserPool | None = None
-        self._num_here = 0
+        self._num_inline = 0
 
-    def read(self, files: Sequence[Path], known: Mapping[str, SourceFile], said: Said) -> Generator[Looked]:
-        """Each file in order. Closing the iterator ends what is being parsed.
+    def read(
+        self, files: Sequence[Path], known: Mapping[str, SourceFile], given: GivenMetadata
+    ) -> Generator[CheckedFile]:
+        """Yield each file in order. Closing the iterator ends the parsing.
 
         Args:
-            known: files as they were when they were last read, by path.
-            said: metadata that is said of all files now, on top of what was said before.
+            known: State of the files at their last indexing, by path.
+            given: Metadata for all files, merged into the metadata given before.
         """
-        ahead: deque[Looked] = deque()
+        ahead: deque[CheckedFile] = deque()
         num_ahead = 0
         try:
             for path in files:
-                ahead.append(self._look(path, known.get(str(path)), said))
+                ahead.append(self._check_file(path, known.get(str(path)), given))
                 num_ahead += ahead[-1].is_parsed_ahead
                 while ahead and (num_ahead > self._max_ahead or not ahead[0].is_parsed_ahead):
                     num_ahead -= ahead[0].is_parsed_ahead
@@ -84,76 +85,75 @@ class FileReader:
 
     @property
     def max_chunks(self) -> int:
-        """That one document may have."""
+        """Maximum number of chunks of a document."""
         return self._config.max_chunks
 
-    def remember(self, looked: Looked, error: DocumentError) -> None:
-        """Do not try a file again that was refused for what it says, while it stays as it is."""
-        if looked.source is not None and not isinstance(error, ReaderUnavailableError):
-            self._failures[looked.path] = (looked.source, str(error))
+    def remember_failure(self, file: CheckedFile, error: DocumentError) -> None:
+        """Do not parse a file again while it stays unchanged, unless no process could be started for it."""
+        if file.source is not None and not isinstance(error, ReaderUnavailableError):
+            self._failures[file.path] = (file.source, str(error))
 
     @property
     def _max_ahead(self) -> int:
-        """Documents that may wait for their turn: enough that no process waits, few enough for memory."""
+        """Number of files parsed ahead: two per process, so that no process waits."""
         return 2 * self._pool.num_workers if self._pool is not None else 0
 
-    def _look(self, path: Path, known: SourceFile | None, said: Said) -> Looked:
+    def _check_file(self, path: Path, known: SourceFile | None, given: GivenMetadata) -> CheckedFile:
         try:
-            source = look_at(path, known, self._config)
-            source = dataclasses.replace(source, metadata=with_said(known.metadata if known else {}, said))
+            source = source_of(path, known, self._config)
+            source = dataclasses.replace(source, metadata=with_given(known.metadata if known else {}, given))
         except DocumentError as error:
-            return Looked(path, error=error)
+            return CheckedFile(path, error=error)
         is_same = known is not None and (known.content_hash, known.metadata) == (source.content_hash, source.metadata)
         if is_same:
-            return Looked(path, source, is_unchanged=True)
+            return CheckedFile(path, source, is_unchanged=True)
         failed = self._failures.get(path)
         if failed is not None and failed[0] == source:
-            return Looked(path, source, error=DocumentError(failed[1]))
-        if self._is_read_here(path, source.size):
-            return Looked(path, source, documents=lambda: self._noting(path, load(path, self._config)))
+            return CheckedFile(path, source, error=DocumentError(failed[1]))
+        if self._is_parsed_inline(path, source.size):
+            return CheckedFile(path, source, documents=lambda: self._succeeding(path, load(path, self._config)))
         if self._pool is None:
             self._pool = ParserPool(self._config)
         future = self._pool.submit(path)
         documents = (self._awaited(future) for _ in range(1))
-        return Looked(path, source, documents=lambda: self._noting(path, documents), is_parsed_ahead=True)
+        return CheckedFile(path, source, documents=lambda: self._succeeding(path, documents), is_parsed_ahead=True)
 
     def _awaited(self, future: "Future[Document]") -> Document:
         while not wait([future], _CHECK_SECONDS).done:
             self._check()
         return future.result()
 
-    def _is_read_here(self, path: Path, num_bytes: int) -> bool:
-        """Whether it is not worth a process: JSONL is read as a stream, and a few small texts are read at once."""
+    def _is_parsed_inline(self, path: Path, num_bytes: int) -> bool:
+        """Return whether a file is parsed in this process: JSONL, which is streamed, and the first small texts."""
         if is_jsonl(path):
             return True
         kind = format_of(path)
-        self._num_here += 1
+        self._num_inline += 1
         is_quick = kind is None or (kind.is_text and kind.is_bounded)
-        return num_bytes <= _SMALL_BYTES and self._num_here <= _NUM_HERE and is_quick
+        return num_bytes <= _SMALL_BYTES and self._num_inline <= _MAX_INLINE and is_quick
 
-    def _noting(self, path: Path, documents: Iterator[Document]) -> Iterator[Document]:
-        """The same; a failure that was remembered is forgotten once the file was read."""
+    def _succeeding(self, path: Path, documents: Iterator[Document]) -> Iterator[Document]:
+        """Yield the documents, then forget a remembered failure of the file."""
         yield from documents
         self._failures.pop(path, None)
 
 
-def look_at(path: Path, known: SourceFile | None, config: DocumentsConfig) -> SourceFile:
-    """The file as it is now, with what describes it beside it. Its content is read only if size or time differ from
-    what is known.
+def source_of(path: Path, known: SourceFile | None, config: DocumentsConfig) -> SourceFile:
+    """Return the state of a file and its sidecar. Their content is read only if size or time differ from `known`.
 
     Raises:
-        DocumentError: the file cannot be read, is too large, or its name is no text.
+        DocumentError: The file cannot be read, is too large, or its name is not UTF-8.
     """
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
         raise DocumentError(f"{path}: the name is not UTF-8; rename the file") from error
-    beside = sidecar_of(path)
-    files = [path, beside] if os.path.isfile(beside) else [path]  # false where its name would be too long
+    sidecar = sidecar_of(path)
+    files = [path, sidecar] if os.path.isfile(sidecar) else [path]  # false if the name would be too long
     try:
         states = [file.stat() for file in files]
     except OSError:
-        states = []  # what is wrong with it is said where it is opened
+        states = []  # opening the file raises the reason
     size, mtime_ns = sum(state.st_size for state in states), sum(state.st_mtime_ns for state in states)
     if states and known is not None and (known.size, known.mtime_ns) == (size, mtime_ns):
         return known
@@ -165,9 +165,3 @@ def _file_hash(path: Path, config: DocumentsConfig) -> str:
         if not is_jsonl(path):
             check_size(path, status.st_size, config)
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def with_said(metadata: Metadata, said: Said) -> Metadata:
-    """What is said in addition goes before; None takes a field away."""
-    both = {**metadata, **said}
-    return {name: value for name, value in sorted(both.items()) if value is not None}

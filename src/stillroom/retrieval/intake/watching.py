@@ -1,7 +1,7 @@
-"""Keeping folders in step: who watches is told when something in them changes, and told again if it could not follow.
+"""Watches folders (`add --watch`): calls an update after changes, and again if the update failed.
 
-The watching begins before the first telling, so nothing falls between the two. What is told is that something changed,
-not what: looking through all files costs little, and misses nothing that the system did not report.
+Watching begins before the first update, so no change is lost between the two. An update looks at all files, so it does
+not depend on the system reporting every change.
 """
 
 import math
@@ -19,58 +19,59 @@ from stillroom.errors import UsageError
 from stillroom.retrieval.intake.discovery import is_hidden
 
 DEBOUNCE_MS = 1000
-"""Changes that follow each other more closely are one: a program that is still writing is waited for."""
-_MAX_UNREST = 30
-"""A folder in which something changes all the time is followed after so many times `DEBOUNCE_MS`."""
+"""An update waits until nothing has changed for this time."""
+_MAX_DEBOUNCES = 30
+"""In a folder that changes all the time, an update runs after this multiple of `DEBOUNCE_MS`."""
 _MAX_PAUSE = 32
-"""Where it could not be followed, it is tried again after once, twice, and at last so many times `DEBOUNCE_MS`."""
+"""Failed updates are retried after 1, 2, 4, ... and at most this multiple of `DEBOUNCE_MS`."""
 _TICK_MS = 500
-"""How often it is looked whether to stop, to try again, and whether the folders are still there."""
+"""Interval of checks for `stop`, due updates and missing folders."""
 _Identity = tuple[int, int]
 _IGNORE_FILES = frozenset({".gitignore", ".stillroomignore"})
 
 
-def keep_in_step(
+def watch_folders(
     folders: Sequence[Path],
-    follow: Callable[[], bool],
+    update: Callable[[], bool],
     stop: Event,
     *,
-    apart_from: Path,
+    ignored: Path,
     debounce_ms: int = DEBOUNCE_MS,
 ) -> None:
-    """Call `follow` now and after every change below the folders, until `stop`.
+    """Call `update` now and after every change below the folders, until `stop`.
 
     Args:
-        follow: takes over what changed; False where it could not now, and is to be called again soon.
-        apart_from: a folder whose changes do not count: the knowledge base, which may lie in one of the folders.
+        update: Indexes the folders; returns False to be called again soon.
+        ignored: A folder whose changes are ignored: the knowledge base, which may be below one of the folders.
 
     Raises:
-        UsageError: one of `folders` is no folder.
+        UsageError: One of `folders` is not a folder.
     """
     for folder in folders:
         if not os.path.isdir(folder):
-            raise UsageError(f"{folder} is no folder; --watch keeps folders in step, give the one that holds the file")
-    watching = _FolderWatch(folders, follow, _Filter(folders, apart_from), debounce_ms)
+            raise UsageError(f"{folder} is not a folder; --watch watches folders, give the folder of the file")
+    watching = _FolderWatch(folders, update, _ChangeFilter(folders, ignored), debounce_ms)
     last: list[_Identity] | None = None
     while not stop.is_set():
         found = _identities(folders)
-        if found is None or (last is not None and _is_drive_out(folders, last, found)):
-            stop.wait(_TICK_MS / 1000)  # a drive that was taken out comes back, and its documents are kept until then
+        if found is None or (last is not None and _is_unmounted(folders, last, found)):
+            stop.wait(_TICK_MS / 1000)  # the documents are kept until the drive is back
         else:
             watching.run(found, stop)
             last = found
 
 
 def _identities(folders: Sequence[Path]) -> list[_Identity] | None:
-    """Which folders have these names now; None where one is missing."""
+    """Return device and inode of each folder; None if a folder is missing."""
     with suppress(OSError):
-        found = [folder.stat() for folder in folders]
-        return [(one.st_dev, one.st_ino) for one in found] if all(S_ISDIR(one.st_mode) for one in found) else None
+        states = [folder.stat() for folder in folders]
+        if all(S_ISDIR(state.st_mode) for state in states):
+            return [(state.st_dev, state.st_ino) for state in states]
     return None
 
 
-def _is_drive_out(folders: Sequence[Path], last: Sequence[_Identity], found: Sequence[_Identity]) -> bool:
-    """Whether in the place of a folder there is an empty one of another device, as where a drive was mounted."""
+def _is_unmounted(folders: Sequence[Path], last: Sequence[_Identity], found: Sequence[_Identity]) -> bool:
+    """Return whether a folder was replaced by an empty folder of another device, as after unmounting a drive."""
     moved = (folder for folder, (old, _), (new, _) in zip(folders, last, found, strict=True) if old != new)
     try:
         return any(not any(folder.iterdir()) for folder in moved)
@@ -79,22 +80,22 @@ def _is_drive_out(folders: Sequence[Path], last: Sequence[_Identity], found: Seq
 
 
 class _FolderWatch:
-    """Calls `follow` when it is time."""
+    """Calls `update` when it is due."""
 
     def __init__(
-        self, folders: Sequence[Path], follow: Callable[[], bool], counts: "_Filter", debounce_ms: int
+        self, folders: Sequence[Path], update: Callable[[], bool], is_relevant: "_ChangeFilter", debounce_ms: int
     ) -> None:
         self._folders = folders
-        self._follow = follow
-        self._counts = counts
+        self._update = update
+        self._is_relevant = is_relevant
         self._debounce_ms = debounce_ms
 
     def run(self, watched: Sequence[_Identity], stop: Event) -> None:
-        """Until `stop`, or until a folder is gone or another one has its name: what is watched is the folder."""
-        pace, clock = _FollowTimes(self._debounce_ms / 1000), SystemClock()
+        """Watch until `stop`, or until a folder is removed or replaced."""
+        schedule, clock = _UpdateSchedule(self._debounce_ms / 1000), SystemClock()
         for changes in watch(
             *self._folders,
-            watch_filter=None,  # or nothing would be heard while only what does not count changes
+            watch_filter=None,  # with a filter, `watch` does not yield while only irrelevant files change
             debounce=self._debounce_ms,
             rust_timeout=min(_TICK_MS, self._debounce_ms),
             yield_on_timeout=True,
@@ -103,47 +104,46 @@ class _FolderWatch:
         ):
             if _identities(self._folders) != watched:
                 return
-            if any(self._counts(name) for _, name in changes):
-                pace.changed(clock.monotonic())
-            if pace.is_due(clock.monotonic()):
-                pace.followed(self._follow(), clock.monotonic())
+            if any(self._is_relevant(name) for _, name in changes):
+                schedule.note_change(clock.monotonic())
+            if schedule.is_due(clock.monotonic()):
+                schedule.note_update(self._update(), clock.monotonic())
 
 
-class _FollowTimes:
-    """When to follow: after the last of several changes, and after a failure later each time. Times are seconds."""
+class _UpdateSchedule:
+    """Decides when to update: after the last of several changes; after failures with growing pauses. Times in seconds,
+    the first update is due at once."""
 
     def __init__(self, quiet_s: float) -> None:
-        """`quiet_s`: how long nothing has to change. What is there already is due at once."""
         self._quiet_s = quiet_s
         self._due: float | None = -math.inf
-        self._restless_since: float | None = None
+        self._changing_since: float | None = None
         self._pause_s = quiet_s
 
-    def changed(self, now: float) -> None:
-        if self._restless_since is None:
-            self._restless_since = now
-        self._due = min(now + self._quiet_s, self._restless_since + _MAX_UNREST * self._quiet_s)
+    def note_change(self, now: float) -> None:
+        if self._changing_since is None:
+            self._changing_since = now
+        self._due = min(now + self._quiet_s, self._changing_since + _MAX_DEBOUNCES * self._quiet_s)
 
     def is_due(self, now: float) -> bool:
         return self._due is not None and now >= self._due
 
-    def followed(self, is_done: bool, now: float) -> None:
-        """It was done now, or could not be."""
-        self._restless_since = None
+    def note_update(self, is_done: bool, now: float) -> None:
+        self._changing_since = None
         self._due = None if is_done else now + self._pause_s
         self._pause_s = self._quiet_s if is_done else min(2 * self._pause_s, _MAX_PAUSE * self._quiet_s)
 
 
-class _Filter:
-    """Whether a change counts: nothing hidden does, apart from the files that say what to ignore."""
+class _ChangeFilter:
+    """Tells whether a change is relevant: changes of hidden files are not, except of ignore files."""
 
-    def __init__(self, folders: Sequence[Path], apart_from: Path) -> None:
+    def __init__(self, folders: Sequence[Path], ignored: Path) -> None:
         self._folders = folders
-        self._apart_from = apart_from
+        self._ignored = ignored
 
     def __call__(self, name: str) -> bool:
         path = Path(name)
-        if path.is_relative_to(self._apart_from):
+        if path.is_relative_to(self._ignored):
             return False
         for folder in self._folders:
             if path.is_relative_to(folder):

@@ -1,7 +1,6 @@
-"""Source code: paragraphs end at blank lines and begin at definitions; the definitions around them are the headings.
+"""Loader of source code: paragraphs split at blank lines and definitions; enclosing definitions become headings.
 
-Python is read by its own grammar, everything else by keywords and indentation; what that does not understand is text
-without headings.
+Python is parsed with `ast`, every other language by keywords and indentation. Other code has no headings.
 """
 
 import ast
@@ -19,7 +18,7 @@ _DEFINITION = re.compile(
         |pub(?:\([^)]{0,40}\))?|unsafe|extern|open|data|inline|partial|readonly|declare|local)\s+)*
         (?:class|struct|interface|enum|trait|impl|fn|func|function|def|module|namespace|object|protocol|extension|sub
         |message|service|type|record|defmodule|macro_rules!)(?:\s+|\*\s*)
-        (?:\([^)\n]{0,100}\)\s*)?          # a receiver in Go
+        (?:\([^)\n]{0,100}\)\s*)?          # Go receiver
         (?P<name>[A-Za-z_$][\w$.:]*)""",
     re.VERBOSE,
 )
@@ -29,14 +28,14 @@ _C_FUNCTION = re.compile(
 _C_LIKE = frozenset({".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".cu", ".java", ".cs", ".m", ".mm"})
 _NO_FUNCTION = frozenset({"if", "for", "while", "switch", "catch", "return", "else", "do", "sizeof", "new", "case"})
 _MAX_DEPTH = 8
-"""Definitions within definitions that make a heading."""
+"""Maximum depth of a heading path."""
 _LEAD = re.compile(r"\s*(?:#|//|/\*|\*|--|;|@|\[|%|\"\"\")")
-"""Comments and decorators: directly above a definition they belong to it."""
+"""Comments and decorators; directly above a definition they belong to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Definition:
-    """Where a definition stands, in lines from 1, inclusive."""
+    """A definition and its lines, from 1, inclusive."""
 
     name: str
     start: int
@@ -44,7 +43,7 @@ class _Definition:
 
 
 def parse_code(path: Path, text: str) -> Document:
-    """The file's name is the title."""
+    """Parse source code. The file name is the title."""
     lines = text.split("\n")
     definitions = _python(text) if path.suffix.lower() in (".py", ".pyi", ".pyw") else None
     if definitions is None:
@@ -53,10 +52,10 @@ def parse_code(path: Path, text: str) -> Document:
 
 
 def _python(text: str) -> list[_Definition] | None:
-    """Classes and functions; None where Python cannot parse the text."""
+    """Return classes and functions; None if Python cannot parse the text."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that were once allowed
+            warnings.simplefilter("ignore")  # invalid escape sequences
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
@@ -65,13 +64,14 @@ def _python(text: str) -> list[_Definition] | None:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             found.append(_Definition(node.name, start, node.end_lineno or node.lineno))
-    return sorted(found, key=lambda one: (one.start, -one.end))
+    return sorted(found, key=lambda definition: (definition.start, -definition.end))
 
 
 def _by_indentation(lines: Sequence[str], *, is_c_like: bool) -> list[_Definition]:
-    """A definition goes on until a line that is indented no deeper, closing brackets aside."""
+    """Return definitions by keyword. A definition ends before the next line that is indented no deeper, except closing
+    brackets."""
     found: list[_Definition] = []
-    open_ones: list[tuple[int, str, int]] = []
+    open_definitions: list[tuple[int, str, int]] = []
     last = 0
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -79,18 +79,18 @@ def _by_indentation(lines: Sequence[str], *, is_c_like: bool) -> list[_Definitio
         indent = len(line) - len(line.lstrip())
         name = _defined(line, is_c_like=is_c_like)
         is_closing = line.lstrip()[0] in "})]" or line.strip() in ("end", "{", "end;")
-        while open_ones and (indent < open_ones[-1][0] or (indent == open_ones[-1][0] and not is_closing)):
-            _, known, start = open_ones.pop()
+        while open_definitions and open_definitions[-1][0] >= indent + is_closing:
+            _, known, start = open_definitions.pop()
             found.append(_Definition(known, start, last))
         if name:
-            open_ones.append((indent, name, number))
+            open_definitions.append((indent, name, number))
         last = number
-    found += [_Definition(known, start, last) for _, known, start in open_ones]
-    return sorted(found, key=lambda one: (one.start, -one.end))
+    found += [_Definition(known, start, last) for _, known, start in open_definitions]
+    return sorted(found, key=lambda definition: (definition.start, -definition.end))
 
 
 def _defined(line: str, *, is_c_like: bool) -> str:
-    """The name that a line defines; empty where it defines none."""
+    """Return the name that a line defines, or ""."""
     if len(line) > 400:
         return ""
     match = _DEFINITION.match(line)
@@ -102,8 +102,8 @@ def _defined(line: str, *, is_c_like: bool) -> str:
 
 
 def _paragraphs(lines: Sequence[str], definitions: Sequence[_Definition]) -> list[Paragraph]:
-    starts = {_with_lead(lines, one.start) for one in definitions}
-    ends = {one.end + 1 for one in definitions}
+    starts = {_with_lead(lines, definition.start) for definition in definitions}
+    ends = {definition.end + 1 for definition in definitions}
     paths = _paths(lines, definitions)
     found: list[Paragraph] = []
     run: list[str] = []
@@ -118,16 +118,16 @@ def _paragraphs(lines: Sequence[str], definitions: Sequence[_Definition]) -> lis
 
 
 def _with_lead(lines: Sequence[str], start: int) -> int:
-    """The first of the comments and decorators directly above a line."""
+    """Return the first line of the comments and decorators directly above line `start`."""
     while start > 1 and _LEAD.match(lines[start - 2]):
         start -= 1
     return start
 
 
 def _paths(lines: Sequence[str], definitions: Sequence[_Definition]) -> list[tuple[str, ...]]:
-    """The definitions around each line, outermost first."""
+    """Return the enclosing definitions of each line, outermost first."""
     paths: list[tuple[str, ...]] = [()] * (len(lines) + 1)
-    for one in definitions:  # from outer to inner
-        for index in range(_with_lead(lines, one.start) - 1, min(one.end, len(lines))):
-            paths[index] = (*paths[index], one.name)[:_MAX_DEPTH]
+    for definition in definitions:  # from outer to inner
+        for index in range(_with_lead(lines, definition.start) - 1, min(definition.end, len(lines))):
+            paths[index] = (*paths[index], definition.name)[:_MAX_DEPTH]
     return paths

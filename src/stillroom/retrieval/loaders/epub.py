@@ -1,4 +1,4 @@
-"""EPUB: chapters in the order of the book's spine, each read as the HTML page that it is."""
+"""Loader of EPUB: the chapters in spine order, each read as HTML."""
 
 import posixpath
 import zipfile
@@ -14,7 +14,7 @@ from defusedxml.ElementTree import fromstring
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders.html import read_html, soup_of
-from stillroom.retrieval.loaders.package import open_package
+from stillroom.retrieval.loaders.office import open_package
 from stillroom.retrieval.loaders.source import File, Outline, check_text, decode
 
 _FONT_OBFUSCATION = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
@@ -27,29 +27,29 @@ class _Item:
     """One file of the book."""
 
     path: str
-    """In the archive."""
+    """Path in the archive."""
     media_type: str
     properties: str
 
 
 def parse_epub(file: File) -> Document:
-    """The title is the book's own, else a first heading without an equal, else the file's name.
+    """Parse an EPUB. The title is the book's own, else the only top heading, else the file name.
 
     Raises:
-        DocumentError: the book is damaged, or protected.
+        DocumentError: The book is damaged or encrypted.
     """
     with open_package(file) as archive:
         try:
             return _read_book(file, archive)
         except (KeyError, ParseError, DefusedXmlException, zipfile.BadZipFile, EOFError) as error:
-            raise DocumentError(f"{file.path}: damaged, or no EPUB: {error}") from error
+            raise DocumentError(f"{file.path}: damaged, or not an EPUB: {error}") from error
 
 
 def _read_book(file: File, archive: zipfile.ZipFile) -> Document:
     opf_path = next(_elements(_xml(archive, "META-INF/container.xml"), "rootfile")).get("full-path", "")
     opf = _xml(archive, opf_path)
     items = _items(opf, posixpath.dirname(opf_path))
-    spine = [items[one.get("idref")] for one in _elements(opf, "itemref") if one.get("idref") in items]
+    spine = [items[ref.get("idref")] for ref in _elements(opf, "itemref") if ref.get("idref") in items]
     chapters = [item for item in spine if "html" in item.media_type and "nav" not in item.properties.split()]
     _refuse_protected(file, archive, {item.path for item in chapters})
     labels = _labels(archive, items)
@@ -67,16 +67,16 @@ def _read_book(file: File, archive: zipfile.ZipFile) -> Document:
     own = metadata.get("title")
     title, paragraphs = outline.finish(own[0] if own else "", file.name)
     return file.document(
-        title, paragraphs, {name: kept if len(kept) > 1 else kept[0] for name, kept in metadata.items()}
+        title, paragraphs, {name: values if len(values) > 1 else values[0] for name, values in metadata.items()}
     )
 
 
 def _xml(archive: zipfile.ZipFile, path: str) -> Any:
-    return fromstring(archive.read(path), forbid_dtd=False)  # entities of its own are refused all the same
+    return fromstring(archive.read(path), forbid_dtd=False)  # entity declarations are still refused
 
 
 def _elements(root: Any, name: str) -> Iterator[Any]:
-    """By local name, in whatever namespace."""
+    """Return the elements with a local name, in any namespace."""
     found = (element for element in root.iter() if isinstance(element.tag, str))
     matches = [element for element in found if element.tag.rpartition("}")[2] == name]
     if not matches and name == "rootfile":
@@ -107,7 +107,7 @@ def _metadata(opf: Any) -> dict[str, list[str]]:
 
 
 def _labels(archive: zipfile.ZipFile, items: dict[str, _Item]) -> dict[str, str]:
-    """What the table of contents calls each chapter; for those that have no heading of their own."""
+    """Return the title of each chapter in the table of contents, by path; for chapters without headings."""
     found: dict[str, str] = {}
     for item in items.values():
         is_nav, is_ncx = "nav" in item.properties.split(), "dtbncx" in item.media_type
@@ -115,7 +115,7 @@ def _labels(archive: zipfile.ZipFile, items: dict[str, _Item]) -> dict[str, str]
             continue
         try:
             soup = soup_of(decode(archive.read(item.path), item.path))
-        except DocumentError:  # chapters can be read without their names
+        except DocumentError:  # chapters can be read without their titles
             continue
         links = [(link.get("href"), link.get_text(" ")) for link in soup("a")] if is_nav else []
         for point in soup("navpoint") if is_ncx else ():
@@ -128,13 +128,11 @@ def _labels(archive: zipfile.ZipFile, items: dict[str, _Item]) -> dict[str, str]
 
 
 def _refuse_protected(file: File, archive: zipfile.ZipFile, chapters: set[str]) -> None:
-    """Raises:
-    DocumentError: chapters are encrypted.
-    """
+    """Raises DocumentError if chapters are encrypted."""
     if "META-INF/encryption.xml" not in archive.namelist():
         return
     for data in _elements(_xml(archive, "META-INF/encryption.xml"), "EncryptedData"):
-        method = next((one.get("Algorithm", "") for one in _elements(data, "EncryptionMethod")), "")
-        targets = {unquote(one.get("URI", "")) for one in _elements(data, "CipherReference")}
+        method = next((element.get("Algorithm", "") for element in _elements(data, "EncryptionMethod")), "")
+        targets = {unquote(element.get("URI", "")) for element in _elements(data, "CipherReference")}
         if method not in _FONT_OBFUSCATION and targets & chapters:
             raise DocumentError(f"{file.path}: protected against copying (DRM); Stillroom cannot read it")

@@ -1,4 +1,4 @@
-"""Which loader reads a file, told by its name. Loaders are imported with the first file that needs them."""
+"""Table of file formats: file name to loader. A loader is imported when the first file needs it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,25 +16,24 @@ _CODE = """
     .cfg"""
 _TEXT_NAMES = "readme license licence copying notice authors contributors changelog changes install todo"
 _CODE_NAMES = "makefile dockerfile containerfile jenkinsfile rakefile gemfile justfile"
-_MADE_BY_PROGRAMS = (".min.js", ".min.css", ".bundle.js", "_pb2.py", "_pb2.pyi")
-"""Source code that nobody wrote."""
+_GENERATED_CODE = (".min.js", ".min.css", ".bundle.js", "_pb2.py", "_pb2.pyi")
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A loader, by name."""
+    """A loader, by module and function name."""
 
     module: str
     function: str
     is_text: bool
-    """Whether the file is text. Then the function takes path and text, else the `File`."""
+    """Whether the file is text: the function then takes path and text, otherwise the `File`."""
     takes_file: bool = False
-    """Whether it takes the `File` though it is text: to look at the limits while it makes its paragraphs."""
+    """Whether a text loader takes the `File`, to check the limits while it makes paragraphs."""
     is_bounded: bool = True
-    """Whether it reads 16 KiB of text within a second or two, however odd: its time grows at most with the square."""
+    """Whether the loader reads any 16 KiB of text within two seconds: its time grows at most quadratically."""
 
     def parser(self) -> Callable[..., Any]:
-        """The function."""
+        """Import the loader and return its function."""
         found: Callable[..., Any] = getattr(import_module(f"stillroom.retrieval.loaders.{self.module}"), self.function)
         return found
 
@@ -43,7 +42,7 @@ PLAIN = Format("text", "parse_text", is_text=True)
 _SOURCE = Format("code", "parse_code", is_text=True)
 
 _RST = Format("rst", "parse_rst", is_text=True, is_bounded=False)
-"""Substitutions within substitutions make docutils take time that doubles with each line."""
+"""Nested substitutions make docutils take time exponential in the number of lines."""
 
 _FORMATS = {
     **dict.fromkeys(_TEXT.split(), PLAIN),
@@ -60,7 +59,7 @@ _FORMATS = {
     ".epub": Format("epub", "parse_epub", is_text=False),
 }
 
-UNREADABLE = {
+UNSUPPORTED = {
     **dict.fromkeys((".doc", ".dot", ".docm"), "save it as .docx"),
     **dict.fromkeys((".ppt", ".pps", ".pptm"), "save it as .pptx"),
     ".xls": "save it as .xlsx",
@@ -69,16 +68,15 @@ UNREADABLE = {
     ".odp": "save it as .pptx",
     **dict.fromkeys((".mobi", ".azw", ".azw3", ".djvu"), "convert it to .epub or .pdf"),
 }
-"""Documents of formats that no loader reads, and what to do: somebody who adds them should know."""
-
+"""Document formats without a loader, and the advice for the report."""
 
 _NAMES = {**dict.fromkeys(_TEXT_NAMES.split(), PLAIN), **dict.fromkeys(_CODE_NAMES.split(), _SOURCE)}
 
 
 def format_of(path: Path) -> Format | None:
-    """The loader of a file; None where the name does not tell, or tells that no loader reads it."""
+    """Return the loader for a file name; None for unknown names and generated code."""
     name = path.name.lower()
-    if name.endswith(_MADE_BY_PROGRAMS):
+    if name.endswith(_GENERATED_CODE):
         return None
     return _FORMATS.get(path.suffix.lower()) or _NAMES.get(name)
 

@@ -1,10 +1,11 @@
-"""HTML: headings become heading paths, block elements and rows of tables become paragraphs, and each text node is read
-exactly once.
+"""Loader of HTML: headings become heading paths, block elements and table rows become paragraphs.
+
+Each text node is read exactly once.
 """
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning
@@ -13,8 +14,7 @@ from bs4.element import NavigableString, PageElement, PreformattedString, Tag
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import Metadata
-from stillroom.retrieval.loaders.html_rows import Lines, Row
-from stillroom.retrieval.loaders.metadata import named_texts
+from stillroom.retrieval.loaders.metadata import text_metadata
 from stillroom.retrieval.loaders.source import Outline
 
 _DROPPED = frozenset({"script", "style", "nav", "template", "svg", "title"})
@@ -23,22 +23,25 @@ INLINE = frozenset(
     | {"ins", "kbd", "label", "mark", "q", "rp", "rt", "ruby", "s", "samp", "small", "span", "strike", "strong", "sub"}
     | {"sup", "time", "tt", "u", "var", "wbr"}
 )
-"""Elements within a line, even within a word; before and after all others a word ends."""
+"""Elements that may stand within a word; every other element ends a word."""
 _TECHNICAL = frozenset(
     {"viewport", "robots", "generator", "theme-color", "color-scheme", "referrer", "format-detection", "csrf-token"}
 )
-"""Names of `meta` elements that are about the page's technique."""
+"""`meta` elements that do not describe the document."""
 
 _CELLS = frozenset({"td", "th"})
 _PERMALINKS = frozenset({"headerlink", "header-anchor"})
-"""Classes of the links to itself that a heading ends with."""
+"""Classes of the self links at the end of headings."""
 _MAX_OPEN_TAGS = 100
-"""Marks `<` without `>` that are left to the parser."""
+"""Above this number, `<` without `>` is escaped before parsing: the parser's time is quadratic in them."""
 _HEADING = re.compile(r"h[1-6]\Z")
+
+_Lines = tuple[int, int]
+"""First and last line of a text in its file; (0, 0) without text."""
 
 
 def parse_html(path: Path, text: str) -> Document:
-    """The title is the title element's, else a first heading without an equal, else the file's name."""
+    """Parse a page. The title is the title element's, else the only top heading, else the file name."""
     soup = soup_of(text)
     outline = Outline()
     read_html(outline, soup)
@@ -48,17 +51,17 @@ def parse_html(path: Path, text: str) -> Document:
 
 
 def soup_of(text: str) -> BeautifulSoup:
-    """The tree of a page; XHTML is read as HTML."""
+    """Parse a page into a tree; XHTML is read as HTML."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", XMLParsedAsHTMLWarning)
-        # it would else make one newline of any between two elements, and lines would no longer be those of the file
+        # without preserve_whitespace_tags, newlines between elements collapse and line numbers are wrong
         return BeautifulSoup(
             _without_open_tags(text), "html.parser", preserve_whitespace_tags={BeautifulSoup.ROOT_TAG_NAME}
         )
 
 
 def _without_open_tags(text: str) -> str:
-    """A page whose marks `<` without `>` are text, where there are many: the parser reads to the end for each."""
+    """Escape each `<` without `>` if there are more than `_MAX_OPEN_TAGS`."""
     first, *parts = text.split("<")
     if sum(">" not in part for part in parts) <= _MAX_OPEN_TAGS:
         return text
@@ -66,7 +69,7 @@ def _without_open_tags(text: str) -> str:
 
 
 def _own_title(soup: BeautifulSoup) -> Tag | None:
-    """The title of the page, not of a drawing in it."""
+    """Return the page's title element, not an SVG's."""
     num_drawings = 0
     for element, is_end in walk(soup):
         if isinstance(element, Tag) and element.name == "svg":
@@ -77,12 +80,12 @@ def _own_title(soup: BeautifulSoup) -> Tag | None:
 
 
 def read_html(outline: Outline, soup: BeautifulSoup, *, keep_lines: bool = True) -> None:
-    """Add a page to an outline; without its lines where it is a part of a file."""
+    """Add a page to an outline. Precondition: `keep_lines` is false if the page is only a part of its file."""
     _HtmlBlocks(outline, keep_lines=keep_lines).read(soup)
 
 
 def _metadata(soup: BeautifulSoup) -> Metadata:
-    """What `meta` elements say about the document, by name in small letters. Keywords are a list."""
+    """Return the `meta` elements about the document, by lower-case name. Keywords are a list."""
     pairs: list[tuple[str, str]] = []
     for element in soup("meta"):
         name = str(element.get("name") or element.get("property") or "").strip().lower()
@@ -91,28 +94,29 @@ def _metadata(soup: BeautifulSoup) -> Metadata:
             pairs += [(name, word) for word in content.split(",")]
         elif name and name not in _TECHNICAL:
             pairs.append((name, content))
-    return named_texts(pairs)
+    return text_metadata(pairs)
 
 
 class _HtmlBlocks:
-    """Walks the tree; inline text gathers until a block element begins or ends.
+    """Walks the tree and collects inline text until a block element begins or ends.
 
-    An element that is not closed, as `<p>`, `<td>` and `<tr>` need not be, holds in the tree all that follows. So a
-    cell ends where the next one begins.
+    In the tree, an unclosed element (`<p>`, `<td>`, `<tr>`) contains everything after it. So a cell ends where the next
+    cell begins.
     """
 
     def __init__(self, outline: Outline, *, keep_lines: bool) -> None:
         self._outline = outline
         self._keep_lines = keep_lines
         self._line = 1
-        """Where we are in the file."""
+        """Line of the node that is being read."""
         self._run: list[str] = []
-        self._run_lines: Lines = (0, 0)
-        self._rows = [Row(self._paragraph)]
-        """The row that is open in each of the tables around us, innermost last; the first is for rows without table."""
+        self._run_lines: _Lines = (0, 0)
+        self._rows = [_TableRow(self._paragraph)]
+        """The open row of each enclosing table, innermost last; the first is for rows outside tables."""
         self._dropped: Tag | None = None
+        """The enclosing element whose text is not read."""
         self._whole: Tag | None = None
-        """The heading or `pre` around us, which other elements do not divide."""
+        """The enclosing heading or `pre`; other elements in it do not end a paragraph."""
 
     def read(self, root: Tag) -> None:
         for element, is_end in walk(root):
@@ -157,7 +161,7 @@ class _HtmlBlocks:
             self._run.append("- ")
         elif tag.name == "table":
             self._rows[-1].interrupt()
-            self._rows.append(Row(self._paragraph))
+            self._rows.append(_TableRow(self._paragraph))
         elif tag.name == "tr":
             self._rows[-1].end()
         elif tag.name in _CELLS:
@@ -184,7 +188,7 @@ class _HtmlBlocks:
             self._rows[-1].end_cell()
 
     def _divide(self, whole: Tag) -> None:
-        """What stands in another block is another word of a heading, another line of a `pre`."""
+        """Separate the text of two blocks: by a space in a heading, by a line break in a `pre`."""
         if whole.name != "pre":
             self._run.append(" ")
         elif self._run and not self._run[-1].endswith("\n"):
@@ -203,21 +207,23 @@ class _HtmlBlocks:
 
     def _flush(self) -> None:
         raw, lines = self._take_run()
-        if lines[0]:  # else there is nothing, or the mark of a list's item alone
+        if lines[0]:  # otherwise there is no text, or only a list bullet
             self._rows[-1].add(" ".join(raw.split()), lines)
 
-    def _take_run(self) -> tuple[str, Lines]:
+    def _take_run(self) -> tuple[str, _Lines]:
         text, lines = "".join(self._run), self._run_lines
         self._run, self._run_lines = [], (0, 0)
         return text, lines
 
-    def _paragraph(self, text: str, lines: Lines) -> None:
+    def _paragraph(self, text: str, lines: _Lines) -> None:
         self._outline.paragraph(text, *(lines if self._keep_lines else (0, 0)))
 
 
 def walk(root: Tag) -> Iterator[tuple[PageElement, bool]]:
-    """All under an element in the order of the file, a tag again at its end. Without recursion: of a page whose
-    elements are not closed the tree is as deep as the page is long."""
+    """Yield all nodes below an element in file order, a tag again (True) at its end.
+
+    Not recursive: a page of unclosed elements is as deep as it is long.
+    """
     open_tags = [(root, iter(root.children))]
     while open_tags:
         tag, children = open_tags[-1]
@@ -230,3 +236,61 @@ def walk(root: Tag) -> Iterator[tuple[PageElement, bool]]:
             open_tags.pop()
             if tag is not root:
                 yield tag, True
+
+
+class _TableRow:
+    """Collects the cells of a table row into one paragraph: `Key | Days`.
+
+    A cell with several blocks, as in layout tables, is read as separate paragraphs, after a paragraph of the cells
+    before it.
+    """
+
+    def __init__(self, paragraph: Callable[[str, _Lines], None]) -> None:
+        """`paragraph` receives complete texts in reading order."""
+        self._paragraph = paragraph
+        self._cells: list[str] = []
+        self._lines: _Lines = (0, 0)
+        self._text = ""
+        self._text_lines: _Lines = (0, 0)
+        self._is_in_cell = False
+        self._is_divided = False
+        """Whether the open cell is read as separate paragraphs."""
+
+    def begin_cell(self) -> None:
+        self.end_cell()
+        self._is_in_cell = True
+
+    def add(self, text: str, lines: _Lines) -> None:
+        """Add a text of the open cell, or outside any cell."""
+        if self._is_in_cell and not self._is_divided and not self._text:
+            self._text, self._text_lines = text, lines
+        else:
+            self.interrupt()
+            self._paragraph(text, lines)
+
+    def interrupt(self) -> None:
+        """Flush the row before a second block of the open cell."""
+        self._give_cells()
+        if self._text:
+            self._paragraph(self._text, self._text_lines)
+            self._text = ""
+        self._is_divided = self._is_in_cell
+
+    def end_cell(self) -> None:
+        """End the open cell, if there is one."""
+        if self._is_in_cell and not self._is_divided:
+            self._cells.append(self._text)
+            if self._text:
+                self._lines = (self._lines[0] or self._text_lines[0], self._text_lines[1])
+        self._text = ""
+        self._is_in_cell = self._is_divided = False
+
+    def end(self) -> None:
+        """End the row."""
+        self.end_cell()
+        self._give_cells()
+
+    def _give_cells(self) -> None:
+        if any(self._cells):
+            self._paragraph(" | ".join(self._cells), self._lines)
+        self._cells, self._lines = [], (0, 0)

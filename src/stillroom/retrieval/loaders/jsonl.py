@@ -1,4 +1,4 @@
-"""JSONL in BEIR layout: one document per line with `_id`, `title`, `text` and perhaps an object `metadata`."""
+"""Loader of JSONL in BEIR layout: one document per line with `_id`, `title`, `text` and optional object `metadata`."""
 
 import json
 from collections.abc import Iterator
@@ -11,22 +11,16 @@ from stillroom.core.document import Document, Paragraph
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import clean_metadata, clean_text
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.source import (
-    blank_line_paragraphs,
-    check_text,
-    decode,
-    opened,
-    within_limits,
-)
+from stillroom.retrieval.loaders.source import blank_line_paragraphs, check_text, decode, opened, within_limits
 
 _MAX_FIRST_BYTES = 1 << 24
 
 
 def parse_jsonl(path: Path, config: DocumentsConfig) -> Iterator[Document]:
-    """One document per line, read as a stream. Blank lines are skipped; a record without `_id` is named by its line.
+    """Yield one document per line, as a stream. Blank lines are skipped; a record without `_id` gets its line number.
 
     Raises:
-        DocumentError: the file cannot be read, or a line is no record or too long; the message names the line.
+        DocumentError: The file cannot be read, or a line is not a record or too long; the message names the line.
     """
     seen: set[str] = set()
     with opened(path) as (stream, _):
@@ -37,19 +31,19 @@ def parse_jsonl(path: Path, config: DocumentsConfig) -> Iterator[Document]:
             document = _parse_line(path, number, line, config)
             assert document.record_id is not None
             if document.record_id in seen:
-                raise DocumentError(f"{path}:{number}: the _id {document.record_id!r} is there twice; make it unique")
+                raise DocumentError(f"{path}:{number}: the _id {document.record_id!r} occurs twice; make it unique")
             seen.add(document.record_id)
             yield document
 
 
 def _lines(stream: BufferedReader, max_bytes: int) -> Iterator[bytes]:
-    """Lines, of one that is too long a little more than it may have."""
+    """Yield lines; a line longer than `max_bytes` is cut one byte above the limit."""
     while line := stream.readline(max_bytes + 1):
         yield line
 
 
 def looks_like_corpus(path: Path) -> bool:
-    """Whether the first record of a JSONL file has a `text`; false where it cannot be read."""
+    """Return whether the first record of a JSONL file has a `text`; false if it cannot be read."""
     try:
         with opened(path) as (stream, _):
             first = next((line for line in _lines(stream, _MAX_FIRST_BYTES) if line.strip()), b"")
@@ -64,22 +58,21 @@ def _parse_line(path: Path, number: int, line: bytes, config: DocumentsConfig) -
     try:
         record = json.loads(decode(line, where))
     except RecursionError as error:
-        raise DocumentError(f"{where}: nested too deeply to be read") from error
+        raise DocumentError(f"{where}: JSON nested too deeply") from error
     except ValueError as error:
         raise DocumentError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise DocumentError(f"{where}: a record is a JSON object with `_id` and `text`, and perhaps `title`")
+        raise DocumentError(f"{where}: a record must be a JSON object with `_id`, `text` and optionally `title`")
     return _document(path, number, record, config)
 
 
 def _document(path: Path, number: int, record: dict[str, Any], config: DocumentsConfig) -> Document:
     record_id = clean_text(str(record.get("_id", number)))
     title = " ".join(str(record.get("title") or "").split())
-    # all of a record stands on one line of its file
     parts = within_limits(Path(f"{path}:{number}"), blank_line_paragraphs(record["text"]), config)
     paragraphs = tuple(Paragraph(part.text, (), number, number) for part in parts)
     if not paragraphs and title:
         paragraphs = (Paragraph(title, (), number, number),)
     metadata = record.get("metadata")
-    said = clean_metadata(metadata) if isinstance(metadata, dict) else {}
-    return Document(DocumentId(f"{path}#{record_id}"), title, paragraphs, record_id, said)
+    kept = clean_metadata(metadata) if isinstance(metadata, dict) else {}
+    return Document(DocumentId(f"{path}#{record_id}"), title, paragraphs, record_id, kept)

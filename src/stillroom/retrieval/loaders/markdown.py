@@ -1,4 +1,4 @@
-"""Markdown (CommonMark with tables): headings become heading paths, blocks become paragraphs, code is kept verbatim."""
+"""Loader of Markdown (CommonMark with tables): headings become heading paths, blocks paragraphs, code is verbatim."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ _TAG = re.compile(r"</?([A-Za-z][A-Za-z0-9-]*)")
 
 
 def parse_markdown(path: Path, text: str) -> Document:
-    """The title is the front matter's, else a first heading without an equal, else the file's name."""
+    """Parse Markdown. The title is the front matter's, else the only top heading, else the file name."""
     body, title, metadata = _split_front_matter(text)
     outline = Outline()
     read_markdown(outline, body)
@@ -30,12 +30,13 @@ def parse_markdown(path: Path, text: str) -> Document:
 
 
 def read_markdown(outline: Outline, text: str, *, keep_lines: bool = True) -> None:
-    """Add Markdown to an outline; without its lines where it is a part of a file."""
+    """Add Markdown to an outline. Precondition: `keep_lines` is false if the text is only a part of its file."""
     _MarkdownBlocks(outline, keep_lines=keep_lines).read(MarkdownIt("commonmark").enable("table").parse(text))
 
 
 def _split_front_matter(text: str) -> tuple[str, str, Metadata]:
-    """The text with its front matter blanked, so that line numbers hold; the title named there, or ""; and the rest."""
+    """Return the text with its front matter blanked (line numbers hold), the front matter's title or "", and its other
+    fields."""
     match = _FRONT_MATTER.match(text)
     if match is None:
         return text, "", {}
@@ -50,7 +51,7 @@ class _MarkdownBlocks:
         self._keep_lines = keep_lines
         self._heading_level = 0
         self._bullet = ""
-        """Mark of a list item whose first paragraph has not come yet."""
+        """Bullet for the next paragraph, the first one of a list item."""
         self._table: list[list[str]] | None = None
         self._table_lines = (0, 0)
 
@@ -81,7 +82,7 @@ class _MarkdownBlocks:
                 self._table.append([])
             case "table_close" if self._table is not None:
                 rows, self._table = [" | ".join(row) for row in self._table], None
-                # an empty line for the one of dashes: each row has its own
+                # the empty line stands for the line of dashes, so that line numbers hold
                 self._outline.paragraph("\n".join([rows[0], "", *rows[1:]]), *self._table_lines)
             case _:
                 pass
@@ -97,9 +98,9 @@ class _MarkdownBlocks:
 
 
 def _code_lines(token: Token, lines: tuple[int, int]) -> tuple[int, int]:
-    """Without the marks of a fence; (0, 0) where there are none."""
-    is_between_marks = token.type == "fence" and lines[0] > 0
-    return (lines[0] + 1, lines[0] + token.content.count("\n")) if is_between_marks else lines
+    """Return the lines of a code block without its fences; (0, 0) without line numbers."""
+    is_fenced = token.type == "fence" and lines[0] > 0
+    return (lines[0] + 1, lines[0] + token.content.count("\n")) if is_fenced else lines
 
 
 def _inline_text(token: Token) -> str:
@@ -110,7 +111,7 @@ def _inline_parts(token: Token) -> Iterator[str | None]:
     for child in token.children or []:
         if child.type in ("softbreak", "hardbreak"):
             yield "\n"
-        elif child.type != "html_inline":  # an image's content is its alternative text
+        elif child.type != "html_inline":  # for an image, the alternative text
             yield child.content
         elif (tag := _TAG.match(child.content)) and tag.group(1).lower() not in INLINE:
             yield None
@@ -127,20 +128,20 @@ def _html_parts(soup: Tag) -> Iterator[str | None]:
     for element, _ in walk(soup):
         if isinstance(element, Tag) and element.name not in INLINE:
             yield None
-        elif isinstance(element, CData) or type(element) is NavigableString:  # others are comments and the like
+        elif isinstance(element, CData) or type(element) is NavigableString:  # not comments and declarations
             yield str(element)
 
 
 def _joined(parts: Iterable[str | None]) -> str:
-    """Texts, with a space where None stands between two words. No line is added: lines are those of the file."""
+    """Join texts; None between two words becomes a space, never a line break."""
     text: list[str] = []
-    is_apart = False
+    is_separated = False
     for part in parts:
         if part is None:
-            is_apart = True
+            is_separated = True
         elif part:
-            if is_apart and text and not text[-1][-1].isspace() and not part[0].isspace():
+            if is_separated and text and not text[-1][-1].isspace() and not part[0].isspace():
                 text.append(" ")
             text.append(part)
-            is_apart = False
+            is_separated = False
     return "".join(text)

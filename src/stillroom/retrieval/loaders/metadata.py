@@ -1,7 +1,6 @@
-"""What is said about a document in or beside its file: front matter, names with texts, a file beside it.
+"""Metadata of documents: front matter, name-text pairs, sidecar files, and metadata given by the caller.
 
-Whatever is malformed in the text itself is no metadata and no error: the document is read all the same. The file beside
-it is there for nothing else, so what cannot be read in it is an error.
+Malformed metadata inside a document is ignored and the document is read. A malformed sidecar file is an error.
 """
 
 import json
@@ -17,11 +16,11 @@ from stillroom.core.metadata import Metadata, MetaValue, Scalar, clean_metadata,
 from stillroom.errors import DocumentError, UsageError
 from stillroom.retrieval.loaders.source import opened
 
-Said = Mapping[str, MetaValue | None]
-"""Of a file by whoever adds it; None takes back what was said before."""
+GivenMetadata = Mapping[str, MetaValue | None]
+"""Metadata that the caller of `add` gives for a file; None removes a field given before."""
 
 SIDECAR = ".metadata.json"
-"""Beside `report.pdf`: `report.pdf.metadata.json`."""
+"""Suffix of the sidecar: `report.pdf.metadata.json` describes `report.pdf`."""
 
 _MAX_FRONT_MATTER_CHARS = 65_536
 _MAX_SIDECAR_BYTES = 1 << 20
@@ -29,14 +28,15 @@ _FRONT_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Without merge keys (`<<`), by which a few lines can say more than memory holds."""
+    """YAML loader without merge keys (`<<`), which can expand a few lines beyond any memory."""
 
     def flatten_mapping(self, node: Any) -> None:
-        """Leaves a merge key as it is, and no value is made of one."""
+        """Leave merge keys as they are."""
 
 
 def front_matter(text: str) -> tuple[str, Metadata]:
-    """Title, or "", and metadata of a YAML block. Where it is not YAML, a line `title: ...` still gives the title."""
+    """Return title (or "") and metadata of a YAML block. In a block that is not YAML, a line `title: ...` gives the
+    title."""
     found: Any = None
     if len(text) <= _MAX_FRONT_MATTER_CHARS:
         try:
@@ -56,9 +56,8 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if is_quoted else text
 
 
-def named_texts(pairs: Iterable[tuple[str, str]]) -> Metadata:
-    """Of formats that know texts only: numbers and truth values are recognised, and a name that comes again makes a
-    list."""
+def text_metadata(pairs: Iterable[tuple[str, str]]) -> Metadata:
+    """Return metadata from pairs of name and text. Numbers and booleans are recognised; repeated names make a list."""
     found: dict[str, list[Scalar]] = {}
     for name, text in pairs:
         if text.strip():
@@ -67,49 +66,55 @@ def named_texts(pairs: Iterable[tuple[str, str]]) -> Metadata:
 
 
 def sidecar_of(path: Path) -> Path:
-    """Where the metadata of a file would lie."""
+    """Return the path of a file's sidecar, whether or not it exists."""
     return path.with_name(path.name + SIDECAR)
 
 
 def is_sidecar(path: Path) -> bool:
-    """Whether a file is there to describe another one."""
+    """Return whether a file is the sidecar of an existing file."""
     return path.name.endswith(SIDECAR) and os.path.exists(path.with_name(path.name.removesuffix(SIDECAR)))
 
 
 def sidecar_metadata(path: Path) -> Metadata:
-    """What the file beside a file says of it; nothing where there is none. An object within `metadataAttributes`, as
-    other systems write it, counts as the object itself.
+    """Return the metadata in a file's sidecar, or {} without one. An object in `metadataAttributes`, the layout of
+    other systems, counts as the object itself.
 
     Raises:
-        DocumentError: it cannot be read or is no JSON object.
+        DocumentError: The sidecar cannot be read or is not a JSON object.
     """
-    beside = sidecar_of(path)
+    sidecar = sidecar_of(path)
     try:
-        if not os.path.lexists(beside):
+        if not os.path.lexists(sidecar):
             return {}
-        with opened(beside) as (stream, _):
+        with opened(sidecar) as (stream, _):
             found = json.loads(stream.read(_MAX_SIDECAR_BYTES).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DocumentError(f"{beside}: cannot be read as JSON: {error}; repair or remove it") from error
+        raise DocumentError(f"{sidecar}: cannot be read as JSON: {error}; repair or remove it") from error
     if isinstance(found, dict) and isinstance(found.get("metadataAttributes"), dict):
         found = found["metadataAttributes"]
     if not isinstance(found, dict):
-        raise DocumentError(f'{beside}: is no JSON object such as {{"team": "legal"}}; repair or remove it')
+        raise DocumentError(f'{sidecar}: not a JSON object such as {{"team": "legal"}}; repair or remove it')
     return clean_metadata(found)
 
 
-def said_metadata(metadata: Mapping[str, object]) -> Said:
-    """Metadata as a caller gives it.
+def given_metadata(metadata: Mapping[str, object]) -> GivenMetadata:
+    """Check the metadata that a caller gives.
 
     Raises:
-        UsageError: a value is none, or a name.
+        UsageError: A name or a value is not allowed.
     """
-    taken_back = {name for name, value in metadata.items() if value is None}
+    removed = {name for name, value in metadata.items() if value is None}
     kept = clean_metadata({name: value for name, value in metadata.items() if value is not None})
-    if kept.keys() | taken_back != metadata.keys():
-        odd = sorted(map(str, metadata.keys() - kept.keys() - taken_back))
+    if kept.keys() | removed != metadata.keys():
+        invalid = sorted(map(str, metadata.keys() - kept.keys() - removed))
         raise UsageError(
-            f"metadata {', '.join(odd)}: a name is a short text without quotation marks, and a value a text, a number, "
-            "a date, true or false, or a list of those"
+            f"metadata {', '.join(invalid)}: a name must be a short text without quotation marks, and a value a text, "
+            "a number, a date, true or false, or a list of those"
         )
-    return {**kept, **dict.fromkeys(taken_back)}
+    return {**kept, **dict.fromkeys(removed)}
+
+
+def with_given(metadata: Metadata, given: GivenMetadata) -> Metadata:
+    """Merge metadata; `given` wins, and None removes a field."""
+    merged = {**metadata, **given}
+    return {name: value for name, value in sorted(merged.items()) if value is not None}

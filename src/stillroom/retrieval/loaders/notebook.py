@@ -1,4 +1,4 @@
-"""Jupyter notebooks: Markdown cells as Markdown, code cells verbatim, and of outputs what is text."""
+"""Loader of Jupyter notebooks: Markdown cells as Markdown, code cells verbatim, and text outputs."""
 
 import json
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from stillroom.retrieval.loaders.markdown import read_markdown
 from stillroom.retrieval.loaders.source import Outline
 
 _MAX_OUTPUT_CHARS = 2000
-"""Of one cell's output: the end of a training log says as much as all of it."""
+"""Of one cell's output, the last characters are kept."""
 
 
 def parse_notebook(path: Path, text: str) -> Document:
-    """The title is the notebook's own, else a first heading without an equal, else the file's name.
+    """Parse a notebook. The title is the notebook's own, else the only top heading, else the file name.
 
     Raises:
-        DocumentError: it is no notebook.
+        DocumentError: The file is not a notebook.
     """
     try:
         notebook = json.loads(text)
@@ -47,7 +47,7 @@ def parse_notebook(path: Path, text: str) -> Document:
 
 
 def _cells(notebook: dict[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
-    """Kind, source and text outputs of each cell; format 3 keeps them in worksheets."""
+    """Yield kind, source and text outputs of each cell; format 3 has the cells in worksheets."""
     sheets = [notebook] if "cells" in notebook else notebook.get("worksheets")
     if sheets is None:
         raise ValueError("it has no cells")
@@ -62,7 +62,7 @@ def _cells(notebook: dict[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _output(output: dict[str, Any]) -> Iterator[str]:
-    """What an output says as text: pictures say nothing, and of HTML there is plain text beside it."""
+    """Yield the text of an output, if it has any. HTML outputs come with a plain text."""
     data = output.get("data", output)
     found = _joined(output.get("text") or data.get("text/plain") or data.get("text"))
     if output.get("output_type") in ("error", "pyerr"):
@@ -73,7 +73,7 @@ def _output(output: dict[str, Any]) -> Iterator[str]:
 
 
 def _joined(source: object) -> str:
-    """A text, which notebooks often keep line by line."""
+    """Return a source, which notebooks store as a text or as a list of lines."""
     if isinstance(source, list):
         return "".join(str(line) for line in source)
     return source if isinstance(source, str) else ""

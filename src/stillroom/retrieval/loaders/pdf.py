@@ -1,6 +1,6 @@
-"""PDF by PDFium: lines become paragraphs by the space between them; headings come from bookmarks, else from type size.
+"""Loader of PDF (PDFium): line spacing separates paragraphs; headings come from bookmarks, else from type size.
 
-What recurs at the top or bottom of most pages is kept once. Pages are counted from 1.
+Headers and footers of most pages are kept once. Pages count from 1.
 """
 
 import datetime
@@ -17,23 +17,23 @@ import pypdfium2.raw as raw
 
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.office import is_made_up
+from stillroom.retrieval.loaders.office import is_placeholder
 from stillroom.retrieval.loaders.source import File, Outline, check_text
 
 _HYPHENS = "\x02\ufffe"
-"""What PDFium puts where a word is divided at the end of a line."""
+"""Characters that PDFium returns for a hyphen at the end of a line."""
 _GENERATED = "\r\n\t \xa0" + _HYPHENS
 _PARAGRAPH_GAP = 1.25
-"""A step to the next line of so many usual ones ends a paragraph."""
+"""A line step above this multiple of the usual step ends a paragraph."""
 _HEADING_SIZE = 1.15
 _MAX_HEADING_CHARS = 200
 _MAX_HEADING_SHARE = 0.2
-"""Where more of the lines are in large type, it is not headings that are: a poster, or slides."""
+"""If a larger share of the lines is in large type, as on posters and slides, they are not headings."""
 _MAX_LEVELS = 4
 _MIN_PAGES_TO_RECUR = 4
 _NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
 _MAX_NUMBER_AHEAD = 999
-"""Of a page's number before the page's place in the file: what is further ahead numbers invoices, not pages."""
+"""Maximum difference of a page number and the page's index; larger numbers are not page numbers (invoices)."""
 _DATE = re.compile(r"(?:D:)?(\d{4})(\d{2})?(\d{2})?(\d{2})?(\d{2})?(\d{2})?")
 _NO_TITLE = re.compile(r"microsoft (word|powerpoint|excel) - |.*\.(docx?|pptx?|xlsx?|tex|dvi|indd|qxd)\Z", re.I)
 
@@ -43,15 +43,14 @@ class _Line:
     text: str
     page: int
     size: float
-    """Height of its type in points."""
+    """Type height in points."""
     top: float
     is_divided: bool
-    """Its last word goes on in the next line."""
+    """Whether the last word continues on the next line."""
 
 
-_Form = tuple[str, str | None, int]
-"""The texts before and after a page's number, and how far that is from the count of the pages; or a whole text, None,
-and 0."""
+_Pattern = tuple[str, str | None, int]
+"""Texts before and after a page number, and the number minus the page's index; or a whole text, None and 0."""
 
 
 @dataclass(slots=True)
@@ -61,10 +60,10 @@ class _Bookmark:
 
 
 def parse_pdf(file: File) -> Document:
-    """The title is the document's own, else a first heading without an equal, else the file's name.
+    """Parse a PDF. The title is the document's own, else the only top heading, else the file name.
 
     Raises:
-        DocumentError: it has a password, is damaged, or has no text, as scanned pages have none.
+        DocumentError: The file has a password, is damaged, or has no text (scanned pages).
     """
     pdf = _open(file)
     try:
@@ -77,7 +76,7 @@ def parse_pdf(file: File) -> Document:
             pages.append(lines)
         if not num_bytes:
             raise DocumentError(
-                f"{file.path}: no text on its {len(pages)} pages, as when they were scanned; "
+                f"{file.path}: no text on its {len(pages)} pages (scanned?); "
                 "add a text layer first, for example with ocrmypdf"
             )
         metadata = _metadata(pdf)
@@ -98,22 +97,18 @@ def _open(file: File) -> Any:
     except pdfium.PdfiumError as error:
         if "password" in str(error).lower():
             raise DocumentError(f"{file.path}: protected by a password; save it without one") from error
-        raise DocumentError(f"{file.path}: damaged, cut off, or no PDF: {error}") from error
+        raise DocumentError(f"{file.path}: damaged, cut off, or not a PDF: {error}") from error
 
 
 # Lines of a page
 
 
 def _lines(pdf: Any, number: int) -> list[_Line]:
-    """In the order in which they stand in the file, which is nearly always the reading order.
-
-    Raises:
-        DocumentError: the page is damaged.
-    """
+    """Return the lines of a page in file order, which is nearly always the reading order; [] for a damaged page."""
     try:
         page = pdf[number]
         text_page = page.get_textpage()
-    except pdfium.PdfiumError:  # one damaged page of a hundred: the others can be read
+    except pdfium.PdfiumError:
         return []
     try:
         codes = [raw.FPDFText_GetUnicode(text_page, index) for index in range(text_page.count_chars())]
@@ -137,29 +132,29 @@ def _cut_lines(text_page: Any, codes: Sequence[int], page: int) -> Iterator[_Lin
 
 
 def _text(codes: Sequence[int]) -> str:
-    """Code points, or UTF-16 units where the font says so, as text."""
+    """Return code points, or UTF-16 units for some fonts, as text."""
     joined = "".join(map(chr, codes)).replace("\0", "")
     text = joined.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return " ".join(text.split())
 
 
 def _drop_recurring(pages: list[list[_Line]]) -> None:
-    """Headers and footers: leave the first of lines that stand at the edge of more than half of the pages."""
+    """Remove headers and footers, lines at the edge of more than half of the pages, except their first occurrence."""
     if len(pages) < _MIN_PAGES_TO_RECUR:
         return
-    edges = [{id(line): set(_forms(line)) for line in (*page[:2], *page[-2:])} for page in pages]
+    edges = [{id(line): set(_patterns(line)) for line in (*page[:2], *page[-2:])} for page in pages]
     at_edges = [set().union(*edge.values()) for edge in edges]
-    counts = Counter(form for forms in at_edges for form in forms)
-    recurring = {form for form, count in counts.items() if count * 2 > len(pages)}
-    seen: set[_Form] = set()
-    for page, edge, forms in zip(pages, edges, at_edges, strict=True):
+    counts = Counter(pattern for patterns in at_edges for pattern in patterns)
+    recurring = {pattern for pattern, count in counts.items() if count * 2 > len(pages)}
+    seen: set[_Pattern] = set()
+    for page, edge, patterns in zip(pages, edges, at_edges, strict=True):
         page[:] = [line for line in page if seen.isdisjoint(edge.get(id(line), ()))]
-        seen |= forms & recurring
+        seen |= patterns & recurring
 
 
-def _forms(line: _Line) -> Iterator[_Form]:
-    """What two lines have in common if they are the same text, or the same but for the number of their page. Any other
-    number may be what a line is there to say."""
+def _patterns(line: _Line) -> Iterator[_Pattern]:
+    """Yield patterns that two lines share if they are equal, or equal except for their page number. Other numbers are
+    content."""
     text = line.text.casefold()
     yield text, None, 0
     for number in _NUMBER.finditer(text) if len(text) <= _MAX_HEADING_CHARS else ():
@@ -172,7 +167,7 @@ def _forms(line: _Line) -> Iterator[_Form]:
 
 
 def _bookmarks(pdf: Any) -> dict[int, list[_Bookmark]]:
-    """By page, from 1; empty where there are none."""
+    """Return the bookmarks by page, from 1."""
     found: dict[int, list[_Bookmark]] = {}
     try:
         for bookmark in pdf.get_toc(max_depth=_MAX_LEVELS):
@@ -186,7 +181,7 @@ def _bookmarks(pdf: Any) -> dict[int, list[_Bookmark]]:
 
 
 def _large_lines(pages: Sequence[Sequence[_Line]]) -> dict[int, list[_Bookmark]]:
-    """Lines in larger type than the most as if they were bookmarks."""
+    """Return lines in larger type than the body as bookmarks, by page."""
     lines = [line for page in pages for line in page]
     sizes: Counter[float] = Counter()
     for line in lines:
@@ -203,7 +198,7 @@ def _large_lines(pages: Sequence[Sequence[_Line]]) -> dict[int, list[_Bookmark]]
     for line in lines:
         if _is_large(line, body):
             known = found.setdefault(line.page, [])
-            if previous is not None and known and _goes_on(previous, line):
+            if previous is not None and known and _is_same_heading(previous, line):
                 known[-1].title += " " + line.text
             else:
                 known.append(_Bookmark(min(levels[_rounded(line.size)], _MAX_LEVELS), line.text))
@@ -218,8 +213,7 @@ def _is_large(line: _Line, body: float) -> bool:
     return is_word and line.size >= _HEADING_SIZE * body and len(line.text) <= _MAX_HEADING_CHARS
 
 
-def _goes_on(above: _Line, below: _Line) -> bool:
-    """Whether two lines are one heading."""
+def _is_same_heading(above: _Line, below: _Line) -> bool:
     is_near = 0 < above.top - below.top < 1.6 * above.size
     return above.page == below.page and _rounded(above.size) == _rounded(below.size) and is_near
 
@@ -232,7 +226,7 @@ def _rounded(size: float) -> float:
 
 
 def _read(outline: Outline, pages: Sequence[Sequence[_Line]], headings: dict[int, list[_Bookmark]]) -> None:
-    """Fill the outline. A bookmark whose words are not on its page stands at the page's beginning."""
+    """Fill the outline. A bookmark whose words are not on its page goes to the start of the page."""
     step = _usual_step(pages)
     for number, page in enumerate(pages, start=1):
         outline.page = number
@@ -254,7 +248,7 @@ def _read(outline: Outline, pages: Sequence[Sequence[_Line]], headings: dict[int
 
 
 def _places(page: Sequence[_Line], headings: Sequence[_Bookmark]) -> dict[int, list[tuple[int, str, int]]]:
-    """Headings (level, title, lines that they take up) by the line before which they stand, in order."""
+    """Return headings (level, title, number of lines) by the index of their first line."""
     found: dict[int, list[tuple[int, str, int]]] = {}
     after = 0
     for heading in headings:
@@ -265,13 +259,13 @@ def _places(page: Sequence[_Line], headings: Sequence[_Bookmark]) -> dict[int, l
 
 
 def _find(page: Sequence[_Line], title: str, after: int) -> tuple[int, int]:
-    """The line, from `after` on, where a heading begins, and over how many it goes; `(after, 0)` where it is not."""
+    """Return the first line and the number of lines of a heading from line `after` on; `(after, 0)` if not found."""
     wanted = _letters(title)
     for index in range(after, len(page)):
         text = ""
         for num_lines in range(1, 4):
             text += _letters(page[index + num_lines - 1].text) if index + num_lines <= len(page) else ""
-            if text and (text == wanted or text.lstrip("0123456789.") == wanted):  # bookmarks often have no number
+            if text and (text == wanted or text.lstrip("0123456789.") == wanted):  # bookmarks often lack the number
                 return index, num_lines
             if len(text) > len(wanted) + 8:
                 break
@@ -283,7 +277,7 @@ def _letters(text: str) -> str:
 
 
 def _usual_step(pages: Sequence[Sequence[_Line]]) -> float:
-    """From one line to the next, in points."""
+    """Return the median distance from one line to the next, in points."""
     steps = [above.top - below.top for page in pages for above, below in pairwise(page) if above.top > below.top]
     return statistics.median(steps) if steps else 0.0
 
@@ -292,11 +286,8 @@ def _ends_paragraph(above: _Line, below: _Line, step: float) -> bool:
     if above.is_divided:
         return False
     distance = above.top - below.top
-    return distance < 0 or distance > _PARAGRAPH_GAP * max(step, above.size * 0.9) or _differs(above, below)
-
-
-def _differs(above: _Line, below: _Line) -> bool:
-    return abs(above.size - below.size) > 0.1 * max(above.size, below.size)
+    has_other_size = abs(above.size - below.size) > 0.1 * max(above.size, below.size)
+    return distance < 0 or distance > _PARAGRAPH_GAP * max(step, above.size * 0.9) or has_other_size
 
 
 def _emit(outline: Outline, run: list[_Line]) -> None:
@@ -305,7 +296,7 @@ def _emit(outline: Outline, run: list[_Line]) -> None:
     run.clear()
 
 
-# What the document says of itself
+# Metadata
 
 
 def _metadata(pdf: Any) -> dict[str, object]:
@@ -314,7 +305,7 @@ def _metadata(pdf: Any) -> dict[str, object]:
     except pdfium.PdfiumError:
         return {}
     known = ((name.lower(), " ".join(str(found.get(name, "")).split())) for name in _KEPT)
-    kept: dict[str, object] = {name: value for name, value in known if value and not is_made_up(value)}
+    kept: dict[str, object] = {name: value for name, value in known if value and not is_placeholder(value)}
     for name, key in (("created", "CreationDate"), ("modified", "ModDate")):
         date = _date(str(found.get(key, "")))
         if date:
@@ -326,7 +317,7 @@ _KEPT = ("Title", "Author", "Subject", "Keywords")
 
 
 def _date(text: str) -> str:
-    """`D:20240131120000+01'00'` as ISO 8601, as exact as it is; empty where it is none."""
+    """Return a PDF date (`D:20240131120000+01'00'`) in ISO 8601 with the same precision, or ""."""
     match = _DATE.match(text)
     if match is None:
         return ""

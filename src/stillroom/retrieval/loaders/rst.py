@@ -1,7 +1,6 @@
-"""reStructuredText: sections become heading paths, blocks become paragraphs, code is kept verbatim.
+"""Loader of reStructuredText (docutils): sections become heading paths, blocks paragraphs, code is verbatim.
 
-docutils never stops us: unknown directives and roles (Sphinx's) are read for their text, and if it throws, the file is
-read as plain text.
+Unknown directives and roles (Sphinx's) are read for their text. If docutils raises, the file is read as plain text.
 """
 
 import csv
@@ -21,18 +20,18 @@ from docutils.utils import Reporter, new_document
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import Metadata
-from stillroom.retrieval.loaders.metadata import named_texts
+from stillroom.retrieval.loaders.metadata import text_metadata
 from stillroom.retrieval.loaders.source import Outline, blank_line_paragraphs
 
-# no text can be matched in two ways: else it would take time that doubles with each line
+# no text matches in two ways, otherwise matching takes time exponential in the lines
 _HEADER = re.compile(r"\A(?:[A-Za-z][A-Za-z0-9-]*:.*\n(?:[ \t]+\S.*\n)*){2,}(?=[ \t]*\n)")
 _OTHER_LINE_ENDS = dict.fromkeys(map(ord, "\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
-"""Where docutils ends a line, too; no line of a file ends there."""
+"""Characters at which docutils ends a line and files do not."""
 _DIRECTIVE = re.compile(r"\.\. +([A-Za-z][\w:.+-]*?)::(?:\s|$)", re.MULTILINE)
 _ROLE = re.compile(r":([A-Za-z][\w:.+-]{0,100}):`")
 _LABELLED = re.compile(r"(.+)<[^<>]+>\Z", re.DOTALL)
 _LINE_CHARS = 10_000
-"""Docutils' own limit, also on what is substituted."""
+"""The limit of docutils, also for substitutions."""
 _SETTINGS = {
     "report_level": 5,
     "halt_level": 6,
@@ -40,20 +39,21 @@ _SETTINGS = {
     "raw_enabled": False,
     "syntax_highlight": "none",
     "warning_stream": False,
-    "doctitle_xform": False,  # the outline finds the title, as for every format
+    "doctitle_xform": False,  # the outline finds the title
     "docinfo_xform": False,
     "smart_quotes": False,
-    "_disable_config": True,  # a docutils.conf in the working folder is none of our business
+    "_disable_config": True,  # no docutils.conf from the working folder
 }
 
 
 def parse_rst(path: Path, text: str) -> Document:
-    """The title is that of a leading RFC 2822 header, else a lone first heading, else the file's name."""
+    """Parse reStructuredText. The title is that of a leading RFC 2822 header, else the only top heading, else the file
+    name."""
     body, title, metadata = _split_header(text.translate(_OTHER_LINE_ENDS))
     outline = Outline()
     try:
         _RstBlocks(outline, body).read(_parse(body))
-    except Exception:  # docutils fails on some inputs in ways it does not document
+    except Exception:  # docutils raises undocumented errors
         return Document(
             DocumentId(str(path)), title or path.stem, tuple(blank_line_paragraphs(body)), metadata=metadata
         )
@@ -62,11 +62,8 @@ def parse_rst(path: Path, text: str) -> Document:
 
 
 def _split_header(text: str) -> tuple[str, str, Metadata]:
-    """The text with a leading header blanked, so that line numbers hold; the header's title, or ""; and its other
-    fields, their names in small letters.
-
-    A PEP's number stands before its title, for that is how people name it: `PEP 8: Style Guide for Python Code`.
-    """
+    """Return the text with a leading header blanked (line numbers hold), the header's title or "", and its other fields
+    by lower-case name. The title of a PEP begins with its number: `PEP 8: Style Guide for Python Code`."""
     match = _HEADER.match(text)
     fields = HeaderParser().parsestr(match.group()) if match else None
     if match is None or fields is None or "title" not in fields:
@@ -75,12 +72,12 @@ def _split_header(text: str) -> tuple[str, str, Metadata]:
     if "pep" in fields:
         title = f"PEP {str(fields['pep']).strip()}: {title}"
     others = ((name.lower(), " ".join(str(value).split())) for name, value in fields.items())
-    metadata = named_texts(pair for pair in others if pair[0] != "title")
+    metadata = text_metadata(pair for pair in others if pair[0] != "title")
     return "\n" * match.group().count("\n") + text[match.end() :], title, metadata
 
 
 class _AnyDirective(Directive):  # type: ignore[misc]
-    """Stands for a directive that docutils does not know: its argument and its content are text."""
+    """Reads an unknown directive: its argument and content are text."""
 
     has_content = True
     optional_arguments = 1
@@ -89,7 +86,7 @@ class _AnyDirective(Directive):  # type: ignore[misc]
     def run(self) -> list[nodes.Node]:
         block = nodes.container()
         source, block.line = self.state_machine.get_source_and_line(self.lineno)
-        if self.arguments:  # docutils counts all lines up to the first blank one as the argument
+        if self.arguments:  # docutils takes all lines up to the first blank line as the argument
             lines = self.arguments[0].split("\n")
             is_on_first_line = self.block_text.partition("::")[2].split("\n", 1)[0].strip()
             offset = block.line - 1 if is_on_first_line else block.line
@@ -100,20 +97,20 @@ class _AnyDirective(Directive):  # type: ignore[misc]
 
 
 class _CsvTable(CSVTable):  # type: ignore[misc]
-    """Notes the first and last line of each row, for docutils counts lines from 1 in every cell."""
+    """Notes the first and last line of each row; docutils counts lines from 1 in every cell."""
 
     def run(self) -> list[nodes.Node]:
         found: list[nodes.Node] = super().run()
         if isinstance(found[0], nodes.table):
             rows, spans = _rows(found[0]), self._spans()
             _, line = self.state_machine.get_source_and_line(self.lineno)
-            options = (line, self.content.items[0][1])  # where there may be a row of names, too
+            options = (line, self.content.items[0][1])  # the lines of the option `header`
             for row, span in zip(rows, [options] * (len(rows) - len(spans)) + spans, strict=True):
                 row["lines"] = [span]
         return found
 
     def _spans(self) -> list[tuple[int, int]]:
-        """Of the rows in its content."""
+        """Return the lines of the rows in the content."""
         numbers = [offset + 1 for _, offset in self.content.items]
         reader = csv.reader((f"{line}\n" for line in self.content), dialect=self.DocutilsDialect(self.options))
         ends = [reader.line_num for _ in reader]
@@ -124,13 +121,13 @@ directives.register_directive("csv-table", _CsvTable)
 
 
 def _rows(table: nodes.table) -> list[nodes.row]:
-    """Without those of tables in its cells."""
+    """Return the rows of a table without those of nested tables."""
     parts = (part for group in table.children for part in group.children)
     return [row for part in parts for row in part.children if isinstance(row, nodes.row)]
 
 
 def _any_role(name: str, rawtext: str, text: str, *_: Any, **__: Any) -> tuple[list[nodes.Node], list[nodes.Node]]:
-    """Stands for a role that docutils does not know: `label <target>` reads as its label."""
+    """Read an unknown role: `label <target>` becomes its label."""
     labelled = _LABELLED.match(text)
     return [nodes.literal(rawtext, labelled.group(1).rstrip() if labelled else text)], []
 
@@ -145,7 +142,7 @@ def _parse(text: str) -> nodes.document:
     for name in set(_ROLE.findall(text)):
         if roles.role(name, language, 0, scratch.reporter)[0] is None:
             roles.register_local_role(name, _any_role)
-    # of a file with a longer line docutils would read nothing
+    # docutils does not read a file with a longer line
     limit = max(_LINE_CHARS, *map(len, text.expandtabs().split("\n")))
     document: nodes.document = publish_doctree(text, settings_overrides={**_SETTINGS, "line_length_limit": limit})
     for message in list(document.findall(nodes.system_message)):
@@ -154,8 +151,8 @@ def _parse(text: str) -> nodes.document:
 
 
 def _refused(message: nodes.system_message) -> list[nodes.literal_block]:
-    """The text that docutils could not read, as of a malformed table: it is in the message alone. Below an error the
-    text is in the document too, or must not be read, as what `include` names."""
+    """Return the text that docutils could not read, such as a malformed table; only the message has it. For messages
+    below error level the text is in the document, or must not be read (`include`)."""
     is_error = message["level"] >= Reporter.ERROR_LEVEL
     blocks = [child for child in message.children if is_error and isinstance(child, nodes.literal_block)]
     for block in blocks:
@@ -163,19 +160,13 @@ def _refused(message: nodes.system_message) -> list[nodes.literal_block]:
     return blocks
 
 
-_SKIPPED = (
-    nodes.comment,
-    nodes.substitution_definition,
-    nodes.target,
-    nodes.pending,
-    nodes.meta,
-)
+_SKIPPED = (nodes.comment, nodes.substitution_definition, nodes.target, nodes.pending, nodes.meta)
 _LEAVES = (
     *(nodes.paragraph, nodes.literal_block, nodes.doctest_block, nodes.math_block, nodes.term, nodes.field_name),
     *(nodes.rubric, nodes.caption, nodes.attribution, nodes.title, nodes.subtitle, nodes.option_group),
 )
 _GAP = 200
-"""Lines that may stand between a block of which docutils reports no line and the block before."""
+"""Lines searched after the previous block for a block without a line number."""
 
 
 class _RstBlocks:
@@ -186,7 +177,7 @@ class _RstBlocks:
         self._source = source.expandtabs().split("\n")  # as docutils does
         self._level = 0
         self._line = 0
-        """Where the last block ended."""
+        """Last line of the previous block."""
         self._bullet = ""
 
     def read(self, node: nodes.Node) -> None:
@@ -207,7 +198,7 @@ class _RstBlocks:
             self._emit(node, str(node.get("alt", "")))
         else:
             self._read_children(node)
-        if isinstance(node, nodes.decoration):  # header and footer come first, wherever they stand
+        if isinstance(node, nodes.decoration):  # in the tree, header and footer come first
             self._line = 0
 
     def _read_children(self, node: nodes.Node) -> None:
@@ -239,7 +230,7 @@ class _RstBlocks:
     def _row_lines(self, row: nodes.row) -> tuple[int, int]:
         above, spans = self._line, list(row.get("lines", ()))
         for block in () if spans else row.findall(lambda node: isinstance(node, (*_LEAVES, nodes.line, nodes.image))):
-            self._line = above  # cells stand beside each other
+            self._line = above  # cells are side by side
             spans.append(self._lines(block, block.astext()))
         first, last = (min(start for start, _ in spans), max(end for _, end in spans)) if spans else (above, above)
         self._line = last
@@ -250,7 +241,7 @@ class _RstBlocks:
         self._bullet = ""
 
     def _lines(self, node: Any, text: str) -> tuple[int, int]:
-        """First and last line of a block. Docutils reports its first line, one behind it, or none."""
+        """Return first and last line of a block. Docutils reports its first line, a later line, or none."""
         own = node.children[0] if isinstance(node, nodes.option_group) else node
         block = [line.strip() for line in str(own.rawsource or text).strip("\n").split("\n")]
         if node.line:
@@ -264,6 +255,6 @@ class _RstBlocks:
         return first, self._line
 
     def _stands_at(self, number: int, block: list[str]) -> bool:
-        """Whether a block's lines are those from this number on, perhaps beside others."""
+        """Return whether the source lines from `number` on contain the lines of a block."""
         fits = number - 1 + len(block) <= len(self._source)
         return fits and all(line in self._source[number - 1 + index] for index, line in enumerate(block))

@@ -1,11 +1,11 @@
-"""XLSX: a sheet's name is its heading, and each row reads with the names of its columns. Lines are row numbers.
+"""Loader of XLSX: sheet names become headings, each row a paragraph labelled with column names; lines are row numbers.
 
-Values are those that were stored when the file was saved; hidden sheets are left out.
+Values are those stored when the file was saved. Hidden sheets are skipped.
 """
 
 import datetime
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
@@ -13,22 +13,21 @@ import openpyxl
 
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.labelled_rows import labelled
-from stillroom.retrieval.loaders.office import core_metadata, number_text
-from stillroom.retrieval.loaders.package import open_package
+from stillroom.retrieval.loaders.office import core_metadata, number_text, open_package
 from stillroom.retrieval.loaders.source import File, Outline, check_text
+from stillroom.retrieval.loaders.table import labelled
 
 _MAX_COLUMNS = 1000
 
 
 def parse_sheets(file: File) -> Document:
-    """The title is the workbook's own, else the file's name."""
+    """Parse a workbook. The title is the workbook's own, else the file name."""
     with open_package(file), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what openpyxl does not keep when it writes
+        warnings.simplefilter("ignore")  # about features that openpyxl cannot write
         try:
             book = openpyxl.load_workbook(BytesIO(file.data), read_only=True, data_only=True, keep_links=False)
         except (KeyError, ValueError) as error:
-            raise DocumentError(f"{file.path}: no workbook inside: {error}") from error
+            raise DocumentError(f"{file.path}: not a workbook: {error}") from error
         metadata = core_metadata(book.properties)
         outline = Outline()
         num_bytes = 0
@@ -48,13 +47,10 @@ def parse_sheets(file: File) -> Document:
 
 
 def _rows(sheet: Any) -> Iterator[tuple[int, str]]:
-    sheet.reset_dimensions()  # what a file says of its own size may be wrong
-    cells = ((number, [_text(value) for value in row]) for number, row in enumerate(_values(sheet), start=1))
+    sheet.reset_dimensions()  # the dimensions in the file may be wrong
+    rows = enumerate(sheet.iter_rows(values_only=True, max_col=_MAX_COLUMNS), start=1)
+    cells = ((number, [_text(value) for value in row]) for number, row in rows)
     yield from labelled((number, row) for number, row in cells if any(row))
-
-
-def _values(sheet: Any) -> Iterator[Sequence[object]]:
-    yield from sheet.iter_rows(values_only=True, max_col=_MAX_COLUMNS)
 
 
 def _text(value: object) -> str:

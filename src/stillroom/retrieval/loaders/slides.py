@@ -1,4 +1,4 @@
-"""PPTX: a slide's title is its heading; then its texts, tables and charts, the speaker's notes. Pages are slides."""
+"""Loader of PPTX: a slide's title is its heading; texts, tables, charts and speaker notes follow; pages are slides."""
 
 from collections.abc import Iterable, Iterator
 from io import BytesIO
@@ -9,24 +9,23 @@ from pptx.exc import PackageNotFoundError
 
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.office import core_metadata, number_text
-from stillroom.retrieval.loaders.package import open_package
+from stillroom.retrieval.loaders.office import core_metadata, number_text, open_package
 from stillroom.retrieval.loaders.source import File, Outline, check_text
 
 
 def parse_slides(file: File) -> Document:
-    """The title is the presentation's own, else that of the first slide with one, else the file's name."""
+    """Parse a presentation. The title is its own, else that of the first slide with one, else the file name."""
     with open_package(file):
         try:
             presentation = pptx.Presentation(BytesIO(file.data))
         except (KeyError, ValueError, PackageNotFoundError) as error:
-            raise DocumentError(f"{file.path}: no presentation inside: {error}") from error
+            raise DocumentError(f"{file.path}: not a presentation: {error}") from error
     metadata = core_metadata(presentation.core_properties)
     outline = Outline()
     first_title = ""
     num_bytes = 0
     for number, slide in enumerate(presentation.slides, start=1):
-        if slide.element.get("show") == "0":  # hidden: nobody is shown it
+        if slide.element.get("show") == "0":  # hidden
             continue
         outline.page = number
         heading, texts = _texts(slide)
@@ -42,7 +41,7 @@ def parse_slides(file: File) -> Document:
 
 
 def _texts(slide: Any) -> tuple[str, list[str]]:
-    """The slide's title, and all else that it says."""
+    """Return a slide's title and its other texts."""
     title = slide.shapes.title
     heading = " ".join(title.text_frame.text.split()) if title is not None else ""
     texts = [text for shape in _in_order(slide.shapes) if shape is not title for text in _shape_texts(shape)]
@@ -56,11 +55,11 @@ def _texts(slide: Any) -> tuple[str, list[str]]:
 
 
 def _in_order(shapes: Iterable[Any]) -> list[Any]:
-    """From top to bottom, then from left to right; placeholders that inherit their place keep the file's order."""
+    """Sort shapes from top to bottom, then left to right; keep file order if a placeholder inherits its position."""
     found = list(shapes)
     if any(shape.top is None or shape.left is None for shape in found):
         return found
-    return sorted(found, key=lambda shape: (shape.top // 250_000, shape.left))  # about a quarter of an inch is a row
+    return sorted(found, key=lambda shape: (shape.top // 250_000, shape.left))  # rows of about a quarter of an inch
 
 
 def _shape_texts(shape: Any) -> Iterator[str]:
@@ -72,12 +71,12 @@ def _shape_texts(shape: Any) -> Iterator[str]:
         yield "\n".join(" | ".join(row) for row in rows if any(row))
     elif getattr(shape, "has_chart", False) and shape.has_chart:
         yield from _chart_texts(shape.chart)
-    elif shape.has_text_frame and not _is_furniture(shape):
+    elif shape.has_text_frame and not _is_footer(shape):
         yield _frame_text(shape.text_frame)
 
 
-def _is_furniture(shape: Any) -> bool:
-    """Slide numbers, dates and footers, which are on every slide."""
+def _is_footer(shape: Any) -> bool:
+    """Return whether a shape is a slide number, date or footer, which stand on every slide."""
     return shape.is_placeholder and shape.placeholder_format.type in (13, 15, 16)
 
 
@@ -87,13 +86,13 @@ def _frame_text(frame: Any) -> str:
 
 
 def _chart_texts(chart: Any) -> Iterator[str]:
-    """`Chart: Sales. 2024: North 3, South 4` with a line for each category."""
+    """Yield a chart as text: `Chart: Sales`, then a line for each category, `2024: North 3, South 4`."""
     title = chart.chart_title.text_frame.text if chart.has_title and chart.chart_title.has_text_frame else ""
     lines = [f"Chart: {title}" if title else "Chart"]
     for plot in chart.plots:
-        series = [(one.name, list(one.values)) for one in plot.series]
+        all_series = [(series.name, list(series.values)) for series in plot.series]
         for index, category in enumerate(plot.categories):
-            known = ((name, values[index]) for name, values in series if index < len(values))
+            known = ((name, values[index]) for name, values in all_series if index < len(values))
             shown = (f"{name} {number_text(value)}" for name, value in known if value is not None)
             lines.append(f"{category}: " + ", ".join(shown))
     yield "\n".join(lines)

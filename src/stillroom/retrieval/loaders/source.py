@@ -1,6 +1,6 @@
-"""What all loaders share: files to bytes, bytes to text, and an outline that turns headings and blocks into paragraphs.
+"""Shared by all loaders: reading files, decoding text, limits, and the `Outline` of headings and paragraphs.
 
-No readable text is dropped: a heading with nothing under it becomes a paragraph itself.
+No readable text is dropped: a heading without content becomes a paragraph.
 """
 
 import codecs
@@ -23,7 +23,7 @@ from stillroom.core.metadata import clean_metadata
 from stillroom.errors import DocumentError
 
 _BYTE_ORDER_MARKS = (
-    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16: the UTF-32 mark begins with the UTF-16 mark
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
@@ -31,49 +31,47 @@ _BYTE_ORDER_MARKS = (
 _DECLARED = re.compile(rb"""(?:charset|encoding|coding)\s*[:=]\s*["']?\s*([A-Za-z0-9][\w.:-]*)""", re.IGNORECASE)
 _DECLARED_WITHIN = 1024
 _LATIN_1 = frozenset({"iso-8859-1", "iso8859-1", "latin-1", "latin1", "us-ascii", "ascii"})
-"""What files say that mean Windows-1252, which has quotation marks and dashes; browsers read it so too."""
+"""Declared encodings that are read as Windows-1252, as browsers do."""
 _NO_CHARSETS = frozenset({"idna", "punycode", "unicode-escape", "raw-unicode-escape", "utf-7", "undefined"})
-"""What Python takes for an encoding and no file is written in."""
+"""Python codecs that are not encodings of files."""
 _UTF_8 = frozenset({"utf-8", "utf8"})
 _BEYOND_ASCII = bytes(range(128, 256))
 _SAMPLE = 1 << 16
 """Bytes from which an encoding is guessed."""
 
-
 _NOT_REGULAR = "not a regular file (a pipe, socket or device)"
 _REASONS = {errno.ENXIO: _NOT_REGULAR, errno.ELOOP: "not a regular file (a symbolic link that leads to itself)"}
-"""What opening says of a socket, and of a link in a circle."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file on its way through a loader."""
+    """The content of a file, input of a loader."""
 
     path: Path
-    """Absolute."""
+    """Absolute path."""
     data: bytes
     config: DocumentsConfig
 
     @property
     def name(self) -> str:
-        """Of the file without its extension: the title of a document that names none."""
+        """File name without extension: the fallback title."""
         return self.path.stem
 
     def document(self, title: str, paragraphs: tuple[Paragraph, ...], metadata: Mapping[str, object]) -> Document:
-        """What a loader returns. A title among the metadata is left out: it is the document's."""
+        """Make the document of this file; a title in `metadata` is left out."""
         kept = {name: value for name, value in metadata.items() if name != "title"}
         return Document(DocumentId(str(self.path)), title, paragraphs, metadata=clean_metadata(kept))
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BufferedReader, os.stat_result]]:
-    """A regular file, open for reading; whatever else has a name is refused without waiting for it.
+    """Open a regular file for reading. Pipes, sockets and devices are refused without waiting.
 
     Raises:
-        DocumentError: it is no regular file, or cannot be read.
+        DocumentError: The path is not a regular file or cannot be read.
     """
     try:
-        # without O_NONBLOCK, opening a pipe waits for somebody who writes to it
+        # without O_NONBLOCK, opening a pipe waits for a writer
         with open(path, "rb", opener=_open_without_waiting) as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -89,21 +87,19 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def read_file(path: Path, config: DocumentsConfig) -> File:
-    """A file whole.
+    """Read a whole file.
 
     Raises:
-        DocumentError: it cannot be read or is larger than `documents.max_file_bytes`.
+        DocumentError: The file cannot be read or is larger than `documents.max_file_bytes`.
     """
     with opened(path) as (stream, status):
         check_size(path, status.st_size, config)
-        data = stream.read(max(status.st_size, _SAMPLE))  # what is added to it meanwhile is for the next time
+        data = stream.read(max(status.st_size, _SAMPLE))  # bytes appended meanwhile are read by the next `add`
     return File(path, data, config)
 
 
 def check_size(path: Path, num_bytes: int, config: DocumentsConfig) -> None:
-    """Raises:
-    DocumentError: the file is larger than `documents.max_file_bytes`.
-    """
+    """Raises DocumentError if the file is larger than `documents.max_file_bytes`."""
     if num_bytes > config.max_file_bytes:
         raise DocumentError(
             f"{path}: larger than documents.max_file_bytes ({_mib(config.max_file_bytes)}); split it or raise the limit"
@@ -111,9 +107,7 @@ def check_size(path: Path, num_bytes: int, config: DocumentsConfig) -> None:
 
 
 def check_text(path: Path, num_bytes: int, config: DocumentsConfig) -> None:
-    """Raises:
-    DocumentError: there is more text than `documents.max_text_bytes`.
-    """
+    """Raises DocumentError if the text is larger than `documents.max_text_bytes`."""
     if num_bytes > config.max_text_bytes:
         raise DocumentError(
             f"{path}: more text than documents.max_text_bytes ({_mib(config.max_text_bytes)}); "
@@ -122,10 +116,10 @@ def check_text(path: Path, num_bytes: int, config: DocumentsConfig) -> None:
 
 
 def within_limits(path: Path, paragraphs: Iterable[Paragraph], config: DocumentsConfig) -> Iterator[Paragraph]:
-    """The same paragraphs, counted as they are made: text that a format repeats counts each time.
+    """Yield the paragraphs and count them; text that a format repeats counts each time.
 
     Raises:
-        DocumentError: there are more paragraphs, or there is more text, than `documents` allows.
+        DocumentError: The number of paragraphs or the size of the text exceeds a limit of `config`.
     """
     num_bytes = num_expanded = 0
     for number, paragraph in enumerate(paragraphs, start=1):
@@ -147,25 +141,27 @@ def within_limits(path: Path, paragraphs: Iterable[Paragraph], config: Documents
 
 
 def text_of(file: File, *, strict: bool = False) -> str:
-    """The text of a file of text; see `decode`."""
+    """Return the text of a text file; see `decode`."""
     check_text(file.path, len(file.data), file.config)
     return decode(file.data, str(file.path), strict=strict)
 
 
 def decode(data: bytes, name: str, *, strict: bool = False) -> str:
-    """Bytes to text with universal newlines: UTF-8, a few bad bytes of which are replaced, else what a byte order mark
-    or the file itself declares, else what the bytes look like.
+    """Decode text with universal newlines.
+
+    Tried in order: a byte order mark; UTF-8, a few bad bytes replaced; the encoding that the file declares; the
+    encoding that a detector guesses.
 
     Args:
-        name: for the error.
-        strict: guess nothing; for files whose name does not say that they are text.
+        name: File name for the error.
+        strict: Accept only UTF-8 and byte order marks; for files of unknown format.
 
     Raises:
-        DocumentError: these bytes are no text.
+        DocumentError: The bytes are not text.
     """
-    text = _marked(data, name)
+    text = _with_mark(data, name)
     if text is None and b"\0" in data:
-        text = _wide(data)
+        text = _utf16_without_mark(data)
         if text is None:
             raise DocumentError(f"{name}: binary data, not text")
     if text is None:
@@ -179,21 +175,21 @@ def decode(data: bytes, name: str, *, strict: bool = False) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _marked(data: bytes, name: str) -> str | None:
-    """Text that says with its first bytes that it is UTF-16 or UTF-32."""
+def _with_mark(data: bytes, name: str) -> str | None:
+    """Decode UTF-16 or UTF-32 with a byte order mark; None without a mark."""
     marks = [encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)]
-    for encoding in marks:  # what begins as UTF-32 may be UTF-16 that begins with NUL
+    for encoding in marks:  # UTF-16 that begins with NUL has the mark of UTF-32
         try:
             return data.decode(encoding)
         except UnicodeDecodeError:
             continue
     if marks:
-        raise DocumentError(f"{name}: begins as {marks[-1].upper()} text, but is none")
+        raise DocumentError(f"{name}: begins with the mark of {marks[-1].upper()}, but is not such text")
     return None
 
 
-def _wide(data: bytes) -> str | None:
-    """UTF-16 without a byte order mark: of ordinary text nearly every second byte is NUL."""
+def _utf16_without_mark(data: bytes) -> str | None:
+    """Decode UTF-16 without a byte order mark, in which most odd or most even bytes are NUL; None if it is not."""
     sample = data[:_SAMPLE]
     for encoding, at in (("utf-16-le", 1), ("utf-16-be", 0)):
         if sample[at::2].count(0) * 2 > len(sample[at::2]) and not sample[1 - at :: 2].count(0):
@@ -205,14 +201,17 @@ def _wide(data: bytes) -> str | None:
 
 
 def _declared(data: bytes) -> str:
-    """The encoding that the file names at its beginning, as HTML, XML and source code can; empty where it does not."""
+    """Return the encoding that HTML, XML or source code declares at its beginning, or ""."""
     match = _DECLARED.search(data[:_DECLARED_WITHIN])
     return match.group(1).decode("ascii").lower().replace("_", "-") if match else ""
 
 
 def _damaged_utf8(data: bytes, declared: str) -> str | None:
-    """UTF-8 with a few bad bytes; None where it is none. In other encodings few sequences of bytes are characters of
-    UTF-8 by chance, so four of five tell that it is UTF-8, and half of them where the file says so."""
+    """Decode UTF-8 with a few bad bytes; None if it is another encoding.
+
+    Non-ASCII bytes of other encodings rarely are valid UTF-8. So four valid characters for each bad byte are required,
+    or one if the file declares UTF-8.
+    """
     text = data.decode("utf-8-sig", "replace")
     num_bad = text.count("\ufffd") - data.count("\ufffd".encode())
     num_good = len(text) - len(data.translate(None, _BEYOND_ASCII)) - num_bad
@@ -221,7 +220,7 @@ def _damaged_utf8(data: bytes, declared: str) -> str | None:
 
 
 def _in_encoding(data: bytes, name: str) -> str | None:
-    """None where there is no such encoding, or the bytes are no text in it."""
+    """Decode with a named encoding; None if it is unknown or does not fit."""
     try:
         return data.decode("cp1252" if name in _LATIN_1 else name) if name not in _NO_CHARSETS else None
     except (LookupError, UnicodeError, ValueError):
@@ -229,14 +228,14 @@ def _in_encoding(data: bytes, name: str) -> str | None:
 
 
 def _guessed(data: bytes) -> str:
-    """By what it looks like, as a browser would: any bytes are text in some encoding."""
+    """Decode with the encoding that a browser's detector guesses; any bytes are text in some encoding."""
     from chardetng_py import EncodingDetector
 
     detector = EncodingDetector()
     detector.feed(data[:_SAMPLE], last=True)
     try:
         return data.decode(detector.guess(tld=None, allow_utf8=False), "replace")
-    except LookupError:  # browsers know some that Python does not
+    except LookupError:  # an encoding that Python does not have
         return data.decode("latin-1")
 
 
@@ -245,7 +244,7 @@ def _mib(num_bytes: int) -> str:
 
 
 def blank_line_paragraphs(text: str, first_line: int = 1) -> Iterator[Paragraph]:
-    """Runs of lines between blank lines; `first_line` is the number of the text's first line in its file."""
+    """Yield runs of lines between blank lines. `first_line` is the line number of the text in its file."""
     run: list[str] = []
     for number, line in enumerate(chain(text.split("\n"), ("",)), start=first_line):
         if line.strip():
@@ -262,15 +261,15 @@ class _Heading:
     line: int
     page: int
     is_used: bool = False
-    """Something stands under it, so its text is in some heading path."""
+    """Whether a heading path contains its text."""
 
 
 class Outline:
-    """Collects headings and blocks in reading order; `finish` gives title and paragraphs."""
+    """Collects headings and blocks in reading order; `finish` returns title and paragraphs."""
 
     def __init__(self) -> None:
         self.page = 0
-        """Where what comes next stands, from 1; 0 where the format has no pages."""
+        """Page of the next block, from 1; 0 for formats without pages."""
         self._open: list[_Heading] = []
         self._all: list[_Heading] = []
         self._paragraphs: list[Paragraph] = []
@@ -299,26 +298,26 @@ class Outline:
         self._paragraphs.append(Paragraph(text, path, *lines, self.page, max(self.page, end_page)))
 
     def finish(self, title: str, fallback_title: str) -> tuple[str, tuple[Paragraph, ...]]:
-        """Title and paragraphs.
+        """Return title and paragraphs.
 
         Args:
-            title: what the format itself says the title is; empty if it does not. Then a first heading that has no
-                equal is the title, and it leaves the heading paths, for they exclude the title.
-            fallback_title: for documents with neither.
+            title: Title from the format's metadata, or "". Without it, the first heading is the title if no other
+                heading has its level or a higher one; it is then removed from the heading paths.
+            fallback_title: Title of documents with neither.
         """
         self._close(0)
-        lone = self._lone_heading()
-        if lone is not None and (not title or lone.text.casefold() in title.casefold()):
-            return title or lone.text, tuple(_without(lone.text, paragraph) for paragraph in self._paragraphs)
+        top = self._only_top_heading()
+        if top is not None and (not title or top.text.casefold() in title.casefold()):
+            return title or top.text, tuple(_without(top.text, paragraph) for paragraph in self._paragraphs)
         return title or fallback_title, tuple(self._paragraphs)
 
-    def _lone_heading(self) -> _Heading | None:
+    def _only_top_heading(self) -> _Heading | None:
         if not self._all or any(other.level <= self._all[0].level for other in self._all[1:]):
             return None
         return self._all[0]
 
     def _close(self, level: int) -> None:
-        """Leave the sections at `level` and deeper."""
+        """End the sections at `level` and deeper."""
         while self._open and self._open[-1].level >= level:
             heading = self._open.pop()
             if not heading.is_used:

@@ -1,4 +1,4 @@
-"""Plain text: paragraphs are what stands between blank lines."""
+"""Loader of plain text: blank lines separate paragraphs."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from stillroom.retrieval.loaders.source import blank_line_paragraphs
 
 
 def parse_text(path: Path, text: str) -> Document:
-    """The file's name without its extension is the title."""
+    """Parse plain text. The title is the file name without extension."""
     return Document(DocumentId(str(path)), path.stem, tuple(blank_line_paragraphs(text)))

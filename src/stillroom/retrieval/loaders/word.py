@@ -1,7 +1,7 @@
-"""DOCX: headings by their styles, blocks in reading order, tables row by row, footnotes after what refers to them.
+"""Loader of DOCX: headings by style, blocks in reading order, tables row by row, footnotes after their references.
 
-What was deleted under tracked changes is left out, what was inserted is text. Pages are those that Word noted when it
-last laid the document out; a file that Word never saw has none.
+Tracked deletions are left out, tracked insertions are read. Page numbers are those of Word's last layout; files that
+Word never opened have none.
 """
 
 import re
@@ -15,8 +15,7 @@ from docx.oxml.parser import parse_xml
 
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.office import core_metadata
-from stillroom.retrieval.loaders.package import open_package
+from stillroom.retrieval.loaders.office import core_metadata, open_package
 from stillroom.retrieval.loaders.source import File, Outline, check_text
 
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
@@ -24,7 +23,7 @@ _M = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
 _HEADING = re.compile(r"heading (\d)\Z", re.IGNORECASE)
 _DROPPED = frozenset(
     {f"{_W}{name}" for name in ("del", "moveFrom", "pPr", "rPr", "txbxContent", "instrText", "sectPr", "tblPr", "tcPr")}
-    | {"{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"}  # says the same again for old readers
+    | {"{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"}  # a duplicate for old readers
 )
 _TEXTS = frozenset({f"{_W}t", f"{_M}t"})
 _MARKS = {f"{_W}tab": "\t", f"{_W}br": "\n", f"{_W}cr": "\n", f"{_W}noBreakHyphen": "-"}
@@ -33,12 +32,12 @@ _PAGE = f"{_W}lastRenderedPageBreak"
 
 
 def parse_word(file: File) -> Document:
-    """The title is a paragraph in the style Title, else the document's own, else a first heading without an equal."""
+    """Parse a document. The title is a paragraph in style Title, else the document's own, else the only top heading."""
     with open_package(file):
         try:
             document = docx.Document(BytesIO(file.data))
         except (KeyError, ValueError) as error:
-            raise DocumentError(f"{file.path}: no Word document inside: {error}") from error
+            raise DocumentError(f"{file.path}: not a Word document: {error}") from error
     body = document.element.body
     outline = Outline()
     if next(body.iter(_PAGE), None) is not None:
@@ -52,11 +51,11 @@ def parse_word(file: File) -> Document:
 
 
 class _Styles:
-    """What styles mean, by style id."""
+    """Heading levels and list styles, by style id."""
 
     def __init__(self, document: Any) -> None:
         self.levels: dict[str, int] = {}
-        """Of headings; 0 is the title. Styles of running text are not in it."""
+        """Heading levels; 0 is the title. Styles of running text are absent."""
         self.lists: set[str] = set()
         bases: dict[str, str] = {}
         for style in document.styles.element.iter(f"{_W}style"):
@@ -81,26 +80,26 @@ class _Styles:
 
 
 def _value(element: Any, *names: str) -> str:
-    """`w:val` of a descendant; empty where there is none."""
+    """Return `w:val` of a descendant, or ""."""
     for name in names:
         element = element.find(f"{_W}{name}") if element is not None else None
     return str(element.get(f"{_W}val") or "") if element is not None else ""
 
 
 def _notes(document: Any) -> dict[tuple[str, str], str]:
-    """Texts of footnotes and endnotes, by kind and id."""
+    """Return the texts of footnotes and endnotes, by kind and id."""
     found: dict[tuple[str, str], str] = {}
     for relation in document.part.rels.values():
         kind = str(relation.reltype).rpartition("/")[2]
         if kind in _NOTES.values() and not relation.is_external:
             for note in parse_xml(relation.target_part.blob):
-                if note.get(f"{_W}type") is None:  # the others are separators
+                if note.get(f"{_W}type") is None:  # not a separator
                     found[kind, str(note.get(f"{_W}id"))] = " ".join("".join(_all_text(note)).split())
     return found
 
 
 def _all_text(element: Any) -> Iterator[str]:
-    """Text under an element, each paragraph with its end."""
+    """Yield the texts of an element, with a line break after each paragraph."""
     for child in element:
         if child.tag in _TEXTS:
             yield child.text or ""
@@ -124,10 +123,10 @@ class _WordBlocks:
         self._num_notes = 0
         self._num_bytes = 0
         self._page = outline.page
-        """Where the text that is being read stands."""
+        """Page of the text that is being read."""
 
     def read(self, element: Any) -> None:
-        """Blocks under an element that is one itself or holds some: the body, a cell, a text box, a content control."""
+        """Read the blocks of a body, cell, text box or content control."""
         for child in element:
             if child.tag == f"{_W}p":
                 self._read_paragraph(child)
@@ -155,7 +154,7 @@ class _WordBlocks:
         self._read_attached(paragraph, referred)
 
     def _read_attached(self, element: Any, referred: list[tuple[str, str]]) -> None:
-        """The notes to which an element referred, and the text boxes in it."""
+        """Read the notes that an element refers to, and the text boxes in it."""
         for number, key in enumerate(referred, self._num_notes - len(referred) + 1):
             self._emit(f"[{number}] {self._notes[key]}", self._page)
         for box in element.iter(f"{_W}txbxContent"):
@@ -164,7 +163,7 @@ class _WordBlocks:
                 self.read(box)
 
     def _parts(self, element: Any, referred: list[tuple[str, str]]) -> Iterator[str]:
-        """Texts in a paragraph, or in a cell's paragraphs; `referred` and the page are kept as it goes."""
+        """Yield the texts of a paragraph or cell; update `referred` and the page."""
         for child in element:
             if child.tag in _TEXTS:
                 yield child.text or ""
@@ -184,14 +183,14 @@ class _WordBlocks:
                     yield "\n"
 
     def _level(self, paragraph: Any) -> int | None:
-        """Of a heading; None for running text."""
+        """Return the heading level, or None for running text."""
         own = _value(paragraph, "pPr", "outlineLvl")
         if own.isdigit():
             return int(own) + 1 if int(own) < 9 else None
         return self._styles.levels.get(_value(paragraph, "pPr", "pStyle"))
 
     def _is_item(self, paragraph: Any) -> bool:
-        """Of a list."""
+        """Return whether a paragraph is a list item."""
         is_numbered = paragraph.find(f"{_W}pPr/{_W}numPr") is not None
         return is_numbered or _value(paragraph, "pPr", "pStyle") in self._styles.lists
 
@@ -214,7 +213,7 @@ class _WordBlocks:
 
 
 def _children(element: Any, name: str) -> Iterator[Any]:
-    """Rows of a table or cells of a row, also those in content controls and tracked insertions."""
+    """Yield the rows of a table or cells of a row, also in content controls and tracked insertions."""
     for child in element:
         if child.tag == f"{_W}{name}":
             yield child

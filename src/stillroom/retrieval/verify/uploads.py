@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.errors import DocumentError
-from stillroom.retrieval.intake.reading import look_at
+from stillroom.retrieval.intake.reading import source_of
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.uploaded_files import uploaded_files
 from stillroom.retrieval.verify.report import Finding, finding
@@ -48,6 +48,6 @@ def check_uploads(folder: Path, corpus: Corpus, config: DocumentsConfig) -> Iter
 
 def _hash(path: Path, config: DocumentsConfig) -> str:
     try:
-        return look_at(path, None, config).content_hash
+        return source_of(path, None, config).content_hash
     except DocumentError:
         return ""
