@@ -21,7 +21,7 @@ from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom.scheduler.limits import SchedulerLimits
-from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
+from stillroom.scheduler.scheduler import Scheduler
 from tests.fakes import ManualClock
 from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner
 

@@ -32,7 +32,7 @@ from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
-from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
+from stillroom.scheduler.scheduler import Scheduler
 from stillroom_bench.loads.policy_replay import NoMover
 from tests.fakes import ManualClock
 from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner, answer_of

@@ -49,7 +49,7 @@ from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES
-from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
+from stillroom.scheduler.scheduler import Scheduler
 from stillroom.telemetry import catalogue
 from stillroom.telemetry.catalogue import Readings
 

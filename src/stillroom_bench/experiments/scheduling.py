@@ -20,7 +20,7 @@ from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES, Policy
-from stillroom.scheduler.scheduler import Scheduler, SchedulerLimits
+from stillroom.scheduler.scheduler import Scheduler
 from stillroom_bench.instrument.harness import Arm, Metrics
 from stillroom_bench.loads.policy_replay import PROFILE, NoMover
 
