@@ -201,6 +201,12 @@ def test_removed_settings_are_ignored_with_a_warning(tmp_path: Path, caplog: pyt
     ] * 2
 
 
+def test_a_removed_value_is_replaced_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert load_config(env={"STILLROOM_SEARCH__FUSION": "smoothed"}) == StillroomConfig()
+    [(_, level, message)] = caplog.record_tuples
+    assert level == logging.WARNING and "using 'convex'" in message
+
+
 def test_missing_file_and_folder_as_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_config(Path("nowhere.toml"), env={})

@@ -2,13 +2,12 @@
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.core.ids import ChunkId
-from stillroom.retrieval.fusion import convex, dense_weight, minmax, rrf, smoothed
+from stillroom.retrieval.fusion import convex, dense_weight, minmax, rrf
 from stillroom.retrieval.ranking import Ranking, ranked, top_k
 
 A, B, C, D = (ChunkId(number) for number in (1, 2, 3, 4))
@@ -48,37 +47,6 @@ def test_convex_by_hand() -> None:
     assert [chunk_id for chunk_id, _ in fused] == [B, A]
     assert dict(fused) == pytest.approx({B: 0.3 + 0.4, A: 0.6})
     assert convex({}, {}) == []
-
-
-def test_smoothing_by_hand() -> None:
-    vectors = np.array([[1, 0, 0], [0.6, 0.8, 0], [0, 0, 1]], dtype=np.float32)
-    fused = smoothed([(A, 1.0), (B, 0.5), (C, 0.25)], vectors, strength=0.5)
-    # two neighbours each; cosines: AB 0.6, others 0
-    assert dict(fused) == pytest.approx({A: 1.0 - 0.5 * 0.6 * 0.5 / 2, B: 0.5 + 0.5 * 0.6 * 0.5 / 2, C: 0.25})
-
-
-def test_smoothing_lifts_what_resembles_the_best() -> None:
-    vectors = np.array([[1, 0], [0, 1], [1, 0]], dtype=np.float32)
-    assert [chunk_id for chunk_id, _ in smoothed([(A, 1.0), (B, 0.8), (C, 0.79)], vectors)] == [A, C, B]
-    assert smoothed([(A, 1.0)], vectors[:1]) == [(A, 1.0)]
-    assert smoothed([], vectors[:0]) == []
-
-
-@given(st.integers(1, 12), st.integers(0, 12), st.floats(0, 1), st.integers(0, 2**31))
-def test_smoothing_is_its_slow_twin(num_moved: int, num_left: int, strength: float, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    scores = sorted(rng.random(num_moved + num_left).tolist(), reverse=True)
-    ranking: Ranking = [(ChunkId(number), score) for number, score in enumerate(scores)]
-    vectors = rng.standard_normal((num_moved, 4)).astype(np.float32)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    expected = dict(ranking)
-    for i in range(num_moved if num_moved > 1 else 0):
-        others = sorted((-float(vectors[i] @ vectors[j]), j) for j in range(num_moved) if j != i)[:3]
-        pulls = [max(0.0, -cosine) * (scores[j] - scores[i]) for cosine, j in others]
-        expected[ChunkId(i)] += strength * sum(pulls) / len(pulls)
-    fused = smoothed(ranking, vectors, strength)
-    assert fused == ranked(fused) and dict(fused) == pytest.approx(expected, abs=1e-5)
-    assert all(scores[-1] - 1e-9 <= score <= scores[0] + 1e-9 for _, score in fused)
 
 
 def test_ties_go_to_the_smaller_chunk_id() -> None:

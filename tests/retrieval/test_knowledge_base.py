@@ -41,7 +41,7 @@ def test_what_was_added_is_found(open_kb: OpenKb, three: Path, mode: SearchMode)
 
 def test_top_k_limits_and_fusions_differ_only_in_score(open_kb: OpenKb, three: Path) -> None:
     open_kb().add([three])
-    fusions: tuple[FusionName, ...] = ("smoothed", "convex", "rrf", "minmax")
+    fusions: tuple[FusionName, ...] = ("convex", "rrf", "minmax")
     for fusion in fusions:
         kb = open_kb(StillroomConfig(search=SearchConfig(fusion=fusion, top_k=2)))
         assert first_name(kb.search("baking bread")) == "bread.md"

@@ -32,6 +32,9 @@ _BOOLEANS = {
 _REMOVED = ("query_cache.hot_after", "query_cache.max_hot")
 """Settings of earlier versions: read with a warning and ignored."""
 
+_REPLACED = {("search.fusion", "smoothed"): "convex"}
+"""Values of earlier versions, by setting, and the value used instead; a warning says so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -238,6 +241,9 @@ def _check(setting: Setting, value: object, origin: str, *, is_text: bool) -> ob
     """The value in the setting's own type, or a ConfigError that says what is allowed."""
     problem = ConfigError(f"{origin}: {setting.path} = {value!r} is not possible; it must be {setting.allowed}")
     if setting.choices:
+        if (replacement := _REPLACED.get((setting.path, str(value)))) is not None:
+            logger.warning("%s: %s = %r no longer exists; using %r", origin, setting.path, value, replacement)
+            return replacement
         if value not in setting.choices:
             raise problem
         return value

@@ -11,7 +11,7 @@ from stillroom.config.quantities import AboveZero, AtLeastZero, Int63, Range, Sh
 from stillroom.errors import ConfigError
 
 SearchMode = Literal["hybrid", "dense", "sparse"]
-FusionName = Literal["smoothed", "convex", "rrf", "minmax"]
+FusionName = Literal["convex", "rrf", "minmax"]
 IndexKind = Literal["flat", "hnsw", "ivf_pq", "qdrant"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -137,10 +137,9 @@ class SearchConfig:
     """Chunks returned, and put into the prompt."""
     num_candidates: int = 50
     """Depth of each retriever before fusion."""
-    fusion: FusionName = "smoothed"
-    """`convex`: weighted sum of scores, complete for every candidate. `smoothed`: the same, then moved toward the
-    scores of similar chunks. `rrf`: reciprocal ranks. `minmax`: normalised scores with weights by query length (llmds
-    3.3). Measured beside each other in docs/retrieval-quality.md."""
+    fusion: FusionName = "convex"
+    """`convex`: weighted sum of both scores of every candidate. `rrf`: reciprocal ranks. `minmax`: normalised scores
+    with weights by query length (llmds 3.3). docs/retrieval-quality.md compares them."""
     rank_constant: int = 60
     """Of RRF: larger flattens the advantage of the first ranks."""
 

@@ -2,9 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stillroom.core.ids import ChunkId
 from stillroom.retrieval.ranking import Ranking, ranked
 
@@ -44,14 +41,6 @@ def minmax(
 CONVEX_DENSE_WEIGHT = 0.8
 """alpha of `convex`; how it was chosen: docs/retrieval-quality.md."""
 
-SMOOTHING = 0.3
-"""Strength of `smoothed`; likewise."""
-
-NUM_SMOOTHED = 50
-"""How many of the best are moved by `smoothed`."""
-
-_NUM_NEIGHBOURS = 3
-
 
 def convex(
     dense: Mapping[ChunkId, float], sparse: Mapping[ChunkId, float], alpha: float = CONVEX_DENSE_WEIGHT
@@ -78,32 +67,6 @@ def convex(
         )
         for chunk_id, cosine in dense.items()
     )
-
-
-def smoothed(ranking: Ranking, vectors: NDArray[np.float32], strength: float = SMOOTHING) -> Ranking:
-    """Moves each score toward those of the chunk's nearest neighbours: what is like the relevant is relevant.
-
-    score_i + strength * mean over the 3 nearest j of max(0, cos_ij) * (score_j - score_i), among the first
-    `len(vectors)` of the ranking; the others keep their scores. This is one step of score regularisation (Diaz, CIKM
-    2005) in the manner of a graph Laplacian: no score leaves the range of its neighbours', and what resembles nothing
-    stays where it was.
-
-    Args:
-        ranking: best first.
-        vectors: of the first n of the ranking, in its order [n, d], each of length 1.
-        strength: 0 (nothing moves) to 1.
-    """
-    num_neighbours = min(_NUM_NEIGHBOURS, len(vectors) - 1)
-    if num_neighbours < 1 or strength == 0.0:
-        return ranking
-    scores = np.array([score for _, score in ranking[: len(vectors)]])
-    cosines = vectors @ vectors.T
-    np.fill_diagonal(cosines, -np.inf)
-    nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :num_neighbours]
-    pull = np.take_along_axis(cosines, nearest, axis=1).clip(0.0, 1.0)
-    moved = scores + strength * (pull * (scores[nearest] - scores[:, None])).mean(axis=1)
-    head = zip((chunk_id for chunk_id, _ in ranking), moved.tolist(), strict=False)
-    return ranked([*head, *ranking[len(vectors) :]])
 
 
 def dense_weight(num_query_tokens: int) -> float:

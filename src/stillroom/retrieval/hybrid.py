@@ -1,6 +1,6 @@
 """One search: embed the question, ask both indexes, fuse, fetch the text. Searching by words alone embeds nothing."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from stillroom.errors import UsageError
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filtered_chunks import FilteredChunks
 from stillroom.retrieval.filters.allowed import AllowedIds
-from stillroom.retrieval.fusion import NUM_SMOOTHED, convex, minmax, rrf, smoothed
+from stillroom.retrieval.fusion import convex, minmax, rrf
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.staged import NUM_STAGES
@@ -38,8 +38,6 @@ class Candidates:
     bm25: dict[ChunkId, float]
     """Complete, of the same candidates."""
     num_query_tokens: int
-    embeddings: Callable[[Sequence[ChunkId]], NDArray[np.float32]]
-    """Of candidates [n, d], in the order asked for."""
 
 
 class _EmbeddedQuestion:
@@ -135,8 +133,7 @@ class HybridSearch:
         dense = self._indexes.search_dense(vector, num_candidates)
         sparse = self._indexes.search_sparse(query, num_candidates)
         cosines, bm25 = self._indexes.complete(vector, query, dense, sparse)
-        num_query_tokens = self._embedder.count_tokens(query)
-        return Candidates(dense, sparse, cosines, bm25, num_query_tokens, lambda ids: self._corpus.embeddings(ids)[1])
+        return Candidates(dense, sparse, cosines, bm25, self._embedder.count_tokens(query))
 
     def _lists(
         self,
@@ -156,25 +153,13 @@ class HybridSearch:
                 yield (dense, {"dense": dict(dense)}) if mode == "dense" else self._fused(question, dense, sparse)
 
     def _fused(self, question: _EmbeddedQuestion, dense: Ranking, sparse: Ranking) -> tuple[Ranking, _Sides]:
-        if self._config.fusion in {"smoothed", "convex"}:
-            cosines, bm25 = self._indexes.complete(question.vector, question.text, dense, sparse)
-            fused = convex(cosines, bm25)
-            return self._smooth(fused) if self._config.fusion == "smoothed" else fused, {
-                "dense": cosines,
-                "sparse": bm25,
-            }
         sides = {"dense": dict(dense), "sparse": dict(sparse)}
         if self._config.fusion == "minmax":
             return minmax(dense, sparse, self._embedder.count_tokens(question.text)), sides
-        return rrf((dense, sparse), self._config.rank_constant), sides
-
-    def _smooth(self, fused: Ranking) -> Ranking:
-        head, tail = fused[:NUM_SMOOTHED], fused[NUM_SMOOTHED:]
-        kept, vectors = self._corpus.embeddings([chunk_id for chunk_id, _ in head])
-        if len(kept) < len(head):  # some have just been removed
-            alive = set(kept.tolist())
-            head = [pair for pair in head if pair[0] in alive]
-        return smoothed([*head, *tail], vectors)
+        if self._config.fusion == "rrf":
+            return rrf((dense, sparse), self._config.rank_constant), sides
+        cosines, bm25 = self._indexes.complete(question.vector, question.text, dense, sparse)
+        return convex(cosines, bm25), {"dense": cosines, "sparse": bm25}
 
     def _fetch(self, fused: Ranking, sides: _Sides, top_k: int) -> tuple[ScoredChunk, ...]:
         """The first chunks that still exist: another process may have removed some since the indexes were read."""

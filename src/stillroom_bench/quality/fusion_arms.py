@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from stillroom.core.ids import ChunkId
-from stillroom.retrieval.fusion import CONVEX_DENSE_WEIGHT, NUM_SMOOTHED, SMOOTHING, convex, minmax, rrf, smoothed
+from stillroom.retrieval.fusion import convex, minmax, rrf
 from stillroom.retrieval.hybrid import Candidates
 from stillroom.retrieval.ranking import Ranking, ranked
 
@@ -55,23 +55,18 @@ def learned(alpha: float) -> Rule:
     return lambda c: weighted(scaled(c.dense), scaled(c.sparse), alpha)
 
 
-def smoothing(alpha: float, strength: float) -> Rule:
-    """The product's default with other parameters."""
-
-    def rule(c: Candidates) -> Ranking:
-        fused = convex(c.cosines, c.bm25, alpha)
-        return smoothed(fused, c.embeddings([chunk_id for chunk_id, _ in fused[:NUM_SMOOTHED]]), strength)
-
-    return rule
+def weighted_convex(alpha: float) -> Rule:
+    """The product's default with another weight."""
+    return lambda c: convex(c.cosines, c.bm25, alpha)
 
 
 ALPHAS = tuple(round(0.05 * step, 2) for step in range(6, 20))
 """Weights tried where one is learned: 0.3 to 0.95."""
 
-SMOOTHINGS = tuple((alpha, strength) for alpha in (0.7, 0.75, 0.8, 0.85, 0.9) for strength in (0.1, 0.2, 0.3, 0.4, 0.5))
-"""Parameters tried of the product's rule: weight of the dense side, strength."""
+CONVEX_WEIGHTS = (0.7, 0.75, 0.8, 0.85, 0.9)
+"""Weights of the dense side tried with the product's rule."""
 
-OURS = "smoothed (complete scores; default)"
+OURS = "convex (complete scores; default)"
 
 RULES: dict[str, Rule] = {
     "BM25 only": lambda c: c.sparse,
@@ -82,6 +77,5 @@ RULES: dict[str, Rule] = {
     "RRF": lambda c: rrf((c.dense, c.sparse)),
     "z-score": lambda c: weighted(standardised(c.dense), standardised(c.sparse), 0.5),
     "distribution-based": lambda c: weighted(distribution_based(c.dense), distribution_based(c.sparse), 0.5),
-    "convex (complete scores)": lambda c: convex(c.cosines, c.bm25),
-    OURS: smoothing(CONVEX_DENSE_WEIGHT, SMOOTHING),
+    OURS: lambda c: convex(c.cosines, c.bm25),
 }

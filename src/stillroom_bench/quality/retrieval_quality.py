@@ -7,7 +7,7 @@ sets, and once from all sets but the one it is tested on, which asks more: that 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from stillroom.answer_quality.beir import DEFAULT_SPLIT, read_judged_queries
+from stillroom.answer_quality.beir import DEFAULT_SPLIT
+from stillroom.answer_quality.beir import read_judged_queries
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
@@ -32,15 +33,15 @@ from stillroom_bench.quality.ir_metrics import METRICS, Qrels, evaluate
 NUM_CANDIDATES = 100
 NUM_FOLDS = 5
 LEARNED = "learned linear (5-fold)"
-HELD_OUT = "smoothed, parameters from other queries"
-TRANSFERRED = "smoothed, parameters from other sets"
+HELD_OUT = "convex, weight from other queries"
+TRANSFERRED = "convex, weight from other sets"
 _MAIN = "ndcg_at_10"
 
 Values = dict[str, NDArray[np.float64]]
 """Metric -> one value per query."""
 
-Grid = dict[tuple[float, float], Values]
-"""What the product's rule reaches with each of `SMOOTHINGS`."""
+Grid = dict[float, Values]
+"""What the product's rule reaches with each of `CONVEX_WEIGHTS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +96,14 @@ def run_quality(
     for dataset in loaded:
         values[dataset.name][LEARNED] = _cross_validated(dataset, seed)
     on_step("choosing parameters on other queries and other sets")
-    grids = {d.name: {parameters: d.measure(smoothing(*parameters)) for parameters in SMOOTHINGS} for d in loaded}
+    grids = {d.name: {weight: d.measure(weighted_convex(weight)) for weight in CONVEX_WEIGHTS} for d in loaded}
     for name, held_out in _held_out(grids, seed).items():
         values[name][HELD_OUT] = held_out
     if len(loaded) > 1:
         chosen = _transferred(grids)
         for name, best in chosen.items():
             values[name][TRANSFERRED] = grids[name][best]
-        notes.append(f"weight and strength from other sets: {', '.join(f'{k} {v}' for k, v in chosen.items())}")
+        notes.append(f"weight from other sets: {', '.join(f'{k} {v}' for k, v in chosen.items())}")
     tables = {f"{metric} per set": _table(values, metric) for metric in METRICS}
     tables["paired t-tests of nDCG@10 per set, ours against every rule, Holm-corrected within each set"] = _tests(
         values
@@ -126,14 +127,7 @@ def _search(path: Path, work_dir: Path, config: StillroomConfig, split: str) -> 
     with open_knowledge_base(path, work_dir, config) as kb:
         found = {query: kb.candidates(text, NUM_CANDIDATES) for query, text in queries.items()}
         ids = sorted({chunk_id for candidates in found.values() for chunk_id in candidates.cosines})
-        vectors = next(iter(found.values())).embeddings(ids)
-
-        def embeddings(some: Sequence[ChunkId]) -> NDArray[np.float32]:
-            found_at: NDArray[np.float32] = vectors[np.searchsorted(ids, some)]
-            return found_at
-
-        kept = {query: replace(candidates, embeddings=embeddings) for query, candidates in found.items()}
-        return _Dataset(path.name, qrels, kept, kb.record_ids(ids))
+        return _Dataset(path.name, qrels, found, kb.record_ids(ids))
 
 
 def _cross_validated(dataset: _Dataset, seed: int) -> Values:
@@ -164,7 +158,7 @@ def _held_out(grids: dict[str, Grid], seed: int) -> dict[str, Values]:
     return held_out
 
 
-def _transferred(grids: dict[str, Grid]) -> dict[str, tuple[float, float]]:
+def _transferred(grids: dict[str, Grid]) -> dict[str, float]:
     """For each set, the parameters with the best mean nDCG@10 of the others."""
     return {
         held: _best({name: np.full(_num_queries(grid), name != held) for name, grid in grids.items()}, grids)
@@ -172,17 +166,17 @@ def _transferred(grids: dict[str, Grid]) -> dict[str, tuple[float, float]]:
     }
 
 
-def _best(chosen: dict[str, NDArray[np.bool_]], grids: dict[str, Grid]) -> tuple[float, float]:
+def _best(chosen: dict[str, NDArray[np.bool_]], grids: dict[str, Grid]) -> float:
     """The parameters with the best mean over sets of the mean over the chosen queries."""
 
-    def score(parameters: tuple[float, float]) -> float:
+    def score(parameters: float) -> float:
         return sum(float(grids[n][parameters][_MAIN][rows].mean()) for n, rows in chosen.items() if rows.any())
 
-    return max(SMOOTHINGS, key=score)
+    return max(CONVEX_WEIGHTS, key=score)
 
 
 def _num_queries(grid: Grid) -> int:
-    return len(grid[SMOOTHINGS[0]][_MAIN])
+    return len(grid[CONVEX_WEIGHTS[0]][_MAIN])
 
 
 def _table(values: dict[str, dict[str, Values]], metric: str) -> list[dict[str, Any]]:

@@ -181,7 +181,7 @@ def found(result: SearchResult) -> list[tuple[int, float, dict[str, float]]]:
     return [(int(scored.chunk.chunk_id), scored.score, dict(scored.scores)) for scored in result.results]
 
 
-@pytest.mark.parametrize("fusion", ["smoothed", "convex", "rrf", "minmax"])
+@pytest.mark.parametrize("fusion", ["convex", "rrf", "minmax"])
 @pytest.mark.parametrize("kind", ["flat", "hnsw", "ivf_pq"])
 def test_every_kind_of_search_ends_with_the_plain_one(
     open_kb: OpenKb, docs: Path, kind: IndexKind, fusion: FusionName
