@@ -19,9 +19,9 @@ from stillroom.cli.console import short_path
 from stillroom.core.ids import public_id
 from stillroom.core.metadata import Metadata, clean_metadata
 from stillroom.errors import FilterError, UsageError
-from stillroom.retrieval.filtered_chunks import FilteredChunks
 from stillroom.retrieval.filters.language import AllOf, AnyOf, FieldComparison, Filter, Not, Value, parse_filter
 from stillroom.retrieval.filters.sql import condition_of
+from stillroom.retrieval.hybrid import FilteredChunks
 from stillroom.retrieval.store.corpus import Corpus
 from tests.retrieval.test_corpus import stored
 

@@ -10,9 +10,8 @@ from stillroom.config.settings import IndexConfig, QdrantConfig, SearchMode, Sti
 from stillroom.core.document import SearchResult
 from stillroom.errors import ConfigError, IndexUnavailableError, KnowledgeBaseBusyError
 from stillroom.retrieval import ingest
-from stillroom.retrieval.index.collection_store import CollectionStore
 from stillroom.retrieval.index.qdrant_collection import QdrantCollection
-from stillroom.retrieval.index.qdrant_index import QdrantIndex
+from stillroom.retrieval.index.qdrant_index import CollectionStore, QdrantIndex
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from tests.cli.harness import Run, runner
 from tests.retrieval.conftest import MakeFile, OpenKb

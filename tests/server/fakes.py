@@ -34,7 +34,7 @@ from stillroom.rag.records import Records
 from stillroom.rag.sources import sources_of
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
-from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploaded_files import checked_name
 from stillroom.retrieval.uploads import UploadResult
 from stillroom.telemetry.metrics import Metrics

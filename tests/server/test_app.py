@@ -4,7 +4,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.server.app import create_app
 from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom
 

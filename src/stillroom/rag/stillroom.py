@@ -30,9 +30,9 @@ from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.staged import NUM_STAGES
-from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploads import UploadResult, Uploads
+from stillroom.retrieval.vector_index import NUM_STAGES
 from stillroom.retrieval.verify.report import Tell, VerifyReport
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog

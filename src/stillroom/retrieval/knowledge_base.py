@@ -44,7 +44,6 @@ from stillroom.retrieval.intake.reading import Failures, FileReader
 from stillroom.retrieval.kb_writing import Following, keeping_up
 from stillroom.retrieval.loaders.metadata import given_metadata, with_given
 from stillroom.retrieval.repairing import Repairs
-from stillroom.retrieval.staged import NUM_STAGES
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.folder import (
     CORPUS,
@@ -56,8 +55,8 @@ from stillroom.retrieval.store.folder import (
 )
 from stillroom.retrieval.store.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
 from stillroom.retrieval.store.rows import PENDING, SourceFile, SourceUpdate
-from stillroom.retrieval.tiers.list_figures import ListFigures
-from stillroom.retrieval.vector_index import VectorIndex
+from stillroom.retrieval.tiers.hot_lists import ListFigures
+from stillroom.retrieval.vector_index import NUM_STAGES, VectorIndex
 from stillroom.retrieval.verify.check import Verification
 from stillroom.retrieval.verify.report import Tell, VerifyReport
 

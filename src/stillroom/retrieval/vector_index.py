@@ -13,6 +13,9 @@ from stillroom.retrieval.ranking import Ranking
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
+NUM_STAGES = 4
+"""Lists of a search where nothing else is asked for, as in RAGCache's figure 11."""
+
 
 @contextmanager
 def one_thread() -> Iterator[None]:
@@ -38,6 +41,12 @@ def compared(storage: Any, query: NDArray[np.float32], rows: NDArray[np.int64]) 
         with one_thread():
             vectors.compute_distance_subset(1, pointer(query), len(rows), pointer(scores), pointer(rows))
     return scores
+
+
+def stages(count: int, num_stages: int) -> list[range]:
+    """At most `num_stages` runs of nearly equal length that cover `count` things; none is empty unless all are."""
+    num = max(1, min(count, num_stages))
+    return [range(count * stage // num, count * (stage + 1) // num) for stage in range(num)]
 
 
 class VectorIndex(Protocol):

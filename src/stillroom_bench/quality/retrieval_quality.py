@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from stillroom.answer_quality.beir import DEFAULT_SPLIT
-from stillroom.answer_quality.beir import read_judged_queries
+from stillroom.answer_quality.beir import DEFAULT_SPLIT, read_judged_queries
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
@@ -27,7 +26,7 @@ from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.instrument.statistics import holm, paired_tests
 from stillroom_bench.loads.beir import open_knowledge_base
-from stillroom_bench.quality.fusion_arms import ALPHAS, OURS, RULES, SMOOTHINGS, Rule, learned, smoothing
+from stillroom_bench.quality.fusion_arms import ALPHAS, OURS, RULES, Rule, learned
 from stillroom_bench.quality.ir_metrics import METRICS, Qrels, evaluate
 
 NUM_CANDIDATES = 100

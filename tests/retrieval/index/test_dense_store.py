@@ -21,7 +21,7 @@ from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.rows import StoredDocument
-from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
 
 D = 16

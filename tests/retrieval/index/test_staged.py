@@ -17,8 +17,7 @@ from stillroom.errors import UsageError
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.hnsw import HnswIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
-from stillroom.retrieval.staged import stages
-from stillroom.retrieval.vector_index import VectorIndex
+from stillroom.retrieval.vector_index import VectorIndex, stages
 from tests.retrieval.conftest import OpenKb
 
 WORDS = ("vault", "key", "rotate", "bread", "bake", "oven", "cat", "sleep", "hunt", "night", "ledger", "audit")

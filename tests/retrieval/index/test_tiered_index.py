@@ -19,8 +19,7 @@ from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
-from stillroom.retrieval.tiers.hot_lists import DriftRules
-from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.tiers.hot_lists import DriftRules, ListFigures
 from stillroom.retrieval.tiers.list_file import ListFile
 
 Vectors = NDArray[np.float32]

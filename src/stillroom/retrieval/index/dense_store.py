@@ -25,8 +25,7 @@ from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.index_file import load_arrays, save_arrays
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.tiers.hot_lists import Counts, Spawn
-from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.tiers.hot_lists import Counts, ListFigures, Spawn
 from stillroom.retrieval.tiers.list_file import ListFile
 from stillroom.retrieval.vector_index import VectorIndex
 

@@ -11,8 +11,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked, top_k
-from stillroom.retrieval.staged import stages
-from stillroom.retrieval.vector_index import compared, one_thread
+from stillroom.retrieval.vector_index import compared, one_thread, stages
 
 _BLOCK = 4096
 """Vectors looked at at a time."""

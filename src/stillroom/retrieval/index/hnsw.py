@@ -16,8 +16,7 @@ from stillroom.config.settings import IndexConfig
 from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked_arrays, sorted_arrays
-from stillroom.retrieval.staged import stages
-from stillroom.retrieval.vector_index import compared
+from stillroom.retrieval.vector_index import compared, stages
 
 if TYPE_CHECKING:  # it imports the compiler, which a plain search can do without
     from stillroom.retrieval.index.graph_walk import WalkableGraph

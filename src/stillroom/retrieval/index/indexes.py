@@ -19,15 +19,14 @@ from stillroom.core.ids import ChunkId
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError, StorageError
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.bm25 import Bm25Index
-from stillroom.retrieval.index.collection_store import CollectionStore
 from stillroom.retrieval.index.dense_store import DenseStore
+from stillroom.retrieval.index.qdrant_index import CollectionStore
 from stillroom.retrieval.index.search_batcher import OnFound, SearchBatcher
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.index.tuning import Tuner
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.tiers.hot_lists import Spawn
-from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.tiers.hot_lists import ListFigures, Spawn
 from stillroom.retrieval.vector_index import VectorIndex
 
 _BATCH = 4096

@@ -20,9 +20,8 @@ from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.filters.lists_among import ListsAmong
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.ranking import Ranking, first_arrays, ranked_arrays
-from stillroom.retrieval.staged import stages
 from stillroom.retrieval.tiers.tiered_ivf import entries_of, scan
-from stillroom.retrieval.vector_index import one_thread
+from stillroom.retrieval.vector_index import one_thread, stages
 
 _POINTS_PER_CENTROID = 39
 """Training vectors per centroid below which faiss warns of bad quantizers."""

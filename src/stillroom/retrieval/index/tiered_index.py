@@ -23,14 +23,12 @@ from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex, num_to_train, trained_lists
 from stillroom.retrieval.ranking import Ranking, ranked_arrays
-from stillroom.retrieval.staged import stages
-from stillroom.retrieval.tiers.hot_lists import Counts, DriftRules, HotLists, Spawn
-from stillroom.retrieval.tiers.list_figures import ListFigures
+from stillroom.retrieval.tiers.hot_lists import Counts, DriftRules, HotLists, ListFigures, Spawn
 from stillroom.retrieval.tiers.list_file import ListFile, Origin, blocks, write_list_file
 from stillroom.retrieval.tiers.scratch_files import scratch_list_file
 from stillroom.retrieval.tiers.tiered_ivf import all_entries, emptied
 from stillroom.retrieval.tiers.tiered_rows import Rows, Snapshot
-from stillroom.retrieval.vector_index import one_thread
+from stillroom.retrieval.vector_index import one_thread, stages
 
 if TYPE_CHECKING:  # it imports torch, which an index without devices can do without
     from stillroom.retrieval.tiers.device_lists import DeviceLists

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from stillroom.core.ids import ChunkId, format_chunk_id
 from stillroom.errors import CorruptKnowledgeBaseError, IndexUnavailableError
 from stillroom.retrieval.index.bm25 import Bm25Index
-from stillroom.retrieval.index.collection_store import CollectionStore
 from stillroom.retrieval.index.dense_store import DENSE_FILES, DenseStore
+from stillroom.retrieval.index.qdrant_index import CollectionStore
 from stillroom.retrieval.index.words import WordAnalyzer, searched_text
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.vector_index import VectorIndex
