@@ -1,4 +1,4 @@
-"""What a dense index does. Implementations: `flat` (exact), `hnsw` and `ivf_pq` (approximate), `qdrant_index`."""
+"""Interface of dense indexes (`flat`, `hnsw`, `ivf_pq`, `tiered_index`, `qdrant_index`) and helpers that they share."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,15 +14,15 @@ from stillroom.retrieval.ranking import Ranking
 faiss: Any = _faiss  # its type information lacks what is made at import
 
 NUM_STAGES = 4
-"""Lists of a search where nothing else is asked for, as in RAGCache's figure 11."""
+"""Default number of stages of a search, as in RAGCache's figure 11."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """faiss with one thread, for whoever calls.
+    """Limit faiss to one thread.
 
-    A single search is too short to share out: where the cores are busy with generating, faiss' threads wait for each
-    other at barriers, and a search of 50 us was seen to take 12 ms. Training is a long row of such short loops.
+    A single search is too short to parallelise: while the cores generate, faiss' threads wait for each other at
+    barriers, and a search of 50 us was seen to take 12 ms. Training is a long series of such short loops.
     """
     num_threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
 
 
 def compared(storage: Any, query: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Scores [r] of a query [d] and rows [r] of an index of whole vectors, computed as a search of faiss does."""
+    """Return scores [r] of a query [d] against rows [r] of an index of full vectors, computed as faiss' search does."""
     scores, query = np.empty(len(rows), dtype=np.float32), np.ascontiguousarray(query, dtype=np.float32)
     if len(rows):
         vectors, pointer = faiss.downcast_index(storage), faiss.swig_ptr
@@ -44,38 +44,39 @@ def compared(storage: Any, query: NDArray[np.float32], rows: NDArray[np.int64]) 
 
 
 def stages(count: int, num_stages: int) -> list[range]:
-    """At most `num_stages` runs of nearly equal length that cover `count` things; none is empty unless all are."""
+    """Split `count` items into at most `num_stages` ranges of nearly equal length, none empty unless `count` is 0."""
     num = max(1, min(count, num_stages))
     return [range(count * stage // num, count * (stage + 1) // num) for stage in range(num)]
 
 
 class VectorIndex(Protocol):
-    """Vectors of length 1 by chunk id; the score is the inner product, so the cosine. Not thread-safe."""
+    """Unit vectors by chunk id; the score is the inner product, so the cosine. Not thread-safe.
 
-    def __len__(self) -> int:
-        """Chunks that can be found."""
-        ...
+    A staged search gives a ranking after each stage: the first ones are provisional, the last is that of the plain
+    search. So a model can begin to read likely documents while the search continues (RAGCache 5.3).
+    """
+
+    def __len__(self) -> int: ...
 
     def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Add vectors [n, d] under ids [n], none of which is in the index."""
         ...
 
     def remove(self, ids: Sequence[int]) -> None:
-        """Remove what there is of these ids."""
+        """Remove those of these ids that are in the index."""
         ...
 
     def search(
         self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
     ) -> Ranking:
-        """The k best for a query [d], best first; fewer where the index holds fewer.
+        """Return the k best for a query [d], or fewer if the index holds fewer.
 
         Args:
-            effort: how hard an approximate index looks (`ef_search`, `nprobe`); None as configured. Exact ones ignore
-                it.
-            allowed: the only chunks that may be found; None allows all. Those of an approximate index that are few are
-                all compared, and for others it looks as much harder as they are fewer.
+            effort: `ef_search` or `nprobe` of an approximate index; None takes the configured one.
+            allowed: the only chunks that may be found; None allows all. An approximate index compares all allowed
+                chunks if they are few, and otherwise searches as much wider as fewer are allowed.
         """
-        ...
+        return next(self.search_staged(query, k, 1, effort, allowed))
 
     def search_staged(
         self,
@@ -85,33 +86,32 @@ class VectorIndex(Protocol):
         effort: int | None = None,
         allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
-        """The same search in stages: the k best of what has been looked at after each. The last is what `search` gives
-        (of `hnsw` with two exceptions, see `graph_walk`).
+        """Yield the k best after each stage; the last ranking is that of `search` (for `hnsw` see `graph_walk`).
 
-        Whoever iterates may stop at any stage. Until then the index must not change.
+        The caller may stop at any stage. Precondition: the index does not change meanwhile.
 
         Args:
-            num_stages: at most so many lists; fewer where there is less to look at, at least one.
+            num_stages: most rankings; an index with little to search yields fewer, but at least one.
         """
         ...
 
     def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
-        """Ids [n] and full vectors [n, d] of all that is in it, a few thousand at a time, for checking it; None where
-        it keeps no full vectors.
+        """Yield ids [n] and full vectors [n, d] of all entries in batches, for verification; None in place of vectors
+        if the index keeps none.
 
         Raises:
-            CorruptKnowledgeBaseError: a part of its file is damaged that nobody had asked for yet.
+            CorruptKnowledgeBaseError: a part of the index' file is damaged.
         """
         ...
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Everything, to be stored."""
+        """Return the whole index as arrays for a file."""
         ...
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Become what `to_arrays` described.
+        """Replace the content by that of `to_arrays`.
 
         Raises:
-            ValueError: these arrays are not of such an index.
+            ValueError: the arrays do not describe such an index.
         """
         ...

@@ -1,4 +1,4 @@
-"""Exact dense search: every vector is compared. Right up to 100,000 chunks, and the oracle of approximate indexes."""
+"""Exact dense index: compares every vector. For up to about 100,000 chunks, and the oracle of approximate indexes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from stillroom.core.ids import ChunkId
 from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked, top_k
-from stillroom.retrieval.vector_index import compared, one_thread, stages
+from stillroom.retrieval.vector_index import VectorIndex, compared, one_thread, stages
 
 _BLOCK = 4096
-"""Vectors looked at at a time."""
+"""Vectors per batch of `in_order`."""
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type information lacks names that are made at import
 
 
-class FlatIndex:
+class FlatIndex(VectorIndex):
     """A `VectorIndex` on faiss' IndexFlatIP."""
 
     def __init__(self, dimension: int) -> None:
@@ -38,11 +38,6 @@ class FlatIndex:
         if len(ids):
             self._rows.clear()
             self._index.remove_ids(np.asarray(ids, dtype=np.int64))
-
-    def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
-    ) -> Ranking:
-        return next(self.search_staged(query, k, 1, None, allowed))
 
     def search_staged(
         self,
@@ -65,32 +60,31 @@ class FlatIndex:
             yield found
 
     def rows_of(self, allowed: AllowedIds) -> NDArray[np.int64]:
-        """Where those of the allowed chunks stand that are in the index, ascending."""
+        """Return the rows of the allowed chunks that are in the index, ascending."""
         return self._rows.get(allowed, lambda: np.flatnonzero(allowed.has(self.ids())))
 
     def ids(self) -> NDArray[np.int64]:
-        """Chunk ids [n] in the order of the vectors."""
+        """Return chunk ids [n] in the order of the vectors."""
         return np.array(faiss.vector_to_array(self._index.id_map), dtype=np.int64)
 
     def vectors(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The vectors [len(ids), d] of chunks that are in the index."""
+        """Return vectors [n, d] of ids [n]. Precondition: all ids are in the index."""
         found: NDArray[np.float32] = self._index.reconstruct_batch(ids)
         return found
 
     def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
-        """See `VectorIndex`."""
         ids = self.ids()
         for start in range(0, len(ids), _BLOCK):
             rows = ids[start : start + _BLOCK]
             yield rows, self._index.index.reconstruct_n(start, len(rows))
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """Ids [q, k] of the best for queries [q, d], all compared at once; -1 fills up."""
+        """Return the ids [q, k] nearest to queries [q, d], padded with -1."""
         ids: NDArray[np.int64] = in_a_thread_that_ends(lambda: self._index.search(queries, k))[1]
         return ids
 
     def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
-        """Up to `num` different vectors [num, d]."""
+        """Return up to `num` distinct vectors [num, d]."""
         ids = self.ids()
         return self.vectors(np.sort(rng.choice(ids, min(num, len(ids)), replace=False)))
 
@@ -107,13 +101,13 @@ class FlatIndex:
         self._rows.clear()
 
     def _compared(self, query: NDArray[np.float32], k: int, rows: NDArray[np.int64]) -> Ranking:
-        """The k best of the vectors in these rows, by the arithmetic of a search."""
+        """Return the k best among these rows, scored as a search does."""
         scores = compared(self._index.index, query, rows)
         return best_of(self.ids()[rows], scores, k)
 
     def _best(self, query: NDArray[np.float32], k: int, rows: range) -> Ranking:
-        """The k best among the vectors in these rows."""
-        selector = faiss.IDSelectorRange(rows.start, rows.stop)  # faiss keeps a pointer only: the name keeps it alive
+        """Return the k best among a range of rows."""
+        selector = faiss.IDSelectorRange(rows.start, rows.stop)  # the name keeps it alive: faiss stores a pointer
         parameters = faiss.SearchParameters(sel=selector)
         id_at = self._index.id_map.at
 

@@ -1,7 +1,7 @@
 """Approximate dense search on a hierarchical navigable small world graph (Malkov and Yashunin 2018; llmds 3.2).
 
-Removed vectors stay in the graph as signposts and are never returned; when more than a fifth are dead the graph is
-built again. Same vectors in the same order, same settings and seed: same graph.
+Removed vectors stay in the graph for navigation and are never returned; when more than a fifth are removed the graph is
+rebuilt. The same vectors in the same order with the same settings and seed give the same graph.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,40 +16,40 @@ from stillroom.config.settings import IndexConfig
 from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked_arrays, sorted_arrays
-from stillroom.retrieval.vector_index import compared, stages
+from stillroom.retrieval.vector_index import VectorIndex, compared, stages
 
-if TYPE_CHECKING:  # it imports the compiler, which a plain search can do without
+if TYPE_CHECKING:  # it imports numba, which a plain search does not need
     from stillroom.retrieval.index.graph_walk import WalkableGraph
 
 _MAX_DEAD_SHARE = 0.2
 
 _MAX_EF_SEARCH = 4096
-"""Beyond it a search of all vectors is hardly slower."""
+"""Beyond it an exact search is hardly slower."""
 
 _BLOCK = 4096
-"""Vectors looked at at a time."""
+"""Vectors per batch of `in_order`."""
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type information lacks names that are made at import
 
 
 COMPARED_PER_CANDIDATE = 10
-"""So many vectors are compared in the time that a walk takes for one candidate (docs/filters.md)."""
+"""Vectors compared in the time that a graph walk takes for one candidate; measured, see docs/filters.md."""
 
 
 @dataclass
 class _Chosen:
-    """The living chunks that a filter allows."""
+    """The chunks in the graph that a filter allows."""
 
     rows: NDArray[np.int64]
     """Ascending."""
     bits: NDArray[np.uint8]
-    """What the selector points to."""
+    """Memory that the selector points to."""
     selector: Any
     walkable: "WalkableGraph | None" = None
 
 
-class HnswIndex:
-    """A `VectorIndex` on faiss' IndexHNSWFlat. Positions in the graph are ours to map, for faiss cannot remove."""
+class HnswIndex(VectorIndex):
+    """A `VectorIndex` on faiss' IndexHNSWFlat, which cannot remove: chunk ids are mapped to graph positions here."""
 
     def __init__(self, dimension: int, config: IndexConfig) -> None:
         self._dimension = dimension
@@ -63,18 +63,17 @@ class HnswIndex:
         self._ids = np.empty(0, dtype=np.int64)
         """Chunk id by position in the graph."""
         self._positions: dict[int, int] = {}
-        """Position of each living chunk."""
+        """Graph position of each chunk."""
         self._dead: NDArray[np.int64] | None = None
-        """Positions of the dead, sorted; None where not computed."""
+        """Positions of removed chunks, ascending; None until computed."""
         self._walkable: WalkableGraph | None = None
-        """Likewise."""
         self._chosen_by: FilterMemo[_Chosen] = FilterMemo()
 
     def __len__(self) -> int:
         return len(self._positions)
 
     def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        # the level draw is a function of the position, also after a reload
+        # seeded by position, so that levels are the same after a reload
         self._graph.hnsw.rng = faiss.RandomGenerator(self._config.seed + len(self._ids))
         self._forget()
         self._positions.update(zip(ids.tolist(), range(len(self._ids), len(self._ids) + len(ids)), strict=True))
@@ -92,17 +91,17 @@ class HnswIndex:
     def search(
         self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
     ) -> Ranking:
-        """See `VectorIndex`. `effort` is `ef_search`; None takes the configured one."""
+        """See `VectorIndex`. `effort` is `ef_search`."""
         if allowed is not None:
             return self._search_allowed(query, k, effort, self._chosen(allowed))
         dead = self._dead_positions()
-        # faiss keeps pointers only: the names keep the selectors alive
+        # the names keep the selectors alive: faiss stores pointers
         selector = faiss.IDSelectorBatch(dead) if len(dead) else None
         alive = faiss.IDSelectorNot(selector) if selector is not None else None
         return self._walk(query, min(k, len(self)), max(effort or self._config.ef_search, k), alive)
 
     def _walk(self, query: NDArray[np.float32], k: int, ef_search: int, selector: Any) -> Ranking:
-        """The k best that a search of faiss finds among those selected; None selects all."""
+        """Return the k best of a faiss search among the selected positions; None selects all."""
         if k == 0:
             return []
         parameters = faiss.SearchParametersHNSW(efSearch=max(ef_search, k), sel=selector)
@@ -131,8 +130,8 @@ class HnswIndex:
         return best_of(self._ids[chosen.rows], compared(self._graph.storage, query, chosen.rows), k)
 
     def _ef_among(self, k: int, effort: int | None, chosen: "_Chosen") -> int | None:
-        """Candidates of a walk that meets as many of the chosen as an unfiltered one meets of all; None where comparing
-        the chosen is cheaper."""
+        """Return the `ef_search` with which a walk meets as many allowed chunks as an unfiltered walk meets chunks, or
+        None where comparing all allowed chunks is cheaper."""
         if k == 0:
             return None
         ef_search = -(-max(effort or self._config.ef_search, k) * len(self._ids) // len(chosen.rows))
@@ -146,8 +145,8 @@ class HnswIndex:
         effort: int | None = None,
         allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
-        """See `VectorIndex`. A stage is a part of the walk through the graph (see `graph_walk`, also for when the last
-        list may differ from that of `search`): it takes about as many steps as there are candidates."""
+        """See `VectorIndex`. A stage is a part of the walk through the graph, which takes about `ef_search` steps; see
+        `graph_walk` for when the last ranking can differ from that of `search`."""
         chosen = None if allowed is None else self._chosen(allowed)
         k = min(k, len(self) if chosen is None else len(chosen.rows))
         found_at = max(effort or self._config.ef_search, k) if chosen is None else self._ef_among(k, effort, chosen)
@@ -160,7 +159,7 @@ class HnswIndex:
         graph = self.walkable_graph()
         walk = GraphWalk(graph if chosen is None else self._walkable_among(chosen), query, k, ef_search)
         for stage in stages(ef_search, num_stages):
-            if self._walkable is not graph:  # the index has changed after all, and the memory may be gone
+            if self._walkable is not graph:  # the index has changed, so the graph's memory may be freed
                 yield self.search(query, k, effort, allowed)
                 return
             is_done = walk.go_on(len(stage) if stage.stop < ef_search else len(self._ids))
@@ -170,7 +169,7 @@ class HnswIndex:
                 return
 
     def walkable_graph(self) -> "WalkableGraph":
-        """What a `GraphWalk` needs; its rows are positions. Good until the index changes."""
+        """Return the graph for a `GraphWalk`; rows are positions. Valid until the index changes."""
         from stillroom.retrieval.index.graph_walk import WalkableGraph
 
         if self._walkable is None:
@@ -189,15 +188,15 @@ class HnswIndex:
 
     @property
     def structure(self) -> int:
-        """The same for all graphs: `ef_search` always means the same."""
+        """Constant: an `ef_search` means the same on every graph."""
         return 0
 
     def effort_range(self) -> tuple[int, int]:
-        """The least and the greatest `ef_search` that make sense."""
+        """Return the least and the greatest useful `ef_search`."""
         return 10, max(10, min(len(self._ids), _MAX_EF_SEARCH))
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """The true ids [q, k] for queries [q, d]; -1 fills up."""
+        """Return the true ids [q, k] nearest to queries [q, d], padded with -1."""
         dead = self._dead_positions()
         selector = faiss.IDSelectorBatch(dead)
         parameters = faiss.SearchParameters(sel=faiss.IDSelectorNot(selector)) if len(dead) else None
@@ -206,7 +205,7 @@ class HnswIndex:
         return ids
 
     def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
-        """Up to `num` different vectors [num, d]."""
+        """Return up to `num` distinct vectors [num, d]."""
         alive = self._alive_positions()
         chosen = np.sort(rng.choice(alive, min(num, len(alive)), replace=False))
         vectors: NDArray[np.float32] = self._graph.reconstruct_batch(chosen)
@@ -215,7 +214,6 @@ class HnswIndex:
     # Storage
 
     def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
-        """See `VectorIndex`."""
         alive = self._alive_positions()
         for start in range(0, len(alive), _BLOCK):
             positions = alive[start : start + _BLOCK]
@@ -236,7 +234,7 @@ class HnswIndex:
         self._positions = {int(chunk_id): at for at, chunk_id in enumerate(self._ids.tolist()) if at not in dead}
 
     def _forget(self) -> None:
-        """What was made of a state that is no longer."""
+        """Drop values derived from an earlier state."""
         self._dead = self._walkable = None
         self._chosen_by.clear()
 
@@ -253,7 +251,7 @@ class HnswIndex:
         return np.sort(np.fromiter(self._positions.values(), dtype=np.int64, count=len(self._positions)))
 
     def _rebuild(self) -> None:
-        """The living in their old order, in a new graph."""
+        """Build a new graph of the remaining vectors, in their old order."""
         alive = self._alive_positions()
         ids = self._ids[alive]
         vectors = self._graph.reconstruct_batch(alive) if len(alive) else None

@@ -1,9 +1,9 @@
 """Approximate dense search in inverted lists of product-quantised residuals (Jegou, Douze and Schmid 2011).
 
-Exact like `flat` until there are enough vectors to train on. From then on a query compares its codes in the `nprobe`
-nearest lists, and the best of those are scored again with their full vectors (`refine`). The quantizers are trained
-again whenever the corpus has quadrupled. When that happens depends on the additions and removals in their order, not on
-how they were batched; same order, same settings and seed: same lists and codes, with any number of threads.
+Exact like `flat` until there are enough vectors to train on. Then a query is compared with the codes in the `nprobe`
+nearest lists, and the best are scored again with their full vectors (`refine`). The quantizers are trained again
+whenever the corpus has quadrupled. The same additions and removals in the same order, with the same settings and seed,
+give the same lists and codes, however they are batched and with any number of threads.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,24 +21,24 @@ from stillroom.retrieval.filters.lists_among import ListsAmong
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.ranking import Ranking, first_arrays, ranked_arrays
 from stillroom.retrieval.tiers.tiered_ivf import entries_of, scan
-from stillroom.retrieval.vector_index import one_thread, stages
+from stillroom.retrieval.vector_index import VectorIndex, one_thread, stages
 
 _POINTS_PER_CENTROID = 39
-"""Training vectors per centroid below which faiss warns of bad quantizers."""
+"""Fewest training vectors per centroid; with fewer, faiss warns of bad quantizers."""
 
 _GROWTH_TO_RETRAIN = 4
-"""Lists grow with the corpus; rebuilding them at 4x costs a third more than training once at the end would."""
+"""Rebuilding at 4x growth costs a third more in total than training once at the end."""
 
 _PQ_TRAINING = {"niter": 10, "max_points_per_centroid": 64}
-"""faiss would take 25 rounds over 256 points per centroid: a minute where this takes seconds, for the same recall."""
+"""faiss' default of 25 rounds over 256 points per centroid takes a minute instead of seconds, for the same recall."""
 
 _SUBVECTOR = 8
-"""Dimensions per subquantizer where none are asked for: 32 times smaller than float32 at 8 bits."""
+"""Default dimensions per subquantizer: 32 times smaller than float32 at 8 bits."""
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type information lacks names that are made at import
 
 
-class IvfPqIndex:
+class IvfPqIndex(VectorIndex):
     """A `VectorIndex` on faiss' IndexIVFPQ."""
 
     def __init__(self, dimension: int, config: IndexConfig) -> None:
@@ -61,7 +61,7 @@ class IvfPqIndex:
         """The IndexIVFPQ; None while untrained."""
         self._among: FilterMemo[ListsAmong] = FilterMemo()
         self._num_trained = 0
-        """Vectors there were when it was last trained."""
+        """Vectors at the last training."""
 
     def __len__(self) -> int:
         return len(self._exact) if self._lists is None else int(self._lists.ntotal)
@@ -78,7 +78,7 @@ class IvfPqIndex:
 
     def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         start = 0
-        while start < len(ids):  # up to the next training at a time, so that batches do not matter
+        while start < len(ids):  # add up to the next training, so that batches do not matter
             stop = min(len(ids), start + self._num_to_train() - len(self)) if self._may_train() else len(ids)
             self._put(ids[start:stop], np.ascontiguousarray(vectors[start:stop], dtype=np.float32))
             start = stop
@@ -93,12 +93,6 @@ class IvfPqIndex:
         if self._lists is not None:
             self._lists.remove_ids(np.asarray(ids, dtype=np.int64))
 
-    def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
-    ) -> Ranking:
-        """See `VectorIndex`. `effort` is `nprobe`; None takes the configured one."""
-        return next(self.search_staged(query, k, 1, effort, allowed))
-
     def search_staged(
         self,
         query: NDArray[np.float32],
@@ -107,8 +101,8 @@ class IvfPqIndex:
         effort: int | None = None,
         allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
-        """See `VectorIndex`. A stage looks at some of the probed lists, the nearest first, and scores the best so far
-        again with their full vectors."""
+        """See `VectorIndex`; `effort` is `nprobe`. A stage scans some of the probed lists, nearest first, and scores
+        the best so far again with their full vectors."""
         if self._lists is None:
             yield from self._exact.search_staged(query, k, num_stages, None, allowed)
             return
@@ -136,34 +130,34 @@ class IvfPqIndex:
 
     @property
     def parts(self) -> tuple[Any, FlatIndex]:
-        """The IndexIVFPQ, None while untrained, and the index with the full vectors, for moving elsewhere."""
+        """The IndexIVFPQ (None while untrained) and the index of full vectors, for `tiered_index`."""
         return self._lists, self._exact
 
     # Tuning (see `tuning.TunableIndex`)
 
     @property
     def structure(self) -> int:
-        """Changes with training: the same `nprobe` is then another share of the lists."""
+        """Changes with each training, after which an `nprobe` is another share of the lists."""
         return self._num_trained
 
     def effort_range(self) -> tuple[int, int]:
-        """The least and the greatest `nprobe` that make sense; (1, 1) while every search is exact."""
+        """Return the least and the greatest useful `nprobe`; (1, 1) while untrained."""
         return 1, max(1, self.nlist)
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """The true ids [q, k] for queries [q, d]; -1 fills up. Needs the full vectors.
+        """Return the true ids [q, k] nearest to queries [q, d], padded with -1.
 
         Raises:
-            ConfigError: `refine` is 0, so they were not kept.
+            ConfigError: `refine` is 0, so there are no full vectors.
         """
         self._check_refine()
         return self._exact.exact(queries, k)
 
     def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
-        """Up to `num` different vectors [num, d]. Needs the full vectors.
+        """Return up to `num` distinct vectors [num, d].
 
         Raises:
-            ConfigError: `refine` is 0, so they were not kept.
+            ConfigError: `refine` is 0, so there are no full vectors.
         """
         self._check_refine()
         return self._exact.sample(num, rng)
@@ -175,7 +169,7 @@ class IvfPqIndex:
     # Storage
 
     def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
-        """See `VectorIndex`. What has only a code or only a full vector is not in it."""
+        """See `VectorIndex`. Leaves out entries that have only a code or only a full vector."""
         if self._lists is None:
             yield from self._exact.in_order()
             return
@@ -229,13 +223,13 @@ class IvfPqIndex:
     def _ranking(
         self, query: NDArray[np.float32], k: int, ids: NDArray[np.int64], scores: NDArray[np.float32]
     ) -> Ranking:
-        """The k best of what the lists gave."""
+        """Return the k best of the candidates, by their full vectors if those are kept."""
         if self._config.refine:
             scores = self._exact.vectors(ids) @ query
         return ranked_arrays(ids, scores)[:k]
 
     def _train(self) -> None:
-        """Fresh quantizers from all vectors, and all vectors into their lists."""
+        """Train new quantizers on all vectors and fill the lists."""
         ids = self._exact.ids()
         self._lists = trained_lists(ids, self._exact.vectors(ids), self._num_subquantizers, self._config)
         self._num_trained = len(ids)
@@ -244,14 +238,14 @@ class IvfPqIndex:
 
 
 def num_to_train(config: IndexConfig, num_trained: int) -> int:
-    """Vectors at which to train next; `num_trained` there were the last time, 0 if never."""
+    """Return the number of vectors of the next training; `num_trained` is that of the last, 0 if there was none."""
     return _GROWTH_TO_RETRAIN * num_trained or _POINTS_PER_CENTROID * 2**config.nbits
 
 
 def trained_lists(
     ids: NDArray[np.int64], vectors: NDArray[np.float32], num_subquantizers: int, config: IndexConfig
 ) -> Any:
-    """An IndexIVFPQ trained on vectors [n, d], with all of them in it under ids [n]."""
+    """Return an IndexIVFPQ trained on vectors [n, d] that holds them under ids [n]."""
     num_vectors, dimension = vectors.shape
     nlist = min(config.nlist or round(4 * num_vectors**0.5), num_vectors // _POINTS_PER_CENTROID)
     lists = faiss.IndexIVFPQ(
@@ -262,7 +256,7 @@ def trained_lists(
         config.nbits,
         faiss.METRIC_INNER_PRODUCT,
     )
-    # 31 bits is what faiss takes
+    # faiss takes 31 bits
     lists.cp.seed = lists.pq.cp.seed = config.seed % 2**31
     for name, value in _PQ_TRAINING.items():
         setattr(lists.pq.cp, name, value)
@@ -273,5 +267,5 @@ def trained_lists(
 
 
 def _divisor(dimension: int, limit: int) -> int:
-    """The largest divisor of `dimension` up to `limit`, at least 1."""
+    """Return the largest divisor of `dimension` up to `limit`, at least 1."""
     return next(number for number in range(max(1, min(limit, dimension)), 0, -1) if dimension % number == 0)

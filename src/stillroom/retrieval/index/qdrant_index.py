@@ -43,7 +43,7 @@ MOST_BEHIND = 10_000
 """Changes that a reader holds in memory. A writer is never farther ahead than one commit."""
 
 
-class QdrantIndex:
+class QdrantIndex(VectorIndex):
     """A `VectorIndex`. Where others are told of changes, this one reads them from the corpus (`follow`, `catch_up`)."""
 
     def __init__(self, collection: QdrantCollection, corpus: Corpus, dimension: int, ef_search: int) -> None:
@@ -94,23 +94,6 @@ class QdrantIndex:
             self._beside, self._hidden, self._shown = beside, changed, (at, changes.generation)
         return self._shown[1]
 
-    def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
-    ) -> Ranking:
-        """See `VectorIndex`; after `follow`. `effort` is the server's `hnsw_ef`; None takes the configured one."""
-        assert self._shown is not None
-        if allowed is not None and len(allowed) <= MOST_COMPARED:
-            return self._scored(allowed.ids.tolist(), query)[:k]
-        wanted = None if allowed is None else allowed.ids.tolist()
-
-        def fetch(num: int) -> Ranking:
-            near = self._collection.nearest(query, num, max(effort or self._ef_search, num), self._hidden, wanted)
-            return self._scored(near, query)
-
-        total = len(self) if allowed is None else min(len(self), len(allowed))
-        found = top_k(fetch, k, total) if self._shown[0] is not None else []
-        return ranked([*found, *self._beside.search(query, k, None, allowed)])[:k]
-
     def search_staged(
         self,
         query: NDArray[np.float32],
@@ -119,8 +102,21 @@ class QdrantIndex:
         effort: int | None = None,
         allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
-        """See `VectorIndex`. There is one stage: a server answers once."""
-        yield self.search(query, k, effort, allowed)
+        """See `VectorIndex`; after `follow`. `effort` is the server's `hnsw_ef`. Yields one list: a server answers
+        once."""
+        assert self._shown is not None
+        if allowed is not None and len(allowed) <= MOST_COMPARED:
+            yield self._scored(allowed.ids.tolist(), query)[:k]
+            return
+        wanted = None if allowed is None else allowed.ids.tolist()
+
+        def fetch(num: int) -> Ranking:
+            near = self._collection.nearest(query, num, max(effort or self._ef_search, num), self._hidden, wanted)
+            return self._scored(near, query)
+
+        total = len(self) if allowed is None else min(len(self), len(allowed))
+        found = top_k(fetch, k, total) if self._shown[0] is not None else []
+        yield ranked([*found, *self._beside.search(query, k, None, allowed)])[:k]
 
     def _scored(self, chunk_ids: Sequence[int], query: NDArray[np.float32]) -> Ranking:
         ids, vectors = self._corpus.embeddings(chunk_ids)

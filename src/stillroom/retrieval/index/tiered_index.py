@@ -1,9 +1,9 @@
-"""The IVF-PQ index of a knowledge base with no more than so many bytes of lists in RAM (VectorLiteRAG 4.1, 4.2).
+"""IVF-PQ index with a limit on the bytes of lists in RAM (VectorLiteRAG 4.1, 4.2).
 
-It finds what `ivf_pq` finds, ids and scores, after the same additions and removals. Until there are enough vectors to
-train on it is one. From then on lists and full vectors are in a file (`list_file`), the hottest lists in RAM as well
-(`hot_lists`). What came since the file was written is beside it: codes in RAM, full vectors in a file without a name;
-what was removed since is masked. Writing makes a new file of all that, list by list.
+After the same additions and removals it returns the ids and scores of `ivf_pq`. Before the first training it is an
+`IvfPqIndex`. Then lists and full vectors are in a file (`list_file`), with the hottest lists in RAM (`hot_lists`).
+Vectors added since the file was written have their codes in RAM and their full vectors in an unnamed file; removed ones
+are masked. Writing merges all of it into a new file, list by list.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,19 +28,19 @@ from stillroom.retrieval.tiers.list_file import ListFile, Origin, blocks, write_
 from stillroom.retrieval.tiers.scratch_files import scratch_list_file
 from stillroom.retrieval.tiers.tiered_ivf import all_entries, emptied
 from stillroom.retrieval.tiers.tiered_rows import Rows, Snapshot
-from stillroom.retrieval.vector_index import one_thread, stages
+from stillroom.retrieval.vector_index import VectorIndex, one_thread, stages
 
-if TYPE_CHECKING:  # it imports torch, which an index without devices can do without
+if TYPE_CHECKING:  # it imports torch, which an index without devices does not need
     from stillroom.retrieval.tiers.device_lists import DeviceLists
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type information lacks names that are made at import
 
 _BATCH = 4096
-"""Vectors added at a time, so that no more are in RAM before the first training."""
+"""Vectors per batch of `add`, so that few are in RAM before the first training."""
 
 
-class TieredIvfPqIndex:
-    """A `VectorIndex`. Not thread-safe, but for `spawn`'s jobs, which may run beside everything."""
+class TieredIvfPqIndex(VectorIndex):
+    """A `VectorIndex`. Not thread-safe, except that jobs of `spawn` may run at any time."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class TieredIvfPqIndex:
         rules: DriftRules | None = None,
         on_window: Callable[[], None] = lambda: None,
     ) -> None:
-        """Empty.
+        """Make an empty index.
 
         Args:
-            folder: for files without names, on the disk that is the slow tier.
+            folder: for unnamed files, on the disk of the slow tier.
             spawn: runs exchanges of lists.
-            on_window: told when a window of queries has ended.
+            on_window: called when a window of queries has ended.
 
         Raises:
             ConfigError: the dimension is no multiple of the number of subquantizers, or a device does not exist.
@@ -64,7 +64,7 @@ class TieredIvfPqIndex:
         self._dimension, self._config, self._folder = dimension, config, folder
         self._spawn, self._rules, self._on_window = spawn, rules or DriftRules(), on_window
         self._young: IvfPqIndex | None = IvfPqIndex(dimension, config)
-        """Everything, until the first training."""
+        """The whole index until the first training, then None."""
         self._devices = _devices(config)
         self._on_devices: DeviceLists | None = None
         self._rows: Rows
@@ -77,7 +77,7 @@ class TieredIvfPqIndex:
 
     @property
     def is_trained(self) -> bool:
-        """Whether searches are approximate, and lists in a file."""
+        """Whether searches are approximate and lists in a file."""
         return self._young is None
 
     @property
@@ -108,16 +108,6 @@ class TieredIvfPqIndex:
         elif len(ids):
             self._rows.remove(np.asarray(ids, dtype=np.int64))
 
-    def search(
-        self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
-    ) -> Ranking:
-        """See `VectorIndex`. `effort` is `nprobe`; None takes the configured one.
-
-        Raises:
-            CorruptKnowledgeBaseError: what is asked for is damaged in the file.
-        """
-        return next(self.search_staged(query, k, 1, effort, allowed))
-
     def search_staged(
         self,
         query: NDArray[np.float32],
@@ -126,7 +116,11 @@ class TieredIvfPqIndex:
         effort: int | None = None,
         allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
-        """See `VectorIndex` and `IvfPqIndex.search_staged`. Raises as `search`, at any stage."""
+        """See `IvfPqIndex.search_staged`.
+
+        Raises:
+            CorruptKnowledgeBaseError: a list or vector that the search needs is damaged in the file; at any stage.
+        """
         if self._young is not None:
             yield from self._young.search_staged(query, k, num_stages, effort, allowed)
             return
@@ -164,13 +158,13 @@ class TieredIvfPqIndex:
         on_found: Callable[[int, Ranking], None],
         effort: int | None = None,
     ) -> None:
-        """`search` for each of queries [q, d]: the shards scan for all of them at the same time.
+        """Run `search` for queries [q, d], with all shards scanning in parallel.
 
         Args:
-            on_found: told the number of a query and its ranking, once each, as soon as its own last list is scanned.
+            on_found: called once per query, with its number and ranking, as soon as its last list is scanned.
 
         Raises:
-            CorruptKnowledgeBaseError: what one of them asks for is damaged in the file.
+            CorruptKnowledgeBaseError: a list or vector that a query needs is damaged in the file.
         """
         if self._young is not None:
             for number, query in enumerate(queries):
@@ -195,8 +189,11 @@ class TieredIvfPqIndex:
         ids: NDArray[np.int64],
         scores: NDArray[np.float32],
     ) -> Ranking:
-        """Of rows found, under their ids, with approximate scores: the best k, by their full vectors where those are
-        kept. `rows`: in which they were found; between two stages they may be numbered anew."""
+        """Return the k best of rows `found` with their ids and approximate scores, by full vectors if those are kept.
+
+        Args:
+            rows: the rows that were searched; between two stages the index may have replaced its own.
+        """
         exact = rows.vectors(found) @ query if self._config.refine else scores
         return ranked_arrays(ids, exact)[:k]
 
@@ -208,14 +205,14 @@ class TieredIvfPqIndex:
         return self._num_trained
 
     def effort_range(self) -> tuple[int, int]:
-        """The least and the greatest `nprobe` that make sense."""
+        """Return the least and the greatest useful `nprobe`."""
         return 1, max(1, self.nlist)
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """The true ids [q, k] for queries [q, d]; -1 fills up. Reads every full vector.
+        """Return the true ids [q, k] nearest to queries [q, d], padded with -1. Reads every full vector.
 
         Raises:
-            ConfigError: `refine` is 0, so they were not kept.
+            ConfigError: `refine` is 0, so there are no full vectors.
         """
         if self._young is not None:
             return self._young.exact(queries, k)
@@ -231,10 +228,10 @@ class TieredIvfPqIndex:
         return best
 
     def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
-        """Up to `num` different vectors [num, d].
+        """Return up to `num` distinct vectors [num, d].
 
         Raises:
-            ConfigError: `refine` is 0, so they were not kept.
+            ConfigError: `refine` is 0, so there are no full vectors.
         """
         if self._young is not None:
             return self._young.sample(num, rng)
@@ -247,7 +244,7 @@ class TieredIvfPqIndex:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Searches in here are not what people ask for."""
+        """Do not count accesses of lists meanwhile: searches of the tuner are not user traffic."""
         was_counting, self._is_counting = self._is_counting, False
         try:
             yield
@@ -268,7 +265,7 @@ class TieredIvfPqIndex:
             yield self._rows.ids_of(self._rows.alive()), None
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """As `IvfPqIndex`: everything, in RAM."""
+        """Return the arrays of an `IvfPqIndex`; needs RAM for the whole index."""
         if self._young is not None:
             return self._young.to_arrays()
         lists, exact = self._rows.snapshot().whole(), FlatIndex(self._dimension)
@@ -279,7 +276,7 @@ class TieredIvfPqIndex:
         return {"ivf_pq": serialized, "num_trained": np.array(self._num_trained), **exact.to_arrays()}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Become what `IvfPqIndex.to_arrays` described. Raises as it says."""
+        """Restore from `IvfPqIndex.to_arrays`. Raises as `IvfPqIndex.restore`."""
         young = IvfPqIndex(self._dimension, self._config)
         young.restore(arrays)
         self._young = young
@@ -287,13 +284,13 @@ class TieredIvfPqIndex:
             self._move(young)
 
     def show(self, file: ListFile, counts: Counts | None = None) -> None:
-        """Become what a file shows. Lists enter RAM in `spawn`'s jobs.
+        """Replace the content by that of a file. Jobs of `spawn` copy hot lists into RAM.
 
         Args:
-            counts: accesses of its lists, where they are known.
+            counts: earlier accesses of its lists; None if unknown.
 
         Raises:
-            ValueError: it is of another index.
+            ValueError: the file belongs to another index.
         """
         if file.shell.d != self._dimension or (self._config.refine and not file.has_vectors):
             raise ValueError("the file does not fit the knowledge base")
@@ -313,22 +310,21 @@ class TieredIvfPqIndex:
         self._hot.start()
 
     def close(self) -> None:
-        """Exchange no more lists. Idempotent."""
+        """Stop exchanging lists. Idempotent."""
         if self._young is None:
             self._hot.stop()
 
     def snapshot(self) -> Snapshot:
-        """What a file of now would hold, which later changes do not touch. Of a trained index."""
+        """Return the present content for a new file; later changes do not affect it. Precondition: trained."""
         return self._rows.snapshot()
 
     @property
     def heat(self) -> tuple[int, Counts] | None:
-        """What names the quantizers, and accesses of their lists; None while untrained."""
+        """Checksum of the quantizers, and accesses of their lists; None while untrained."""
         return (self._rows.file.quantizers_crc(), self._hot.counts()) if self._young is None else None
 
     @property
     def figures(self) -> ListFigures | None:
-        """None while untrained."""
         if self._young is not None:
             return None
         return ListFigures.of(
@@ -338,7 +334,7 @@ class TieredIvfPqIndex:
     # Inside
 
     def _move(self, young: IvfPqIndex) -> None:
-        """From RAM into a file without a name."""
+        """Move a freshly trained index from RAM into an unnamed file."""
         lists, exact = young.parts
         ids = exact.ids() if self._config.refine else np.concatenate([entry[0] for entry in all_entries(lists)])
         self._show_lists(
@@ -346,11 +342,11 @@ class TieredIvfPqIndex:
         )
 
     def _train(self) -> None:
-        """Fresh quantizers. While that goes on, all codes are in RAM once more."""
+        """Train new quantizers. Meanwhile all codes are in RAM once more."""
         rows = self._rows
         ids, vectors = rows.whole_vectors()
         lists = trained_lists(ids, vectors, rows.file.shell.pq.M, self._config)
-        with one_thread():  # what was asked for is near the new centres that are near the old ones
+        with one_thread():  # a new list inherits the accesses of the nearest old list
             near = rows.tiers.quantizer.search(lists.quantizer.reconstruct_n(0, lists.nlist), 1)[1][:, 0]
         counts = self._hot.counts()[near] / np.bincount(near)[near]
         in_order = np.arange(len(ids))
@@ -364,7 +360,12 @@ class TieredIvfPqIndex:
         num_trained: int,
         counts: Counts | None = None,
     ) -> None:
-        """Args: ids [n], in the order of their addition, and what gives vectors in blocks."""
+        """Write lists to an unnamed file and use it.
+
+        Args:
+            ids: [n], in the order of addition.
+            vectors: returns the vectors of `ids` in blocks.
+        """
         order = np.argsort(ids, kind="stable")
         origin, shell = Origin("", 0, num_trained), emptied(lists)
 
