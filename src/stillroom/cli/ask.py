@@ -193,10 +193,10 @@ def _each(questions: list[str]) -> Iterator[str]:
 def _answer(opened: "Stillroom", question: str, options: "AskOptions", style: _Style) -> None:
     as_text("the question", question)
     if style.as_json:
-        from stillroom.server.schemas.payloads import answer_payload
+        from stillroom.rag.as_json import answer_as_json
 
-        payload = answer_payload(question, opened.ask(question, options))
-        print_json(payload, indent=None if style.is_series else 2)
+        printed = answer_as_json(question, opened.ask(question, options))
+        print_json(printed, indent=None if style.is_series else 2)
         return
     stream = opened.stream(question, options)
     if style.is_series and not style.is_quiet:

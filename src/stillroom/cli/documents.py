@@ -53,9 +53,9 @@ def list_(kb: KbOption = DEFAULT_KB, config: ConfigOption = None, as_json: JsonO
     with opening.open_stillroom(kb, opening.load_settings(config)) as opened:
         documents = opened.documents()
     if as_json:
-        from stillroom.server.schemas.payloads import document_payload
+        from stillroom.rag.as_json import document_as_json
 
-        print_json({"documents": [document_payload(info) for info in documents]})
+        print_json({"documents": [document_as_json(info) for info in documents]})
         return
     if not documents:
         note("no documents yet; add some: stillroom add PATH")

@@ -62,9 +62,9 @@ def search(  # noqa: PLR0913  one parameter per flag
         found = opened.search(query, mode=mode, top_k=top_k, where=filtered)
         total_seconds = time.perf_counter() - started
     if as_json:
-        from stillroom.server.schemas.payloads import search_payload
+        from stillroom.rag.as_json import search_as_json
 
-        print_json(search_payload(query, settings.search.mode, found, total_seconds))
+        print_json(search_as_json(query, settings.search.mode, found, total_seconds))
         return
     for rank, scored in enumerate(found.results, start=1):
         _show(rank, scored)

@@ -17,6 +17,7 @@ from stillroom import __version__
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
+from stillroom.rag.as_json import JsonObject, search_as_json
 from stillroom.server import errors
 from stillroom.server.auth.guard import Guard, own_names
 from stillroom.server.auth.inactive_tenants import InactiveTenantCounts
@@ -39,7 +40,6 @@ from stillroom.server.routes.documents import DocumentRoutes
 from stillroom.server.routes.health import Readiness
 from stillroom.server.routes.json_body import JsonRoute
 from stillroom.server.schemas import openapi
-from stillroom.server.schemas.payloads import Payload, search_payload
 from stillroom.server.schemas.replies import (
     ChatCompletion,
     Completion,
@@ -202,7 +202,7 @@ class _Api:
         self._check_model(model, _names(stillroom))
         return self._describe(stillroom.model_name if model == ALIAS else model)
 
-    async def search(self, body: SearchRequest, request: Request) -> Payload:
+    async def search(self, body: SearchRequest, request: Request) -> JsonObject:
         """Find chunks, without a model that writes."""
         stillroom = stillroom_of(request)
         if not body.query.strip():
@@ -211,7 +211,7 @@ class _Api:
         options = {"mode": body.mode, "top_k": body.top_k, "where": body.where or ""}
         found = await self._workers.run(None, stillroom.search, body.query, **options)
         mode = body.mode or stillroom.config.search.mode
-        return search_payload(body.query, mode, found, time.perf_counter() - started, public_id)
+        return search_as_json(body.query, mode, found, time.perf_counter() - started, public_id)
 
     async def healthz(self, request: Request) -> dict[str, Any]:
         """What is served, and how much room there is."""

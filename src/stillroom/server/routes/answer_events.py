@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from stillroom.core.panics import ENDINGS
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import Answer, AskOptions
+from stillroom.rag.as_json import JsonObject
 from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
-from stillroom.server.schemas.payloads import Payload
 from stillroom.server.schemas.replies import PromptTokensDetails, Usage
 from stillroom.server.schemas.requests import GenerationRequest
 
@@ -120,7 +120,7 @@ def slowest(answers: Sequence[Answer]) -> Answer:
     return max(answers, key=lambda answer: answer.timing.total_seconds)
 
 
-def costs(answer: Answer) -> Payload:
+def costs(answer: Answer) -> JsonObject:
     """Timing, reuse and speculation, in our field of an event."""
     return {
         "timing": asdict(answer.timing),
@@ -191,7 +191,7 @@ async def merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def chunk_event(content: BaseModel, *, includes_usage: bool, ours: Payload | None = None) -> str:
+def chunk_event(content: BaseModel, *, includes_usage: bool, ours: JsonObject | None = None) -> str:
     """A chunk of a stream: fields that say nothing are left out, but for those that clients expect to be null."""
     chunk = content.model_dump(exclude_none=True)
     if ours is not None:
@@ -203,6 +203,6 @@ def chunk_event(content: BaseModel, *, includes_usage: bool, ours: Payload | Non
     return as_event(chunk)
 
 
-def as_event(content: Payload) -> str:
+def as_event(content: JsonObject) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

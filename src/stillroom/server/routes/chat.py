@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions, Source, TokenScore
+from stillroom.rag.as_json import JsonObject, source_as_json
 from stillroom.server.routes.answer_events import (
     DONE,
     LEAST_LOGPROB,
@@ -20,7 +21,6 @@ from stillroom.server.routes.answer_events import (
     usage_of,
 )
 from stillroom.server.routes.conversation_body import Conversation
-from stillroom.server.schemas.payloads import Payload, source_payload
 from stillroom.server.schemas.replies import (
     AnswerDetails,
     AssistantMessage,
@@ -136,7 +136,7 @@ async def chat_events(
     """The response as server-sent events."""
     first = streams[0]
     chunks = _Chunks(first.request_id, model, includes_usage)
-    sources = [source_payload(source) for source in _public(first.sources)]
+    sources = [source_as_json(source) for source in _public(first.sources)]
     for index in range(len(streams)):
         ours = {"request_id": first.request_id, "sources": sources} if index == 0 else None
         yield chunks.event(index, Delta(role="assistant", content=""), ours=ours)
@@ -167,7 +167,7 @@ class _Chunks:
         scores: Sequence[TokenScore] = (),
         *,
         finish_reason: str | None = None,
-        ours: Payload | None = None,
+        ours: JsonObject | None = None,
     ) -> str:
         logprobs = choice_logprobs(scores) if scores else None
         choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
@@ -176,5 +176,5 @@ class _Chunks:
     def usage_event(self, usage: Usage) -> str:
         return self._written(ChatCompletionChunk(**self._common, choices=[], usage=usage))
 
-    def _written(self, chunk: ChatCompletionChunk, ours: Payload | None = None) -> str:
+    def _written(self, chunk: ChatCompletionChunk, ours: JsonObject | None = None) -> str:
         return chunk_event(chunk, includes_usage=self._includes_usage, ours=ours)

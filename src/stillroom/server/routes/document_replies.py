@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stillroom.core.document import Chunk, DocumentInfo
+from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId, format_chunk_id, public_id
 from stillroom.errors import UnknownDocumentError
+from stillroom.rag.as_json import document_fields, place_as_json
 from stillroom.retrieval.uploads import UploadResult
 from stillroom.server.errors import Refused, error_body
 from stillroom.server.privacy import without_folders
@@ -29,11 +30,7 @@ def document_object(stillroom: "Stillroom", info: DocumentInfo) -> DocumentObjec
         id=public_id(info.document_id),
         status="indexed" if info.is_indexed else "not_indexed",
         name=stillroom.uploads.name_of(DocumentId(info.document_id)),
-        title=info.title,
-        num_chunks=info.num_chunks,
-        num_bytes=info.num_bytes,
-        added_at=info.added_at,
-        metadata=dict(info.metadata),
+        **document_fields(info),
     )
 
 
@@ -49,7 +46,10 @@ def document_json(stillroom: "Stillroom", document: str, limit: int, offset: int
     if len(found) > 1:
         raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
     chunks = stillroom.chunks_of(found[0].document_id, offset, limit + 1)
-    page = [_chunk(chunk) for chunk in chunks[:limit]]
+    page = [
+        DocumentChunk(chunk_id=format_chunk_id(chunk.chunk_id), text=chunk.text, **place_as_json(chunk))
+        for chunk in chunks[:limit]
+    ]
     whole = DocumentWithChunks(
         **document_object(stillroom, found[0]).model_dump(), chunks=page, has_more=len(chunks) > limit
     )
@@ -73,15 +73,3 @@ def _uploaded(stillroom: "Stillroom", result: UploadResult) -> UploadedFile:
 
 def _unreadable(reason: str) -> ErrorDetail:
     return ErrorDetail(**error_body(without_folders(reason), "invalid_request_error", code=UNREADABLE)["error"])
-
-
-def _chunk(chunk: Chunk) -> DocumentChunk:
-    return DocumentChunk(
-        chunk_id=format_chunk_id(chunk.chunk_id),
-        text=chunk.text,
-        heading=chunk.heading,
-        start_line=chunk.start_line,
-        end_line=chunk.end_line,
-        start_page=chunk.start_page,
-        end_page=chunk.end_page,
-    )
