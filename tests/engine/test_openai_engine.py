@@ -12,11 +12,11 @@ import pytest
 
 from stillroom.config.settings import EngineConfig
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason, SamplingParams
+from stillroom.core.request import FinishReason, SampleRequest, SamplingParams
 from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_engine import OpenAIEngine
-from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteRequest
+from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt
 from stillroom.errors import (
     DeadlineExceededError,
     EngineClosedError,
@@ -56,7 +56,9 @@ class Talk:
         self, prompt: RemotePrompt = CHAT, name: str = "r", deadline: float | None = None
     ) -> "queue.SimpleQueue[TokenEvent]":
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        self.engine.submit(RemoteRequest(RequestId(name), prompt, SamplingParams(max_tokens=7), deadline), events.put)
+        sampling = SamplingParams(max_tokens=7)
+        request = SampleRequest(request_id=RequestId(name), sampling=sampling, deadline=deadline)
+        self.engine.submit(prompt, request, events.put)
         return events
 
     def ask(self, prompt: RemotePrompt = CHAT) -> list[TokenEvent]:

@@ -18,11 +18,10 @@ import pytest
 from stillroom.config.settings import EngineConfig, EnginePrompt, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason, SamplingParams
+from stillroom.core.request import FinishReason, SampleRequest, SamplingParams
 from stillroom.engine.events import TokenEvent
 from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_engine import OpenAIEngine
-from stillroom.engine.openai_protocol import RemoteRequest
 from stillroom.errors import EngineRefusedError, EngineUnavailableError
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.stillroom import Stillroom
@@ -95,7 +94,7 @@ def test_greedy_story_is_that_of_transformers(config: EngineConfig, shared: Path
     with OpenAIEngine(OpenAIClient(config, SystemClock()), "", SystemClock()) as engine:
         assert engine.find_model().endswith("stories.gguf")
         sampling = SamplingParams(max_tokens=len(expected))
-        engine.submit(RemoteRequest(RequestId("story"), "Once upon", sampling), events.put)
+        engine.submit("Once upon", SampleRequest(request_id=RequestId("story"), sampling=sampling), events.put)
         found = [events.get(timeout=60)]
         while found[-1].finish_reason is None:
             found.append(events.get(timeout=60))

@@ -15,12 +15,12 @@ from stillroom.config.settings import QueryCacheConfig, SpeculationConfig, Still
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import RequestId
-from stillroom.core.request import SamplingParams
+from stillroom.core.request import SampleRequest, SamplingParams
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.pipeline import Pipeline
 from stillroom.rag.query_cache import QueryCache
-from stillroom.rag.speculation import Attempt, Speculator, Wanted
+from stillroom.rag.speculation import Attempt, Speculator
 from stillroom.rag.stillroom import Stillroom
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TraceLog
@@ -184,13 +184,12 @@ def test_nothing_is_begun_beside_prompts_that_are_still_to_be_read(
 
     def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
         prepared = busy.prepare_prompt([one.chunk for one in found], QUESTION, None)
-        return Attempt(
-            prepared, [Wanted(RequestId(f"busy-{num_waiting}-{num_prefilling}"), SamplingParams(max_tokens=4))]
-        )
+        name = RequestId(f"busy-{num_waiting}-{num_prefilling}")
+        return Attempt(busy, prepared, [SampleRequest(request_id=name, sampling=SamplingParams(max_tokens=4))])
 
     found = speculator.find(lambda num: house.script.search("", "", 2, num, ""), "hybrid", attempt_with)
     assert found.report.outcome == outcome
-    found.attempt.cancel(busy)
+    found.attempt.cancel()
 
 
 def test_a_search_that_fails_leaves_nothing_behind(house: House) -> None:

@@ -3,50 +3,38 @@
 The pipeline knows this face only. `generator` and `remote` implement it, and only `generator` imports torch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stillroom.backends.conversation import NOTHING, History
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
-from stillroom.core.request import MaySee, SamplingParams
+from stillroom.core.prompt import SegmentedPrompt
+from stillroom.core.request import SampleRequest, TokenConstraint
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.events import Listener
+from stillroom.engine.openai_protocol import RemotePrompt
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.telemetry.catalogue import Readings
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """One continuation of a prompt; its events go to the listener."""
-
-    request_id: RequestId
-    sampling: SamplingParams
-    listener: Listener
-    priority: int = 0
-    """As of `Request`; an engine elsewhere does not know it."""
-    deadline: float | None = None
-    """As of `Request`."""
-    may_see: MaySee | None = None
-    """As of `Request`; an engine elsewhere does not know it."""
-
-
-@dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt, ready to be continued."""
+    """A prompt that is ready to be continued by the backend that prepared it."""
 
+    prompt: SegmentedPrompt | RemotePrompt
     chunk_ids: tuple[ChunkId, ...]
     """The chunks in it, in order."""
     num_tokens: int | None
-    """None: only the server will know."""
-    start: Callable[[Sequence[SampleRequest]], None]
-    """Continue it, once for each sample. Raises what `AsyncEngine.submit` and `OpenAIEngine.submit` raise."""
+    """None: only the server knows."""
     max_answer_tokens: int | None = None
     """Most tokens that model and KV pool leave for an answer, at least 1. None: only the server knows."""
     continues: tuple[int, ...] = ()
-    """The last tokens of the text that the answer continues: the text of its first token may depend on them, as a
-    leading blank does. Empty where it begins anew."""
+    """The last tokens of the text that the answer continues; the text of its first token may depend on them. Empty
+    unless the answer continues a text."""
+    constraint: TokenConstraint | None = None
+    """Restricts the answer's tokens, for example to JSON of a schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +114,13 @@ class Backend(Protocol):
 
         Raises:
             UsageError: it is empty, or a token is none of the model's, or the schema cannot be enforced.
+        """
+        ...
+
+    def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
+        """Continue a prompt, once for each sample; the events of each sample go to its listener.
+
+        Raises: as `AsyncEngine.submit` and `OpenAIEngine.submit`.
         """
         ...
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from stillroom.backends.assembly import KVCache, build_cache, build_device
-from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
+from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.backends.calibration import (
     Bench,
     calibrate,
@@ -32,11 +32,12 @@ from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.core.request import Request, SamplingParams, TokenConstraint
+from stillroom.core.request import Request, SampleRequest, SamplingParams
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.audit import Audit
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.engine import Engine
+from stillroom.engine.events import Listener
 from stillroom.errors import ModelError, UsageError
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.tree.cost_model import CostProfile
@@ -114,7 +115,7 @@ class LocalBackend:
         prompt = self.prompts.build(chunks, question, max_tokens, history)
         if not self.knows_all_tokens:
             self._check_tokens(prompt)
-        return self._draft(prompt, self._constraint(schema), len(self.tokenizer.encode_text(history.answer_start)))
+        return self._prepared(prompt, schema, len(self.tokenizer.encode_text(history.answer_start)))
 
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)
@@ -123,7 +124,7 @@ class LocalBackend:
             raise UsageError("the prompt is empty")
         if not all(0 <= token_id < num_known for token_id in ids):
             raise UsageError(f"the prompt holds a token that the model does not have; it has 0 to {num_known - 1}")
-        return self._draft(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), self._constraint(schema), len(ids))
+        return self._prepared(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), schema, len(ids))
 
     def for_tenant(self, salt: str) -> "LocalBackend":
         """The same model and engine for another tenant."""
@@ -153,40 +154,40 @@ class LocalBackend:
             catalogue.FAILED_STEPS: self.engine.num_failed_steps,
         }
 
-    def _constraint(self, schema: Mapping[str, Any] | None) -> TokenConstraint | None:
-        return None if schema is None else self.constraints.compile(schema)
-
-    def _draft(
-        self, prompt: SegmentedPrompt, constraint: TokenConstraint | None = None, num_continued: int = 0
+    def _prepared(
+        self, prompt: SegmentedPrompt, schema: Mapping[str, Any] | None, num_continued: int
     ) -> PreparedPrompt:
         """
         Args:
             num_continued: tokens at the end of the prompt that the answer continues as text.
         """
-
-        def request(sample: SampleRequest) -> Request:
-            self._check_bias(sample.sampling)
-            return Request(
-                request_id=sample.request_id,
-                prompt=prompt,
-                sampling=sample.sampling,
-                priority=sample.priority,
-                deadline=sample.deadline,
-                may_see=sample.may_see,
-                stop_token_ids=self.model.stop_token_ids,
-                constraint=constraint,
-                cache_salt=self.salt,
-            )
-
-        def start(samples: Sequence[SampleRequest]) -> None:
-            first, *others = ((request(sample), sample.listener) for sample in samples)
-            self.engine.submit(*first, *others)
-
+        constraint = None if schema is None else self.constraints.compile(schema)
         fitting = self.cache.manager.max_output_tokens([len(segment.token_ids) for segment in prompt.segments])
         max_answer_tokens = max(1, min(fitting, self.max_model_len - prompt.num_tokens))
         last = prompt.segments[-1].token_ids[::-1][: min(num_continued, _NUM_CONTEXT)]
         continues = tuple(takewhile(lambda token_id: token_id not in self.tokenizer.special_ids, last))[::-1]
-        return PreparedPrompt(prompt.chunk_ids, prompt.num_tokens, start, max_answer_tokens, continues)
+        return PreparedPrompt(prompt, prompt.chunk_ids, prompt.num_tokens, max_answer_tokens, continues, constraint)
+
+    def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
+        prompt = prepared.prompt
+        assert isinstance(prompt, SegmentedPrompt), "another backend prepared this prompt"
+        self._check_bias(samples[0].sampling)  # the same for all samples
+        requests = [
+            Request(
+                request_id=sample.request_id,
+                sampling=sample.sampling,
+                priority=sample.priority,
+                deadline=sample.deadline,
+                may_see=sample.may_see,
+                prompt=prompt,
+                stop_token_ids=self.model.stop_token_ids,
+                constraint=prepared.constraint,
+                cache_salt=self.salt,
+            )
+            for sample in samples
+        ]
+        first, *others = zip(requests, listeners, strict=True)
+        self.engine.submit(*first, *others)
 
     def _check_tokens(self, prompt: SegmentedPrompt) -> None:
         """Some checkpoints have added tokens without an embedding, which their prompts do not hold."""

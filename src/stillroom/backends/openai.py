@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
+from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.backends.conversation import NOTHING, History, new_chunks
 from stillroom.backends.document_order import PrefixOrder
 from stillroom.backends.prompt_builder import INSTRUCTIONS, PromptBuilder, format_for, raw_tokens, render, user_messages
@@ -11,10 +11,13 @@ from stillroom.config.settings import EngineConfig, EnginePrompt
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.prompt import SegmentedPrompt
+from stillroom.core.request import SampleRequest
 from stillroom.engine.corpora import CorpusView
+from stillroom.engine.events import Listener
 from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_engine import OpenAIEngine
-from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, RemoteRequest
+from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt
 from stillroom.errors import ConfigError, UsageError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
@@ -87,15 +90,21 @@ class OpenAIBackend:
             by_id = {chunk.chunk_id: chunk for chunk in chunks}
             chunks = [by_id[chunk_id] for chunk_id in self._order.arrange(list(by_id))]
         prompt, chunk_ids = self._write(chunks, question, history, max_tokens)
-        return self._draft(chunk_ids, prompt)
+        return _prepared(chunk_ids, prompt)
 
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         _refuse(schema)
         if not prompt:
             raise UsageError("the prompt is empty")
         if isinstance(prompt, str):
-            return self._draft((), prompt if self._tokenize is None else self._tokenize(prompt))
-        return self._draft((), tuple(prompt))
+            return _prepared((), prompt if self._tokenize is None else self._tokenize(prompt))
+        return _prepared((), tuple(prompt))
+
+    def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
+        prompt = prepared.prompt
+        assert not isinstance(prompt, SegmentedPrompt), "another backend prepared this prompt"
+        for sample, listener in zip(samples, listeners, strict=True):
+            self._engine.submit(prompt, sample, listener)
 
     def documents_changed(self, corpus: CorpusView) -> None:
         """The server forgets by itself what is not asked for any more."""
@@ -118,13 +127,9 @@ class OpenAIBackend:
     def close(self) -> None:
         self._engine.close()
 
-    def _draft(self, chunk_ids: tuple[ChunkId, ...], prompt: RemotePrompt) -> PreparedPrompt:
-        def start(samples: Sequence[SampleRequest]) -> None:
-            for sample in samples:
-                request = RemoteRequest(sample.request_id, prompt, sample.sampling, sample.deadline)
-                self._engine.submit(request, sample.listener)
 
-        return PreparedPrompt(chunk_ids, len(prompt) if isinstance(prompt, tuple) else None, start)
+def _prepared(chunk_ids: tuple[ChunkId, ...], prompt: RemotePrompt) -> PreparedPrompt:
+    return PreparedPrompt(prompt, chunk_ids, len(prompt) if isinstance(prompt, tuple) else None)
 
 
 def _refuse(schema: Mapping[str, Any] | None) -> None:

@@ -138,25 +138,31 @@ class TokenConstraint(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt to be continued."""
+class SampleRequest:
+    """One continuation that a caller wants of a prompt."""
 
     request_id: RequestId
-    prompt: SegmentedPrompt
     sampling: SamplingParams
+    priority: int = 0
+    """Among waiting requests of a tenant, the lowest number is admitted first. Ignored by an OpenAI server."""
+    deadline: float | None = None
+    """When the answer must be complete, in seconds on the engine's monotonic clock; None: no deadline."""
+    may_see: MaySee | None = None
+    """KV that has seen a chunk outside this prompt which this does not allow is not used. None allows every chunk of
+    the tenant. The engine's thread calls it. Ignored by an OpenAI server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(SampleRequest):
+    """A `SampleRequest` with its prompt, as the engine of this process takes it."""
+
+    prompt: SegmentedPrompt
     stop_token_ids: frozenset[int] = frozenset()
     """Generation ends after one of these; it is not part of the answer."""
     cache_salt: str = ""
     """KV is shared only among requests of the same salt: one per tenant."""
-    priority: int = 0
-    """Of two of a tenant that wait, the one with the lower number is admitted first."""
-    deadline: float | None = None
-    """When its answer must be complete, in seconds on the engine's monotonic clock; None: whenever it is."""
     may_place: bool = True
     """Whether KV of other places may be used for it, where that is configured at all."""
-    may_see: MaySee | None = None
-    """KV that has seen a chunk outside this prompt which this does not allow is not used. None allows every chunk of
-    the tenant. The engine's thread asks."""
     constraint: TokenConstraint | None = None
     """At the beginning of an answer; never advanced, every sequence works on a copy."""
 

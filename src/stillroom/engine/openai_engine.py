@@ -12,11 +12,11 @@ from typing import Any
 
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason
+from stillroom.core.request import FinishReason, SampleRequest
 from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.engine.openai_client import OpenAIClient
-from stillroom.engine.openai_protocol import RemoteRequest, body_of, path_of
+from stillroom.engine.openai_protocol import RemotePrompt, body_of, path_of
 from stillroom.errors import EngineClosedError, EngineError, StillroomError
 
 logger = logging.getLogger(__name__)
@@ -66,17 +66,17 @@ class OpenAIEngine:
             self.model = found.result()
         return self.model
 
-    def submit(self, request: RemoteRequest, listener: Listener) -> None:
+    def submit(self, prompt: RemotePrompt, request: SampleRequest, listener: Listener) -> None:
         """Start a request; its events go to the listener.
 
         Raises:
             UsageError: a sampling parameter cannot be asked of a server.
             EngineClosedError: the engine was closed.
         """
-        body = body_of(request, self.model, has_extra_sampling=self._server.has_extra_sampling)
+        body = body_of(prompt, request.sampling, self.model, has_extra_sampling=self._server.has_extra_sampling)
 
         def start() -> None:
-            task = self._loop.create_task(self._answer_in_time(request, body, listener))
+            task = self._loop.create_task(self._answer_in_time(request, path_of(prompt), body, listener))
             self._tasks[request.request_id] = task
             task.add_done_callback(lambda ended: self._end(request.request_id, ended, listener))
 
@@ -125,25 +125,27 @@ class OpenAIEngine:
         await self._server.close()
         await self._loop.shutdown_asyncgens()
 
-    async def _answer_in_time(self, request: RemoteRequest, body: dict[str, Any], listener: Listener) -> TokenEvent:
+    async def _answer_in_time(
+        self, request: SampleRequest, path: str, body: dict[str, Any], listener: Listener
+    ) -> TokenEvent:
         seconds = None if request.deadline is None else request.deadline - self._now()
         try:
             async with asyncio.timeout(seconds):
-                return await self._answer(request, body, listener)
+                return await self._answer(request.request_id, path, body, listener)
         except TimeoutError:
             raise too_late() from None
 
-    async def _answer(self, request: RemoteRequest, body: dict[str, Any], listener: Listener) -> TokenEvent:
+    async def _answer(self, request_id: RequestId, path: str, body: dict[str, Any], listener: Listener) -> TokenEvent:
         """Tell the listener of every piece of text; the last event is the result."""
         reason, usage = FinishReason.STOP, None
-        async with contextlib.aclosing(self._server.stream(path_of(request.prompt), body)) as stream:
+        async with contextlib.aclosing(self._server.stream(path, body)) as stream:
             async for progress in stream:
                 reason = progress.finish_reason or reason
                 usage = progress.usage or usage
                 if progress.text:
-                    self._begun.add(request.request_id)
-                    listener(TokenEvent(request.request_id, None, None, self._now(), text=progress.text))
-        return TokenEvent(request.request_id, None, reason, self._now(), usage=usage)
+                    self._begun.add(request_id)
+                    listener(TokenEvent(request_id, None, None, self._now(), text=progress.text))
+        return TokenEvent(request_id, None, reason, self._now(), usage=usage)
 
     def _end(self, request_id: RequestId, task: "asyncio.Task[TokenEvent]", listener: Listener) -> None:
         """The last event of a request, however its task ended."""

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SamplingParams
 from stillroom.engine.events import RemoteUsage
 from stillroom.errors import EngineError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
@@ -47,36 +46,24 @@ RemotePrompt = ChatPrompt | str | tuple[int, ...]
 """Messages, a rendered prompt, or its tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteRequest:
-    """One prompt to be continued elsewhere."""
-
-    request_id: RequestId
-    prompt: RemotePrompt
-    sampling: SamplingParams
-    deadline: float | None = None
-    """When its answer must be complete, in seconds on the engine's monotonic clock; None: whenever it is."""
-
-
 def path_of(prompt: RemotePrompt) -> str:
     """The route that takes such a prompt, below the base URL."""
     return "chat/completions" if isinstance(prompt, ChatPrompt) else "completions"
 
 
-def body_of(request: RemoteRequest, model: str, *, has_extra_sampling: bool) -> dict[str, Any]:
+def body_of(prompt: RemotePrompt, sampling: SamplingParams, model: str, *, has_extra_sampling: bool) -> dict[str, Any]:
     """The JSON of a streamed request.
 
     Raises:
         UsageError: a sampling parameter has no counterpart there.
     """
-    prompt = request.prompt
     asked: dict[str, Any]
     if isinstance(prompt, ChatPrompt):
         asked = {"messages": prompt.messages}
     else:
         asked = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     stream = {"stream": True, "stream_options": {"include_usage": True}}
-    return {"model": model, **asked, **sampling_fields(request.sampling, has_extra=has_extra_sampling), **stream}
+    return {"model": model, **asked, **sampling_fields(sampling, has_extra=has_extra_sampling), **stream}
 
 
 def sampling_fields(params: SamplingParams, *, has_extra: bool) -> dict[str, Any]:

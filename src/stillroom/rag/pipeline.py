@@ -15,7 +15,7 @@ from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import RequestId
-from stillroom.core.request import MaySee, SamplingParams, seed_of_sample
+from stillroom.core.request import MaySee, SampleRequest, SamplingParams, seed_of_sample
 from stillroom.engine.deadlines import too_late
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import (
@@ -28,7 +28,7 @@ from stillroom.rag.accounting import Account, counting_aborted
 from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.sources import sources_of
-from stillroom.rag.speculation import Attempt, Speculator, Wanted
+from stillroom.rag.speculation import Attempt, Speculator
 from stillroom.rag.stream import AnswerCollector, AnswerStream, AsyncAnswerStream, Started
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -131,7 +131,7 @@ class Pipeline:
         _check(options)
         preparing = _Preparing(
             lambda: self._prepare(question, options, num_samples, arrival),
-            lambda prepared: prepared.attempt.cancel(self._backend),
+            lambda prepared: prepared.attempt.cancel(),
         )
         try:
             with counting_aborted(self._metrics, num_samples):
@@ -153,7 +153,7 @@ class Pipeline:
         with counting_aborted(self._metrics, num_samples):
             prepared = await asyncio.to_thread(self._backend.prepare_raw, prompt, options.json_schema)
         self._check_length(prepared)
-        attempt = Attempt(prepared, self._wanted(prepared, options, arrival, num_samples))
+        attempt = Attempt(self._backend, prepared, self._samples(prepared, options, arrival, num_samples))
         report = SpeculationReport(SpeculationOutcome.OFF)
         return self._astreams(self._prepared("", attempt, options, arrival, arrival, (), report))
 
@@ -221,12 +221,12 @@ class Pipeline:
             chunks = [scored.chunk for scored in found]
             prepared = self._backend.prepare_prompt(chunks, question, room, options.json_schema, history)
             self._check_length(prepared)
-            return Attempt(prepared, self._wanted(prepared, options, arrival, num_samples, may_see))
+            return Attempt(self._backend, prepared, self._samples(prepared, options, arrival, num_samples, may_see))
 
         found = self._speculator.find(stages, mode, attempt_with)
         sources = sources_of(found.attempt.prepared.chunk_ids, found.result.results, history)
         if not sources:
-            found.attempt.cancel(self._backend)
+            found.attempt.cancel()
             was_found = bool(found.result.results) or any(turn.found for turn in history.turns)
             raise (
                 _no_room(found.attempt.prepared, self._room_for_prompt(options))
@@ -258,19 +258,21 @@ class Pipeline:
         allowed = self._kb.allowed(where)
         return lambda chunk_ids: bool(allowed.has(list(chunk_ids)).all())
 
-    def _wanted(
+    def _samples(
         self,
         prepared: PreparedPrompt,
         options: AskOptions,
         arrival: float,
         num_samples: int,
         may_see: MaySee | None = None,
-    ) -> list[Wanted]:
+    ) -> list[SampleRequest]:
         """The answers to a prompt: each has its own name and seed, and only the first computes the prompt."""
         name = RequestId(f"req-{uuid.uuid4().hex[:16]}")
         sampling = self._sampling(options, prepared.max_answer_tokens)
         deadline = None if options.deadline_seconds is None else arrival + options.deadline_seconds
-        first = Wanted(name, sampling, options.priority, deadline, may_see)
+        first = SampleRequest(
+            request_id=name, sampling=sampling, priority=options.priority, deadline=deadline, may_see=may_see
+        )
         others = (
             replace(
                 first,
@@ -293,9 +295,9 @@ class Pipeline:
     ) -> _Prepared:
         stops = _stops(options)
 
-        def collector(wanted: Wanted) -> AnswerCollector:
+        def collector(sample: SampleRequest) -> AnswerCollector:
             started = Started(
-                request_id=wanted.request_id,
+                request_id=sample.request_id,
                 arrival=arrival,
                 retrieval_seconds=retrieved_at - arrival,
                 sources=sources,
@@ -310,7 +312,7 @@ class Pipeline:
                 attempt.prepared.continues,
             )
 
-        return _Prepared(attempt, tuple(collector(wanted) for wanted in attempt.wanted), has_searched=bool(question))
+        return _Prepared(attempt, tuple(collector(sample) for sample in attempt.samples), has_searched=bool(question))
 
     def _sampling(self, options: AskOptions, max_answer_tokens: int | None) -> SamplingParams:
         """The question's own settings over the configured ones. A default max_tokens is cut to what there is room for.

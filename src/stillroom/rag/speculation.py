@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Protocol
 
-from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
+from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.config.settings import SearchMode, SpeculationConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason, MaySee, SamplingParams
+from stillroom.core.request import FinishReason, SampleRequest
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import SpeculationOutcome, SpeculationReport
@@ -41,22 +41,14 @@ class Speculable(Protocol):
     @property
     def load(self) -> Load: ...
 
+    def start(
+        self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]
+    ) -> None: ...
+
     def cancel(self, request_id: RequestId) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One continuation of a prompt."""
-
-    request_id: RequestId
-    sampling: SamplingParams
-    priority: int = 0
-    deadline: float | None = None
-    """On the engine's clock."""
-    may_see: MaySee | None = None
-
-
-class _Held:
+class _HeldEvents:
     """A listener that keeps events until it is known where they go. Thread-safe."""
 
     def __init__(self) -> None:
@@ -83,38 +75,36 @@ class _Held:
 
 
 class Attempt:
-    """The prompt for some documents, on its way or not yet, whose events are held back until somebody wants them."""
+    """A prompt with the samples wanted of it. It is submitted at most once, and its events are held back until
+    `deliver`."""
 
-    def __init__(self, prepared: PreparedPrompt, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, backend: Speculable, prepared: PreparedPrompt, samples: Sequence[SampleRequest]) -> None:
         self.prepared = prepared
-        self.wanted = tuple(wanted)
+        self.samples = tuple(samples)
         self.started_at: float | None = None
-        self._held = [_Held() for _ in wanted]
+        """When it was submitted, on the engine's clock; None before."""
+        self._backend = backend
+        self._held = [_HeldEvents() for _ in samples]
 
     @property
     def is_pending(self) -> bool:
-        """Submitted, and still to give its first token."""
+        """Submitted, and still without its first token."""
         return self.started_at is not None and not self._held[0].has_token
 
     def start(self, now: float) -> None:
-        """Submit it. Raises as `PreparedPrompt.start`."""
-        self.prepared.start(
-            [
-                SampleRequest(one.request_id, one.sampling, held, one.priority, one.deadline, one.may_see)
-                for one, held in zip(self.wanted, self._held, strict=True)
-            ]
-        )
+        """Submit it. Raises as `Backend.start`."""
+        self._backend.start(self.prepared, self.samples, self._held)
         self.started_at = now
 
     def deliver(self, listeners: Sequence[Listener], now: float) -> None:
-        """Its events go to these listeners, those so far at once. Submits it where that has not been done."""
+        """Pass its events to these listeners, the held ones at once. Submits the prompt unless that was done."""
         for held, listener in zip(self._held, listeners, strict=True):
             held.release(listener, now)
         if self.started_at is None:
             self.start(now)
 
-    def cancel(self, backend: Speculable, on_end: Callable[[TokenEvent], None] = lambda event: None) -> None:
-        """Nobody wants it. `on_end` gets its first sample's last event, if the engine had not finished it."""
+    def cancel(self, on_end: Listener = lambda event: None) -> None:
+        """Cancel it if it was submitted. `on_end` gets the first sample's last event if that says `aborted`."""
         if self.started_at is None:
             return
 
@@ -124,8 +114,8 @@ class Attempt:
 
         for held in self._held:
             held.release(listen if held is self._held[0] else _ignore, self.started_at)
-        for one in self.wanted:
-            backend.cancel(one.request_id)
+        for sample in self.samples:
+            self._backend.cancel(sample.request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +241,7 @@ class _SpeculationRun:
             return 0
         was_pending = attempt.is_pending
         cancelled_at = self._clock.monotonic()
-        attempt.cancel(
-            self._backend, lambda event: self._books.note_stall(self._overlap, max(event.at - cancelled_at, 0.0))
-        )
+        attempt.cancel(lambda event: self._books.note_stall(self._overlap, max(event.at - cancelled_at, 0.0)))
         return int(was_pending)
 
     def _report(self, num_stages: int, ahead: float) -> SpeculationReport:

@@ -13,16 +13,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
+from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.config.settings import SpeculationConfig
 from stillroom.core.clock import VirtualClock
 from stillroom.core.document import Chunk, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId, RequestId
-from stillroom.core.request import Request, SamplingParams
+from stillroom.core.prompt import SegmentedPrompt
+from stillroom.core.request import Request, SampleRequest, SamplingParams
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.planner.simulation.simulated_runtime import SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import Prompt, Tokens, segmented
-from stillroom.rag.speculation import Attempt, Speculator, Wanted
+from stillroom.rag.speculation import Attempt, Speculator
 from stillroom.telemetry.metrics import Metrics
 from stillroom_bench.experiments.simulated_cases import Case, Say, SimulateOptions, Tables, ragcache_case
 
@@ -109,9 +110,11 @@ class _Overlapping(SimulatedRuntime):
 
         def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
             self._num_asked += 1
-            wanted = Wanted(RequestId(f"q{self._num_asked}"), SamplingParams(max_tokens=self._max_tokens))
+            sampling = SamplingParams(max_tokens=self._max_tokens)
+            sample = SampleRequest(request_id=RequestId(f"q{self._num_asked}"), sampling=sampling)
             documents = [self._documents[one.chunk.chunk_id] for one in found]
-            return Attempt(self._draft((prompt[0], *documents, prompt[-1])), [wanted])
+            whole = segmented((prompt[0], *documents, prompt[-1]))
+            return Attempt(self, PreparedPrompt(whole, (), whole.num_tokens), [sample])
 
         found = self._speculator.find(stages, "dense", attempt_with)
         events: list[TokenEvent] = []
@@ -144,12 +147,9 @@ class _Overlapping(SimulatedRuntime):
         self._documents[chunk_id] = document
         return ScoredChunk(Chunk(chunk_id, DocumentId("/made"), 0, ""), 1.0, {})
 
-    def _draft(self, prompt: Prompt) -> PreparedPrompt:
-        whole = segmented(prompt)
-
-        def start(samples: Sequence[SampleRequest]) -> None:
-            for sample in samples:
-                self._listeners[sample.request_id] = sample.listener
-                self.engine.submit(Request(request_id=sample.request_id, prompt=whole, sampling=sample.sampling))
-
-        return PreparedPrompt((), whole.num_tokens, start)
+    def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
+        assert isinstance(prepared.prompt, SegmentedPrompt)
+        for sample, listener in zip(samples, listeners, strict=True):
+            self._listeners[sample.request_id] = listener
+            request = Request(request_id=sample.request_id, prompt=prepared.prompt, sampling=sample.sampling)
+            self.engine.submit(request)

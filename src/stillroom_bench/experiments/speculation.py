@@ -20,20 +20,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from stillroom.backends.base import Load, PreparedPrompt, SampleRequest
+from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.backends.local import build_engine
 from stillroom.config.settings import IndexConfig, ReuseConfig, RuntimeConfig, SpeculationConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import Chunk, ScoredChunk, SearchResult
 from stillroom.core.ids import DocumentId, RequestId, chunk_id_of
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.core.request import Request, SamplingParams
+from stillroom.core.request import Request, SampleRequest, SamplingParams
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
-from stillroom.engine.events import TokenEvent
+from stillroom.engine.events import Listener, TokenEvent
 from stillroom.models.loader import load_decoder
 from stillroom.ops.thread_pools import in_a_thread_that_ends
-from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator, Wanted
+from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.telemetry.metrics import Metrics as Counters
 from stillroom_bench.instrument.environment import record_environment
@@ -195,13 +195,13 @@ class _Backend:
     def prepare_prompt(self, found: Sequence[ScoredChunk]) -> PreparedPrompt:
         chunks = [Segment(SegmentKind.CHUNK, self._tokens(one.chunk), one.chunk.chunk_id) for one in found]
         prompt = SegmentedPrompt((_SYSTEM, *chunks, _QUESTION))
+        return PreparedPrompt(prompt, prompt.chunk_ids, prompt.num_tokens)
 
-        def start(samples: Sequence[SampleRequest]) -> None:
-            for sample in samples:
-                request = Request(request_id=sample.request_id, prompt=prompt, sampling=sample.sampling)
-                self.engine.submit(request, sample.listener)
-
-        return PreparedPrompt(tuple(one.chunk.chunk_id for one in found), prompt.num_tokens, start)
+    def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
+        assert isinstance(prepared.prompt, SegmentedPrompt)
+        for sample, listener in zip(samples, listeners, strict=True):
+            request = Request(request_id=sample.request_id, prompt=prepared.prompt, sampling=sample.sampling)
+            self.engine.submit(request, listener)
 
     def _tokens(self, chunk: Chunk) -> tuple[int, ...]:
         seed = int.from_bytes(hashlib.blake2b(str(chunk.document_id).encode(), digest_size=8).digest(), "little")
@@ -272,9 +272,8 @@ class _SpeculationBench:
         def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
             with self._naming:
                 name = next(self._names)
-            return Attempt(
-                self._backend.prepare_prompt(found), [Wanted(name, SamplingParams(max_tokens=_ANSWER_TOKENS))]
-            )
+            sample = SampleRequest(request_id=name, sampling=SamplingParams(max_tokens=_ANSWER_TOKENS))
+            return Attempt(self._backend, self._backend.prepare_prompt(found), [sample])
 
         found: CompletedSearch = speculator.find(
             lambda num: self._corpus.search(query, share, num), "dense", attempt_with
