@@ -26,7 +26,7 @@ from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.instrument.statistics import holm, paired_tests
 from stillroom_bench.loads.beir import open_knowledge_base
-from stillroom_bench.quality.fusion_arms import ALPHAS, OURS, RULES, Rule, learned
+from stillroom_bench.quality.fusion_arms import ALPHAS, CONVEX_WEIGHTS, OURS, RULES, Rule, learned, weighted_convex
 from stillroom_bench.quality.ir_metrics import METRICS, Qrels, evaluate
 
 NUM_CANDIDATES = 100
