@@ -10,8 +10,8 @@ import torch
 
 from stillroom.errors import UsageError
 from stillroom_bench.experiments.anywhere import FULL, run_anywhere
-from stillroom_bench.experiments.anywhere_house import AnywhereScope
 from stillroom_bench.experiments.anywhere_replies import Answers, PromptReply
+from stillroom_bench.experiments.options import AnywhereScope
 from stillroom_bench.quality.runtime import Shape
 
 TINY = Shape(
@@ -98,7 +98,7 @@ def test_a_peer_gets_the_same_prompts(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "kvboost.py").write_text(PACKAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     scope = replace(SCOPE, chunk_tokens=32, ratios=(0.0,), num_lasting=12)
-    result = run_anywhere(scope, tmp_path, shape=TINY, peers={"kvboost": sys.executable})
+    result = run_anywhere(replace(scope, peers=(f"kvboost={sys.executable}",)), tmp_path, shape=TINY)
     assert not result.notes
     assert len(result.samples.of("kvboost", "ttft_seconds")) == 2
     assert result.samples.of("kvboost", "kept_tokens") == [128.0, 128.0], "the system prompt and three chunks"
@@ -108,15 +108,15 @@ def test_a_peer_gets_the_same_prompts(tmp_path: Path, monkeypatch: pytest.Monkey
     (row,) = result.tables["Shuffled questions to kvboost"]
     assert float(row["tokens it had kept"].rstrip("%")) > 30 and row["same first token"] == "2 of 2"
     (tmp_path / "kvboost.py").write_text("raise ImportError")
-    result = run_anywhere(scope, tmp_path, shape=TINY, peers={"kvboost": sys.executable})
+    result = run_anywhere(replace(scope, peers=(f"kvboost={sys.executable}",)), tmp_path, shape=TINY)
     assert [note.partition(" stopped")[0] for note in result.notes] == ["kvboost: left out, kvboost"]
 
 
 def test_impossible_peers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown peer nobody; known are kvboost"):
-        run_anywhere(SCOPE, tmp_path, shape=TINY, peers={"nobody": "python"})
+        run_anywhere(replace(SCOPE, peers=("nobody=python",)), tmp_path, shape=TINY)
     with pytest.raises(UsageError, match="must be a multiple of 32"):
-        run_anywhere(SCOPE, tmp_path, shape=TINY, peers={"kvboost": "python"})
+        run_anywhere(replace(SCOPE, peers=("kvboost=python",)), tmp_path, shape=TINY)
 
 
 def test_too_few_documents_are_refused_before_anything_runs() -> None:

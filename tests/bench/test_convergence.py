@@ -7,6 +7,7 @@ import pytest
 
 from stillroom_bench.experiments import convergence
 from stillroom_bench.experiments.convergence import first_final, run_convergence
+from stillroom_bench.experiments.options import ConvergenceOptions
 from stillroom_bench.loads.workloads import RealData
 
 
@@ -34,7 +35,7 @@ def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     real = RealData(texts, questions, vectors[:200], vectors[200:])
     monkeypatch.setattr(convergence, "load_real_data", lambda *_: real)
     said: list[str] = []
-    result = run_convergence([Path("data/tiny")], tmp_path, size=2600, num_stages=4, repeat=1, on_progress=said.append)
+    result = run_convergence(ConvergenceOptions((Path("data/tiny"),), 2600, 4, repeat=1), tmp_path, said.append)
     assert set(result.samples.values) == {
         *(f"{kind}/{arm}" for kind in ("flat", "hnsw", "ivf_pq") for arm in ("plain", "4 stages")),
         "hnsw/walk without a pause",

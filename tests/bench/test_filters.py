@@ -10,6 +10,7 @@ from stillroom.retrieval.index import hnsw
 from stillroom_bench.loads.workloads import RealData
 from stillroom_bench.quality import filters
 from stillroom_bench.quality.filters import KINDS, SHARES, WAYS, run_filters
+from stillroom_bench.quality.options import FilterOptions
 
 
 def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +21,7 @@ def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(filters, "load_real_data", lambda *_: real)
     monkeypatch.setattr(filters, "_MIN_SIZE", 1000)
     rule = hnsw.COMPARED_PER_CANDIDATE
-    result = run_filters([Path("data/tiny")], tmp_path, size=1500, repeat=1, seed=0)
+    result = run_filters(FilterOptions((Path("data/tiny"),), size=1500, repeat=1), tmp_path)
     assert rule == hnsw.COMPARED_PER_CANDIDATE
     names = {
         f"{index} {kind} {share:.1%} {way}"
@@ -34,4 +35,4 @@ def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for row in result.tables["hnsw, random"][1:]:
         assert row["compare recall"] == 1.0 and row["chosen recall"] > 0.9
     with pytest.raises(UsageError, match="greater size"):
-        run_filters([Path("data/tiny")], tmp_path, size=999, repeat=1, seed=0)
+        run_filters(FilterOptions((Path("data/tiny"),), size=999, repeat=1), tmp_path)

@@ -2,19 +2,21 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stillroom.config.settings import StillroomConfig
 from stillroom.retrieval.embedder import Embedder, Vectors
-from stillroom_bench.quality.hot_questions import CONFIGS, OURS, HotTraffic, ask_all, asked, asked_before, run_questions
+from stillroom_bench.quality.hot_questions import CONFIGS, OURS, ask_all, asked, asked_before, run_questions
+from stillroom_bench.quality.options import QuestionOptions
 from tests.bench.test_retrieval_quality import QUERIES, make_dataset
 
 
 def test_traffic_is_seeded_and_unequal() -> None:
     questions = [f"question {n}" for n in range(50)]
-    traffic = HotTraffic(num_questions=2000, per_second=10.0, zipf_exponent=1.0)
+    traffic = QuestionOptions(Path("set"), num_questions=2000, rate=10.0, zipf=1.0)
     stream, gaps = asked(questions, traffic, seed=1)
     assert (stream, gaps) == asked(questions, traffic, seed=1) != asked(questions, traffic, seed=2)
     counts = [count for _, count in Counter(stream).most_common(2)]
@@ -36,9 +38,9 @@ def test_the_corpus_changes_between_the_questions() -> None:
 
 
 def test_a_run(tmp_path: Path) -> None:
-    traffic = HotTraffic(num_questions=24, per_second=1000.0, change_every=12)
     dataset = make_dataset(tmp_path / "set")
-    result = run_questions(dataset, tmp_path / "work", StillroomConfig(), traffic=traffic, repeat=1)
+    traffic = QuestionOptions(dataset, num_questions=24, rate=1000.0, change_every=12, repeat=1)
+    result = run_questions(traffic, tmp_path / "work", StillroomConfig())
     found = result.samples
     assert set(found.values) == set(CONFIGS)
     assert found.of("no cache", "hit_rate") == [0.0]
@@ -57,9 +59,9 @@ def test_every_arm_waits_for_embeddings(tmp_path: Path, monkeypatch: pytest.Monk
         return embed(self, texts)
 
     monkeypatch.setattr(Embedder, "embed_queries", noted)
-    traffic = HotTraffic(num_questions=24, per_second=1000.0, change_every=12)
     dataset = make_dataset(tmp_path / "set")
+    traffic = QuestionOptions(dataset, num_questions=24, rate=1000.0, change_every=12, repeat=1)
     begin = lambda *_: embedded.append(set())  # noqa: E731
-    run_questions(dataset, tmp_path / "work", StillroomConfig(), traffic=traffic, repeat=2, on_run=begin)
+    run_questions(replace(traffic, repeat=2), tmp_path / "work", StillroomConfig(), begin)
     questions = {text for text, _ in QUERIES.values()}
     assert len(embedded) == 6 and all(questions <= texts for texts in embedded)

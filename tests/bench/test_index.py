@@ -1,6 +1,7 @@
 """The whole index benchmark on a corpus of a few hundred vectors: what it measures, not how long it takes."""
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from stillroom_bench.instrument.report import BenchResult, to_markdown
 from stillroom_bench.loads.workloads import RealData
 from stillroom_bench.quality import index, index_whole
 from stillroom_bench.quality.index import run_index
+from stillroom_bench.quality.options import IndexOptions
 from stillroom_bench.quality.peers_ann import PEERS, bm25_peer, graph_peers
 from stillroom_bench.quality.search_arms import ann_recall, latency_metrics
 
@@ -31,14 +33,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(index, name, values)
 
 
-def run(tmp_path: Path, **options: object) -> BenchResult:
-    return run_index([Path("data/tiny")], tmp_path, sizes=(300, 150), repeat=1, **options)  # type: ignore[arg-type]
+def run(tmp_path: Path, peers: tuple[str, ...] = (), say: Callable[[str], None] = lambda _: None) -> BenchResult:
+    return run_index(IndexOptions((Path("data/tiny"),), (300, 150), peers, repeat=1), tmp_path, say)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_everything_is_measured(tmp_path: Path) -> None:
     said: list[str] = []
-    result = run(tmp_path, peers=("faiss",), on_progress=said.append)
+    result = run(tmp_path, peers=("faiss",), say=said.append)
     arms = result.samples.values
     assert {"150 flat", "300 flat", "300 hnsw m=16 ef=200", "300 hnsw m=8 ef=25", "300 ivf_pq nprobe=8"} < set(arms)
     assert {"300 faiss m=16 ef=200", "BM25 300 stillroom", "hybrid 300 flat", "embed one query"} < set(arms)
@@ -101,7 +103,7 @@ def test_impossible_wishes(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown peers annoy; known are faiss"):
         run(tmp_path, peers=("annoy",))
     with pytest.raises(UsageError, match="fewer than 100"):
-        run_index([], tmp_path, sizes=(50,))
+        run_index(IndexOptions((), sizes=(50,)), tmp_path)
 
 
 def test_recall_of_rankings_and_of_arrays() -> None:

@@ -9,13 +9,13 @@ from stillroom.errors import UsageError
 from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
+from stillroom_bench.experiments.options import ReorderingOptions
 from stillroom_bench.experiments.reordering import (
     ANSWERED,
     BASELINE,
     KEPT,
     MEAN,
     P99,
-    ReorderingOptions,
     figures,
     rows,
     run_reordering,
@@ -23,7 +23,8 @@ from stillroom_bench.experiments.reordering import (
 )
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.report import to_markdown
-from stillroom_bench.loads.reuse_traffic import CURVES, ReuseTraffic, budget_for, made_pool
+from stillroom_bench.loads.popularity import CURVES
+from stillroom_bench.loads.reuse_traffic import ReuseTraffic, budget_for, made_pool
 from stillroom_bench.quality.runtime import Shape
 
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
@@ -61,7 +62,7 @@ def test_rows_by_hand() -> None:
 
 def test_impossible_wishes_are_refused() -> None:
     for changes, words in (
-        ({"curve": "zipf"}, "unknown curve 'zipf'"),
+        ({"curve": "zipf"}, "unknown curves zipf"),
         ({"companions": "none"}, "unknown companions"),
         ({"loads": ()}, "loads are positive"),
         ({"loads": (0.0,)}, "loads are positive"),
@@ -96,7 +97,7 @@ def test_where_nearly_nothing_fits_the_order_finds_more_and_answers_sooner(curve
 
 def test_window_zero_is_the_order_of_arrival_and_what_is_simulated_is_what_runs(tmp_path: Path) -> None:
     said: list[str] = []
-    result = run_reordering(tmp_path, options=SMALL, shape=TINY, on_progress=said.append)
+    result = run_reordering(SMALL, tmp_path, shape=TINY, on_progress=said.append)
     names = [f"3x/{name}" for name in systems(ReuseConfig(), SMALL.windows)]
     assert list(result.samples.values) == names
     assert all(len(result.samples.of(name, metric)) == 2 for name in names for metric in (MEAN, P99, ANSWERED, KEPT))

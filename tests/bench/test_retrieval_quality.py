@@ -11,6 +11,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.errors import DocumentError, UsageError
 from stillroom.retrieval.hybrid import Candidates
 from stillroom_bench.quality.fusion_arms import OURS, RULES, distribution_based, scaled, standardised
+from stillroom_bench.quality.options import RetrievalOptions
 from stillroom_bench.quality.retrieval_quality import HELD_OUT, LEARNED, TRANSFERRED, run_quality
 
 TEXTS = {
@@ -38,7 +39,7 @@ def make_dataset(folder: Path) -> Path:
 def test_easy_queries_are_answered_by_every_rule(tmp_path: Path) -> None:
     sets = [make_dataset(tmp_path / "one"), make_dataset(tmp_path / "two")]
     steps: list[str] = []
-    result = run_quality(sets, tmp_path / "work", StillroomConfig(), on_step=steps.append)
+    result = run_quality(RetrievalOptions(tuple(sets)), tmp_path / "work", StillroomConfig(), steps.append)
     table = {row["rule"]: row for row in result.tables["ndcg_at_10 per set"]}
     assert set(table) == {*RULES, LEARNED, HELD_OUT, TRANSFERRED}
     assert all(row["one"] == row["two"] == row["mean"] == 1.0 for row in table.values())
@@ -47,7 +48,7 @@ def test_easy_queries_are_answered_by_every_rule(tmp_path: Path) -> None:
     assert {row["significant"] for row in tests} == {"no"}
     assert len(steps) == 4 and len(list((tmp_path / "work").iterdir())) == 2
 
-    again = run_quality(sets[:1], tmp_path / "work", StillroomConfig())
+    again = run_quality(RetrievalOptions(tuple(sets[:1])), tmp_path / "work", StillroomConfig())
     assert TRANSFERRED not in {row["rule"] for row in again.tables["ndcg_at_10 per set"]}, "there is no other set"
     assert len(list((tmp_path / "work").iterdir())) == 2, "the knowledge base was kept"
 
@@ -61,14 +62,14 @@ def test_judgements_lie_where_beir_has_them(tmp_path: Path) -> None:
     assert set(read_judged_queries(dataset, "dev")[0]) == {"q2"}
     with pytest.raises(UsageError, match=r"qrels/train\.tsv is missing"):
         read_judged_queries(dataset, "train")
-    result = run_quality([dataset], tmp_path / "work", StillroomConfig(), split="dev")
+    result = run_quality(RetrievalOptions((dataset,), split="dev"), tmp_path / "work", StillroomConfig())
     assert result.samples.of(f"set/{OURS}", "ndcg_at_10") == [1.0]
 
 
 def test_sets_of_one_name_are_refused(tmp_path: Path) -> None:
     sets = [tmp_path / "one" / "test", tmp_path / "two" / "test"]
     with pytest.raises(UsageError, match="two data sets have the same name"):
-        run_quality(sets, tmp_path / "work", StillroomConfig())
+        run_quality(RetrievalOptions(tuple(sets)), tmp_path / "work", StillroomConfig())
 
 
 def test_rules_differ_where_they_should() -> None:
@@ -115,4 +116,4 @@ def test_broken_data_sets(tmp_path: Path, name: str, content: str | None, error:
     if content is not None:
         (dataset / name).write_text(content)
     with pytest.raises(error, match=message):
-        run_quality([dataset], tmp_path / "work", StillroomConfig())
+        run_quality(RetrievalOptions((dataset,)), tmp_path / "work", StillroomConfig())

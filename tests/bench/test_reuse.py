@@ -14,10 +14,10 @@ import pytest
 
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.driving import Stepped, drive
-from stillroom_bench.experiments.reuse import ReuseOptions, run_reuse
-from stillroom_bench.experiments.reuse_engine import ARMS, DEFAULT_ARMS, RATIOS, OurRuntime
+from stillroom_bench.experiments.options import ARMS, DEFAULT_ARMS, LEAST_VECTORS, REUSE_RATIOS, ReuseOptions
+from stillroom_bench.experiments.reuse import run_reuse
+from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Figures, LoadCell, sustained_rate
-from stillroom_bench.experiments.reuse_index import LEAST_VECTORS
 from stillroom_bench.experiments.reuse_search import FaissSearch, Searched
 from stillroom_bench.experiments.reuse_worker import common_prefix
 from stillroom_bench.instrument.report import to_markdown
@@ -216,7 +216,7 @@ def test_each_arm_keeps_what_it_should(arm: str, tmp_path: Path) -> None:
     assert bool(list((tmp_path / "kv" / arm).iterdir())) == (arm not in ("off", "lru"))
 
 
-@pytest.mark.parametrize("arm", RATIOS)
+@pytest.mark.parametrize("arm", REUSE_RATIOS)
 def test_documents_in_another_order_are_found_anywhere(arm: str, tmp_path: Path) -> None:
     pool = made_pool(20, 97, seed=0)
     there, back = ((pool.system, *documents, (1, 2, 3)) for documents in (pool.documents[:3], pool.documents[2::-1]))
@@ -228,29 +228,29 @@ def test_documents_in_another_order_are_found_anywhere(arm: str, tmp_path: Path)
     for name in ("tiers", arm):
         runtime = OurRuntime(name, folder, settings, 1)
         tokens[name] = sum(drive(runtime, [there, back], None)["cached"][1])
-    num_again = -(-RATIOS[arm] * sum(map(len, pool.documents[:3])) // 1)
+    num_again = -(-REUSE_RATIOS[arm] * sum(map(len, pool.documents[:3])) // 1)
     assert tokens["tiers"] == len(pool.system)
     assert tokens[arm] == len(pool.system) + sum(map(len, pool.documents[:3])) - num_again
 
 
 def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown peers"):
-        run_reuse(tmp_path, peers={"nobody": "python"}, shape=TINY)
+        run_reuse(ReuseOptions(peers=("nobody=python",)), tmp_path, shape=TINY)
     with pytest.raises(UsageError, match="unknown curves"):
-        ReuseOptions(curves=["zipf"])
+        ReuseOptions(curves=("zipf",))
     with pytest.raises(UsageError, match="unknown arms tier; known are off, lru"):
-        ReuseOptions(arms=["off", "tier"])
+        ReuseOptions(arms=("off", "tier"))
     with pytest.raises(UsageError, match="add --arm off"):
-        ReuseOptions(arms=["lru"])
+        ReuseOptions(arms=("lru",))
     with pytest.raises(UsageError, match="--slo-ttft"):
         ReuseOptions(slo_ttft=0.0)
     with pytest.raises(UsageError, match="--search 10 is too small"):
         ReuseOptions(num_vectors=10)
     for rates in ([], [0.0]):
         with pytest.raises(UsageError, match="rates"):
-            ReuseOptions(rates=rates)
+            ReuseOptions(rates=tuple(rates))
     with pytest.raises(UsageError, match="too long"):
-        run_reuse(tmp_path, options=ReuseOptions(ks=[50], num_warm=1, num_requests=1, repeat=1), shape=TINY)
+        run_reuse(ReuseOptions(ks=(50,), num_warm=1, num_requests=1, repeat=1), tmp_path, shape=TINY)
 
 
 class Echo:
@@ -297,11 +297,10 @@ def test_prompts_come_after_their_search_in_their_order(dues: list[float] | None
 
 @pytest.mark.slow  # starts processes that import torch
 def test_a_run(tmp_path: Path) -> None:
-    peers = {"vllm": sys.executable}
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(f'{{"timestamp": {one * one}}}\n' for one in range(9)))
-    options = dataclasses.replace(SMALL, num_vectors=LEAST_VECTORS)
-    result = run_reuse(tmp_path, options=options, arrivals=trace, peers=peers, shape=TINY)
+    options = dataclasses.replace(SMALL, num_vectors=LEAST_VECTORS, arrivals=trace, peers=(f"vllm={sys.executable}",))
+    result = run_reuse(options, tmp_path, shape=TINY)
     groups = {f"mmlu, k=2, {load}" for load in ("one after the other", "0.5x", "1x")}
     assert {name.rpartition("/")[0] for name in result.samples.values} == groups
     assert {name.rpartition("/")[2] for name in result.samples.values} == set(DEFAULT_ARMS)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from stillroom.errors import UsageError
 from stillroom.models.loader import load_decoder
+from stillroom_bench.quality.options import RuntimeOptions
 from stillroom_bench.quality.runtime import OURS, Shape, run_runtime, write_checkpoint
 
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
@@ -17,8 +18,8 @@ TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 
 @pytest.mark.slow  # starts processes that import torch and transformers
 def test_a_run_has_all_arms_and_limits(tmp_path: Path) -> None:
-    peers = {"transformers": sys.executable, "vllm": sys.executable}
-    result = run_runtime(tmp_path, peers=peers, dtypes=["float32"], lengths=[5, 9], shape=TINY, repeat=2)
+    peers = (f"transformers={sys.executable}", f"vllm={sys.executable}")
+    result = run_runtime(RuntimeOptions(peers, ("float32",), (5, 9), repeat=2), tmp_path, shape=TINY)
     groups = ["prefill of 5 tokens", "prefill of 9 tokens", "decode after 512 tokens", "batch of 8"]
     assert set(result.samples.values) == {f"float32: {g}/{name}" for g in groups for name in (OURS, "transformers")}
     assert result.ratio("float32: batch of 8/transformers", "tokens_per_second") is not None
@@ -48,10 +49,10 @@ def test_the_shape_counts_its_parameters_and_work(tmp_path: Path) -> None:
 
 
 def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
-    for arguments in (
-        {"peers": {"nobody": "python"}},
-        {"peers": {}, "dtypes": ["int3"]},
-        {"peers": {}, "lengths": [5000]},
+    for options in (
+        RuntimeOptions(peers=("nobody=python",)),
+        RuntimeOptions(dtypes=("int3",)),
+        RuntimeOptions(lengths=(5000,)),
     ):
         with pytest.raises(UsageError):
-            run_runtime(tmp_path, **arguments)
+            run_runtime(options, tmp_path)

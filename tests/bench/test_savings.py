@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stillroom.errors import UsageError
 from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS, Retrieved, count_tokens, read_retrieved
 from stillroom_bench.loads.reuse_workloads import SYSTEM_TOKENS
+from stillroom_bench.quality.options import SavingsOptions
 from stillroom_bench.quality.savings import (
     FULL,
     PREFIX,
@@ -109,7 +110,7 @@ def test_a_report(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text(json.dumps({"retrieved_docs": [["a b", "c"], ["c", "a b"]]}))
     (tmp_path / "two.jsonl").write_text('["a b", "c"]\n\n{"retrieved_docs": ["d"], "question": "what is d ?"}\n')
     paths = [tmp_path / "one.json", tmp_path / "two.jsonl"]
-    result = run_savings(paths, capacities=[0.5], ratios=[0.15])
+    result = run_savings(SavingsOptions(tuple(paths), (0.5,), (0.15,)))
     assert [row["trace"] for row in result.tables["Traces"]] == ["one", "two"]
     rows = result.tables["Tokens computed"]
     assert [row["room"] for row in rows] == ["none", *["all"] * 3, *["50%"] * 3] * 2
@@ -118,7 +119,7 @@ def test_a_report(tmp_path: Path) -> None:
     assert rows[2]["and of its redundant tokens"] == "100.0%"
     assert rows[-1]["redundant saved"] == "-", "nothing comes twice in the second trace"
     with pytest.raises(UsageError, match="same name"):
-        run_savings([paths[0], paths[0]])
+        run_savings(SavingsOptions((paths[0], paths[0])))
 
 
 def test_reading(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from stillroom.kvcache.tree.cost_model import Link, linear_profile
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom_bench.experiments import simulate
+from stillroom_bench.experiments.options import SimulateOptions
 from stillroom_bench.experiments.simulate import EXPERIMENTS, run_simulate
 from stillroom_bench.experiments.simulate_validation import run_validation
-from stillroom_bench.experiments.simulated_cases import SGLANG, VLLM, SimulateOptions, ragcache_case
+from stillroom_bench.experiments.simulated_cases import SGLANG, VLLM, ragcache_case
 from stillroom_bench.instrument.report import to_markdown
 from stillroom_bench.loads.reuse_traffic import ReuseTraffic
 from stillroom_bench.quality.runtime import Shape
@@ -77,7 +78,7 @@ def test_experiments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "RATES", (0.5, 2.0))
     monkeypatch.setattr(simulate, "TABLE_2", {"mmlu": {8: simulate.TABLE_2["mmlu"][8]}})
     options = SimulateOptions(
-        experiments=[name], num_requests=TINY.num_requests, num_warm=TINY.num_warm, num_documents=TINY.num_documents
+        experiments=(name,), num_requests=TINY.num_requests, num_warm=TINY.num_warm, num_documents=TINY.num_documents
     )
     said: list[str] = []
 
@@ -99,7 +100,7 @@ def test_prompts_fit_the_model_whatever_k_is() -> None:
 
 def test_unknown_experiment() -> None:
     with pytest.raises(UsageError, match="known are overall"):
-        run_simulate(SimulateOptions(experiments=["figure 13"]))
+        run_simulate(SimulateOptions(experiments=("figure 13",)))
 
 
 def test_validation_of_a_tiny_model(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.token_cache import TokenCache, lru
+from stillroom_bench.experiments.options import StructuresOptions
 from stillroom_bench.experiments.structures import (
     LazyHeap,
     PlainLru,
@@ -35,7 +36,7 @@ def test_the_plain_lru_evicts_what_our_cache_with_an_lru_key_evicts() -> None:
 
 
 def test_the_report_has_every_group_and_its_ratios() -> None:
-    result = run_structures(repeat=2, count=300)
+    result = run_structures(StructuresOptions(repeat=2, operations=300))
     groups = {arm.split("/")[0] for arm in result.samples.values}
     assert groups == {
         "heap, 8 re-keyed per departure",

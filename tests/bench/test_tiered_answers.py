@@ -9,8 +9,9 @@ import pytest
 
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, written
+from stillroom_bench.experiments.options import TieredScope
 from stillroom_bench.experiments.reuse_search import Asked
-from stillroom_bench.experiments.tiered import SkewedQuestions, TieredScope, made_lists
+from stillroom_bench.experiments.tiered import SkewedQuestions, made_lists
 from stillroom_bench.experiments.tiered_answers import Alone, AnswerScope, BatchedSearch, plan_for, run_answers
 from stillroom_bench.quality.runtime import Shape
 
@@ -33,7 +34,7 @@ def profile(questions: SkewedQuestions, tmp_path_factory: pytest.TempPathFactory
 def test_every_division_is_measured_with_and_without_the_dispatcher(tmp_path: Path) -> None:
     asked = AnswerScope(slos=(1.0001, 1e6), num_requests=6, num_warm=4, num_documents=40)
 
-    result = run_answers(tmp_path, SCOPE, asked, shape=SHAPE)
+    result = run_answers(SCOPE, asked, tmp_path, shape=SHAPE)
 
     arms = {f"{name}{end}" for name in ("all on disk", "all in RAM") for end in ("", ", batches end together")}
     assert set(result.samples.values) == arms, "one target nothing meets, the other needs nothing in RAM"

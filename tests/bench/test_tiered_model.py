@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 
 from stillroom.errors import UsageError
-from stillroom_bench.experiments.tiered import SKEWS, TieredScope
+from stillroom_bench.experiments.options import TieredScope
+from stillroom_bench.experiments.tiered import SKEWS
 from stillroom_bench.experiments.tiered_model import PREDICTORS, run_prediction, summary
 
 
 @pytest.mark.slow  # half a minute
 def test_every_cell_is_predicted_and_measured(tmp_path: Path) -> None:
     scope = TieredScope(size=8000, nlist=64, nprobe=4, shares=(0.25,), batch_sizes=(1, 4), num_batches=2, repeat=2)
-    result = run_prediction(tmp_path, scope)
+    result = run_prediction(scope, tmp_path)
     cells = result.tables["Queries per second"]
     assert [row["questions like"] for row in cells] == [f"{skew}, batch {size}" for skew in SKEWS for size in (1, 4)]
     for row in cells:
@@ -37,4 +38,4 @@ def test_the_summary_by_hand() -> None:
 
 def test_too_few_vectors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too few"):
-        run_prediction(tmp_path, TieredScope(size=1000, nlist=64))
+        run_prediction(TieredScope(size=1000, nlist=64), tmp_path)

@@ -1,12 +1,11 @@
-"""What `stillroom bench` commands share: options, and what becomes of a result (print it, keep it, draw it, compare it
-with an earlier one)."""
+"""What becomes of a benchmark's result: it is printed, kept, drawn, or compared with an earlier one."""
 
 import tempfile
 from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,42 +20,6 @@ if TYPE_CHECKING:
 
 _began: ContextVar[CpuTimes | None] = ContextVar("began", default=None)
 """What the machine's CPUs had done when the command began."""
-
-
-def distinct(values: list[Any] | None) -> list[Any] | None:
-    """Callback of options that can be repeated: each value once, and numbers once that arms are named alike by."""
-
-    def key(value: object) -> object:
-        return value.resolve() if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else value
-
-    found: dict[object, Any] = {}
-    for value in values or ():
-        found.setdefault(key(value), value)
-    return values and list(found.values())
-
-
-DatasetsOption = Annotated[
-    list[Path],
-    typer.Option(
-        "--dataset",
-        metavar="DIR",
-        exists=True,
-        file_okay=False,
-        callback=distinct,
-        help="A data set; can be repeated.",
-    ),
-]
-WorkDirOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--work-dir",
-        metavar="DIR",
-        callback=expanded,
-        help="Where indexes and embeddings are kept; without it, the user's cache folder.",
-    ),
-]
-RepeatOption = Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs per arm, after one to warm up.")]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of everything that is drawn.")]
 
 
 def _writable(given: Path | None) -> Path | None:
@@ -122,69 +85,6 @@ CompareOption = Annotated[
         help="Say what changed since then.",
     ),
 ]
-PeersOption = Annotated[
-    list[str] | None,
-    typer.Option("--peer", metavar="NAME=PYTHON", help="llama.cpp or vllm, and the Python that has it; repeatable."),
-]
-DrawnFromOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--dataset",
-        metavar="DIR",
-        exists=True,
-        file_okay=False,
-        help="Where documents and questions come from; without it, they are drawn.",
-    ),
-]
-LlamaOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--model",
-        metavar="DIR",
-        exists=True,
-        file_okay=False,
-        help="A checkpoint's folder, run in bfloat16; without it, random weights of a Llama of 135 million.",
-    ),
-]
-CompanionsOption = Annotated[
-    str,
-    typer.Option(
-        "--companions",
-        metavar="drawn|fixed",
-        help="Documents after the first: each drawn, or the same list whenever the first is the same.",
-    ),
-]
-
-
-def named_pythons(peers: list[str] | None) -> dict[str, str]:
-    """The Python of each peer.
-
-    Raises:
-        UsageError: one is not written as NAME=PYTHON.
-    """
-    found = {}
-    for peer in peers or ():
-        name, separator, python = peer.partition("=")
-        if not separator or not python:
-            raise UsageError(f"--peer {peer} names no Python; write it as --peer {name}=PATH/bin/python")
-        found[name] = python
-    return found
-
-
-def refuse_idle(context: typer.Context, beside: str, *names: str) -> None:
-    """Flags that would do nothing are no part of a call.
-
-    Args:
-        beside: what else was asked for, as a person reads it.
-        names: of parameters.
-
-    Raises:
-        UsageError: one of them was given.
-    """
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if parameter.name in names and source is not None and source.name != "DEFAULT":
-            raise UsageError(f"{parameter.opts[0]} does nothing {beside}; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +186,3 @@ def _show_changes(comparison: "ResultComparison", old: Path | None) -> None:
         then, now = format_value(change.metric, change.then), format_value(change.metric, change.now)
         ratio = "" if change.ratio is None else f"  x {change.ratio}"
         line(f"  {change.verdict:11}  {change.arm}  {change.metric}  {then} -> {now}{ratio}")
-
-
-def show_run(arm: str, repetition: int) -> None:
-    """Progress: which arm runs now."""
-    note(f"{'warming up' if repetition < 0 else f'run {repetition + 1}'}: {arm}")

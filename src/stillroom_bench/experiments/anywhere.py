@@ -6,7 +6,7 @@ see whether the gain lasts. A peer gets the same weights and prompts. How to rea
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom_bench.experiments.anywhere_house import (
-    AnywhereScope,
     EngineFixture,
     build_house,
     chunk,
@@ -34,8 +33,10 @@ from stillroom_bench.experiments.anywhere_house import (
 )
 from stillroom_bench.experiments.anywhere_peer import Peer
 from stillroom_bench.experiments.anywhere_replies import Answers, Ask, PromptReply, agreement
+from stillroom_bench.experiments.options import AnywhereScope
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom_bench.instrument.options import named_pythons
 from stillroom_bench.instrument.report import BenchResult, share_name
 from stillroom_bench.quality.runtime import Shape, write_checkpoint
 
@@ -47,7 +48,6 @@ def run_anywhere(
     work_dir: Path,
     *,
     shape: Shape | None = None,
-    peers: Mapping[str, str] | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
     """Measure everything.
@@ -55,12 +55,11 @@ def run_anywhere(
     Args:
         work_dir: where the checkpoint is kept between runs; KV is written beside it for a while.
         shape: of the model, random weights; None for 135 million parameters.
-        peers: name (of `anywhere_worker.PEERS`) -> the Python that has it installed.
 
     Raises:
         UsageError: a peer is unknown, or cannot keep chunks of this length.
     """
-    started = [Peer(name, python, work_dir, scope.chunk_tokens) for name, python in (peers or {}).items()]
+    started = [Peer(name, python, work_dir, scope.chunk_tokens) for name, python in named_pythons(scope.peers).items()]
     shape, environment = shape or Shape(), record_environment()
     folder = write_checkpoint(work_dir, shape, scope.dtype, scope.seed)
     decoder = load_decoder(folder, device="cpu", dtype=scope.dtype)

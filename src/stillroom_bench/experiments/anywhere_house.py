@@ -5,53 +5,24 @@ A prompt is a system prompt, chunks and a question of drawn tokens, the same for
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from stillroom.backends.assembly import KVCache, kv_shape
 from stillroom.backends.local import build_engine
-from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig
+from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
-from stillroom.errors import UsageError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.decoder import Decoder
 from stillroom_bench.experiments.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, Ask, PromptReply
-
-
-@dataclass(frozen=True, slots=True)
-class AnywhereScope:
-    """Sizes."""
-
-    num_chunks: int = 5
-    chunk_tokens: int = 200
-    question_tokens: int = 32
-    ratios: tuple[float, ...] = (0.0, 0.15, 0.3)
-    num_lasting: int = 0
-    """Shuffled questions of the second part of `bench anywhere`; 0 leaves it out."""
-    num_documents: int = 300
-    """Chunks that these are over."""
-    dtype: Dtype = "bfloat16"
-    repeat: int = 10
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises UsageError where there are fewer documents than a shuffled question has."""
-        if self.num_lasting and self.num_documents < self.num_chunks:
-            raise UsageError(
-                f"{self.num_documents} documents are too few for prompts of {self.num_chunks}; raise --documents"
-            )
-
-    @property
-    def prompt_tokens(self) -> int:
-        return SYSTEM_TOKENS + self.num_chunks * self.chunk_tokens + self.question_tokens
+from stillroom_bench.experiments.options import AnywhereScope
 
 
 class EngineFixture:

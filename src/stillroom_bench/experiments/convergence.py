@@ -25,6 +25,7 @@ from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.ranking import ranked_arrays
 from stillroom.retrieval.vector_index import VectorIndex
+from stillroom_bench.experiments.options import ConvergenceOptions
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom_bench.instrument.report import BenchResult
@@ -51,30 +52,21 @@ Row = dict[str, Any]
 Ids = list[int]
 
 
-def run_convergence(  # noqa: PLR0913  one argument per flag of the command
-    datasets: Sequence[Path],
-    work_dir: Path,
-    *,
-    size: int = 20_000,
-    num_stages: int = 8,
-    repeat: int = 7,
-    seed: int = 0,
-    on_progress: Callable[[str], None] = lambda _: None,
+def run_convergence(
+    options: ConvergenceOptions, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
     """Measure everything.
 
     Args:
-        datasets: folders in BEIR layout; their documents are the real part of the corpora, their questions the queries.
         work_dir: where embeddings are kept between runs.
-        size: vectors of the dense indexes; those beyond the real ones are made from them.
-        num_stages: of each search.
 
     Raises:
         UsageError: a data set is missing or empty.
         DocumentError: a line of a data set cannot be read.
     """
+    size, num_stages, repeat, seed = options.size, options.num_stages, options.repeat, options.seed
     environment = record_environment()
-    real = load_real_data(datasets, work_dir, on_progress)
+    real = load_real_data(options.datasets, work_dir, on_progress)
     vectors = clustered_vectors(real.documents, size, seed)
     indexes = {kind: _built(config, vectors, on_progress) for kind, config in _KINDS.items()}
     questions, queries = choose_queries(real, _NUM_QUESTIONS, seed)
@@ -93,7 +85,7 @@ def run_convergence(  # noqa: PLR0913  one argument per flag of the command
         "stillroom bench convergence",
         environment,
         {
-            "datasets": [path.name for path in datasets],
+            "datasets": [path.name for path in options.datasets],
             "num_real_documents": len(real.texts),
             "num_questions": len(queries),
             "size": size,

@@ -5,12 +5,13 @@ model's seconds are exact and repeat with the seed. How to read it: docs/policie
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
+from stillroom_bench.experiments.options import PoliciesScope
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.report import BenchResult, share_name
@@ -41,7 +42,6 @@ ARMS = {
     "lfu + look-ahead": Setup(policy=lfu, queue=QUEUE),
     BELADY: Setup(policy=None),
 }
-CAPACITIES = (0.02, 0.05, 0.1, 0.2, 0.4)
 TIERS = Capacity(device=0.05, host=0.1, disk=0.2)
 
 SWITCHES = {
@@ -58,33 +58,13 @@ _CLOSE = 5e-4
 """Hit rates that differ by less are called equal: half of what three digits show."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoliciesScope:
-    """What is replayed."""
-
-    num_asks: int = 1500
-    """Requests of a workload, at most."""
-    top_ks: tuple[int, ...] = (1, 2, 3, 5)
-    capacities: tuple[float, ...] = CAPACITIES
-    repeat: int = 1
-    """Seeds of the made workloads; a trace is what it is and runs once."""
-
-
-def run_policies(
-    scope: PoliciesScope,
-    *,
-    data: Path | None = None,
-    seed: int = 0,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> BenchResult:
+def run_policies(scope: PoliciesScope, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
     """Replay every workload with every policy.
-
-    Args:
-        data: a folder with `traces/`; without it only made workloads run.
 
     Raises:
         UsageError: the folder has no traces, or one that cannot be read.
     """
+    data, seed = scope.data, scope.seed
     environment = record_environment()
     notes = [f"Each policy but {BELADY} is online. Look-ahead sees {QUEUE} waiting requests."]
     families = [_made(scope, seed + number) for number in range(scope.repeat)]
@@ -109,7 +89,11 @@ def run_policies(
         "Where another online policy has the better hit rate": losses(names, cells),
         "Three tiers, share of prefill seconds saved, each improvement alone": _switches([*families[0], *traces]),
     }
-    parameters = {**asdict(scope), "seed": seed, "workloads": list(dict.fromkeys(one.name for one, _ in names))}
+    parameters = {
+        **asdict(scope),
+        "data": data and data.name,
+        "workloads": list(dict.fromkeys(one.name for one, _ in names)),
+    }
     return BenchResult(
         "stillroom bench policies", environment, parameters, samples, DEFAULT, notes=notes, tables=tables
     )

@@ -27,13 +27,13 @@ from stillroom.kvstore.files import record_paths
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom_bench.experiments.anywhere_house import (
-    AnywhereScope,
     EngineFixture,
     build_house,
     keep_elsewhere,
     question,
     shuffled_prompt,
 )
+from stillroom_bench.experiments.options import AnywhereScope
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms
 from stillroom_bench.instrument.report import BenchResult

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +19,15 @@ from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.driving import drive
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt
+from stillroom_bench.experiments.options import ReorderingOptions
 from stillroom_bench.experiments.reuse_engine import OurRuntime, reuse_config
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms
 from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.instrument.statistics import ratio_of_means
 from stillroom_bench.loads.reuse_traffic import (
-    CURVES,
     MAX_SEQS,
     Budget,
-    Companions,
     ReuseTraffic,
     budget_for,
     pool_for,
@@ -47,41 +46,6 @@ _NOTES = (
     "Above saturation waits grow with the length of a run: ratios are those of runs of this many requests.",
     "A sample is the figure of one whole run.",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReorderingOptions:
-    """What is measured, and how long."""
-
-    curve: str = "mmlu"
-    k: int = 2
-    """Documents per prompt."""
-    companions: Companions = "drawn"
-    loads: Sequence[float] = (1.5,)
-    """Times what the order of arrival manages."""
-    windows: Sequence[int] = (1, 8, 32, 128)
-    num_requests: int = 150
-    """In a run."""
-    num_warm: int = 40
-    """Requests before the first that counts."""
-    num_documents: int = 100
-    device_share: float = 0.02
-    """Of all documents' KV, that fits on the device beside what running requests need."""
-    host_share: float = 0.0
-    repeat: int = 3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.curve not in CURVES:
-            raise UsageError(f"unknown curve {self.curve!r}; known are {', '.join(CURVES)}")
-        if self.companions not in get_args(Companions):
-            raise UsageError(f"unknown companions {self.companions!r}; known are {', '.join(get_args(Companions))}")
-        if not self.loads or min(self.loads) <= 0:
-            raise UsageError("loads are positive numbers, times what the order of arrival manages")
-        if not self.windows or min(self.windows) < 0:
-            raise UsageError("windows are numbers of later requests that may go first, 0 or more")
-        if min(self.device_share, self.host_share) < 0:
-            raise UsageError("shares of the documents' KV are not negative")
 
 
 def systems(reuse: ReuseConfig, windows: Sequence[int]) -> dict[str, EnginePolicy]:
@@ -148,11 +112,9 @@ class _ReorderingBench:
 
 
 def run_reordering(
+    options: ReorderingOptions,
     work_dir: Path,
     *,
-    options: ReorderingOptions | None = None,
-    dataset: Path | None = None,
-    model: Path | None = None,
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
@@ -160,14 +122,12 @@ def run_reordering(
 
     Args:
         work_dir: where the checkpoint is kept between runs.
-        dataset: in BEIR layout; None draws documents and questions.
-        model: a checkpoint's folder with its tokenizer; None takes random weights of `shape`.
 
     Raises:
         UsageError: an option is impossible, or prompts are longer than the model takes.
         DocumentError: a line of the data set cannot be read.
     """
-    options = options or ReorderingOptions()
+    dataset, model = options.dataset, options.model
     work_dir.mkdir(parents=True, exist_ok=True)
     folder = model or write_checkpoint(work_dir, shape or Shape(), "bfloat16", 0)
     environment = record_environment()

@@ -18,18 +18,17 @@ from typing import Any
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.arrivals import Draw, arrivals_of
 from stillroom.planner.simulation.stepped_engine import Prompt
-from stillroom_bench.experiments.reuse_engine import ARMS, DEFAULT_ARMS
-from stillroom_bench.experiments.reuse_figures import OFF, UNLOADED, Figures, LoadCell
-from stillroom_bench.experiments.reuse_index import LEAST_VECTORS, Searchable, searchable
+from stillroom_bench.experiments.options import ARMS, OFF, ReuseOptions
+from stillroom_bench.experiments.reuse_figures import UNLOADED, Figures, LoadCell
+from stillroom_bench.experiments.reuse_index import Searchable, searchable
 from stillroom_bench.experiments.reuse_worker import PEERS
 from stillroom_bench.instrument.environment import Environment, record_environment
+from stillroom_bench.instrument.options import named_pythons
 from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.instrument.worker import WorkerProcess
 from stillroom_bench.loads.reuse_traffic import (
-    CURVES,
     MAX_SEQS,
     Budget,
-    Companions,
     Pool,
     ReuseTraffic,
     budget_for,
@@ -51,46 +50,6 @@ _NOTES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReuseOptions:
-    """What is measured, and how long."""
-
-    curves: Sequence[str] = ("mmlu",)
-    ks: Sequence[int] = (2,)
-    """Documents per prompt."""
-    rates: Sequence[float] = (0.3, 0.6, 0.9, 1.3, 2.0, 3.0)
-    """Times what `off` serves one request after the other."""
-    num_requests: int = 25
-    """At each rate."""
-    num_warm: int = 80
-    """Requests before the first that counts, one after the other."""
-    num_documents: int = 300
-    companions: Companions = "drawn"
-    max_tokens: int = 1
-    num_vectors: int = 0
-    """Of a FAISS index that is searched before each prompt; 0: prompts come without a search."""
-    slo_ttft: float = 1.0
-    """Seconds to the first token within which a request counts for the goodput."""
-    repeat: int = 2
-    seed: int = 0
-    arms: Sequence[str] = DEFAULT_ARMS
-    """Of our engine."""
-
-    def __post_init__(self) -> None:
-        if unknown := set(self.arms) - set(ARMS):
-            raise UsageError(f"unknown arms {', '.join(sorted(unknown))}; known are {', '.join(ARMS)}")
-        if OFF not in self.arms:
-            raise UsageError(f"rates are multiples of what `{OFF}` serves; add --arm {OFF}")
-        if unknown := set(self.curves) - set(CURVES):
-            raise UsageError(f"unknown curves {', '.join(sorted(unknown))}; known are {', '.join(CURVES)}")
-        if not self.rates or min(self.rates) <= 0:
-            raise UsageError("rates are positive numbers, times what is served without reuse")
-        if 0 < self.num_vectors < LEAST_VECTORS:
-            raise UsageError(f"--search {self.num_vectors:,} is too small an index; take {LEAST_VECTORS:,} or more")
-        if self.slo_ttft <= 0:
-            raise UsageError("--slo-ttft is a positive number of seconds")
-
-
 @dataclass(slots=True)
 class _ReuseRun:
     options: ReuseOptions
@@ -107,14 +66,10 @@ class _ReuseRun:
     notes: list[str] = field(default_factory=list)
 
 
-def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
+def run_reuse(
+    options: ReuseOptions,
     work_dir: Path,
     *,
-    options: ReuseOptions | None = None,
-    dataset: Path | None = None,
-    model: Path | None = None,
-    arrivals: Path | None = None,
-    peers: Mapping[str, str] | None = None,
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
@@ -122,16 +77,12 @@ def run_reuse(  # noqa: PLR0913  one argument per thing that can be replaced
 
     Args:
         work_dir: where the checkpoint is kept between runs, and KV while it is measured.
-        dataset: in BEIR layout; None draws documents and questions.
-        model: a checkpoint's folder with its tokenizer; None takes random weights of `shape`.
-        arrivals: a trace to take the moments of requests from; None: a Poisson process.
-        peers: name (of `reuse_worker.PEERS`) -> the Python that has it installed.
 
     Raises:
         UsageError: an option is impossible, or prompts are longer than the model takes.
         DocumentError: a line of the data set cannot be read.
     """
-    options, peers = options or ReuseOptions(), peers or {}
+    dataset, model, arrivals, peers = options.dataset, options.model, options.arrivals, named_pythons(options.peers)
     if unknown := set(peers) - set(PEERS):
         raise UsageError(f"unknown peers {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
     draw = arrivals_of(arrivals)

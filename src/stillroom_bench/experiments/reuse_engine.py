@@ -19,15 +19,7 @@ from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.loader import fingerprint_of, load_decoder
 from stillroom.models.spec import ModelSpec
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, SteppedEngine
-
-DEFAULT_ARMS = ("off", "lru", "pgdsf", "tiers")
-"""Nothing is kept; on the device only, the least recently used leaves (what prefix caching gives); device, host and
-disk, under RAGCache's policy and under ours, which is the default."""
-RATIOS = {"anywhere 15%": 0.15, "anywhere 30%": 0.3}
-"""As `tiers`, and documents are reused wherever they stand, with this share of their tokens computed again."""
-CACHE_FIRST = "cache first"
-"""As `tiers`, with RAGCache's order of admission (5.2)."""
-ARMS = (*DEFAULT_ARMS, CACHE_FIRST, *RATIOS)
+from stillroom_bench.experiments.options import CACHE_FIRST, REUSE_RATIOS
 
 
 def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
@@ -38,8 +30,8 @@ def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
         return ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0)
     policy: EvictionPolicy = "pgdsf" if arm == "pgdsf" else ReuseConfig().policy
     exact = ReuseConfig(policy=policy, host_bytes=host_bytes, disk_bytes=disk_bytes)
-    if arm in RATIOS:
-        return replace(exact, mode="anywhere", recompute_ratio=RATIOS[arm], audit_share=0.0)
+    if arm in REUSE_RATIOS:
+        return replace(exact, mode="anywhere", recompute_ratio=REUSE_RATIOS[arm], audit_share=0.0)
     return exact
 
 

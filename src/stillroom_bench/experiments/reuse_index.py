@@ -8,12 +8,11 @@ from typing import Any
 
 import faiss as _faiss
 
-from stillroom_bench.experiments.tiered import TieredScope, made_lists
+from stillroom_bench.experiments.options import TieredScope
+from stillroom_bench.experiments.tiered import made_lists
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 
-LEAST_VECTORS = 20_000
-"""Of an index that codes of 8 bits can be trained for."""
 _SHARE_PROBED = 8
 """One list in so many is looked at."""
 

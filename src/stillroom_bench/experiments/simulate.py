@@ -15,6 +15,7 @@ from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom_bench.experiments.machines import load_machine
+from stillroom_bench.experiments.options import SimulateOptions
 from stillroom_bench.experiments.reuse_figures import sustained_rate
 from stillroom_bench.experiments.simulate_speculation import speculation
 from stillroom_bench.experiments.simulated_cases import (
@@ -24,7 +25,6 @@ from stillroom_bench.experiments.simulated_cases import (
     VLLM,
     Case,
     Say,
-    SimulateOptions,
     Tables,
     plant_of,
     ragcache_case,
@@ -267,13 +267,12 @@ EXPERIMENTS: dict[str, Callable[[SimulateOptions, Say], Tables]] = {
 }
 
 
-def run_simulate(options: SimulateOptions | None = None, on_progress: Say = lambda _: None) -> BenchResult:
+def run_simulate(options: SimulateOptions, on_progress: Say = lambda _: None) -> BenchResult:
     """Simulate everything that was asked for.
 
     Raises:
         UsageError: an option is impossible.
     """
-    options = options or SimulateOptions()
     if unknown := set(options.experiments) - set(EXPERIMENTS):
         raise UsageError(f"unknown experiments {', '.join(sorted(unknown))}; known are {', '.join(EXPERIMENTS)}")
     environment = record_environment()

@@ -25,7 +25,8 @@ from stillroom.planner.simulation.simulated_runtime import SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import Prompt, Tokens, segmented
 from stillroom.rag.speculation import Attempt, Speculator
 from stillroom.telemetry.metrics import Metrics
-from stillroom_bench.experiments.simulated_cases import Case, Say, SimulateOptions, Tables, ragcache_case
+from stillroom_bench.experiments.options import SimulateOptions
+from stillroom_bench.experiments.simulated_cases import Case, Say, Tables, ragcache_case
 
 TABLE_3 = {
     "mmlu": {0.125: (78.5, 52.1), 0.25: (135.9, 59.2), 0.5: (243.7, 69.7), 1.0: (422.3, 97.4)},

@@ -11,7 +11,8 @@ from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedOutcome, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom_bench.experiments.machines import Machine, load_machine
-from stillroom_bench.loads.reuse_traffic import Companions, Pool, ReuseTraffic
+from stillroom_bench.experiments.options import SimulateOptions
+from stillroom_bench.loads.reuse_traffic import Pool, ReuseTraffic
 
 Tables = dict[str, list[dict[str, Any]]]
 Say = Callable[[str], None]
@@ -23,21 +24,6 @@ VLLM = EnginePolicy(reuse=ReuseConfig(mode="off"))
 """RAGCache's baseline: its version keeps nothing between requests."""
 SGLANG = EnginePolicy(reuse=ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0))
 """On the device only, the least recently used leaves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """What is simulated, and how long."""
-
-    experiments: Sequence[str] = ()
-    """Names of `simulate.EXPERIMENTS`; none: all of them."""
-    num_requests: int = 500
-    """At each rate."""
-    num_warm: int = 1000
-    """Requests before the first that counts."""
-    num_documents: int = 1500
-    companions: Companions = "fixed"
-    seed: int = 0
 
 
 @dataclass(frozen=True)

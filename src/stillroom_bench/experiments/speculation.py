@@ -12,7 +12,6 @@ import itertools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -36,6 +35,7 @@ from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.telemetry.metrics import Metrics as Counters
+from stillroom_bench.experiments.options import SpeculationScope
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom_bench.instrument.report import BenchResult, share_name
@@ -43,8 +43,6 @@ from stillroom_bench.loads.workloads import choose_queries, clustered_vectors, l
 from stillroom_bench.quality.runtime import Shape, write_checkpoint
 from stillroom_bench.quality.search_arms import Vectors
 
-SHARES = (0.125, 0.25, 0.5, 1.0)
-"""Of the lists that a search looks at, as in Figure 19."""
 MODES: tuple[Literal["off", "on", "auto"], ...] = ("off", "on", "auto")
 PAPER = {"TTFT, at most": "1.6x lower", "search that overlaps with nothing": "1.5 to 4.3x less"}
 
@@ -56,32 +54,9 @@ _MAX_TOKENS = 512
 _POOL_BYTES = 2 * 1024**3
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationScope:
-    """Sizes."""
-
-    size: int = 500_000
-    """Vectors of the index."""
-    nbits: int = 8
-    """Of its codes; 8 need ten thousand vectors to train on."""
-    num_questions: int = 32
-    """Of one run of an arm."""
-    zipf: float = 0.8
-    """How much more often popular questions are asked."""
-    shares: tuple[float, ...] = SHARES
-    num_clients: tuple[int, ...] = (1, 4)
-    """Who ask at the same time; more than one only with half of the lists."""
-    num_stages: int = 4
-    one_thread: bool = True
-    """Also measure what it is like if the model leaves a core to the search."""
-    repeat: int = 5
-    seed: int = 0
-
-
 def run_speculation(
-    datasets: Sequence[Path],
-    work_dir: Path,
     scope: SpeculationScope,
+    work_dir: Path,
     *,
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
@@ -89,7 +64,6 @@ def run_speculation(
     """Measure everything.
 
     Args:
-        datasets: folders in BEIR layout; their documents are those of the prompts, their questions the queries.
         work_dir: where embeddings and the model's random weights are kept between runs.
         shape: of the model; None is one of 135 million parameters.
 
@@ -98,7 +72,7 @@ def run_speculation(
         DocumentError: a line of a data set cannot be read.
     """
     environment = record_environment()
-    corpus = _Corpus(datasets, work_dir, scope, on_progress)
+    corpus = _Corpus(scope.datasets, work_dir, scope, on_progress)
     shape = shape or Shape()
     on_progress("loading the model")
     engine = in_a_thread_that_ends(lambda: _engine(write_checkpoint(work_dir, shape, "bfloat16", 0)))
@@ -114,7 +88,7 @@ def run_speculation(
         "stillroom bench pipeline speculation",
         environment,
         {
-            "datasets": [path.name for path in datasets],
+            "datasets": [path.name for path in scope.datasets],
             "size": scope.size,
             "lists": corpus.index.nlist,
             "questions per run": scope.num_questions,

@@ -18,6 +18,7 @@ import numpy as np
 from stillroom.core.count_min import CountMinSketch, SketchShape
 from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.token_cache import TokenCache, gdsf, lru, tamm
+from stillroom_bench.experiments.options import StructuresOptions
 from stillroom_bench.experiments.prefix_sharing import TREE_NODES, prefix_sharing_arms
 from stillroom_bench.experiments.scheduling import NUM_STEPS, NUM_WAITING, scheduling_arms
 from stillroom_bench.instrument.environment import record_environment
@@ -249,9 +250,11 @@ def _sketch_arms(seed: int, count: int) -> list[Arm]:
 
 
 def run_structures(
-    *, repeat: int = 10, seed: int = 0, count: int = 20_000, on_run: Callable[[str, int], None] | None = None
+    options: StructuresOptions | None = None, on_run: Callable[[str, int], None] | None = None
 ) -> BenchResult:
-    """Measure all of them; `count` operations per run and arm."""
+    """Measure all of them."""
+    options = options or StructuresOptions()
+    repeat, seed, count = options.repeat, options.seed, options.operations
     environment = record_environment()
     notes: list[str] = []
     arms = [

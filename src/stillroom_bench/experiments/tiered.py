@@ -11,7 +11,6 @@ system says was read from it (/proc/self/io).
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from stillroom.errors import UsageError
 from stillroom.retrieval.tiers.partition import by_heat
 from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, accesses, written
+from stillroom_bench.experiments.options import TieredScope
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom_bench.instrument.report import BenchResult, share_name
@@ -40,23 +40,7 @@ _NUM_PROFILED = 2000
 _NUM_FOUND = 50
 
 
-@dataclass(frozen=True, slots=True)
-class TieredScope:
-    """Sizes."""
-
-    size: int = 2_000_000
-    nlist: int = 4096
-    nprobe: int = 64
-    shares: tuple[float, ...] = (0.1, 0.2, 0.3)
-    """Of the lists in RAM."""
-    batch_sizes: tuple[int, ...] = (1, 4, 16)
-    num_batches: int = 16
-    """Of one run of an arm, at most; fewer of large ones."""
-    repeat: int = 5
-    seed: int = 0
-
-
-def run_tiered(work_dir: Path, scope: TieredScope, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
+def run_tiered(scope: TieredScope, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
     """Measure everything.
 
     Args:

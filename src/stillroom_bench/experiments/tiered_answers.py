@@ -25,9 +25,10 @@ from stillroom.planner.simulation.driving import drive
 from stillroom.retrieval.tiers.partition import Lists, hottest
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile, rate_at
 from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, written
+from stillroom_bench.experiments.options import TieredScope
 from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_search import Asked, Searched
-from stillroom_bench.experiments.tiered import SKEWS, SkewedQuestions, TieredScope, check_scope, made_lists
+from stillroom_bench.experiments.tiered import SKEWS, SkewedQuestions, check_scope, made_lists
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom_bench.instrument.report import BenchResult
@@ -77,9 +78,9 @@ class Planned:
 
 
 def run_answers(
-    work_dir: Path,
     scope: TieredScope,
     asked: AnswerScope,
+    work_dir: Path,
     *,
     shape: Shape | None = None,
     model: Path | None = None,

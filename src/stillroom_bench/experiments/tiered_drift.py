@@ -21,7 +21,8 @@ import numpy as np
 
 from stillroom.retrieval.tiers.hot_lists import DriftRules, HotLists
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, written
-from stillroom_bench.experiments.tiered import SKEWS, SkewedQuestions, TieredScope, check_scope, made_lists
+from stillroom_bench.experiments.options import TieredScope
+from stillroom_bench.experiments.tiered import SKEWS, SkewedQuestions, check_scope, made_lists
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom_bench.instrument.report import BenchResult
@@ -58,7 +59,7 @@ class Window:
 
 
 def run_drift(
-    work_dir: Path, scope: TieredScope, drift: DriftScope, on_progress: Callable[[str], None] = lambda _: None
+    scope: TieredScope, drift: DriftScope, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
     """Measure everything.
 

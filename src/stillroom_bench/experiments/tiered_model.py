@@ -28,7 +28,8 @@ from stillroom.retrieval.tiers.search_model import (
 )
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
-from stillroom_bench.experiments.tiered import SKEWS, DividedBench, SkewedQuestions, TieredScope, made_lists
+from stillroom_bench.experiments.options import TieredScope
+from stillroom_bench.experiments.tiered import SKEWS, DividedBench, SkewedQuestions, made_lists
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples, run_arms
 from stillroom_bench.instrument.report import BenchResult, share_name
@@ -54,7 +55,7 @@ class PredictedCell:
 
 
 def run_prediction(
-    work_dir: Path, scope: TieredScope, on_progress: Callable[[str], None] = lambda _: None
+    scope: TieredScope, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
     """Profile, predict, then measure.
 

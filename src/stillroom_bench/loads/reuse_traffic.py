@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,10 @@ from numpy.typing import NDArray
 from stillroom.answer_quality.beir import read_corpus, read_judged_queries
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.stepped_engine import Prompt, Tokens
+from stillroom_bench.loads.popularity import CURVES, Companions
 
-Companions = Literal["drawn", "fixed"]
-"""Where the documents after the first come from. `drawn`: each from the curve, on its own. `fixed`: one list per first
-document, as a search that finds the same document finds the same others."""
-
-CURVES = {"mmlu": 0.60, "nq": 0.30}
-"""What share of requests the most popular 3 % of documents take. RAGCache 3.2 gives the one of MMLU and says that of
-Natural Questions is less; how much less is our choice."""
 TOP = 0.03
+"""Of documents: the share that `CURVES` speak of."""
 
 MAX_DOCUMENT = 512
 """Tokens; longer documents are cut (RAGCache 7.2 does so for k = 5)."""

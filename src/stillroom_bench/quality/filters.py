@@ -25,6 +25,7 @@ from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.loads.workloads import choose_queries, clustered_vectors, load_real_data
+from stillroom_bench.quality.options import FilterOptions
 from stillroom_bench.quality.search_arms import K, Vectors, dense_arm
 
 SHARES = (0.5, 0.1, 0.01, 0.001)
@@ -39,13 +40,7 @@ Row = dict[str, Any]
 
 
 def run_filters(
-    datasets: Sequence[Path],
-    work_dir: Path,
-    *,
-    size: int,
-    repeat: int,
-    seed: int,
-    on_progress: Callable[[str], None] = lambda _: None,
+    options: FilterOptions, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
     """Measure everything.
 
@@ -53,10 +48,11 @@ def run_filters(
         UsageError: a data set is missing or empty, or the size too small.
         DocumentError: a line of a data set cannot be read.
     """
+    size, repeat, seed = options.size, options.repeat, options.seed
     if size < _MIN_SIZE:
         raise UsageError(f"an index of fewer than {_MIN_SIZE:,} vectors is searched whole; give a greater size")
     environment = record_environment()
-    real = load_real_data(datasets, work_dir, on_progress)
+    real = load_real_data(options.datasets, work_dir, on_progress)
     vectors, queries = clustered_vectors(real.documents, size, seed), choose_queries(real, _NUM_QUERIES, seed)[1]
     ids = np.arange(size, dtype=np.int64)
     flat = FlatIndex(vectors.shape[1])
@@ -84,7 +80,7 @@ def run_filters(
         benchmark="filters",
         environment=environment,
         parameters={
-            "datasets": [path.name for path in datasets],
+            "datasets": [path.name for path in options.datasets],
             "size": size,
             "repeat": repeat,
             "seed": seed,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stillroom.backends.local import build_engine
-from stillroom.config.settings import Dtype, ReuseConfig, RuntimeConfig
+from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import ChunkId, RequestId
@@ -25,6 +25,7 @@ from stillroom.models.loader import load_model
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.quality.options import FixedShapesOptions
 
 _NUM_DOCUMENTS = 6
 _SYSTEM = 10
@@ -77,23 +78,16 @@ def answer(engine: Engine, question: Request) -> TimedReply:
     return TimedReply(token_ids, logprobs, first)
 
 
-def run_fixed_shapes(
-    model: str = "bundled",
-    *,
-    dtype: Dtype = "bfloat16",
-    num_questions: int = 200,
-    repeat: int = 5,
-    seed: int = 0,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> BenchResult:
+def run_fixed_shapes(options: FixedShapesOptions, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
     """Ask every question of every engine, `repeat` times, each time of new engines.
 
     Raises:
         ModelError: the checkpoint cannot be used.
     """
+    model, dtype, num_questions = options.model, options.dtype, options.num_questions
     environment = record_environment()
     decoder = load_model(model, dtype=dtype).decoder
-    asked = questions(decoder.spec.vocab_size, num_questions, seed)
+    asked = questions(decoder.spec.vocab_size, num_questions, options.seed)
     found: dict[str, list[TimedReply]] = {}
 
     def arm(name: str, mode: ReuseConfig, runtime: RuntimeConfig) -> Arm:
@@ -110,7 +104,9 @@ def run_fixed_shapes(
         for suffix, runtime in shapes.items()
         for name, mode in (("off", off), ("exact", exact))
     ]
-    samples = run_arms(arms, repeat=repeat, on_run=lambda name, at: on_progress(f"{name}, run {at}"), only_own=True)
+    samples = run_arms(
+        arms, repeat=options.repeat, on_run=lambda name, at: on_progress(f"{name}, run {at}"), only_own=True
+    )
     rows = [
         {"fixed shapes": "yes" if suffix else "no"} | _differences(found["exact" + suffix], found["off" + suffix])
         for suffix in shapes
@@ -118,7 +114,13 @@ def run_fixed_shapes(
     return BenchResult(
         "stillroom bench fixed-shapes",
         environment,
-        {"model": model, "dtype": dtype, "num_questions": num_questions, "repeat": repeat, "seed": seed},
+        {
+            "model": model,
+            "dtype": dtype,
+            "num_questions": num_questions,
+            "repeat": options.repeat,
+            "seed": options.seed,
+        },
         samples,
         "off",
         tables={"exact reuse against none": rows},

@@ -25,6 +25,7 @@ from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.loads.beir import open_knowledge_base
+from stillroom_bench.quality.options import QuestionOptions
 
 OURS = "cache"
 
@@ -37,27 +38,13 @@ CONFIGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class HotTraffic:
-    """Who asks what, when."""
-
-    num_questions: int = 400
-    """Asked per run."""
-    per_second: float = 20.0
-    """Mean rate."""
-    change_every: int = 50
-    """Questions between two changes of the corpus."""
-    zipf_exponent: float = 1.0
-    """The n-th most popular question is asked in proportion to n to the minus this."""
-
-
-def asked(questions: Sequence[str], traffic: HotTraffic, seed: int) -> tuple[list[str], list[float]]:
+def asked(questions: Sequence[str], options: QuestionOptions, seed: int) -> tuple[list[str], list[float]]:
     """The questions of one run in order, and the seconds between each and the one before."""
     rng = np.random.default_rng(seed)
-    popularity = np.arange(1, len(questions) + 1, dtype=float) ** -traffic.zipf_exponent
+    popularity = np.arange(1, len(questions) + 1, dtype=float) ** -options.zipf
     popular = rng.permutation(len(questions))
-    drawn = popular[rng.choice(len(questions), size=traffic.num_questions, p=popularity / popularity.sum())]
-    gaps = rng.exponential(1.0 / traffic.per_second, size=traffic.num_questions)
+    drawn = popular[rng.choice(len(questions), size=options.num_questions, p=popularity / popularity.sum())]
+    gaps = rng.exponential(1.0 / options.rate, size=options.num_questions)
     return [questions[at] for at in drawn], gaps.tolist()
 
 
@@ -89,14 +76,10 @@ def ask_all(
     return seconds
 
 
-def run_questions(  # noqa: PLR0913  one argument per flag of the command
-    dataset: Path,
+def run_questions(
+    options: QuestionOptions,
     work_dir: Path,
     config: StillroomConfig,
-    *,
-    traffic: HotTraffic | None = None,
-    repeat: int = 5,
-    seed: int = 0,
     on_run: Callable[[str, int], None] | None = None,
 ) -> BenchResult:
     """Measure both arms on a copy of the data set's knowledge base, opened anew for each run: whoever asks a
@@ -106,8 +89,8 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
         UsageError: the folder is no data set.
         DocumentError: a line of it cannot be read.
     """
+    dataset, repeat, seed = options.dataset, options.repeat, options.seed
     environment = record_environment()
-    traffic = traffic or HotTraffic()
     questions = list(read_judged_queries(dataset)[0].values())
     with open_knowledge_base(dataset, work_dir, config) as original:
         original.search(questions[0])  # writes what is missing of the indexes
@@ -117,16 +100,16 @@ def run_questions(  # noqa: PLR0913  one argument per flag of the command
         with KnowledgeBase.open(Path(folder) / "kb", config) as kb:
             house = _QuestionsFixture(kb, config, Path(folder) / "news.txt", itertools.count())
             arms = [
-                Arm(name, _runner(house, cache_config, questions, traffic, seed))
+                Arm(name, _runner(house, cache_config, questions, options, seed))
                 for name, cache_config in CONFIGS.items()
             ]
             samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
     parameters = {
         "dataset": dataset.name,
-        "num_questions": traffic.num_questions,
-        "per_second": traffic.per_second,
-        "change_every": traffic.change_every,
-        "zipf_exponent": traffic.zipf_exponent,
+        "num_questions": options.num_questions,
+        "per_second": options.rate,
+        "change_every": options.change_every,
+        "zipf_exponent": options.zipf,
         "repeat": repeat,
         "seed": seed,
     }
@@ -157,10 +140,14 @@ class _QuestionsFixture:
 
 
 def _runner(
-    house: _QuestionsFixture, cache_config: QueryCacheConfig, questions: Sequence[str], traffic: HotTraffic, seed: int
+    house: _QuestionsFixture,
+    cache_config: QueryCacheConfig,
+    questions: Sequence[str],
+    options: QuestionOptions,
+    seed: int,
 ) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
-        stream = asked(questions, traffic, 1000 * seed + repetition + 100)  # warm-up repetitions are negative
+        stream = asked(questions, options, 1000 * seed + repetition + 100)  # warm-up repetitions are negative
         with house.opened() as kb:
             cache = QueryCache(
                 search=lambda query, mode, top_k, num_stages, where: kb.search_staged(
@@ -175,7 +162,7 @@ def _runner(
                 lambda query: cache.search(query, "hybrid", top_k),
                 lambda: house.change(kb),
                 stream,
-                traffic.change_every,
+                options.change_every,
             )
         return _figures(seconds, stream[0], cache.stats)
 

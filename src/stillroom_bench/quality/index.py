@@ -29,11 +29,9 @@ from stillroom_bench.instrument.harness import Arm, Metrics, Samples, peak_rss_b
 from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.loads.workloads import RealData, choose_queries, clustered_vectors, load_real_data
 from stillroom_bench.quality.index_whole import measure_bm25, whole_searches
+from stillroom_bench.quality.options import IndexOptions
 from stillroom_bench.quality.peers_ann import PEERS, bm25_peer, graph_peers, peer_versions
 from stillroom_bench.quality.search_arms import K, Vectors, dense_arm
-
-SIZES = (10_000, 25_000, 50_000)
-"""Of llmds Table 1, and the 25,000 of its Table 10."""
 
 _M = 16
 _SWEPT_M = (8, 32)
@@ -70,34 +68,26 @@ class _IndexRun:
         self.samples.values |= found.values
 
 
-def run_index(  # noqa: PLR0913  one argument per flag of the command
-    datasets: Sequence[Path],
-    work_dir: Path,
-    *,
-    sizes: Sequence[int] = SIZES,
-    repeat: int = 7,
-    seed: int = 0,
-    peers: Sequence[str] = PEERS,
-    on_progress: Callable[[str], None] = lambda _: None,
+def run_index(
+    options: IndexOptions, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
     """Measure everything.
 
     Args:
-        datasets: folders in BEIR layout; their documents are the real part of the corpora, their questions the queries.
         work_dir: where embeddings are kept between runs.
-        peers: libraries to measure beside ours (`peers_ann.PEERS`); one that is not installed gives a note.
 
     Raises:
         UsageError: a data set is missing or empty, a peer unknown, or a size too small.
         DocumentError: a line of a data set cannot be read.
     """
+    peers, repeat, seed = options.peers or PEERS, options.repeat, options.seed
     if unknown := set(peers) - set(PEERS):
         raise UsageError(f"unknown peers {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
-    if not sizes or min(sizes) < _MIN_SIZE:
+    if not options.sizes or min(options.sizes) < _MIN_SIZE:
         raise UsageError(f"a corpus of fewer than {_MIN_SIZE} vectors says nothing; give greater sizes")
-    sizes = sorted(set(sizes))
+    sizes = sorted(set(options.sizes))
     environment = record_environment()
-    run = _IndexRun(load_real_data(datasets, work_dir, on_progress), repeat, seed, on_progress, peers)
+    run = _IndexRun(load_real_data(options.datasets, work_dir, on_progress), repeat, seed, on_progress, peers)
     for size in sizes:
         _measure_size(run, size, with_sweep=size == sizes[len(sizes) // 2])
     run.tables["tuner"] = _tuner_rows(run, sizes[0], sizes[-1])
@@ -112,7 +102,7 @@ def run_index(  # noqa: PLR0913  one argument per flag of the command
         benchmark="index",
         environment=environment,
         parameters={
-            "datasets": [path.name for path in datasets],
+            "datasets": [path.name for path in options.datasets],
             "sizes": list(sizes),
             "repeat": repeat,
             "seed": seed,

@@ -6,7 +6,7 @@ over the queries of each set; the product's rule once by five-fold cross-validat
 sets, and once from all sets but the one it is tested on, which asks more: that they hold for other kinds of documents.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from stillroom.answer_quality.beir import DEFAULT_SPLIT, read_judged_queries
+from stillroom.answer_quality.beir import read_judged_queries
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
@@ -28,6 +28,7 @@ from stillroom_bench.instrument.statistics import holm, paired_tests
 from stillroom_bench.loads.beir import open_knowledge_base
 from stillroom_bench.quality.fusion_arms import ALPHAS, CONVEX_WEIGHTS, OURS, RULES, Rule, learned, weighted_convex
 from stillroom_bench.quality.ir_metrics import METRICS, Qrels, evaluate
+from stillroom_bench.quality.options import RetrievalOptions
 
 NUM_CANDIDATES = 100
 NUM_FOLDS = 5
@@ -65,23 +66,18 @@ class _Dataset:
 
 
 def run_quality(
-    datasets: Sequence[Path],
+    options: RetrievalOptions,
     work_dir: Path,
     config: StillroomConfig,
-    *,
-    split: str = DEFAULT_SPLIT,
-    seed: int = 0,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
     """Measure all rules on all sets.
-
-    Args:
-        split: as of `read_judged_queries`.
 
     Raises:
         UsageError: a folder is no data set, or two have the same name.
         DocumentError: a line of one cannot be read.
     """
+    datasets, split, seed = options.datasets, options.split, options.seed
     if len({path.resolve().name for path in datasets}) < len(datasets):
         raise UsageError("two data sets have the same name; rename one, so that the report can tell them apart")
     environment = record_environment()

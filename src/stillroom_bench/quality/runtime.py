@@ -18,8 +18,10 @@ import numpy as np
 from stillroom.errors import UsageError
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms
+from stillroom_bench.instrument.options import named_pythons
 from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.instrument.worker import WorkerProcess
+from stillroom_bench.quality.options import RuntimeOptions
 from stillroom_bench.quality.runtime_worker import MAX_TOKENS
 
 OURS = "stillroom"
@@ -153,26 +155,23 @@ class _RuntimeRun:
     notes: list[str] = field(default_factory=list)
 
 
-def run_runtime(  # noqa: PLR0913  one argument per flag of the command
+def run_runtime(
+    options: RuntimeOptions,
     work_dir: Path,
     *,
-    peers: Mapping[str, str],
-    dtypes: Sequence[str] = DTYPES,
-    lengths: Sequence[int] = (256, 1024, 2048),
     shape: Shape | None = None,
-    repeat: int = 5,
-    seed: int = 0,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
     """Measure everything.
 
     Args:
         work_dir: where checkpoints are kept between runs.
-        peers: name (of `PEERS`) -> the Python that has it installed.
 
     Raises:
         UsageError: a peer or dtype is unknown, or a length too great.
     """
+    dtypes, lengths, repeat, seed = options.dtypes, options.lengths, options.repeat, options.seed
+    peers = {INT8: sys.executable, "transformers": sys.executable} | named_pythons(options.peers)
     if unknown := set(peers) - set(PEERS):
         raise UsageError(f"unknown peers {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
     if unknown := set(dtypes) - set(DTYPES):

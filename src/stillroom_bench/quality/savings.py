@@ -8,7 +8,6 @@ missing. Counted, not timed: everything repeats to the last token. How to read i
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,12 +30,11 @@ from stillroom_bench.instrument.report import BenchResult, share_name
 from stillroom_bench.loads.policy_replay import PROFILE, NoMover
 from stillroom_bench.loads.retrieved_traces import Retrieved, count_tokens, read_retrieved
 from stillroom_bench.loads.reuse_workloads import SYSTEM_TOKENS, Ask, document_ask
+from stillroom_bench.quality.options import SavingsOptions
 
 FULL = "full recompute"
 PREFIX = "prefix cache"
 SET = "set-cache"
-CAPACITIES = (0.5, 0.25, 0.1)
-RATIOS = (0.0, 0.15, 0.3)
 BLOCK_SIZE = 16
 _NOTES = (
     f"Tokens are 1.3 for each word of a passage. Beside passages a prompt has a system prompt of {SYSTEM_TOKENS} and a "
@@ -109,23 +107,15 @@ class SavingsOutcome:
     num_redundant_computed: int = 0
 
 
-def run_savings(
-    traces: Sequence[Path],
-    *,
-    capacities: Sequence[float] = CAPACITIES,
-    ratios: Sequence[float] = RATIOS,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> BenchResult:
+def run_savings(options: SavingsOptions, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
     """Replay every trace with every strategy.
-
-    Args:
-        capacities: shares of the distinct passages that fit, beside the replay where nothing ever leaves.
 
     Raises:
         UsageError: a file is no trace, or two have the same name.
     """
+    capacities, ratios = options.capacities, options.ratios
     environment = record_environment()
-    loaded = [Trace(path.stem, tuple(read_retrieved(path))) for path in traces]
+    loaded = [Trace(path.stem, tuple(read_retrieved(path))) for path in options.traces]
     if len({trace.name for trace in loaded}) < len(loaded):
         raise UsageError("two traces have the same name; rename one, so that the report can tell them apart")
     strategies = {PREFIX: Strategy(), SET: Strategy(reorders=True)}

@@ -6,28 +6,21 @@ from pathlib import Path
 import pytest
 
 from stillroom_bench.experiments import reordering
-from stillroom_bench.experiments.reordering import ReorderingOptions
+from stillroom_bench.experiments.options import ReorderingOptions
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.report import BenchResult
 from tests.cli.harness import Run
 
-Calls = list[tuple[Path, ReorderingOptions, Path | None, Path | None]]
+Calls = list[tuple[ReorderingOptions, Path]]
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     seen: Calls = []
 
-    def measure(
-        work_dir: Path,
-        *,
-        options: ReorderingOptions,
-        dataset: Path | None,
-        model: Path | None,
-        on_progress: Callable[[str], None],
-    ) -> BenchResult:
-        seen.append((work_dir, options, dataset, model))
+    def measure(options: ReorderingOptions, work_dir: Path, *, on_progress: Callable[[str], None]) -> BenchResult:
+        seen.append((options, work_dir))
         on_progress("1.5x/first come, run 1")
         tables = {"order of admission": [{"order": "first come", "mean s": 1.0}]}
         return BenchResult(
@@ -43,7 +36,7 @@ def test_defaults(run: Run, calls: Calls) -> None:
 
     assert "| first come | 1 |" in result.out
     assert result.err == "1.5x/first come, run 1\nkept in found.json\n" and Path("found.json").exists()
-    assert calls == [(Path("w"), ReorderingOptions(), None, None)]
+    assert calls == [(ReorderingOptions(), Path("w"))]
 
 
 def test_every_flag(run: Run, calls: Calls) -> None:
@@ -54,11 +47,13 @@ def test_every_flag(run: Run, calls: Calls) -> None:
 
     assert result.err == "" and result.json["benchmark"] == "stillroom bench pipeline reordering"
     options = ReorderingOptions(
+        dataset=Path("set"),
+        model=Path("set"),
         curve="nq",
         k=3,
         companions="fixed",
-        loads=[1.1, 2.0],
-        windows=[0, 64],
+        loads=(1.1, 2.0),
+        windows=(0, 64),
         num_requests=9,
         num_warm=7,
         num_documents=50,
@@ -67,11 +62,11 @@ def test_every_flag(run: Run, calls: Calls) -> None:
         repeat=5,
         seed=6,
     )
-    assert calls == [(Path("w"), options, Path("set"), Path("set"))]
+    assert calls == [(options, Path("w"))]
 
 
 def test_wrong_calls(run: Run, calls: Calls) -> None:
-    for flags, words in ((["--curve", "x"], "unknown curve 'x'"), (["--load", "-1"], "loads are positive")):
+    for flags, words in ((["--curve", "x"], "unknown curves x"), (["--load", "-1"], "loads are positive")):
         result = run("bench", "pipeline", "reordering", *flags)
         assert result.code == 2 and words in result.err
     assert not calls

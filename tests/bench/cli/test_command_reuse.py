@@ -1,35 +1,26 @@
 """`stillroom bench reuse`: what it calls, and what it prints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from stillroom_bench.experiments import reuse
-from stillroom_bench.experiments.reuse import ReuseOptions
+from stillroom_bench.experiments.options import ReuseOptions
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.report import BenchResult
 from tests.cli.harness import Run
 
-Calls = list[tuple[Path, ReuseOptions, Path | None, Path | None, Path | None, Mapping[str, str]]]
+Calls = list[tuple[ReuseOptions, Path]]
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     seen: Calls = []
 
-    def measure(  # noqa: PLR0913  as what it stands in for
-        work_dir: Path,
-        *,
-        options: ReuseOptions,
-        dataset: Path | None,
-        model: Path | None,
-        arrivals: Path | None,
-        peers: Mapping[str, str],
-        on_progress: Callable[[str], None],
-    ) -> BenchResult:
-        seen.append((work_dir, options, dataset, model, arrivals, peers))
+    def measure(options: ReuseOptions, work_dir: Path, *, on_progress: Callable[[str], None]) -> BenchResult:
+        seen.append((options, work_dir))
         on_progress("warming up off")
         tables = {"time to first token": [{"arm": "off", "mean": "1 s"}]}
         return BenchResult("stillroom bench reuse", record_environment(["x"]), {}, Samples(), tables=tables)
@@ -42,7 +33,7 @@ def test_defaults(run: Run, calls: Calls) -> None:
     result = run("bench", "reuse", "--work-dir", "w")
 
     assert "| off | 1 s |" in result.out and result.err == "warming up off\n"
-    assert calls == [(Path("w"), ReuseOptions(), None, None, None, {})]
+    assert calls == [(ReuseOptions(), Path("w"))]
 
 
 def test_every_flag(run: Run, calls: Calls) -> None:
@@ -59,9 +50,13 @@ def test_every_flag(run: Run, calls: Calls) -> None:
 
     assert result.err == "" and result.json["benchmark"] == "stillroom bench reuse"
     options = ReuseOptions(
-        curves=["nq", "mmlu"],
-        ks=[1, 5],
-        rates=[0.5, 2.0],
+        dataset=Path("set"),
+        model=Path("set"),
+        arrivals=Path("trace.csv"),
+        peers=("vllm plenty=py", "vllm=py"),
+        curves=("nq", "mmlu"),
+        ks=(1, 5),
+        rates=(0.5, 2.0),
         num_requests=9,
         num_warm=7,
         num_documents=50,
@@ -70,10 +65,9 @@ def test_every_flag(run: Run, calls: Calls) -> None:
         slo_ttft=0.5,
         repeat=3,
         seed=6,
-        arms=["anywhere 30%", "off"],
+        arms=("anywhere 30%", "off"),
     )
-    peers = {"vllm plenty": "py", "vllm": "py"}
-    assert calls == [(Path("w"), options, Path("set"), Path("set"), Path("trace.csv"), peers)]
+    assert calls == [(options, Path("w"))]
 
 
 def test_wrong_calls(run: Run, calls: Calls) -> None:

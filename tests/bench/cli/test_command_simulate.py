@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stillroom_bench.experiments import simulate, simulate_validation
-from stillroom_bench.experiments.simulated_cases import SimulateOptions
+from stillroom_bench.experiments.options import SimulateOptions
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.report import BenchResult
@@ -51,7 +51,7 @@ def test_every_flag(run: Run, calls: list[Any]) -> None:
 
     assert result.err == "" and result.json["tables"]["Figure 13"] == [{"arm": "ours", "s": 0.5}]
     expected = SimulateOptions(
-        experiments=["policies", "top-k"],
+        experiments=("policies", "top-k"),
         num_requests=5,
         num_warm=6,
         num_documents=70,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from stillroom_bench.experiments import tiered, tiered_answers, tiered_drift, tiered_model
-from stillroom_bench.experiments.tiered import TieredScope
+from stillroom_bench.experiments.options import TieredScope
 from stillroom_bench.experiments.tiered_drift import DriftScope
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
@@ -19,8 +19,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
 
     def fake(module: Any, name: str) -> None:
-        def run(_: Path, *scopes: Any, **__: Any) -> BenchResult:
-            seen.append((name, *(one for one in scopes if not callable(one))))
+        def run(*scopes: Any, **_: Any) -> BenchResult:
+            seen.append((name, *(one for one in scopes if not callable(one) and not isinstance(one, Path))))
             return BenchResult("stillroom bench tiered", record_environment(["x"]), {}, Samples())
 
         monkeypatch.setattr(module, name, run)

@@ -1,6 +1,6 @@
 """`stillroom bench retrieval`: what it calls, and what it prints."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.quality import retrieval_quality
+from stillroom_bench.quality.options import RetrievalOptions
 from tests.cli.harness import Run
 
 Calls = list[tuple[list[str], Path, int]]
@@ -21,18 +22,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     seen: Calls = []
 
     def measure(
-        datasets: Sequence[Path],
-        work_dir: Path,
-        config: StillroomConfig,
-        *,
-        split: str,
-        seed: int,
-        on_step: Callable[[str], None],
+        options: RetrievalOptions, work_dir: Path, config: StillroomConfig, on_step: Callable[[str], None]
     ) -> BenchResult:
-        if any(dataset.name == "broken" for dataset in datasets):
+        if any(dataset.name == "broken" for dataset in options.datasets):
             raise UsageError("corpus.jsonl is missing")
-        assert split in ("test", "dev")
-        seen.append(([dataset.name for dataset in datasets], work_dir, seed))
+        assert options.split in ("test", "dev")
+        seen.append(([dataset.name for dataset in options.datasets], work_dir, options.seed))
         on_step("indexing")
         tables = {"ndcg_at_10 per set": [{"rule": "RRF", "first": 0.25}]}
         return BenchResult("stillroom bench retrieval", record_environment(["x"]), {}, Samples(), tables=tables)

@@ -9,8 +9,8 @@ import pytest
 
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.arrivals import arrivals
+from stillroom_bench.loads.popularity import CURVES
 from stillroom_bench.loads.reuse_traffic import (
-    CURVES,
     DEVICE_SHARE,
     MAX_SEQS,
     Pool,

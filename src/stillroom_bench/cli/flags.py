@@ -1,0 +1,203 @@
+"""Makes a command of `stillroom bench` from an option class: one flag per field, and those that all commands share."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from stillroom.cli import opening
+from stillroom.cli.console import note
+from stillroom.cli.options import ConfigOption, JsonOption, QuietOption, expanded
+from stillroom.config.places import cache_root
+from stillroom.config.settings import StillroomConfig
+from stillroom.errors import UsageError
+from stillroom_bench.cli.delivery import CompareOption, Delivery, HtmlOption, OutputOption, deliver, must_compare
+from stillroom_bench.instrument.options import Flag
+
+if TYPE_CHECKING:
+    from stillroom_bench.instrument.report import BenchResult
+
+_METAVARS = {int: "N", float: "X", str: "NAME"}
+
+WorkDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--work-dir",
+        metavar="DIR",
+        callback=expanded,
+        help="Where indexes and embeddings are kept; without it, the user's cache folder.",
+    ),
+]
+_SHARED: dict[str, tuple[Any, Any]] = {
+    "work_dir": (WorkDirOption, None),
+    "output": (OutputOption, None),
+    "html": (HtmlOption, None),
+    "compare": (CompareOption, None),
+    "config": (ConfigOption, None),
+    "as_json": (JsonOption, False),
+    "quiet": (QuietOption, False),
+}
+"""Parameter -> its flag and default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a benchmark is given beside its options."""
+
+    context: typer.Context
+    work_dir: Path
+    config: Path | None
+    compare: Path | None
+    is_quiet: bool
+
+    def say(self, text: str) -> None:
+        """Show progress, unless the call is quiet."""
+        if not self.is_quiet:
+            note(text)
+
+    def say_run(self, arm: str, repetition: int) -> None:
+        """Show which arm runs now; repetition -1 warms up."""
+        self.say(f"{'warming up' if repetition < 0 else f'run {repetition + 1}'}: {arm}")
+
+    def settings(self) -> StillroomConfig:
+        """Return the user's settings."""
+        return opening.load_settings(self.config)
+
+    def is_given(self, name: str) -> bool:
+        """Whether the flag of this field was given."""
+        source = self.context.get_parameter_source(name)
+        return source is not None and source.name != "DEFAULT"
+
+    def refuse_idle(self, beside: str, *names: str) -> None:
+        """Refuse flags that would do nothing.
+
+        Args:
+            beside: what else was asked for, such as `with --drift`.
+            names: of fields.
+
+        Raises:
+            UsageError: one of them was given.
+        """
+        for parameter in self.context.command.params:
+            if parameter.name in names and self.is_given(str(parameter.name)):
+                raise UsageError(f"{parameter.opts[0]} does nothing {beside}; leave it out")
+
+    def must_compare(self, benchmark: str) -> None:
+        """Raises UsageError where `--compare` names another benchmark's result."""
+        must_compare(self.compare, benchmark)
+
+
+Run = Callable[[Any, Call], "BenchResult"]
+
+
+def add_command(
+    app: typer.Typer, name: str, options: type[Any], run: Run, help: str, without: Sequence[str] = ()
+) -> None:
+    """Add the command that runs one benchmark.
+
+    Args:
+        options: its option class.
+        run: takes an instance of it.
+        without: shared flags that the command has no use for: `work_dir`, `compare` or `config`.
+    """
+    own = {field.name: (_option(field, kind), _default(field)) for field, kind in _flags(options)}
+    shared = {key: value for key, value in _SHARED.items() if key not in without}
+
+    def command(context: typer.Context, **given: Any) -> None:
+        chosen = {key: given[key] for key in own if given[key] is not None}
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
+        compare = given.get("compare")
+        folder = given.get("work_dir") or cache_root() / "bench"
+        call = Call(context, folder, given.get("config"), compare, given["quiet"])
+        result = run(options(**values), call)
+        deliver(result, Delivery(given["as_json"], given["output"], given["html"], compare))
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter("context", keyword, annotation=typer.Context)]
+    for key, (kind, default) in (own | shared).items():
+        parameters.append(inspect.Parameter(key, keyword, default=default, annotation=kind))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app.command(name, help=help)(command)
+
+
+def _flags(options: type[Any]) -> Iterable[tuple[Field[Any], Any]]:
+    kinds = get_type_hints(options)
+    return [(field, kinds[field.name]) for field in fields(options) if "flag" in field.metadata]
+
+
+def _default(field: Field[Any]) -> Any:
+    """The default of the command's parameter; of a tuple None, which leaves the option class its own."""
+    if field.default is MISSING:
+        return inspect.Parameter.empty
+    return None if isinstance(field.default, tuple) else field.default
+
+
+def _option(field: Field[Any], kind: Any) -> Any:
+    """The parameter's annotation, as Typer reads it."""
+    flag: Flag = field.metadata["flag"]
+    element, is_many = (get_args(kind)[0], True) if get_origin(kind) is tuple else (kind, False)
+    plain = (
+        next((one for one in get_args(element) if one is not NoneType), element) if _is_optional(element) else element
+    )
+    base = str if get_origin(plain) is Literal and flag.metavar else plain
+    settings: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar or _metavar(plain, flag)}
+    if flag.min is not None or flag.max is not None:
+        as_number = int if plain is int else float
+        settings |= {side: as_number(end) for side in ("min", "max") if (end := getattr(flag, side)) is not None}
+    if plain is Path:
+        settings |= {"exists": True, "file_okay": flag.path != "folder", "dir_okay": flag.path != "file"}
+    if is_many:
+        settings |= {"callback": distinct, "help": f"{flag.help.rstrip('.')}; can be repeated.{_shown(field)}"}
+    names = [flag.name or f"--{field.name.replace('_', '-')}"]
+    annotation: Any = list[base] if is_many else base  # type: ignore[valid-type]
+    if _is_optional(element) or (is_many and field.default is not MISSING):
+        annotation = annotation | None
+    if plain is bool:
+        settings.pop("metavar")
+    return Annotated[annotation, typer.Option(*names, **settings)]
+
+
+def _is_optional(kind: Any) -> bool:
+    return NoneType in get_args(kind)
+
+
+def _metavar(kind: Any, flag: Flag) -> str | None:
+    if kind is Path:
+        return "FILE" if flag.path == "file" else "DIR"
+    return "SHARE" if kind is float and flag.max == 1.0 else _METAVARS.get(kind)
+
+
+def _shown(field: Field[Any]) -> str:
+    """The default of a flag that can be repeated, for its help."""
+    if field.default is MISSING or not field.default:
+        return ""
+    return f" Without it: {', '.join(f'{one:g}' if isinstance(one, float) else str(one) for one in field.default)}."
+
+
+def distinct(values: list[Any] | None) -> list[Any] | None:
+    """Keep each value once: numbers by how arms are named after them, paths by the file that they lead to."""
+
+    def key(value: object) -> object:
+        return value.resolve() if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else value
+
+    found: dict[object, Any] = {}
+    for value in values or ():
+        found.setdefault(key(value), value)
+    return values and list(found.values())
+
+
+def imported(name: str) -> Callable[..., "BenchResult"]:
+    """Return a function that is imported when it is called, such as `quality.index:run_index`."""
+
+    def call(*args: Any, **kwargs: Any) -> "BenchResult":
+        module, _, function = name.partition(":")
+        found: Callable[..., BenchResult] = getattr(import_module(f"stillroom_bench.{module}"), function)
+        return found(*args, **kwargs)
+
+    return call

@@ -1,0 +1,167 @@
+"""The commands that measure a user's own documents, questions and machine."""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from stillroom.cli.options import help_text
+from stillroom.errors import UsageError
+from stillroom_bench.cli.flags import Call, add_command, imported
+from stillroom_bench.quality import options
+
+if TYPE_CHECKING:
+    from stillroom_bench.instrument.report import BenchResult
+
+RETRIEVAL_HELP = help_text(
+    "Measure how well searches find what people judged relevant, for every way to fuse dense and sparse results.",
+    "A data set is a folder in BEIR layout: corpus.jsonl, queries.jsonl, and qrels/test.tsv or qrels.tsv. Its index is "
+    "built by the first run, which may take minutes, and kept in the work folder for the next ones.",
+    "Prints nDCG@10, Recall@5, Recall@10, Recall@100 and MRR@10 per set and rule, with significance.",
+    examples=(
+        "stillroom bench retrieval --dataset data/nfcorpus",
+        "stillroom bench retrieval --dataset data/nfcorpus --dataset data/fiqa --output retrieval.json",
+    ),
+)
+
+INDEX_HELP = help_text(
+    "Measure index quality and cost: recall against speed for flat, HNSW and IVF-PQ, hybrid search, BM25.",
+    "The data sets give real texts, questions and embeddings; larger corpora are made from them with a seed. faiss is "
+    "called directly beside our indexes, and hnswlib, usearch and bm25s where they are installed.",
+    examples=(
+        "stillroom bench index --dataset data/nfcorpus --dataset data/fiqa",
+        "stillroom bench index --dataset data/nfcorpus --size 10000 --size 50000 --repeat 10 --html index.html",
+    ),
+)
+
+FILTERS_HELP = help_text(
+    "Measure recall and latency of approximate indexes where a filter leaves 50 %, 10 %, 1 % and 0.1 % of the chunks.",
+    "Filters leave chunks at random, or those of one subject. Beside what Stillroom chooses run the two ways that it "
+    "chooses between: comparing all that is allowed, and walking or scanning the index in any case.",
+    examples=(
+        "stillroom bench filters --dataset data/nfcorpus",
+        "stillroom bench filters --dataset data/nfcorpus --size 200000 --output filters.json",
+    ),
+)
+
+QUESTIONS_HELP = help_text(
+    "Measure what the query cache saves when some questions are asked often and documents change now and then.",
+    "Questions of the data set arrive at random times, popular ones more often. Compares no cache with the cache.",
+    examples=(
+        "stillroom bench questions --dataset data/nfcorpus",
+        "stillroom bench questions --dataset data/nfcorpus --rate 50 --change-every 20 --zipf 1.2",
+    ),
+)
+
+RUNTIME_HELP = help_text(
+    "Measure the decoder on random weights of one shape: prefill, decoding, batches, memory, beside other runtimes.",
+    "Each peer runs in a process of its own under the Python that has it installed; `transformers` is always measured.",
+    examples=(
+        "stillroom bench runtime",
+        "stillroom bench runtime --peer llama.cpp=llama/bin/python --peer vllm=vllm/bin/python --dtype bfloat16",
+    ),
+)
+
+FIXED_SHAPES_HELP = help_text(
+    "Measure what runtime.fixed_shapes gives and costs: answers that reuse of exact prefixes changes, and time.",
+    "The same questions over random documents, one at a time, with and without reuse, with and without fixed shapes.",
+    examples=(
+        "stillroom bench fixed-shapes",
+        "stillroom bench fixed-shapes --model ./models/qwen2.5-0.5b --questions 500 --output fixed-shapes.json",
+    ),
+)
+
+QUALITY_HELP = help_text(
+    "Measure what reuse anywhere costs in answers: exact match and agreement with a full prefill.",
+    "Questions come from a JSON-lines file (`chunks`, which are texts, `question`, and if known `answer` and `kind`), "
+    "from a JSON list (`ctxs` with `title` and `text`, `question`, `answers`), or from a data set in BEIR layout. The "
+    "KV of each chunk is computed behind a chunk of another question, then reused where the question has it, with a "
+    "share of its tokens computed again. Compared are all token selectors, a prefix cache, and one that reorders "
+    "documents. How to read it: docs/chunk-reuse.md.",
+    examples=(
+        "stillroom bench quality --questions eval.jsonl",
+        "stillroom bench quality --questions data/xquad --limit 200 --model ./model --words 60",
+        "stillroom bench quality --questions eval.jsonl --selector question --selector context --alpha 1 --focus 2",
+        "stillroom bench quality --questions eval.jsonl --model ./model --ratio 0.15 --ratio 0.3 --output quality.json",
+    ),
+)
+
+SAVINGS_HELP = help_text(
+    "Count the prompt tokens that need not be computed when searches find the same passages again.",
+    "Compared are prefix caching, the same with passages reordered (Cache-Craft's SET-CACHE), and reuse anywhere, on "
+    "the real tree without its bytes. A trace is JSON with `retrieved_docs` (a list of texts per request), or JSON "
+    "lines with such a list each. Nothing is timed, so figures repeat. How to read it: docs/chunk-reuse.md.",
+    examples=(
+        "stillroom bench savings --trace rag.json",
+        "stillroom bench savings --trace one.json --trace two.jsonl --capacity 0.2 --ratio 0.15 --output savings.json",
+    ),
+)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands to `stillroom bench`."""
+    add_command(app, "retrieval", options.RetrievalOptions, _retrieval, RETRIEVAL_HELP)
+    add_command(app, "index", options.IndexOptions, _index, INDEX_HELP, ["config"])
+    add_command(app, "filters", options.FilterOptions, _filters, FILTERS_HELP, ["config"])
+    add_command(app, "questions", options.QuestionOptions, _questions, QUESTIONS_HELP)
+    add_command(app, "runtime", options.RuntimeOptions, _runtime, RUNTIME_HELP, ["config"])
+    add_command(
+        app, "fixed-shapes", options.FixedShapesOptions, _fixed_shapes, FIXED_SHAPES_HELP, ["config", "work_dir"]
+    )
+    add_command(app, "quality", options.AnswerOptions, _answers, QUALITY_HELP, ["config", "work_dir"])
+    add_command(app, "savings", options.SavingsOptions, _savings, SAVINGS_HELP, ["config", "work_dir", "compare"])
+
+
+def _retrieval(chosen: options.RetrievalOptions, call: Call) -> "BenchResult":
+    return imported("quality.retrieval_quality:run_quality")(chosen, call.work_dir, call.settings(), call.say)
+
+
+def _index(chosen: options.IndexOptions, call: Call) -> "BenchResult":
+    return imported("quality.index:run_index")(chosen, call.work_dir, call.say)
+
+
+def _filters(chosen: options.FilterOptions, call: Call) -> "BenchResult":
+    return imported("quality.filters:run_filters")(chosen, call.work_dir, call.say)
+
+
+def _questions(chosen: options.QuestionOptions, call: Call) -> "BenchResult":
+    return imported("quality.hot_questions:run_questions")(chosen, call.work_dir, call.settings(), call.say_run)
+
+
+def _runtime(chosen: options.RuntimeOptions, call: Call) -> "BenchResult":
+    return imported("quality.runtime:run_runtime")(chosen, call.work_dir, on_progress=call.say)
+
+
+def _fixed_shapes(chosen: options.FixedShapesOptions, call: Call) -> "BenchResult":
+    return imported("quality.fixed_shapes:run_fixed_shapes")(chosen, call.say)
+
+
+def _savings(chosen: options.SavingsOptions, call: Call) -> "BenchResult":
+    return imported("quality.savings:run_savings")(chosen, call.say)
+
+
+def _answers(chosen: options.AnswerOptions, call: Call) -> "BenchResult":
+    from stillroom.answer_quality.arms import RATIOS, SELECTORS
+    from stillroom.answer_quality.asking import QualityScope, bench_runtime
+
+    def on_progress(done: int, total: int) -> None:
+        if done % 25 == 0 or done == total:
+            call.say(f"{done} of {total} questions")
+
+    if unknown := set(chosen.selectors) - set(SELECTORS):
+        raise UsageError(f"unknown selectors {', '.join(sorted(unknown))}; known are {', '.join(SELECTORS)}")
+    scope = QualityScope(
+        chosen.questions,
+        chosen.num_questions,
+        bench_runtime(chosen.model),
+        ratios=chosen.ratios or RATIOS,
+        selectors=chosen.selectors or SELECTORS,
+        alphas=chosen.alphas,
+        focus_window=chosen.focus_window,
+        has_unturned=chosen.has_unturned,
+        context="shuffled" if chosen.is_shuffled else "foreign",
+        num_chunks=chosen.num_chunks,
+        max_words=chosen.max_words,
+        seed=chosen.seed,
+        max_tokens=chosen.max_tokens,
+    )
+    return imported("quality.answers:run_quality")(scope, on_progress=on_progress)
