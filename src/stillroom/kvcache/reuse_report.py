@@ -1,4 +1,4 @@
-"""What is said of a prompt when it is admitted: where the KV of each part comes from, and why the rest is computed."""
+"""Reports where the KV of each part of an admitted prompt comes from, and why the rest is computed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,29 +18,29 @@ Source = tuple[Tier | None, Reason]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A piece that was taken from another place."""
+    """A piece that took its KV from another position."""
 
     tier: Tier
     variant: Variant
     share: float
-    """Of its tokens that is to be computed again."""
+    """Of its tokens that is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionReuse:
     """What the tree had for a prompt when it was admitted."""
 
-    matched: list[Node]
+    matched: Sequence[Node]
     tiers: list[Tier | None]
-    """Where each of them was."""
+    """The fastest tier of each of them then."""
     num_planned: int
-    """How many of them it was worth to use."""
+    """How many of them were worth using."""
     num_tokens: int
-    placed: Mapping[int, "Placed"]
-    """Pieces that were taken from another place."""
+    placed: Mapping[int, Placed]
+    """Pieces that took their KV from another position, by index."""
 
     def source(self, index: int, lease: Lease, tree: KnowledgeTree) -> Source:
-        """Where the KV of the prompt's `index`-th piece comes from, and why."""
+        """Return where the KV of the prompt's `index`-th piece comes from, and why."""
         if index < lease.num_committed:
             return self.tiers[index], Reason.HIT
         if index in self.placed:
@@ -57,8 +57,19 @@ class AdmissionReuse:
         return None, Reason.ORDER_DIFFERS if tree.variants(piece.content) else Reason.NEVER_SEEN
 
 
-def account(tree: KnowledgeTree, lease: Lease, found: AdmissionReuse) -> None:
-    """What a new request says about nodes and pieces (RAGCache Algorithm 1), and what is said to the user."""
+@dataclass(frozen=True, slots=True)
+class AdmissionReport:
+    """What an admission means, for users and for the counts."""
+
+    reuse: PromptReuse
+    sources: Sequence[Source]
+    """Of each piece."""
+    cost_per_token: float
+    """Seconds per computed token of the prompt, by the cost model (RAGCache Eq. 3)."""
+
+
+def report_admission(tree: KnowledgeTree, lease: Lease, found: AdmissionReuse) -> AdmissionReport:
+    """Describe where the KV of an admitted prompt comes from and what that saves. Changes nothing."""
     num_cached, ratio = sum(node.num_tokens for node in lease.nodes), 0.0
     if found.placed:
         num_placed = sum(lease.pieces[index].num_tokens for index in found.placed)
@@ -66,31 +77,21 @@ def account(tree: KnowledgeTree, lease: Lease, found: AdmissionReuse) -> None:
         num_cached += int((1.0 - ratio) * num_placed)
     num_new = found.num_tokens - num_cached
     compute = tree.profile.prefill_seconds(num_cached, num_new)
-    lease.cost_per_token = compute / num_new
-    for index, node in enumerate(found.matched):
-        is_computed = index >= lease.num_committed
-        if tree.get(node.key) is node:
-            tree.touch(node, lease.cost_per_token if is_computed else None)
     sources = [found.source(index, lease, tree) for index in range(len(lease.pieces))]
-    count(tree.stats, lease.pieces, sources, found.placed)
     loads = sum(
-        tree.profile.load_seconds(tier, node.num_tokens * tree.options.bytes_per_token)
-        for node, tier in zip(lease.nodes, found.tiers, strict=False)
+        tree.profile.load_seconds(tier, piece.num_tokens * tree.options.bytes_per_token)
+        for piece, (tier, _) in zip(lease.pieces, sources, strict=True)
         if tier is not None and tier is not Tier.DEVICE
-    )
-    loads += sum(
-        tree.profile.load_seconds(one.tier, lease.pieces[index].num_tokens * tree.options.bytes_per_token)
-        for index, one in found.placed.items()
-        if one.tier is not Tier.DEVICE
     )
     saved = tree.profile.prefill_seconds(0, found.num_tokens) - compute - loads
     segments = segments_of(lease.prompt, lease.pieces, sources, found.placed)
-    lease.reuse = PromptReuse(segments, loads, saved, ratio)
+    return AdmissionReport(PromptReuse(segments, loads, saved, ratio), sources, compute / num_new)
 
 
-def count(
+def count_sources(
     stats: KVCacheStats, pieces: Sequence[Piece], sources: Sequence[Source], placed: Mapping[int, Placed]
 ) -> None:
+    """Add the hits, misses and placements of a prompt's pieces to the statistics."""
     for index, (piece, (tier, reason)) in enumerate(zip(pieces, sources, strict=True)):
         if reason is Reason.ANYWHERE:
             stats.placed_tokens += piece.num_tokens
@@ -110,7 +111,7 @@ def count(
 def segments_of(
     prompt: SegmentedPrompt, pieces: Sequence[Piece], sources: Sequence[Source], placed: Mapping[int, Placed]
 ) -> tuple[SegmentReuse, ...]:
-    """Segment by segment; a last one that is kept in part appears once for each source."""
+    """Sum up the sources of pieces by segment; a last segment that is kept in part appears once for each source."""
     variants = {pieces[index].segment: one.variant for index, one in placed.items()}
     lengths: dict[tuple[int, Source], int] = {}
     for piece, source in zip(pieces, sources, strict=True):
@@ -118,7 +119,7 @@ def segments_of(
         lengths[part] = lengths.get(part, 0) + piece.num_tokens
     rest = prompt.num_tokens - sum(lengths.values())
     if rest > 0:
-        lengths[len(prompt.segments) - 1, (None, Reason.TAIL)] = rest  # pieces leave nothing uncovered but the end
+        lengths[len(prompt.segments) - 1, (None, Reason.TAIL)] = rest  # pieces cover all but the end
     report = []
     for (index, (tier, reason)), num_tokens in lengths.items():
         segment = prompt.segments[index]
@@ -128,6 +129,7 @@ def segments_of(
 
 
 def nothing_reused(prompt: SegmentedPrompt) -> PromptReuse:
+    """The report of a prompt while reuse is off."""
     return PromptReuse(
         tuple(
             SegmentReuse(segment.kind, segment.chunk_id, len(segment.token_ids), None, Reason.OFF)
