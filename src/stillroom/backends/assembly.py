@@ -176,7 +176,7 @@ def build_cache(  # noqa: PLR0913  the parts, once
         folder: for KV on disk; None keeps none.
         inv_freq_LP: of the decoder; needed for reuse anywhere.
     """
-    if config.mode == "off" or profile is None:
+    if not config.keeps_kv or profile is None:
         return KVCache(KVCacheManager(pool), device)
     fingerprint = kv_fingerprint(fingerprint)
     disk = DiskStore(folder, fingerprint) if folder is not None and config.disk_bytes else None
@@ -220,7 +220,7 @@ def tree_options(
 def reuse_of(tree: KnowledgeTree, config: ReuseConfig, fingerprint: bytes) -> Reuse:
     """What the manager is told of a tree, as configured."""
     keys = PrefixKeys(fingerprint, config.tail_blocks * tree.pool.block_size)
-    anywhere = anywhere_options(config) if config.mode == "anywhere" else None
+    anywhere = anywhere_options(config) if config.allows_any_position else None
     weighs = 0 if anywhere is None else weighs_every(anywhere)
     return Reuse(tree, keys, config.load == "always", anywhere, weighs)
 

@@ -324,11 +324,11 @@ def build_engine(  # noqa: PLR0913  the parts, once
     if tunes_threads:
         _use_threads(config, bench)
     reuse = reuse or ReuseConfig(mode="off")
-    if profile is None and reuse.mode != "off":
+    if profile is None and reuse.keeps_kv:
         kept = load_profile(profile_path(cache_root(), fingerprint, decoder.device))
         profile = kept or quick_profile(bench, kv_folder if reuse.disk_bytes else None)
     inv_freq_LP = None
-    if reuse.mode == "anywhere":
+    if reuse.allows_any_position:
         check_placement(decoder, config.block_size)
         inv_freq_LP = decoder.inv_freq_LP
     cache = build_cache(

@@ -129,6 +129,16 @@ class ReuseConfig:
     """The end of a prompt is kept in pieces of this many blocks, so that long ones (conversations, raw prompts) are
     shared as far as they agree. Questions shorter than a piece are not kept."""
 
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether KV is kept for later prompts at all."""
+        return self.mode != "off"
+
+    @property
+    def allows_any_position(self) -> bool:
+        """Whether kept KV may be reused at another position than its own."""
+        return self.mode == "anywhere"
+
     def __post_init__(self) -> None:
         check_ranges("reuse", self)
 

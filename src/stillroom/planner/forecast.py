@@ -153,7 +153,7 @@ class Forecaster:
                 f"{split.device_kv} bytes hold no KV block of {plant.block_size} tokens; raise runtime.kv_bytes"
             )
         runtime = SimulatedRuntime(plant, replace(scene.system, reuse=reuse))
-        if reuse.mode != "off":
+        if reuse.keeps_kv:
             runtime.ask([scene.found[number].prompt for number in workload.warm])
         search = self._search_seconds(split, variation)
         prompts = [scene.found[number].prompt for number in workload.asked]

@@ -79,7 +79,7 @@ def purchases(
     found.append(_try(forecaster, "a GPU, or a faster one", split, Variation(speed=_GPU), remark))
     if forecaster.list_bytes:
         found.append(_try(forecaster, "half the probes", split, Variation(probes=0.5), "costs recall, no money"))
-    if reuse.mode == "exact":
+    if reuse.keeps_kv and not reuse.allows_any_position:
         remark = "answers may change (docs/chunk-reuse.md)"
         found.append(_try(forecaster, 'reuse.mode = "anywhere"', split, Variation(reuse="anywhere"), remark))
     step()

@@ -253,7 +253,7 @@ class Pipeline:
     def _may_see(self, where: str) -> MaySee | None:
         """Which documents' KV a question may be answered from: those that its filter allows now, not those that it
         allowed when the KV was computed. None for all."""
-        if not where.strip() or self._config.reuse.mode != "anywhere":  # a prefix has seen nothing but the prompt
+        if not where.strip() or not self._config.reuse.allows_any_position:  # a prefix has seen nothing but the prompt
             return None
         allowed = self._kb.allowed(where)
         return lambda chunk_ids: bool(allowed.has(list(chunk_ids)).all())

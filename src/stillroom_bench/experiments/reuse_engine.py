@@ -94,7 +94,7 @@ class OurRuntime(SteppedEngine):
         shutil.rmtree(self._kv_folder, ignore_errors=True)
         self._kv_folder.mkdir(parents=True)
         settings, system = self._settings, self._system
-        has_disk = system.reuse.mode != "off" and system.reuse.disk_bytes > 0
+        has_disk = system.reuse.keeps_kv and system.reuse.disk_bytes > 0
         self._engine, self._cache = build_engine(
             self._decoder,
             RuntimeConfig(

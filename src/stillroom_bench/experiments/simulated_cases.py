@@ -43,7 +43,7 @@ class Case:
     def run(self, system: EnginePolicy, rates: Sequence[float]) -> list[SimulatedOutcome]:
         """One arm: warmed up, then at each rate, in requests per second, with what it kept so far."""
         options, runtime = self.options, SimulatedRuntime(self.plant, system)
-        if system.reuse.mode != "off":
+        if system.reuse.keeps_kv:
             runtime.ask(self.traffic.prompts(options.num_warm, 0))
         found = []
         for number, rate in enumerate(rates):

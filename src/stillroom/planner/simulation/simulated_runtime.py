@@ -173,7 +173,7 @@ class _TimedScheduler(Scheduler):
 
 def _reuse(plant: HardwareModel, config: ReuseConfig, pool: BlockPool, clock: VirtualClock) -> Reuse | None:
     """As `rag.kv_cache.build_cache` reads the settings, without stores."""
-    if config.mode == "off":
+    if not config.keeps_kv:
         return None
     mover = ModelledMover(clock, plant.costs.load_seconds, plant.bytes_per_token)
     options = tree_options(config, plant.bytes_per_token)
