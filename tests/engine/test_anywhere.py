@@ -403,7 +403,7 @@ def chosen_again(house: House, *documents: int) -> list[int]:
 
     def observed(batch: Batch) -> StepResult:
         for scheduled in batch.sequences:
-            if scheduled.positions is not None and not scheduled.is_look:
+            if scheduled.positions is not None and not scheduled.is_query_pass:
                 positions.extend(scheduled.positions.tolist())
         return execute(batch)
 

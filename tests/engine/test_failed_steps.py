@@ -48,11 +48,11 @@ def as_a_sample(batch: Batch) -> bool:
 
 
 def in_its_probe(batch: Batch) -> bool:
-    return any(is_bad(one) and one.is_probe for one in batch.sequences)
+    return any(is_bad(one) and one.is_deviation_pass for one in batch.sequences)
 
 
 def in_its_look(batch: Batch) -> bool:
-    return any(is_bad(one) and one.is_look for one in batch.sequences)
+    return any(is_bad(one) and one.is_query_pass for one in batch.sequences)
 
 
 def break_steps(house: House, is_faulty: Fault) -> None:

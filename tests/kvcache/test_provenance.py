@@ -153,14 +153,14 @@ class Reader:
         lease = self.under_way.pop(index)
         tokens, slots = lease.prompt.token_ids, lease.table.slots.tolist()
         todo: Sequence[int] = range(sum(node.num_tokens for node in lease.nodes), len(tokens))
-        if lease.repair is not None:
-            assert lease.repair.is_planned
-            todo = lease.repair.to_compute(len(tokens)).tolist()
+        if lease.recompute is not None:
+            assert lease.recompute.is_planned
+            todo = lease.recompute.to_compute(len(tokens)).tolist()
         for position in todo:
             before = [self.memory.slots[slot] for slot in slots[:position]]
             self.memory.slots[slots[position]] = frozenset({tokens[position]}.union(*before))
-        if lease.repair is not None:
-            self.manager.end_repair(lease)
+        if lease.recompute is not None:
+            self.manager.end_recompute(lease)
         self.manager.commit(lease, len(tokens))
         self.manager.release(lease)
 

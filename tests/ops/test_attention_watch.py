@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from stillroom.core.batch import Weighing
+from stillroom.core.batch import MassRequest
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.attention_mass import attention_weights_reference
 from stillroom.ops.attention_watch import AttentionWatch, MassWatch
@@ -43,8 +43,8 @@ def test_layers_and_spans_are_kept_apart() -> None:
 
 def test_only_the_rows_asked_for_are_weighed_and_layers_averaged() -> None:
     span = AttentionSpan(1, 5, CONTEXT, 5, torch.tensor([0, 2, 3, 4]))
-    weighing = Weighing(np.array([0, 0, -1, 1, 1]), 3, np.array([1, 3]))
-    watch, seen = MassWatch(span, weighing), layers(6, 40)
+    mass_request = MassRequest(np.array([0, 0, -1, 1, 1]), 3, np.array([1, 3]))
+    watch, seen = MassWatch(span, mass_request), layers(6, 40)
     for q, k in seen:
         watch.see(q, k, 0.3, None, None)
     masses = watch.masses()
@@ -57,7 +57,7 @@ def test_only_the_rows_asked_for_are_weighed_and_layers_averaged() -> None:
 
 def test_without_gaps_a_span_stands_at_the_end_of_its_context() -> None:
     span = AttentionSpan(0, 2, CONTEXT, 5)
-    watch, ((q, k), *_) = MassWatch(span, Weighing(np.zeros(5, np.int64), 1, np.array([0]))), layers(2, 40)
+    watch, ((q, k), *_) = MassWatch(span, MassRequest(np.zeros(5, np.int64), 1, np.array([0]))), layers(2, 40)
     watch.see(q, k, 0.3, None, None)
     ours = slow_weights(q[:1], k[CONTEXT], torch.tensor([3]))
     torch.testing.assert_close(torch.from_numpy(watch.masses().own), ours[:, 3])

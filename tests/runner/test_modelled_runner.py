@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence, Weighing
+from stillroom.core.batch import Batch, MassRequest, SampleSpec, ScheduledSequence
 from stillroom.core.clock import VirtualClock
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
@@ -19,7 +19,7 @@ from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.kvcache.admission import Reuse
 from stillroom.kvcache.blocks.pool import BlockPool
-from stillroom.kvcache.chunk_reuse.attention_sampling import weighs_every
+from stillroom.kvcache.chunk_reuse.attention_sampling import mass_sample_every
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.cost_model import CostProfile, Link, linear_profile
@@ -56,8 +56,8 @@ class Plant:
         pool = BlockPool(num_blocks, SIZE)
         mover = ModelledMover(self.clock, costs.load_seconds, 1)
         tree = KnowledgeTree(pool, mover, costs, options, self.clock.monotonic)
-        weighs = 0 if anywhere is None else weighs_every(anywhere)
-        reuse = Reuse(tree, PrefixKeys(b"m", 2 * SIZE), anywhere=anywhere, weighs_every=weighs)
+        weighs = 0 if anywhere is None else mass_sample_every(anywhere)
+        reuse = Reuse(tree, PrefixKeys(b"m", 2 * SIZE), anywhere=anywhere, mass_sample_every=weighs)
         self.kv = KVCacheManager(pool, reuse)
         limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100)
         runner = ModelledRunner(costs, self.clock, num_layers=4, vocab_size=50)
@@ -181,7 +181,7 @@ def test_tokens_follow_from_seed_and_name_and_avoid_what_is_forbidden() -> None:
 def test_even_attention_adds_up() -> None:
     groups = np.array([0, 0, 1, 1, 1, -1, 2, 2])
     entry = ScheduledSequence(RequestId("a"), np.arange(4), 4, np.arange(8), ())
-    masses = even_masses(entry, Weighing(groups, 3, np.array([0, 3])))
+    masses = even_masses(entry, MassRequest(groups, 3, np.array([0, 3])))
 
     assert masses.own.tolist() == pytest.approx([1 / 5, 1 / 8])
     assert masses.paid[0].tolist() == pytest.approx([2 / 5, 2 / 5, 0])

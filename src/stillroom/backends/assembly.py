@@ -18,7 +18,7 @@ from stillroom.engine.audit import Audit, AuditFigures
 from stillroom.errors import ConfigError
 from stillroom.kvcache.admission import Reuse
 from stillroom.kvcache.blocks.pool import BlockPool
-from stillroom.kvcache.chunk_reuse.attention_sampling import weighs_every
+from stillroom.kvcache.chunk_reuse.attention_sampling import mass_sample_every
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.cost_model import CostProfile
@@ -221,8 +221,8 @@ def reuse_of(tree: KnowledgeTree, config: ReuseConfig, fingerprint: bytes) -> Re
     """What the manager is told of a tree, as configured."""
     keys = PrefixKeys(fingerprint, config.tail_blocks * tree.pool.block_size)
     anywhere = anywhere_options(config) if config.allows_any_position else None
-    weighs = 0 if anywhere is None else weighs_every(anywhere)
-    return Reuse(tree, keys, config.load == "always", anywhere, weighs)
+    sample_every = 0 if anywhere is None else mass_sample_every(anywhere)
+    return Reuse(tree, keys, config.load == "always", anywhere, sample_every)
 
 
 def anywhere_options(config: ReuseConfig) -> AnywhereOptions:

@@ -31,12 +31,12 @@ class SampleSpec(NamedTuple):
     """Asked once for the tokens that may be picked, after the step's arithmetic has been started."""
 
 
-PROBE_LAYERS = 2
+DEVIATION_LAYERS = 2
 """Layers that a probe runs; it reports on the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
+class MassRequest:
     """A wish to know where the attention of some tokens of a sequence falls."""
 
     groups: NDArray[np.int64]
@@ -48,7 +48,7 @@ class Weighing:
 
 
 @dataclass(frozen=True, slots=True)
-class Masses:
+class AttentionMasses:
     """Where it falls; means over heads and layers."""
 
     paid: NDArray[np.float32]
@@ -74,13 +74,13 @@ class ScheduledSequence(NamedTuple):
     positions: NDArray[np.int64] | None = None
     """Shape [n], ascending, the last one that of the last slot: where the tokens stand, if there are gaps between them.
     Each sees the context up to itself and is written to its own slot there."""
-    is_look: bool = False
+    is_query_pass: bool = False
     """Nothing is kept or sampled: it is asked what the tokens, which stand behind the whole context, attend to. The
     context leaves out what has no KV yet, so `positions` says nothing of its slots: the tokens' are the last n."""
-    is_probe: bool = False
+    is_deviation_pass: bool = False
     """Nothing is sampled, and only the first layers run: it is asked how far the values that the tokens have already
     are from those computed now (CacheBlend)."""
-    weighing: Weighing | None = None
+    mass_request: MassRequest | None = None
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -134,7 +134,7 @@ class StepResult:
     deviations: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
     """Of probes, shape [n]: squared distance of each token's values, before and now; anything, NaN too, for a token
     that had no KV before."""
-    masses: Mapping[RequestId, Masses] = field(default_factory=dict)
+    masses: Mapping[RequestId, AttentionMasses] = field(default_factory=dict)
     """Where it was asked for."""
     non_finite: frozenset[RequestId] = frozenset()
     """Requests whose logits or attention hold NaN or an infinity. What is said of them elsewhere here means

@@ -110,7 +110,7 @@ class Isolation:
         outcome = BatchOutcome(batch, StepResult({}))
         entries, results = [], []
         for entry in batch.sequences:
-            if error is not None and (entry.is_probe or self._reads(entry, targets)):
+            if error is not None and (entry.is_deviation_pass or self._reads(entry, targets)):
                 outcome.interrupted[entry.request_id] = error
                 continue
             result = self._run_alone(entry, outcome.failed)

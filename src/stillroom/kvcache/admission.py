@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import Tier
-from stillroom.kvcache.apply_placements import account_repair, describe, place, plan_for
+from stillroom.kvcache.apply_placements import describe, place, plan_for, record_recompute
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for, runs_after
 from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler
@@ -32,7 +32,7 @@ class Reuse:
     """Load kept KV even where computing is faster."""
     anywhere: AnywhereOptions | None = None
     """How chunks behind the exact prefix take their KV from other positions; None: they do not."""
-    weighs_every: int = 0
+    mass_sample_every: int = 0
     """Measure how the chunks of prompts attend to each other on every n-th token; 0: do not."""
 
 
@@ -100,16 +100,16 @@ def try_admit(reuse: Reuse, lease: Lease, segment_lengths: Sequence[int]) -> int
             return None
         _shorten(tree, lease, len(list(takewhile(tree.load, plan.path))))
         num_cached = _fill(tree, lease, segment_lengths)
-        if reuse.weighs_every:  # a prompt that was preempted is measured again
-            lease.weigher = AttentionMassSampler.of(lease.pieces, lease.prompt.num_tokens, reuse.weighs_every)
+        if reuse.mass_sample_every:  # a prompt that was preempted is measured again
+            lease.mass_sampler = AttentionMassSampler.of(lease.pieces, lease.prompt.num_tokens, reuse.mass_sample_every)
         placed = place(tree, lease, plan.placements, reuse.anywhere)
     finally:
         tree.release(reversed(sources))
     if lease.reuse is None or lease.reuse.has_placed:  # after a preemption the chunks placed last are recomputed
         origins = _origins(tree, placed, reuse.anywhere)
         _record(tree, lease, AdmissionReuse(plan.matched, tiers, len(plan.path), num_tokens, origins))
-    if lease.repair is not None and lease.repair.is_planned:
-        account_repair(tree, lease)
+    if lease.recompute is not None and lease.recompute.is_planned:
+        record_recompute(tree, lease)
     return num_cached
 
 

@@ -37,17 +37,17 @@ def place(
         at = piece.start if options.turns_keys else node.first_position
         if tree.place(node, blocks, at, placement.reusability.overhead):
             placed.append(placement)
-            if lease.weigher is not None:
-                lease.weigher.leave_out(placement.piece_index)
+            if lease.mass_sampler is not None:
+                lease.mass_sampler.skip(placement.piece_index)
             mass = node.mass
             known = (None, None) if mass is None else (mass.token_inter, mass.received)
             chunks.append(PlacedChunk(range(piece.start, piece.end), placement.reusability, *known))
-    lease.placements, lease.repair = tuple(placed), None
+    lease.placements, lease.recompute = tuple(placed), None
     if placed:
         assert options is not None
         num_exact = sum(node.num_tokens for node in lease.nodes)
         question_start = lease.prompt.num_tokens - len(lease.prompt.segments[-1].token_ids)
-        lease.repair = SelectiveRecompute(num_exact, chunks, question_start, options)
+        lease.recompute = SelectiveRecompute(num_exact, chunks, question_start, options)
     return placed
 
 
@@ -66,10 +66,10 @@ def describe(tree: KnowledgeTree, placement: Placement, options: AnywhereOptions
     )
 
 
-def account_repair(tree: KnowledgeTree, lease: Lease) -> None:
+def record_recompute(tree: KnowledgeTree, lease: Lease) -> None:
     """What is computed again of the placed chunks is known now."""
-    assert lease.repair is not None and lease.reuse is not None
-    num_chosen, is_focused = lease.repair.num_chosen(), lease.repair.is_focused()
+    assert lease.recompute is not None and lease.reuse is not None
+    num_chosen, is_focused = lease.recompute.num_chosen(), lease.recompute.is_focused()
     tree.stats.recomputed_tokens += sum(num_chosen)
     tree.stats.unfocused += is_focused.count(False)
     lease.reuse = lease.reuse.repaired(num_chosen, is_focused)
@@ -104,6 +104,6 @@ def _keep_alone(tree: KnowledgeTree, lease: Lease, index: int, context: Context)
     piece = lease.pieces[index]
     own = lease.table.blocks_of(piece.start, piece.num_tokens)
     node = tree.insert_detached(piece, own, context, lease.cost_per_token)
-    node.mass = None if lease.weigher is None else lease.weigher.mass_of(index)
+    node.mass = None if lease.mass_sampler is None else lease.mass_sampler.mass_of(index)
     tree.acquire([node])  # its blocks are not free for others while the lease has them
     lease.nodes.append(node)

@@ -50,9 +50,9 @@ class Lease:
     """Which copies that leaves."""
     placements: tuple[Placement, ...] = ()
     """Pieces whose KV was taken from another place; behind the first of them nothing is exact."""
-    repair: SelectiveRecompute | None = None
+    recompute: SelectiveRecompute | None = None
     """How the prompt is completed then; None when it is."""
-    weigher: AttentionMassSampler | None = None
+    mass_sampler: AttentionMassSampler | None = None
     """If it is measured how its chunks attend to each other: since it was last admitted."""
     is_protected: bool = False
     """Whether the tree was told that its pieces will be used."""

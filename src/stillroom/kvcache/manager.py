@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.core.batch import BlockCopy, Masses
+from stillroom.core.batch import AttentionMasses, BlockCopy
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
 from stillroom.kvcache.admission import Reuse, plan_admission, prefetch, try_admit, try_allocate, try_take
-from stillroom.kvcache.apply_placements import account_repair, keep_to_be_placed
+from stillroom.kvcache.apply_placements import keep_to_be_placed, record_recompute
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
@@ -165,7 +165,7 @@ class KVCacheManager:
             node = tree.get(piece.key)
             if node is None or node.block_ids is None:
                 node = tree.insert(piece, own, lease.cost_per_token)
-                node.mass = None if lease.weigher is None else lease.weigher.mass_of(lease.num_committed)
+                node.mass = None if lease.mass_sampler is None else lease.mass_sampler.mass_of(lease.num_committed)
             else:
                 self._use_instead(lease.table, piece, own, node.block_ids)
             tree.acquire([node])
@@ -199,7 +199,7 @@ class KVCacheManager:
         into.nodes, into.num_committed = list(lease.nodes), lease.num_committed
         into.reuse = None if lease.reuse is None else lease.reuse.shared()
         into.cost_per_token, into.num_keepable = lease.cost_per_token, lease.num_keepable
-        into.placements, into.repair, into.weigher = lease.placements, lease.repair, lease.weigher
+        into.placements, into.recompute, into.mass_sampler = lease.placements, lease.recompute, lease.mass_sampler
         if self.reuse:
             self.reuse.tree.acquire(into.nodes)
 
@@ -212,31 +212,31 @@ class KVCacheManager:
         lease.nodes = []
         lease.num_committed = 0
         lease.placements = ()
-        lease.repair = None
+        lease.recompute = None
 
-    def see(self, lease: Lease, attention_L2K: NDArray[np.float32]) -> None:
+    def take_attention(self, lease: Lease, attention_L2K: NDArray[np.float32]) -> None:
         """Take the result of a lease's query pass."""
-        assert self.reuse is not None and lease.repair is not None
-        lease.repair.see(attention_L2K)
-        account_repair(self.reuse.tree, lease)
+        assert self.reuse is not None and lease.recompute is not None
+        lease.recompute.take_attention(attention_L2K)
+        record_recompute(self.reuse.tree, lease)
 
-    def probe(self, lease: Lease, deviation: NDArray[np.float32], num_tokens: int) -> None:
+    def take_deviations(self, lease: Lease, deviation: NDArray[np.float32], num_tokens: int) -> None:
         """Take the result of a piece of a lease's deviation pass."""
-        assert self.reuse is not None and lease.repair is not None
-        lease.repair.probe(deviation, num_tokens)
-        if lease.repair.is_planned:
-            account_repair(self.reuse.tree, lease)
+        assert self.reuse is not None and lease.recompute is not None
+        lease.recompute.take_deviations(deviation, num_tokens)
+        if lease.recompute.is_planned:
+            record_recompute(self.reuse.tree, lease)
 
-    def weigh(self, lease: Lease, positions: NDArray[np.int64], masses: Masses) -> None:
+    def take_masses(self, lease: Lease, positions: NDArray[np.int64], masses: AttentionMasses) -> None:
         """Take how tokens of a lease's prompt, computed in a step, attended to its pieces."""
-        assert lease.weigher is not None
-        lease.weigher.take(positions, masses)
+        assert lease.mass_sampler is not None
+        lease.mass_sampler.add(positions, masses)
 
-    def end_repair(self, lease: Lease) -> None:
+    def end_recompute(self, lease: Lease) -> None:
         """End the recomputing of a prompt that has all its KV now, and keep its computed chunks. Raises as `commit`."""
         assert self.reuse is not None
         keep_to_be_placed(self.reuse.tree, lease)
-        lease.repair = None
+        lease.recompute = None
 
     @property
     def num_free_blocks(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stillroom.core.batch import Masses, Weighing
+from stillroom.core.batch import AttentionMasses, MassRequest
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.attention_mass import attention_flow, mean_weights
 
@@ -50,11 +50,11 @@ class Watches:
 class MassWatch:
     """What some queries of a span pay to groups of its context (Cache-Craft Eq. 3); adds up over layers."""
 
-    def __init__(self, span: AttentionSpan, weighing: Weighing) -> None:
+    def __init__(self, span: AttentionSpan, mass_request: MassRequest) -> None:
         self._span = span
-        self._groups_K = torch.from_numpy(weighing.groups)
-        self._num_groups = weighing.num_groups
-        self._rows = torch.from_numpy(weighing.rows)
+        self._groups_K = torch.from_numpy(mass_request.groups)
+        self._num_groups = mass_request.num_groups
+        self._rows = torch.from_numpy(mass_request.rows)
         places = torch.arange(span.num_context_tokens - (span.query_end - span.query_start), span.num_context_tokens)
         self._places_Q = (places if span.places is None else span.places)[self._rows]
         self._sums: list[torch.Tensor] = []
@@ -75,10 +75,10 @@ class MassWatch:
             total += one
         self._num_layers += 1
 
-    def masses(self) -> Masses:
+    def masses(self) -> AttentionMasses:
         """Means over heads and layers. After at least one layer."""
         paid, own, received = ((total / self._num_layers).cpu().numpy() for total in self._sums)
-        return Masses(paid, own, received)
+        return AttentionMasses(paid, own, received)
 
 
 class AttentionWatch:

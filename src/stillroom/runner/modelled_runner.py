@@ -14,7 +14,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.core.batch import PROBE_LAYERS, Batch, Masses, SampleSpec, ScheduledSequence, StepResult, Weighing
+from stillroom.core.batch import (
+    DEVIATION_LAYERS,
+    AttentionMasses,
+    Batch,
+    MassRequest,
+    SampleSpec,
+    ScheduledSequence,
+    StepResult,
+)
 from stillroom.core.clock import VirtualClock
 
 
@@ -47,7 +55,7 @@ class ModelledRunner:
             step_seconds: that each step takes beside computing: deciding it, and what follows from its result.
             sequence_seconds: that each sequence of a step after the first takes beside its tokens: sampling, say.
         """
-        assert num_layers >= PROBE_LAYERS and vocab_size > 0
+        assert num_layers >= DEVIATION_LAYERS and vocab_size > 0
         self._costs = costs
         self._clock = clock
         self._num_layers = num_layers
@@ -61,10 +69,12 @@ class ModelledRunner:
         entries = batch.sequences
         return StepResult(
             {spec.request_id: self._token(spec) for entry in entries for spec in entry.samples},
-            attention={entry.request_id: self._attention(entry) for entry in entries if entry.is_look},
-            deviations={entry.request_id: self._deviations(entry) for entry in entries if entry.is_probe},
+            attention={entry.request_id: self._attention(entry) for entry in entries if entry.is_query_pass},
+            deviations={entry.request_id: self._deviations(entry) for entry in entries if entry.is_deviation_pass},
             masses={
-                entry.request_id: even_masses(entry, entry.weighing) for entry in entries if entry.weighing is not None
+                entry.request_id: even_masses(entry, entry.mass_request)
+                for entry in entries
+                if entry.mass_request is not None
             },
         )
 
@@ -73,19 +83,19 @@ class ModelledRunner:
 
     def step_seconds(self, batch: Batch) -> float:
         """What a step takes. Probes run before it, each alone and through the first layers only."""
-        probes = sum(self._seconds(entry) for entry in batch.sequences if entry.is_probe)
-        whole = [self._seconds(entry) for entry in batch.sequences if not entry.is_probe]
+        probes = sum(self._seconds(entry) for entry in batch.sequences if entry.is_deviation_pass)
+        whole = [self._seconds(entry) for entry in batch.sequences if not entry.is_deviation_pass]
         smallest = self._costs.prefill_seconds(0, 1)
         step = smallest + sum(max(seconds - smallest, 0.0) for seconds in whole) if whole else 0.0
         per_step, per_sequence = self._beside
         beside = per_step + per_sequence * (len(batch.sequences) - 1)
-        return step + probes * PROBE_LAYERS / self._num_layers + beside
+        return step + probes * DEVIATION_LAYERS / self._num_layers + beside
 
     def _seconds(self, entry: ScheduledSequence) -> float:
         """Of a step that has only this in it."""
         count = entry.num_scheduled_tokens
         before = len(entry.slots) - count
-        if entry.positions is not None and not entry.is_look:
+        if entry.positions is not None and not entry.is_query_pass:
             before = max(0, round(float(entry.positions.mean()) - (count - 1) / 2))
         return self._costs.prefill_seconds(before, count)
 
@@ -114,14 +124,14 @@ class ModelledRunner:
         return zlib.crc32(f"{self._seed}/{name}".encode())
 
 
-def even_masses(entry: ScheduledSequence, weighing: Weighing) -> Masses:
+def even_masses(entry: ScheduledSequence, mass_request: MassRequest) -> AttentionMasses:
     """What is paid where every token attends to all before it and to itself alike."""
-    places = entry.first_position + weighing.rows if entry.positions is None else entry.positions[weighing.rows]
+    places = entry.first_position + mass_request.rows if entry.positions is None else entry.positions[mass_request.rows]
     shares = (1.0 / (places + 1)).astype(np.float32)
-    paid = np.zeros((len(places), weighing.num_groups), np.float32)
-    received = np.zeros(len(weighing.groups), np.float32)
+    paid = np.zeros((len(places), mass_request.num_groups), np.float32)
+    received = np.zeros(len(mass_request.groups), np.float32)
     for row, (place, share) in enumerate(zip(places.tolist(), shares.tolist(), strict=True)):
-        groups = weighing.groups[:place]
-        paid[row] = share * np.bincount(groups[groups >= 0], minlength=weighing.num_groups)
+        groups = mass_request.groups[:place]
+        paid[row] = share * np.bincount(groups[groups >= 0], minlength=mass_request.num_groups)
         received[: place + 1] += share
-    return Masses(paid, shares, received)
+    return AttentionMasses(paid, shares, received)

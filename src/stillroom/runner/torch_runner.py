@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stillroom.core.batch import PROBE_LAYERS, Batch, Masses, SampleSpec, ScheduledSequence, StepResult
+from stillroom.core.batch import DEVIATION_LAYERS, AttentionMasses, Batch, SampleSpec, ScheduledSequence, StepResult
 from stillroom.core.ids import RequestId
 from stillroom.core.request import SamplingParams
 from stillroom.errors import DeviceLostError
@@ -61,14 +61,14 @@ class TorchRunner:
         self._check_store()
         if batch.copies:
             self.store.copy_blocks(batch.copies)
-        deviations = {one.request_id: self._probe(one) for one in batch.sequences if one.is_probe}
+        deviations = {one.request_id: self._probe(one) for one in batch.sequences if one.is_deviation_pass}
         if deviations:
-            batch = Batch(tuple(one for one in batch.sequences if not one.is_probe))
+            batch = Batch(tuple(one for one in batch.sequences if not one.is_deviation_pass))
         if not batch.sequences:
             return StepResult({}, deviations=deviations)
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
         attention: dict[RequestId, NDArray[np.float32]] = {}
-        masses: dict[RequestId, Masses] = {}
+        masses: dict[RequestId, AttentionMasses] = {}
         if self.decoding is not None and self.decoding.takes(batch):
             self.store.settle()  # a graph asks for no layers
             self._check_store()
@@ -114,7 +114,7 @@ class TorchRunner:
     def _probe(self, sequence: ScheduledSequence) -> NDArray[np.float32]:
         """Squared distance of each token's values in the second layer, before and after that layer has run over it."""
         if self._shallow is None:
-            self._shallow = self.decoder.first_layers(PROBE_LAYERS)
+            self._shallow = self.decoder.first_layers(DEVIATION_LAYERS)
         slots_T = to_device(_own_slots(sequence), self.decoder.device)
         _, v_SGD = self.store.layer(self._shallow.spec.num_layers - 1)
         before_TGD = v_SGD[slots_T]
@@ -145,7 +145,7 @@ class TorchRunner:
 
     def _places(self, sequence: ScheduledSequence) -> torch.Tensor | None:
         """Where in its context the tokens of a sequence with gaps stand."""
-        if sequence.positions is None or sequence.is_look or sequence.num_scheduled_tokens == 1:
+        if sequence.positions is None or sequence.is_query_pass or sequence.num_scheduled_tokens == 1:
             return None
         return to_device(sequence.positions, self.decoder.device)
 
@@ -164,7 +164,7 @@ def _not_finite(numbers: Mapping[RequestId, NDArray[np.float32]]) -> frozenset[R
 
 def _own_slots(sequence: ScheduledSequence) -> NDArray[np.int64]:
     """Where the tokens' KV is written."""
-    if sequence.positions is None or sequence.is_look:
+    if sequence.positions is None or sequence.is_query_pass:
         return sequence.slots[len(sequence.slots) - sequence.num_scheduled_tokens :]
     return sequence.slots[sequence.positions]
 
@@ -175,18 +175,18 @@ class _BatchWatch:
     def __init__(self, batch: Batch, packed: PackedInput) -> None:
         assert isinstance(packed.plan, AttentionPlan)
         pairs = list(zip(batch.sequences, packed.plan.spans, strict=True))
-        self._looks = {sequence.request_id: span for sequence, span in pairs if sequence.is_look}
+        self._looks = {sequence.request_id: span for sequence, span in pairs if sequence.is_query_pass}
         self._attention = AttentionWatch(list(self._looks.values()))
         self._masses = {
-            sequence.request_id: MassWatch(span, sequence.weighing)
+            sequence.request_id: MassWatch(span, sequence.mass_request)
             for sequence, span in pairs
-            if sequence.weighing is not None
+            if sequence.mass_request is not None
         }
         watches: list[Watch] = [self._attention] if self._looks else []
         watches += self._masses.values()
         self.watch = Watches(watches) if watches else None
 
-    def results(self) -> tuple[dict[RequestId, NDArray[np.float32]], dict[RequestId, Masses]]:
+    def results(self) -> tuple[dict[RequestId, NDArray[np.float32]], dict[RequestId, AttentionMasses]]:
         """Of looks, and of who is weighed."""
         attention = dict(zip(self._looks, self._attention.shares(), strict=True)) if self._looks else {}
         return attention, {name: watch.masses() for name, watch in self._masses.items()}

@@ -218,9 +218,9 @@ class Scheduler:
         if entry.request_id in result.non_finite:
             return NonFiniteError()
         if entry.request_id in result.masses:
-            self.kv.weigh(sequence.lease, entry.all_positions, result.masses[entry.request_id])
+            self.kv.take_masses(sequence.lease, entry.all_positions, result.masses[entry.request_id])
         try:
-            if sequence.lease.repair is None:
+            if sequence.lease.recompute is None:
                 sequence.num_computed += entry.num_scheduled_tokens
             elif not self._advance_repair(sequence, entry, result):
                 return None
@@ -331,11 +331,11 @@ class Scheduler:
 
     def _advance_repair(self, sequence: Sequence, entry: ScheduledSequence, result: StepResult) -> bool:
         """Record a step of selective recompute; True if it was the last one."""
-        if entry.is_look:
-            self.kv.see(sequence.lease, result.attention[entry.request_id])
+        if entry.is_query_pass:
+            self.kv.take_attention(sequence.lease, result.attention[entry.request_id])
             return False
-        if entry.is_probe:
-            self.kv.probe(sequence.lease, result.deviations[entry.request_id], sequence.num_tokens)
+        if entry.is_deviation_pass:
+            self.kv.take_deviations(sequence.lease, result.deviations[entry.request_id], sequence.num_tokens)
             return False
         assert sequence.to_compute is not None
         sequence.to_compute = sequence.to_compute[entry.num_scheduled_tokens :]
@@ -343,7 +343,7 @@ class Scheduler:
             return False
         sequence.to_compute = None
         sequence.num_computed = sequence.num_tokens
-        self.kv.end_repair(sequence.lease)
+        self.kv.end_recompute(sequence.lease)
         return True
 
     def _ensure_slot(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:

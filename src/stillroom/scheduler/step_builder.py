@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.core.batch import SampleSpec, ScheduledSequence, Weighing
+from stillroom.core.batch import MassRequest, SampleSpec, ScheduledSequence
 from stillroom.core.request import uniform_at
 from stillroom.kvcache.chunk_reuse.recompute import SelectiveRecompute
 from stillroom.scheduler.sequence import Sequence
@@ -14,32 +14,36 @@ def schedule_tokens(sequence: Sequence, budget: int) -> ScheduledSequence:
 
     Changes only `sequence.to_compute` and the recompute's state.
     """
-    if sequence.lease.repair is not None:
-        return _schedule_recompute(sequence, sequence.lease.repair, budget)
+    if sequence.lease.recompute is not None:
+        return _schedule_recompute(sequence, sequence.lease.recompute, budget)
     start = sequence.num_computed
     end = min(start + budget, sequence.next_cut(start))
     samples = _samples(sequence) if end == sequence.num_tokens else ()
     token_ids, slots = sequence.tokens(start, end), sequence.table.slots[:end]
-    weighing = _weighing(sequence, np.arange(start, end)) if sequence.lease.weigher is not None else None
-    return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, weighing=weighing)
+    mass_request = _mass_request(sequence, np.arange(start, end)) if sequence.lease.mass_sampler is not None else None
+    return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, mass_request=mass_request)
 
 
-def _schedule_recompute(sequence: Sequence, repair: SelectiveRecompute, budget: int) -> ScheduledSequence:
+def _schedule_recompute(sequence: Sequence, recompute: SelectiveRecompute, budget: int) -> ScheduledSequence:
     """Return a piece of the deviation pass (probe), the query pass (look), or the computing pass after them."""
     slots = sequence.table.slots
-    if repair.needs_probe:
-        probed = repair.probes_from(sequence.num_tokens, budget)
+    if recompute.needs_deviation_pass:
+        probed = recompute.deviation_pass_positions(sequence.num_tokens, budget)
         token_ids = sequence.tokens(probed.start, probed.stop)
-        return ScheduledSequence(sequence.request_id, token_ids, probed.start, slots[: probed.stop], (), is_probe=True)
-    if repair.needs_look:
-        positions = repair.looks_from(sequence.num_tokens, budget)
-        return _entry_at(sequence, positions, slots[np.concatenate([repair.context, positions])], (), is_look=True)
+        return ScheduledSequence(
+            sequence.request_id, token_ids, probed.start, slots[: probed.stop], (), is_deviation_pass=True
+        )
+    if recompute.needs_query_pass:
+        positions = recompute.query_pass_positions(sequence.num_tokens, budget)
+        return _entry_at(
+            sequence, positions, slots[np.concatenate([recompute.context, positions])], (), is_query_pass=True
+        )
     if sequence.to_compute is None:
-        sequence.to_compute = repair.to_compute(sequence.num_tokens)
+        sequence.to_compute = recompute.to_compute(sequence.num_tokens)
     positions = sequence.to_compute[:budget]
     samples = _samples(sequence) if len(positions) == len(sequence.to_compute) else ()
     end = int(positions[-1]) + 1
-    return _entry_at(sequence, positions, slots[:end], samples, weighing=_weighing(sequence, positions))
+    return _entry_at(sequence, positions, slots[:end], samples, mass_request=_mass_request(sequence, positions))
 
 
 def _entry_at(
@@ -48,21 +52,21 @@ def _entry_at(
     context: NDArray[np.int64],
     samples: tuple[SampleSpec, ...],
     *,
-    is_look: bool = False,
-    weighing: Weighing | None = None,
+    is_query_pass: bool = False,
+    mass_request: MassRequest | None = None,
 ) -> ScheduledSequence:
     token_ids, first = sequence.tokens_at(positions), int(positions[0])
     return ScheduledSequence(
-        sequence.request_id, token_ids, first, context, samples, positions, is_look, weighing=weighing
+        sequence.request_id, token_ids, first, context, samples, positions, is_query_pass, mass_request=mass_request
     )
 
 
-def _weighing(sequence: Sequence, positions: NDArray[np.int64]) -> Weighing | None:
+def _mass_request(sequence: Sequence, positions: NDArray[np.int64]) -> MassRequest | None:
     """Return what to measure of these tokens' attention; None for tokens of an answer."""
-    weigher = sequence.lease.weigher
-    if weigher is None or positions[-1] >= sequence.num_prompt_tokens:
+    mass_sampler = sequence.lease.mass_sampler
+    if mass_sampler is None or positions[-1] >= sequence.num_prompt_tokens:
         return None
-    return weigher.weighing(positions)
+    return mass_sampler.mass_request(positions)
 
 
 def _samples(sequence: Sequence) -> tuple[SampleSpec, ...]:

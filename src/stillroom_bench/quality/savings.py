@@ -204,13 +204,13 @@ def _serve(manager: KVCacheManager, ask: Ask) -> tuple[PromptReuse, int]:
     num_cached = manager.try_admit(lease, ask.segment_lengths)
     assert num_cached is not None, "the device holds every single prompt"
     num_looking = 0
-    if lease.repair is not None and lease.repair.needs_look:
-        num_looking = len(lease.repair.looks_from(ask.num_tokens, ask.num_tokens))
-        seen_L2K = np.zeros((1, 2, len(lease.repair.context) + num_looking), np.float32)  # whatever, as many follow
-        manager.see(lease, seen_L2K)
+    if lease.recompute is not None and lease.recompute.needs_query_pass:
+        num_looking = len(lease.recompute.query_pass_positions(ask.num_tokens, ask.num_tokens))
+        seen_L2K = np.zeros((1, 2, len(lease.recompute.context) + num_looking), np.float32)  # whatever, as many follow
+        manager.take_attention(lease, seen_L2K)
     manager.commit(lease, ask.num_tokens)
-    if lease.repair is not None:
-        manager.end_repair(lease)
+    if lease.recompute is not None:
+        manager.end_recompute(lease)
     reuse = lease.reuse
     assert reuse is not None
     manager.release(lease)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.core.batch import Masses, Weighing
+from stillroom.core.batch import AttentionMasses, MassRequest
 from stillroom.core.prompt import SegmentKind
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.chunk_scores import ContextMass
@@ -19,7 +19,7 @@ SAMPLE_EVERY = 32
 """Tokens of a piece that one of them stands for."""
 
 
-def weighs_every(options: AnywhereOptions) -> int:
+def mass_sample_every(options: AnywhereOptions) -> int:
     """How many tokens one may stand for."""
     return 1 if options.ranks_kept_tokens else SAMPLE_EVERY
 
@@ -56,18 +56,18 @@ class AttentionMassSampler:
         has_chunks = any(piece.kind is SegmentKind.CHUNK for piece in pieces)
         return cls(pieces, num_tokens, every) if has_chunks else None
 
-    def leave_out(self, index: int) -> None:
+    def skip(self, index: int) -> None:
         """A piece whose KV is kept already."""
         self._is_watched[self._pieces[index].start : self._pieces[index].end] = False
 
-    def weighing(self, positions: NDArray[np.int64]) -> Weighing | None:
+    def mass_request(self, positions: NDArray[np.int64]) -> MassRequest | None:
         """What to ask of a step that computes the tokens at these positions, ascending; None: nothing."""
         rows = np.flatnonzero(self._is_watched[positions])
         if not len(rows):
             return None
-        return Weighing(self._groups[: int(positions[-1]) + 1], len(self._columns), rows)
+        return MassRequest(self._groups[: int(positions[-1]) + 1], len(self._columns), rows)
 
-    def take(self, positions: NDArray[np.int64], masses: Masses) -> None:
+    def add(self, positions: NDArray[np.int64], masses: AttentionMasses) -> None:
         """What came of it."""
         rows = self._rows[positions[self._is_watched[positions]]]
         self._paid[rows], self._own[rows] = masses.paid, masses.own

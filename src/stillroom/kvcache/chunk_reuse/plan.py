@@ -1,9 +1,8 @@
 """Which kept copy of a chunk to use at another place than its own, what repairing it takes, and whether it is worth it.
 
-Any node of the knowledge tree can be placed: its keys are turned to the new position, and what it still carries of its
-old context is repaired by computing a few of its tokens again (`repair`). So there is one store, one memory budget and
-one order of eviction for both kinds of reuse. What was repaired is used by one request and never kept: copies are only
-made of KV that was computed.
+Any node of the knowledge tree can be placed: its keys are rotated to the new position, and a few of its tokens are
+recomputed (`recompute`) to correct what it still carries of its old context. So both kinds of reuse share one store,
+one memory budget and one eviction order. Corrected KV is used by one request and never kept; only computed KV is.
 """
 
 from collections.abc import Iterable, Sequence

@@ -55,16 +55,16 @@ class SelectiveRecompute:
         self._chosen: NDArray[np.int64] | None = None
         self._deviations: list[NDArray[np.float32]] = []
         is_choice = 0 < sum(self._budgets) < len(self._placed)
-        self.needs_probe = is_choice and options.selector == "deviation"
+        self.needs_deviation_pass = is_choice and options.selector == "deviation"
         """Whether the first layers must run over everything behind the exact prefix."""
-        self._looks = is_choice and (options.selector in _LOOKING or options.focus_window > 0)
+        self._uses_query_pass = is_choice and (options.selector in _LOOKING or options.focus_window > 0)
         self._attention: NDArray[np.float32] | None = None
         self._choose_if_known()
 
     @property
-    def needs_look(self) -> bool:
+    def needs_query_pass(self) -> bool:
         """Whether it must be seen what the question attends to; after the probe, if there is one."""
-        return self._looks and self._attention is None and not self.needs_probe
+        return self._uses_query_pass and self._attention is None and not self.needs_deviation_pass
 
     @property
     def is_planned(self) -> bool:
@@ -76,12 +76,12 @@ class SelectiveRecompute:
         """Positions that have KV before the look, ascending."""
         return np.concatenate([np.arange(self._num_exact), self._placed])
 
-    def probes_from(self, num_tokens: int, budget: int) -> range:
+    def deviation_pass_positions(self, num_tokens: int, budget: int) -> range:
         """Positions of the next piece of the probe."""
         start = self._num_exact + sum(map(len, self._deviations))
         return range(start, min(start + budget, num_tokens))
 
-    def probe(self, deviation: NDArray[np.float32], num_tokens: int) -> None:
+    def take_deviations(self, deviation: NDArray[np.float32], num_tokens: int) -> None:
         """The result of a piece of the probe.
 
         Args:
@@ -91,10 +91,10 @@ class SelectiveRecompute:
             NonFiniteError: values of placed tokens, before or now, hold NaN or an infinity.
         """
         self._deviations.append(deviation)
-        self.needs_probe = self._num_exact + sum(map(len, self._deviations)) < num_tokens
+        self.needs_deviation_pass = self._num_exact + sum(map(len, self._deviations)) < num_tokens
         self._choose_if_known()
 
-    def looks_from(self, num_tokens: int, budget: int) -> NDArray[np.int64]:
+    def query_pass_positions(self, num_tokens: int, budget: int) -> NDArray[np.int64]:
         """Positions of the tokens that look: the question, or as much of its end as the budget allows.
 
         Args:
@@ -102,7 +102,7 @@ class SelectiveRecompute:
         """
         return np.arange(max(self._question_start, num_tokens - budget), num_tokens)
 
-    def see(self, attention_L2K: NDArray[np.float32]) -> None:
+    def take_attention(self, attention_L2K: NDArray[np.float32]) -> None:
         """The result of the look, layer by layer, over its context and itself."""
         seen_L2N = attention_L2K[:, :, self._num_exact : self._num_exact + len(self._placed)]
         self._attention = seen_L2N.mean(axis=0)
@@ -137,7 +137,7 @@ class SelectiveRecompute:
         return [len(one.positions) for one in self._chunks]
 
     def _choose_if_known(self) -> None:
-        if self.needs_probe or self.needs_look:
+        if self.needs_deviation_pass or self.needs_query_pass:
             return
         lengths = self._lengths
         deviation_N = None

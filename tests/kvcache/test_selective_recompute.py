@@ -36,34 +36,34 @@ def test_every_token_is_exact_placed_or_computed(
         placed.append(range(end + before, end + before + length))
         end = placed[-1].stop
     question, total = end + gap, end + gap + tail
-    repair = SelectiveRecompute(num_exact, unlike(*placed), question, AnywhereOptions(ratio, selector))
+    recompute = SelectiveRecompute(num_exact, unlike(*placed), question, AnywhereOptions(ratio, selector))
     known = [*range(num_exact), *(position for chunk in placed for position in chunk)]
-    assert repair.context.tolist() == known
-    if repair.needs_look:
-        assert repair.num_chosen() == [0] * len(placed)
-        looking = repair.looks_from(total, budget=3)
+    assert recompute.context.tolist() == known
+    if recompute.needs_query_pass:
+        assert recompute.num_chosen() == [0] * len(placed)
+        looking = recompute.query_pass_positions(total, budget=3)
         assert looking.tolist() == list(range(max(question, total - 3), total))
-        repair.see(np.random.default_rng(0).random((3, 2, len(known) + len(looking)), dtype=np.float32))
-    while repair.needs_probe:
-        probed = repair.probes_from(total, budget=7)
+        recompute.take_attention(np.random.default_rng(0).random((3, 2, len(known) + len(looking)), dtype=np.float32))
+    while recompute.needs_deviation_pass:
+        probed = recompute.deviation_pass_positions(total, budget=7)
         assert num_exact <= probed.start < probed.stop <= total
-        repair.probe(np.random.default_rng(probed.start).random(len(probed), dtype=np.float32), total)
-    assert repair.is_planned
-    computed = repair.to_compute(total).tolist()
+        recompute.take_deviations(np.random.default_rng(probed.start).random(len(probed), dtype=np.float32), total)
+    assert recompute.is_planned
+    computed = recompute.to_compute(total).tolist()
     num_placed = sum(map(len, placed))
-    assert sum(repair.num_chosen()) == min(num_placed, int(np.ceil(ratio * num_placed - 1e-9)))
-    assert len(computed) == total - len(known) + sum(repair.num_chosen())
+    assert sum(recompute.num_chosen()) == min(num_placed, int(np.ceil(ratio * num_placed - 1e-9)))
+    assert len(computed) == total - len(known) + sum(recompute.num_chosen())
     assert set(range(total)) - set(known) <= set(computed) and set(computed).isdisjoint(range(num_exact))
-    for chunk, count in zip(placed, repair.num_chosen(), strict=True):
+    for chunk, count in zip(placed, recompute.num_chosen(), strict=True):
         assert len(set(chunk) & set(computed)) == count
 
 
 def test_the_look_decides_by_the_placed_tokens_alone() -> None:
-    repair = SelectiveRecompute(2, unlike(range(2, 4), range(6, 8)), 8, AnywhereOptions(0.25, "question"))
+    recompute = SelectiveRecompute(2, unlike(range(2, 4), range(6, 8)), 8, AnywhereOptions(0.25, "question"))
     attention = np.zeros((2, 2, 8), np.float32)  # two exact tokens, four placed ones, two that look
     attention[:, 0] = [[9, 9, 0.0, 0.3, 0.4, 0.3, 9, 9], [9, 9, 0.2, 0.1, 0.4, 0.3, 9, 9]]
-    repair.see(attention)
-    assert repair.to_compute(10).tolist() == [4, 5, 6, 8, 9]
+    recompute.take_attention(attention)
+    assert recompute.to_compute(10).tolist() == [4, 5, 6, 8, 9]
 
 
 @pytest.mark.parametrize(("ratio", "looks"), [(0.0, False), (0.15, True), (1.0, False)])
@@ -71,9 +71,18 @@ def test_nobody_looks_where_nothing_is_to_be_chosen(ratio: float, looks: bool) -
     def new(selector: TokenSelector, window: int = 0) -> SelectiveRecompute:
         return SelectiveRecompute(2, unlike(range(2, 12)), 12, AnywhereOptions(ratio, selector, focus_window=window))
 
-    assert new("question").needs_look is new("question_mean").needs_look is new("first", 2).needs_look is looks
-    assert not new("first").needs_look and not new("random").needs_look and not new("deviation").needs_look
-    assert new("deviation").needs_probe is looks and not new("first").needs_probe
+    assert (
+        new("question").needs_query_pass
+        is new("question_mean").needs_query_pass
+        is new("first", 2).needs_query_pass
+        is looks
+    )
+    assert (
+        not new("first").needs_query_pass
+        and not new("random").needs_query_pass
+        and not new("deviation").needs_query_pass
+    )
+    assert new("deviation").needs_deviation_pass is looks and not new("first").needs_deviation_pass
     assert new("first").is_planned and new("question").is_planned is not looks
 
 
@@ -82,17 +91,17 @@ def test_each_chunk_has_its_own_budget() -> None:
     like, half = PlacedChunk(range(10), Reusability(1.0, 0.9)), PlacedChunk(range(10, 20), Reusability(0.5, 0.6))
     unknown = PlacedChunk(range(20, 30), Reusability(0.0, None))
     for alpha, counts in ((1.0, [0, 3, 8]), (0.5, [0, 2, 4]), (2.0, [0, 6, 10]), (0.0, [0, 0, 0])):
-        repair = SelectiveRecompute(0, [like, half, unknown], 30, AnywhereOptions(0.15, "first", alpha))
-        assert repair.num_chosen() == counts, alpha
+        recompute = SelectiveRecompute(0, [like, half, unknown], 30, AnywhereOptions(0.15, "first", alpha))
+        assert recompute.num_chosen() == counts, alpha
 
 
 def test_a_probe_decides_by_the_placed_tokens_alone() -> None:
-    repair = SelectiveRecompute(1, unlike(range(1, 4), range(6, 8)), 8, AnywhereOptions(0.4, "deviation"))
-    assert list(repair.probes_from(9, 5)) == [1, 2, 3, 4, 5]
-    repair.probe(np.array([0, 3, 1, 9, 9], np.float32), 9)
-    assert repair.needs_probe and list(repair.probes_from(9, 5)) == [6, 7, 8]
-    repair.probe(np.array([2, 0, 9], np.float32), 9)
-    assert repair.is_planned and repair.to_compute(9).tolist() == [2, 4, 5, 6, 8]
+    recompute = SelectiveRecompute(1, unlike(range(1, 4), range(6, 8)), 8, AnywhereOptions(0.4, "deviation"))
+    assert list(recompute.deviation_pass_positions(9, 5)) == [1, 2, 3, 4, 5]
+    recompute.take_deviations(np.array([0, 3, 1, 9, 9], np.float32), 9)
+    assert recompute.needs_deviation_pass and list(recompute.deviation_pass_positions(9, 5)) == [6, 7, 8]
+    recompute.take_deviations(np.array([2, 0, 9], np.float32), 9)
+    assert recompute.is_planned and recompute.to_compute(9).tolist() == [2, 4, 5, 6, 8]
 
 
 def test_chunks_out_of_focus_are_not_repaired() -> None:
@@ -100,10 +109,10 @@ def test_chunks_out_of_focus_are_not_repaired() -> None:
     placed = [range(start, start + 5) for start in (0, 5, 10, 15)]
     for selector in ("first", "question"):
         options = AnywhereOptions(0.4, selector, focus_window=2)
-        repair = SelectiveRecompute(0, unlike(*placed), 20, options)
+        recompute = SelectiveRecompute(0, unlike(*placed), 20, options)
         attention = np.repeat(np.array([0.05, 0.1, 0.02, 1.1], np.float32), 5)
-        repair.see(np.tile(np.append(attention, [9.0, 9.0]).astype(np.float32), (3, 2, 1)))
-        assert repair.num_chosen() == [0, 0, 0, 2] and repair.is_focused() == [False, False, False, True]
+        recompute.take_attention(np.tile(np.append(attention, [9.0, 9.0]).astype(np.float32), (3, 2, 1)))
+        assert recompute.num_chosen() == [0, 0, 0, 2] and recompute.is_focused() == [False, False, False, True]
     assert SelectiveRecompute(0, unlike(*placed), 20, AnywhereOptions(0.0, "first")).is_focused() == [None] * 4
 
 

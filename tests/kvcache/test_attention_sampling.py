@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stillroom.core.batch import Masses, Weighing
+from stillroom.core.batch import AttentionMasses, MassRequest
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import SegmentKind
-from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler, weighs_every
+from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler, mass_sample_every
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.pieces import Piece
 from tests.kvcache.kitchen import SIZE, TreeFixture
@@ -38,35 +38,37 @@ def attention_of(num_tokens: int) -> NDArray[np.float32]:
     return shares.astype(np.float32)
 
 
-def measure(weights: NDArray[np.float32], positions: NDArray[np.int64], wish: Weighing) -> Masses:
+def measure(weights: NDArray[np.float32], positions: NDArray[np.int64], wish: MassRequest) -> AttentionMasses:
     """What a runner would answer."""
     rows = weights[positions[wish.rows]][:, : len(wish.groups)]
     own = rows[np.arange(len(rows)), positions[wish.rows]]
     paid = np.stack([rows[:, wish.groups == group].sum(1) for group in range(wish.num_groups)], axis=1)
     paid[np.arange(len(rows)), wish.groups[positions[wish.rows]]] -= own  # who is measured is in a chunk
-    return Masses(paid, own, rows.sum(0))
+    return AttentionMasses(paid, own, rows.sum(0))
 
 
-def weigh(weigher: AttentionMassSampler, weights: NDArray[np.float32], steps: list[NDArray[np.int64]]) -> int:
+def take_masses(
+    mass_sampler: AttentionMassSampler, weights: NDArray[np.float32], steps: list[NDArray[np.int64]]
+) -> int:
     """Compute the tokens of these steps; returns how many were looked at."""
     count = 0
     for positions in steps:
-        wish = weigher.weighing(positions)
+        wish = mass_sampler.mass_request(positions)
         if wish is not None:
             count += len(wish.rows)
-            weigher.take(positions, measure(weights, positions, wish))
+            mass_sampler.add(positions, measure(weights, positions, wish))
     return count
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=6), st.integers(1, 10))
 def test_with_every_token_measured_the_sums_are_those_of_the_matrix(lengths: list[int], budget: int) -> None:
     pieces, total = pieces_of(lengths), sum(lengths)
-    weights, weigher = attention_of(total), AttentionMassSampler(pieces, total, every=1)
+    weights, mass_sampler = attention_of(total), AttentionMassSampler(pieces, total, every=1)
     order = np.arange(total)
-    weigh(weigher, weights, [order[start : start + budget] for start in range(0, total, budget)])
-    assert weigher.mass_of(0) is None and weigher.mass_of(len(pieces) - 1) is None
+    take_masses(mass_sampler, weights, [order[start : start + budget] for start in range(0, total, budget)])
+    assert mass_sampler.mass_of(0) is None and mass_sampler.mass_of(len(pieces) - 1) is None
     for index, piece in enumerate(pieces[1:-1], start=1):
-        mass, own = weigher.mass_of(index), weights[piece.start : piece.end]
+        mass, own = mass_sampler.mass_of(index), weights[piece.start : piece.end]
         assert mass is not None and mass.prefix == tuple(one.content for one in pieces[1:index])
         inter = [own[:, one.start : one.end].sum() for one in pieces[1:index]]
         np.testing.assert_allclose(mass.inter, inter, rtol=1e-4, atol=1e-6)
@@ -81,41 +83,43 @@ def test_with_every_token_measured_the_sums_are_those_of_the_matrix(lengths: lis
 def test_a_sample_is_scaled_up_and_leaves_no_chunk_out() -> None:
     lengths = [4, 40, 3, 33, 5]
     pieces, total = pieces_of(lengths), sum(lengths)
-    weigher = AttentionMassSampler(pieces, total, every=16)
+    mass_sampler = AttentionMassSampler(pieces, total, every=16)
     weights = np.zeros((total, total), np.float32)
     for one in pieces:  # a fixed part of each token's attention goes to each earlier piece
         weights[one.start :, one.start : one.end] = 0.1 / one.num_tokens
-    assert weigh(weigher, weights, [np.arange(total)]) == 2 + 1 + 2
+    assert take_masses(mass_sampler, weights, [np.arange(total)]) == 2 + 1 + 2
     for index, length in ((1, 40), (2, 3), (3, 33)):
-        mass = weigher.mass_of(index)
+        mass = mass_sampler.mass_of(index)
         assert mass is not None and mass.num_tokens == length and mass.token_inter is None
         np.testing.assert_allclose(mass.inter, [0.1 * length] * (index - 1), rtol=1e-5)
 
 
 def test_what_is_kept_already_is_not_measured() -> None:
     pieces = pieces_of([2, 5, 5, 2])
-    weigher = AttentionMassSampler(pieces, 14, every=1)
-    weigher.leave_out(1)
-    wish = weigher.weighing(np.arange(14))
+    mass_sampler = AttentionMassSampler(pieces, 14, every=1)
+    mass_sampler.skip(1)
+    wish = mass_sampler.mass_request(np.arange(14))
     assert wish is not None and wish.rows.tolist() == [7, 8, 9, 10, 11]
-    assert weigher.weighing(np.arange(7)) is None and weigher.mass_of(1) is None
+    assert mass_sampler.mass_request(np.arange(7)) is None and mass_sampler.mass_of(1) is None
 
 
 def test_who_ranks_tokens_needs_all_of_them() -> None:
-    assert weighs_every(AnywhereOptions(0.1, "context")) == weighs_every(AnywhereOptions(0.1, "received")) == 1
-    assert weighs_every(AnywhereOptions(0.1, "question")) == 32
+    assert (
+        mass_sample_every(AnywhereOptions(0.1, "context")) == mass_sample_every(AnywhereOptions(0.1, "received")) == 1
+    )
+    assert mass_sample_every(AnywhereOptions(0.1, "question")) == 32
 
 
 def test_a_request_that_had_to_make_room_is_measured_anew() -> None:
     kitchen = TreeFixture()
     assert kitchen.manager.reuse is not None
-    kitchen.manager.reuse = replace(kitchen.manager.reuse, weighs_every=1)
+    kitchen.manager.reuse = replace(kitchen.manager.reuse, mass_sample_every=1)
     lease = kitchen.lease(1)
     for _ in range(2):
         kitchen.manager.release(lease)
         assert kitchen.admit(lease) == 0
-        seen = Masses(np.ones((SIZE, 1), np.float32), np.ones(SIZE, np.float32), np.ones(2 * SIZE, np.float32))
-        kitchen.manager.weigh(lease, np.arange(2 * SIZE), seen)
+        seen = AttentionMasses(np.ones((SIZE, 1), np.float32), np.ones(SIZE, np.float32), np.ones(2 * SIZE, np.float32))
+        kitchen.manager.take_masses(lease, np.arange(2 * SIZE), seen)
     kitchen.compute(lease)
     assert (mass := lease.nodes[1].mass) is not None and mass.received is not None
     assert mass.received.tolist() == [1.0] * SIZE
