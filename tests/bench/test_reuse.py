@@ -64,7 +64,7 @@ class OneAtATime:
         self.answering = number if self.further else None
         return [(number, [number, 0, 0])], [] if self.further else [number]
 
-    def tend(self) -> bool:
+    def do_idle_work(self) -> bool:
         self.num_to_tend -= 1
         self.now += 0.5 if self.num_to_tend >= 0 else 0.0
         return self.num_to_tend >= 0
@@ -273,7 +273,7 @@ class Echo:
         number = self.waiting.pop(0)
         return [(number, [0, 0, 0])], [number]
 
-    def tend(self) -> bool:
+    def do_idle_work(self) -> bool:
         return False
 
     def reset(self) -> None:

@@ -317,7 +317,7 @@ def disturb(house: House, folder: Path, randomness: random.Random) -> None:
     elif randomness.random() < 0.01:
         house.engine.scheduler.forget_chunks(partial(without, ChunkId(randomness.randint(0, 14))))
     elif not house.engine.has_work:
-        house.engine.tend()
+        house.engine.do_idle_work()
 
 
 def slow_masses(decoder: Decoder, token_ids: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,7 @@ from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine import recovery
-from stillroom.engine.async_engine import AsyncEngine
-from stillroom.engine.backlog import Backlog
+from stillroom.engine.async_engine import AsyncEngine, Backlog
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import (
     DeadlineExceededError,
@@ -195,7 +194,7 @@ def test_whoever_waits_is_told_when_the_engine_itself_fails(
     assert runner.is_waiting.acquire(timeout=30)
     was_alive = engine.is_alive
     engine.submit(ask("queued"), events["queued"].put)  # a command that nobody has carried out yet
-    for name in ("give_up_audit", "cancel"):
+    for name in ("abandon_audit", "cancel"):
         monkeypatch.setattr(inner, name, broken)
     monkeypatch.setattr(inner.scheduler, "update", broken)
     runner.may_go_on.release()
@@ -378,7 +377,7 @@ def test_in_a_full_house_a_tenant_with_less_than_his_share_is_let_in() -> None:
     assert [is_let_in("ben") for _ in range(4)] == [True, True, True, False], "half of six"
     assert is_let_in("carla") and not is_let_in("anna")
     for tenant in ("anna", "ben", "ben", "ben", "carla"):
-        backlog.hand_over(tenant)
+        backlog.enter_scheduler(tenant)
     waiting.clear()
     assert is_let_in("anna")
 

@@ -54,26 +54,26 @@ class Said:
             prompt=SegmentedPrompt((Segment(SegmentKind.QUESTION, (1, 2)),)),
             sampling=SamplingParams(max_tokens=50),
         )
-        self.audit.submitted(request)
+        self.audit.on_submit(request)
         for place, token in enumerate(tokens):
             event = TokenEvent(request.request_id, token, None, 0.0, reuse=None if place else reuse)
-            assert not self.audit.hear(event)
-        assert not self.audit.hear(TokenEvent(request.request_id, None, reason, 0.0))
+            assert not self.audit.observe(event)
+        assert not self.audit.observe(TokenEvent(request.request_id, None, reason, 0.0))
         return self.audit.next()
 
     def check(self, shadow: Request | None, *tokens: int) -> None:
         assert shadow is not None
         for token in tokens:
-            assert self.audit.hear(TokenEvent(shadow.request_id, token, None, 0.0))
-        assert self.audit.hear(TokenEvent(shadow.request_id, None, FinishReason.LENGTH, 0.0))
+            assert self.audit.observe(TokenEvent(shadow.request_id, token, None, 0.0))
+        assert self.audit.observe(TokenEvent(shadow.request_id, None, FinishReason.LENGTH, 0.0))
 
 
 def test_an_audit_that_computes_nan_is_not_counted() -> None:
     said = Said()
     shadow = said.answer(5, 6, 7)
     assert shadow is not None
-    assert said.audit.hear(TokenEvent(shadow.request_id, None, FinishReason.ABORTED, 0.0, NonFiniteError()))
-    assert said.audit.figures.num_audited == 0 and said.audit.next() is None
+    assert said.audit.observe(TokenEvent(shadow.request_id, None, FinishReason.ABORTED, 0.0, NonFiniteError()))
+    assert said.audit.stats.num_audited == 0 and said.audit.next() is None
 
 
 def test_the_audited_prompt_runs_again_without_placing() -> None:
@@ -82,9 +82,9 @@ def test_the_audited_prompt_runs_again_without_placing() -> None:
     assert shadow is not None and not shadow.may_place and shadow.request_id == "audit-r1"
     assert shadow.sampling.max_tokens == 4, "the answer ended after three, so the fourth must not come"
     said.check(shadow, 5, 6, 7)
-    assert (said.audit.figures.num_audited, said.audit.figures.num_disagreed) == (1, 0)
+    assert (said.audit.stats.num_audited, said.audit.stats.num_disagreed) == (1, 0)
     said.check(said.answer(5, 6, 7), 5, 6, 7, 8)
-    assert said.audit.figures.num_disagreed == 1
+    assert said.audit.stats.num_disagreed == 1
 
 
 def test_of_a_long_answer_its_first_tokens_count() -> None:
@@ -92,7 +92,7 @@ def test_of_a_long_answer_its_first_tokens_count() -> None:
     shadow = said.answer(*range(30))
     assert shadow is not None and shadow.sampling.max_tokens == NUM_TOKENS
     said.check(shadow, *range(NUM_TOKENS))
-    assert said.audit.figures.num_disagreed == 0
+    assert said.audit.stats.num_disagreed == 0
 
 
 def test_of_an_answer_that_was_cut_what_was_said_counts() -> None:
@@ -121,10 +121,10 @@ def test_the_ratio_is_doubled_and_then_nothing_is_placed() -> None:
     said = Said(ratio=0.2, limit=0.2)
     for _ in range(12):
         said.check(said.answer(1), 2)
-        if said.audit.figures.options is None:
+        if said.audit.stats.options is None:
             break
     assert said.allowed == [0.4, None]
-    assert said.audit.figures.upper_bound == 1.0
+    assert said.audit.stats.upper_bound == 1.0
     assert said.answer(1) is None, "nothing is placed, so there is nothing to audit"
 
 
@@ -138,15 +138,15 @@ def test_answers_of_the_old_ratio_say_nothing_of_the_new_one() -> None:
         prompt=SegmentedPrompt((Segment(SegmentKind.QUESTION, (1, 2)),)),
         sampling=SamplingParams(max_tokens=50),
     )
-    said.audit.submitted(answering)
-    said.audit.hear(TokenEvent(answering.request_id, 1, None, 0.0, reuse=PLACED))
+    said.audit.on_submit(answering)
+    said.audit.observe(TokenEvent(answering.request_id, 1, None, 0.0, reuse=PLACED))
     while not said.allowed:
         said.check(shadow, 2)
         shadow = said.audit.next()
-    said.audit.hear(TokenEvent(answering.request_id, None, FinishReason.STOP, 0.0))
+    said.audit.observe(TokenEvent(answering.request_id, None, FinishReason.STOP, 0.0))
     assert shadow is None and said.audit.next() is None
     said.check(said.answer(1), 2)
-    assert said.allowed == [0.4] and said.audit.figures.upper_bound == 1.0, "of one answer"
+    assert said.allowed == [0.4] and said.audit.stats.upper_bound == 1.0, "of one answer"
 
 
 def test_a_safer_setting_is_the_double_until_computing_everything_is_as_fast() -> None:
@@ -166,19 +166,19 @@ def test_chance_alone_changes_nothing() -> None:
     for _ in range(300):
         said.check(said.answer(1), 1 if randomness.random() > 0.1 else 2)
     assert said.allowed == []
-    assert 0.1 < said.audit.figures.upper_bound < 0.2
+    assert 0.1 < said.audit.stats.upper_bound < 0.2
 
 
 def test_the_ratio_comes_down_again_when_audits_agree() -> None:
     said = Said(ratio=0.15, limit=0.25)
     while said.allowed != [0.3]:
         said.check(said.answer(1), 2)
-    num_bad = said.audit.figures.num_audited
+    num_bad = said.audit.stats.num_audited
     while said.allowed == [0.3]:
         said.check(said.answer(1), 1)
     assert said.allowed == [0.3, 0.15]
-    assert said.audit.figures.num_audited - num_bad == 100, "the patience after one rise"
-    assert said.audit.figures.options == AnywhereOptions(0.15, "question")
+    assert said.audit.stats.num_audited - num_bad == 100, "the patience after one rise"
+    assert said.audit.stats.options == AnywhereOptions(0.15, "question")
     for _ in range(1000):
         said.check(said.answer(1), 1)
     assert said.allowed == [0.3, 0.15], "never below the configured ratio"
@@ -216,7 +216,7 @@ def test_an_audit_that_fails_is_not_tried_again(decoder: Decoder, monkeypatch: p
     house.run(question("a", 1, 2))
     house.run(question("b", 2, 1))
     engine = house.engine
-    assert engine.tend() and engine.has_work
+    assert engine.do_idle_work() and engine.has_work
     execute = engine.runner.execute
 
     def broken(batch: Batch) -> StepResult:
@@ -230,7 +230,7 @@ def test_an_audit_that_fails_is_not_tried_again(decoder: Decoder, monkeypatch: p
         ended = threading.Event()
         running.submit(question("c", 1), lambda event: ended.set() if event.finish_reason else None)
         assert ended.wait(30)
-    assert engine.audit is not None and engine.audit.figures.num_audited == 0
+    assert engine.audit is not None and engine.audit.stats.num_audited == 0
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -243,10 +243,10 @@ def test_an_answer_from_a_removed_document_is_not_audited(decoder: Decoder, is_r
     house.run(question("a", 1, 2))
     house.run(question("b", 2, 1))
     if is_running:
-        assert engine.tend() and engine.has_work
+        assert engine.do_idle_work() and engine.has_work
     library.remove(1)
     engine.catch_up()
-    assert not engine.has_work and not engine.tend()
+    assert not engine.has_work and not engine.do_idle_work()
     engine.check_integrity()
 
 
@@ -275,14 +275,14 @@ def test_an_engine_audits_when_nobody_waits_and_says_nothing_of_it(decoder: Deco
     house.run(question("a", 1, 2, 3))
     house.run(question("b", 3, 1, 2, max_tokens=8))
     is_waiting = False
-    while not is_waiting and house.engine.tend():
+    while not is_waiting and house.engine.do_idle_work():
         is_waiting = house.engine.has_work
     assert is_waiting, "an audit waits for its turn"
     house.run(question("c", 1))  # which is not now
     audit = house.engine.audit
-    assert audit is not None and audit.figures.num_audited == 0
-    while house.engine.has_work or house.engine.tend():
+    assert audit is not None and audit.stats.num_audited == 0
+    while house.engine.has_work or house.engine.do_idle_work():
         house.step()
-    assert audit.figures.num_audited == 1 and set(house.last) == {"a", "b", "c"}
+    assert audit.stats.num_audited == 1 and set(house.last) == {"a", "b", "c"}
     if ratio == 1.0:
-        assert audit.figures.num_disagreed == 0, "with everything computed again every answer agrees"
+        assert audit.stats.num_disagreed == 0, "with everything computed again every answer agrees"

@@ -107,7 +107,7 @@ def test_what_another_process_removed_is_not_stored_in_an_idle_moment() -> None:
     reader.engine.follow("", library)
     reader.read("a", 1, 2)
     library.remove(2)
-    while reader.engine.tend():
+    while reader.engine.do_idle_work():
         pass
     assert reader.stored() == {None, ChunkId(1)}
     assert reader.tree.chunk_ids() == {ChunkId(1)}
@@ -139,7 +139,7 @@ def test_a_knowledge_base_that_is_gone_takes_all_of_its_tenants_kv_and_no_others
         reader.engine.follow(salt, Library(1, 2))
         reader.engine.submit(reader.request(name, 1, 2, salt=salt))
         reader.finish()
-    while reader.engine.tend():
+    while reader.engine.do_idle_work():
         pass
     reader.engine.follow("other", Removed())
     reader.engine.catch_up()
@@ -187,9 +187,9 @@ def test_documents_of_one_tenant_say_nothing_of_anothers() -> None:
 def test_documents_that_are_closed_are_not_asked() -> None:
     reader, library = Reader(), Library(1)
     reader.engine.follow("", library)
-    reader.engine.leave("")
+    reader.engine.unfollow("")
     reader.read("a", 1)
-    reader.engine.tend()
+    reader.engine.do_idle_work()
     assert reader.tree.chunk_ids() == {ChunkId(1)} and library.num_asked == 0
 
 
@@ -197,7 +197,7 @@ def test_documents_that_cannot_be_seen_stop_nobody(caplog: pytest.LogCaptureFixt
     reader = Reader()
     reader.engine.follow("", Broken(1))
     reader.read("a", 1)
-    assert "cannot be seen which documents are gone" in caplog.text
+    assert "removed documents cannot be determined" in caplog.text
 
 
 def test_a_sample_that_takes_over_keeps_nothing_of_a_removed_document() -> None:

@@ -123,6 +123,6 @@ def test_late_are_those_that_a_look_at_everybody_finds(seed: int, timeout: float
             elif end <= clock.now:
                 expected[name] = None
                 twin[name] = (own, clock.now + timeout, True)
-        late = deadlines.take_late(clock.now)
+        late = deadlines.pop_expired(clock.now)
         assert {name: None if error is None else type(error) for name, error in late} == expected
         assert deadlines.next_at == min((min(own, end) for own, end, _ in twin.values()), default=math.inf)

@@ -112,7 +112,7 @@ def traffic(house: House, oracle: Oracle) -> None:
         one = replace(one, cache_salt="other" if number == 1 else "")
         submit(one, *([replace(one, request_id=RequestId(f"r{number}/1"))] if number % 2 == 0 else []))
     house.finish()
-    while house.engine.tend():
+    while house.engine.do_idle_work():
         house.engine.check_integrity()
     for one in asked:
         assert house.tokens[one.request_id] == oracle.answer(one), one.request_id
@@ -221,7 +221,7 @@ def test_while_a_device_cannot_be_recovered_requests_are_refused_and_it_is_tried
 
     while house.engine.retry_in is not None:
         house.clock.advance(0.25)
-        house.engine.tend()
+        house.engine.do_idle_work()
         house.engine.check_integrity()
     pauses = [after - before for before, after in zip(lost.attempts, lost.attempts[1:], strict=False)]
     assert pauses == [FIRST_PAUSE * 2**n for n in range(6)] + [LONGEST_PAUSE] * 3
@@ -255,7 +255,7 @@ def test_a_device_that_is_lost_again_and_again_is_not_taken_for_recovered(
         assert outage.num_failed == MAX_LOSSES + 1
     assert isinstance(house.last[RequestId("one")].error, DeviceLostError) and house.engine.device_problem is not None
     house.clock.advance(FIRST_PAUSE)
-    assert house.engine.tend()
+    assert house.engine.do_idle_work()
     two = question("two", 1)
     assert house.run(two)[0] == oracle.answer(two)
 

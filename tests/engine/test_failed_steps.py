@@ -186,9 +186,9 @@ def test_an_audit_that_cannot_run_ends_alone(decoder: Decoder, oracle: Oracle) -
     break_steps(house, lambda batch: any(one.request_id.startswith("audit-") for one in batch.sequences))
     house.run(question("a", 1, 2))
     house.run(question("b", 2))
-    while house.engine.tend():
+    while house.engine.do_idle_work():
         house.finish()
-    assert house.engine.audit is not None and house.engine.audit.figures.num_audited == 0
+    assert house.engine.audit is not None and house.engine.audit.stats.num_audited == 0
     assert set(house.last) == {"a", "b"} and not house.engine.has_work
     assert house.run(question("c", 3))[0] == oracle.answer(question("c", 3))
 
@@ -201,7 +201,7 @@ def test_an_audit_that_fails_itself_is_over_and_answers_go_on(
     def broken(event: TokenEvent) -> bool:
         raise ImportError("no module named scipy")
 
-    monkeypatch.setattr(house.engine.audit, "hear", broken)
+    monkeypatch.setattr(house.engine.audit, "observe", broken)
     one, other = question("one", 1, 2), question("other", 3)
     house.submit(one)
     house.submit(other)
@@ -232,7 +232,7 @@ def test_idle_work_that_fails_ends_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(house.cache.tiers, "store", broken)
         with pytest.raises(OSError):  # the engine's thread writes it to the log
-            house.engine.tend()
+            house.engine.do_idle_work()
         house.engine.check_integrity()
     assert house.run(question("b", 1, 2))[0] == oracle.answer(question("b", 1, 2))
     house.cache.close()

@@ -201,11 +201,15 @@ def test_refusals_say_what_to_do_and_are_not_repeated(answer: bytes, kind: type[
     ("rest", "kind", "message"),
     [
         (b"", EngineUnavailableError, "broke off after 6 characters of the answer"),
-        (b"data: {half\n\n", EngineError, "no event of OpenAI's: {half"),
-        (b"data: [1]\n\n", EngineError, "no event of OpenAI's"),
-        (event({"choices": [{"delta": {"content": 5}}]}), EngineError, "no event of OpenAI's"),
-        (event({"error": {"message": "out of memory"}}), EngineUnavailableError, "gave the answer up: out of memory"),
-        (delta("", "abort"), EngineUnavailableError, "gave the answer up"),
+        (b"data: {half\n\n", EngineError, "not in OpenAI's format: {half"),
+        (b"data: [1]\n\n", EngineError, "not in OpenAI's format"),
+        (event({"choices": [{"delta": {"content": 5}}]}), EngineError, "not in OpenAI's format"),
+        (
+            event({"error": {"message": "out of memory"}}),
+            EngineUnavailableError,
+            "ended the answer with an error: out of memory",
+        ),
+        (delta("", "abort"), EngineUnavailableError, "ended the answer with an error"),
     ],
 )
 def test_failure_in_the_middle_is_told_and_not_repeated(rest: bytes, kind: type[Exception], message: str) -> None:

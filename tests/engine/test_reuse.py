@@ -157,7 +157,7 @@ def test_files_of_kept_kv_never_take_more_than_their_budget(decoder: Decoder, tm
     budget = 4 * size_on_disk(10 * house.bytes_per_token)
     for number in range(8):
         house.run(question(f"q{number}", number % 7, number % 5, max_tokens=1))
-        while house.engine.tend():
+        while house.engine.do_idle_work():
             pass
         taken = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*.kv"))
         assert 0 < taken <= house.tree.num_bytes(Tier.DISK) <= budget
@@ -191,7 +191,7 @@ def soak(decoder: Decoder, folder: Path, num_requests: int, seed: int, **changes
             gone = ChunkId(randomness.randint(0, 14))
             house.engine.scheduler.forget_chunks(partial(without, gone))
         elif not house.engine.has_work:
-            house.engine.tend()
+            house.engine.do_idle_work()
         house.step()
         for request_id in [request_id for request_id in alive if request_id in house.last]:
             assert house.tokens[request_id] == oracle.answer(alive.pop(request_id)), request_id
@@ -294,7 +294,7 @@ def test_what_was_read_ahead_for_a_request_that_left_is_wasted(decoder: Decoder,
 def test_what_an_idle_moment_stored_survives_a_kill(decoder: Decoder, tmp_path: Path) -> None:
     killed = House(decoder, tmp_path)
     tokens, _ = killed.run(question("a", 1))
-    while killed.engine.tend():
+    while killed.engine.do_idle_work():
         pass
     assert killed.cache.tiers is not None and killed.cache.tiers.disk is not None
     killed.cache.tiers.disk.close()  # as a kill does: the lock goes, nothing is flushed

@@ -10,7 +10,7 @@ import pytest
 from stillroom.config.settings import SpeculationConfig, StillroomConfig
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason
-from stillroom.engine.deadlines import too_late
+from stillroom.engine.deadlines import deadline_error
 from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.errors import DeadlineExceededError, EngineError
 from stillroom.rag.accounting import Account
@@ -47,7 +47,7 @@ def accounted(*events: TokenEvent, is_first: bool = True, has_searched: bool = T
 
 
 def test_an_answer_that_is_cut_counts_with_what_was_generated_of_it() -> None:
-    ended = event(19.0, FinishReason.ABORTED, error=too_late())
+    ended = event(19.0, FinishReason.ABORTED, error=deadline_error())
     seen = accounted(event(12.0, token=1), event(12.5, token=2), event(14.0, token=3), ended)
 
     assert seen["stillroom_requests_total{outcome=aborted}"] == 1

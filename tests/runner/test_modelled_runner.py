@@ -209,7 +209,7 @@ def _soak(seed: int, anywhere: AnywhereOptions | None) -> list[tuple[str, int | 
             seen += plant.engine.step()
             plant.engine.check_integrity()
         if not plant.engine.has_work:
-            plant.engine.tend()
+            plant.engine.do_idle_work()
     return [(event.request_id, event.token_id, event.at) for event in [*seen, *plant.run()]]
 
 

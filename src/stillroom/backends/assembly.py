@@ -14,7 +14,7 @@ import torch
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.clock import Clock
 from stillroom.core.kv import Tier
-from stillroom.engine.audit import Audit, AuditFigures
+from stillroom.engine.audit import Audit
 from stillroom.errors import ConfigError
 from stillroom.kvcache.admission import Reuse
 from stillroom.kvcache.blocks.pool import BlockPool
@@ -98,7 +98,7 @@ class KVCache:
             },
             catalogue.KV_WRITE_FAILURES: moves.num_write_failures,
             catalogue.KV_PREFETCHED_BYTES: {"used": moves.prefetch.used_bytes, "wasted": moves.prefetch.wasted_bytes},
-            **({} if self.audit is None else _audit_readings(self.audit.figures)),
+            **({} if self.audit is None else _audit_readings(self.audit.stats)),
         }
 
     def close(self, *, keeps_device: bool = True) -> None:

@@ -140,7 +140,7 @@ class LocalBackend:
         if self.owns_engine:
             self.engine.close()
             self.cache.close(keeps_device=not self.engine.has_failed)
-        self.engine.leave(self.salt)
+        self.engine.unfollow(self.salt)
 
     def documents_changed(self, corpus: CorpusView) -> bytes | None:
         self.engine.documents_changed(self.salt, corpus)

@@ -1,22 +1,23 @@
-"""The engine in a thread of its own, so that any thread or event loop can submit and listen.
+"""The engine's thread: submits requests from any thread or event loop, and bounds how many may wait.
 
-All state of the scheduler is touched by that one thread only; others talk to it through a queue of commands. Every
-submitted request gets exactly one last event, whatever happens: a finish, a cancellation or the engine's own failure.
-Failures are caught as `BaseException`: libraries written in Rust panic with one that is no `Exception`.
+Only the engine's thread touches the scheduler; other threads talk to it through a queue of commands. Every submitted
+request gets exactly one last event: a finish, a cancellation or the engine's failure. Failures are caught as
+`BaseException`, because panics of libraries written in Rust are no `Exception`.
 """
 
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from stillroom.core.ids import RequestId
+from stillroom.core.queueing import ServicePace, is_below_share
 from stillroom.core.request import FinishReason, Request
-from stillroom.engine.backlog import Backlog
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import Listener, TokenEvent
-from stillroom.errors import EngineClosedError, EngineError
+from stillroom.errors import EngineClosedError, EngineError, QueueFullError
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +37,18 @@ class AsyncEngine:
         self._closing = threading.Lock()  # orders every submit before, or after, the final None
         self._is_closed = False
         self.has_failed = False
-        """Whether its thread has ended by an error. What it says is on the device may be something else."""
+        """Whether the thread ended with an error. Its record of what is on the device may be wrong then."""
         self._thread = threading.Thread(target=self._run, name="stillroom-engine", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether its thread runs: it was not closed, and has not failed."""
+        """Whether the thread runs: the engine was not closed and has not failed."""
         return not self._is_closed and self._thread.is_alive()
 
     @property
     def device_problem(self) -> str | None:
-        """Why it takes no requests for now; None if its device can be used."""
+        """Why the device cannot be used now; None if it can."""
         return self._engine.device_problem
 
     @property
@@ -64,7 +65,7 @@ class AsyncEngine:
 
     @property
     def num_free_blocks(self) -> int:
-        """Those that can be had: free, or kept and in nobody's use."""
+        """Blocks that are free, or that hold kept KV which no request uses."""
         return self._engine.scheduler.kv.num_free_blocks
 
     @property
@@ -80,14 +81,14 @@ class AsyncEngine:
         return self._engine.scheduler.num_prefilling
 
     def submit(self, request: Request, listener: Listener, *samples: tuple[Request, Listener]) -> None:
-        """Start a request, with further samples of the same prompt; the events of each go to its listener.
+        """Start a request with further samples of the same prompt; the events of each go to its listener.
 
         Raises:
-            PromptTooLongError: it can never run.
+            PromptTooLongError: the request can never run.
             UsageError: there are more samples than can run at the same time.
-            QueueFullError: as many requests wait as may, and its tenant has its share of them.
+            QueueFullError: the queue is full, and the tenant has its share of it.
             EngineClosedError: the engine was closed.
-            DeviceLostError: the device is lost, and could not be recovered yet.
+            DeviceLostError: the device is lost and not yet recovered.
         """
         self._engine.check_device()
         self._engine.scheduler.check(request, 1 + len(samples))
@@ -102,11 +103,11 @@ class AsyncEngine:
                 self._engine.submit(request, *(one for one, _ in samples))
             except EngineError as error:
                 self._abort(listeners, error)
-            except BaseException as error:  # no thread for it, say, or no memory
+            except BaseException as error:  # such as no thread or no memory
                 logger.exception("%s could not be started", request.request_id)
                 self._abort(listeners, EngineError(f"the request could not be started: {error}"))
             finally:
-                self._backlog.hand_over(request.cache_salt)
+                self._backlog.enter_scheduler(request.cache_salt)
 
         with self._closing:
             if self._is_closed:
@@ -116,7 +117,7 @@ class AsyncEngine:
             self._commands.put(start)
 
     def cancel(self, request_id: RequestId) -> None:
-        """Stop a request at the next step; its last event says `aborted`. Harmless if it has ended."""
+        """Abort a request before the next step; its last event says `aborted`. No effect if it has ended."""
 
         def stop() -> None:
             if request_id in self._listeners:
@@ -125,22 +126,26 @@ class AsyncEngine:
         self._commands.put(stop)
 
     def run(self, command: Callable[[Engine], object]) -> None:
-        """Do something with the engine between two steps; nothing if it is closed."""
+        """Run a command in the engine's thread between two steps; ignored if the engine is closed."""
         self._commands.put(lambda: command(self._engine))
 
     def documents_changed(self, salt: str, corpus: CorpusView) -> None:
-        """The documents of this salt's requests are these, and may have changed: nothing is kept of what is gone."""
+        """Drop kept KV of removed documents, now and after later changes.
+
+        Args:
+            salt: cache salt of the tenant's requests.
+            corpus: the tenant's documents.
+        """
         self._engine.follow(salt, corpus)
         self.run(Engine.catch_up)
 
-    def leave(self, salt: str) -> None:
-        """Do not ask these documents any more, as from this method's return. If they are gone, nothing of them is
-        kept."""
-        if self._engine.leave(salt):
+    def unfollow(self, salt: str) -> None:
+        """Stop reading a tenant's corpus: it is not read after this call. If it was removed, its KV is dropped."""
+        if self._engine.unfollow(salt):
             self.run(lambda engine: engine.forget(salt))
 
     def close(self) -> None:
-        """Abort what runs and stop the thread. Idempotent."""
+        """Abort all requests and stop the thread. Idempotent."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
@@ -158,38 +163,37 @@ class AsyncEngine:
         try:
             self._serve()
         except BaseException:
-            logger.critical("the engine has failed; it answers nothing more", exc_info=True)
+            logger.critical("the engine has failed; it answers no more requests", exc_info=True)
             error = EngineError("the engine has failed, the log says why; start Stillroom again")
             with self._closing:
                 self._is_closed = self.has_failed = True
-            while not self._commands.empty():  # whoever came before has a listener too
+            while not self._commands.empty():  # requests submitted before the failure have listeners too
                 self._carry_out(self._commands.get())
         self._abort(list(self._listeners), error)
-        self._engine.catch_up()  # what is still to be stored must not hold what is gone
+        self._engine.catch_up()  # KV that is still to be stored must not include removed documents
 
     def _serve(self) -> None:
         while self._take_commands():
             try:
                 events = self._engine.step()
-            except BaseException as error:  # a failed step must not strand those who wait for its tokens
+            except BaseException as error:  # every listener must get a last event
                 logger.exception("a step failed; its requests are aborted")
                 for event in self._engine.take_events():
                     self._dispatch(event)
-                self._engine.give_up_audit()
+                self._engine.abandon_audit()
                 self._abort(list(self._listeners), EngineError(f"generation failed: {error}"))
-                self._engine.check_integrity()  # an engine that does not know who has which block must not go on
+                self._engine.check_integrity()  # an engine with wrong block accounting must not continue
                 continue
             for event in events:
                 self._dispatch(event)
 
     def _take_commands(self) -> bool:
-        """Carry out what was asked since the last step, waiting for something if there is nothing to do yet; False to
-        stop."""
+        """Run the commands since the last step, waiting for one if there is no work; False to stop."""
         pause = self._engine.pause
         while True:
             try:
                 is_idle = not self._engine.has_work
-                may_wait = not self._tend() if is_idle else pause > 0
+                may_wait = not self._do_idle_work() if is_idle else pause > 0
                 command = self._commands.get(may_wait, self._engine.retry_in if is_idle else pause)
             except queue.Empty:
                 if is_idle:
@@ -198,24 +202,24 @@ class AsyncEngine:
             if command is None:
                 return False
             self._carry_out(command)
-            pause = 0.0  # what came may be what was waited for
+            pause = 0.0  # the command may have filled the batch
 
     def _carry_out(self, command: Callable[[], object] | None) -> None:
         if command is None:
             return
         try:
             command()
-        except BaseException:  # it has no listener, and others must still be answered
+        except BaseException:  # a command has no listener, and other requests must still be answered
             logger.exception("a command failed")
 
-    def _tend(self) -> bool:
-        """One piece of work that nobody waits for, if nobody waits for anything else."""
+    def _do_idle_work(self) -> bool:
+        """Do one piece of background work, unless a command waits; returns whether there may be more."""
         if not self._commands.empty():
             return True
         try:
-            return self._engine.tend()
+            return self._engine.do_idle_work()
         except BaseException:  # the next request must still be answered
-            logger.exception("work in an idle moment failed")
+            logger.exception("background work failed")
             return False
 
     def _dispatch(self, event: TokenEvent) -> None:
@@ -223,11 +227,11 @@ class AsyncEngine:
         if is_last:
             self._backlog.end(event.at)
         listeners = self._listeners
-        # one that could not be cancelled may go on, and has been told that it ended
+        # a request that could not be cancelled may send events after its last one
         listener = listeners.pop(event.request_id, _ignore) if is_last else listeners.get(event.request_id, _ignore)
         try:
             listener(event)
-        except Exception:  # one broken listener (a closed event loop, say) must not stop the others
+        except Exception:  # a broken listener (such as a closed event loop) must not stop the others
             logger.exception("the listener of %s failed", event.request_id)
             if not is_last:
                 listeners.pop(event.request_id)
@@ -239,10 +243,63 @@ class AsyncEngine:
         for request_id in request_ids:
             try:
                 self._engine.cancel(request_id)
-            except BaseException:  # its listener is told all the same
+            except BaseException:  # its listener still gets a last event
                 logger.exception("%s could not be cancelled", request_id)
             self._dispatch(TokenEvent(request_id, None, FinishReason.ABORTED, now, error))
 
 
 def _ignore(event: TokenEvent) -> None:
-    """Stands in for a listener that failed or has heard its last, until its request has ended."""
+    """Listener of a request whose own listener failed or got its last event."""
+
+
+class Backlog:
+    """Limits waiting requests, and estimates when to ask again. Thread-safe.
+
+    Counts requests that were accepted and have not reached the scheduler yet, and the rate at which requests end.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        """
+        Args:
+            max_waiting: 0 is no limit.
+        """
+        self._max_waiting = max_waiting
+        self._accepted: Counter[str] = Counter()  # by tenant; not in the scheduler yet
+        self._lock = threading.Lock()
+        self._pace = ServicePace()
+
+    def accept(self, tenant: str, num_waiting: int, waiting: Callable[[], Iterable[str]], now: float) -> None:
+        """Count one more request. A full queue still accepts a tenant that has less than an equal share of it.
+
+        Args:
+            num_waiting: requests that wait in the scheduler.
+            waiting: returns the tenant of each of these; called only if the queue is full.
+
+        Raises:
+            QueueFullError: the queue is full, and the tenant has its share of it.
+        """
+        with self._lock:
+            is_full = self._max_waiting and num_waiting + self._accepted.total() >= self._max_waiting
+            if is_full and not is_below_share(tenant, Counter(waiting()) + self._accepted, self._max_waiting):
+                seconds = max(1.0, self._pace.seconds_at(now))
+                raise QueueFullError(
+                    f"{self._max_waiting} requests wait already (runtime.max_waiting); ask again in {seconds:.0f} s",
+                    seconds,
+                )
+            self._accepted[tenant] += 1
+
+    def enter_scheduler(self, tenant: str) -> None:
+        """Uncount an accepted request: it waits in the scheduler from now on."""
+        with self._lock:
+            self._accepted[tenant] -= 1
+            self._accepted += Counter()  # drops tenants with a count of 0
+
+    def begin(self, now: float) -> None:
+        """Start measuring the rate again: the idle time before does not count."""
+        with self._lock:
+            self._pace.start(now)
+
+    def end(self, at: float) -> None:
+        """Record the end of a request."""
+        with self._lock:
+            self._pace.end(at)

@@ -1,16 +1,15 @@
-"""Checks answers from placed KV against a full prefill, a few of them and in idle moments only.
+"""Compares sampled answers from placed KV with a full prefill, while the engine is idle.
 
-A sampled answer's prompt runs again without placing anything, with the same sampling; its first tokens agree or they do
-not. Each audit tests the share of answers that differ, with bounds that hold at every look (`confidence_sequence`):
+An audit runs the prompt of an answer again without placing KV, with the same sampling, and compares the first tokens.
+After each audit the share of answers that differ is tested with bounds that hold at all times (`confidence_sequence`):
 
-- Surely more than `max_disagreement` differ: the recompute ratio doubles. Above the largest ratio nothing is placed any
-  more. Then there is nothing to audit, so this lasts until the engine starts again.
-- Surely less than half of `max_disagreement` differ, in at least `_FIRST_PATIENCE` audits, twice as many after each
-  further rise: the ratio goes back one step, never below the configured one.
+- Surely above `max_disagreement`: the recompute ratio doubles. Above the largest ratio no KV is placed until the engine
+  starts again, because nothing is left to audit.
+- Surely below half of `max_disagreement`, after at least `_FIRST_PATIENCE` audits, twice as many after each further
+  rise: the ratio goes back one step, never below the configured one.
 
-Every change begins new evidence. The k-th piece of evidence may err with probability 0.05 / 2^k, so all of them
-together with at most 0.05. The doubled patience keeps a ratio that fails from returning often: in n audits it returns
-at most about log2(n / 50) times.
+Every change starts new evidence. The k-th evidence errs with probability at most 0.05 / 2^k, so all of them together
+with at most 0.05. The doubled patience bounds how often a failed ratio returns: about log2(n / 50) times in n audits.
 """
 
 import logging
@@ -28,21 +27,21 @@ from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 8
-"""First tokens of an answer that are compared."""
+"""Number of first tokens of an answer that are compared."""
 ALPHA = 0.05
-"""Probability that any of an engine's changes of ratio is a mistake."""
+"""Bound on the probability that any of an engine's changes of ratio is a mistake."""
 _FIRST_PATIENCE = 50
 _MAX_WAITING = 8
 
 
 @dataclass(frozen=True, slots=True)
-class AuditFigures:
+class AuditStats:
     num_audited: int
     num_disagreed: int
     upper_bound: float
-    """On the share of answers that differ at the present ratio; holds at all times with at least 95 % confidence."""
+    """Bound on the share of answers that differ at the present ratio; holds at all times with 95 % confidence."""
     options: AnywhereOptions | None
-    """Now; None if nothing is placed any more."""
+    """Present options; None if no KV is placed any more."""
 
 
 @dataclass(slots=True)
@@ -53,7 +52,7 @@ class _Answer:
 
 
 class Audit:
-    """Of one engine, in its thread."""
+    """Audits of one engine. Runs in the engine's thread."""
 
     def __init__(
         self,
@@ -66,9 +65,9 @@ class Audit:
     ) -> None:
         """
         Args:
-            allow: told when the options change.
-            share: of the answers with placed KV that is audited.
-            max_disagreement: share of these that may differ.
+            allow: called with the new options when they change.
+            share: share of the answers with placed KV that is audited.
+            max_disagreement: share of the audited answers that may differ.
         """
         self._options: AnywhereOptions | None = options
         self._allow = allow
@@ -76,26 +75,26 @@ class Audit:
         self._randomness = randomness
         self._open: dict[RequestId, _Answer] = {}
         self._waiting: deque[tuple[Request, list[int]]] = deque(maxlen=_MAX_WAITING)
-        self._shadow: tuple[Request, list[int], list[int]] | None = None  # what runs, what was said, what it says
-        self._lower: list[AnywhereOptions] = []  # from the configured options to those before the present ones
+        self._shadow: tuple[Request, list[int], list[int]] | None = None  # running audit, expected and actual tokens
+        self._lower: list[AnywhereOptions] = []  # earlier options, from the configured ones on
         self._patience = _FIRST_PATIENCE
-        self._alpha = ALPHA / 2  # of the present evidence
+        self._alpha = ALPHA / 2  # for the present evidence
         self._num_here = self._num_disagreed_here = 0
         self._num_audited = self._num_disagreed = 0
 
     @property
-    def figures(self) -> AuditFigures:
+    def stats(self) -> AuditStats:
         bound = upper_bound(self._num_disagreed_here, self._num_here, self._alpha)
-        return AuditFigures(self._num_audited, self._num_disagreed, bound, self._options)
+        return AuditStats(self._num_audited, self._num_disagreed, bound, self._options)
 
-    def submitted(self, request: Request) -> None:
+    def on_submit(self, request: Request) -> None:
         if self._options is not None:
             self._open[request.request_id] = _Answer(request)
 
-    def hear(self, event: TokenEvent) -> bool:
-        """Take note of an event; True if it is of an audit, and nobody else's business."""
+    def observe(self, event: TokenEvent) -> bool:
+        """Record an event; True if it belongs to an audit and so has no listener."""
         if self._shadow is not None and event.request_id == self._shadow[0].request_id:
-            self._hear_shadow(event)
+            self._observe_shadow(event)
             return True
         answer = self._open.get(event.request_id)
         if answer is not None:
@@ -108,54 +107,54 @@ class Audit:
         return False
 
     def next(self) -> Request | None:
-        """The prompt of an answer to be audited, to run now; None if there is none."""
+        """Return the next audit to run; None if there is none, or one runs already."""
         if self._shadow is not None or not self._waiting:
             return None
-        request, said = self._waiting.popleft()
-        self._shadow = (request, said, [])
+        request, expected = self._waiting.popleft()
+        self._shadow = (request, expected, [])
         return request
 
     def interrupt(self) -> RequestId | None:
-        """Somebody needs the engine: what is to be aborted, to run again later; None if no audit runs."""
+        """Put the running audit back into the queue; returns the request to abort, None if no audit runs."""
         if self._shadow is None:
             return None
-        request, said, _ = self._shadow
+        request, expected, _ = self._shadow
         self._shadow = None
-        self._waiting.appendleft((request, said))
+        self._waiting.appendleft((request, expected))
         return request.request_id
 
-    def give_up(self) -> RequestId | None:
-        """A step failed, maybe for it: what is to be aborted, never to run again; None if no audit runs."""
+    def abandon(self) -> RequestId | None:
+        """Drop the running audit; returns the request to abort, None if no audit runs."""
         if self._shadow is None:
             return None
         request, self._shadow = self._shadow[0], None
         return request.request_id
 
     def forget_chunks(self, existing: Callable[[set[ChunkId]], set[ChunkId]], salt: str) -> RequestId | None:
-        """Drop audits of a tenant's prompts that hold chunks which are no more.
+        """Drop audits of a tenant's prompts with removed chunks.
 
         Args:
-            existing: those of some chunks that are still there.
+            existing: returns which of some chunks still exist.
 
         Returns:
-            What is to be aborted, never to run again; None if no audit of such a prompt runs.
+            The request to abort; None if no audit of such a prompt runs.
         """
 
-        def is_whole(request: Request) -> bool:
+        def is_current(request: Request) -> bool:
             chunk_ids = set(request.prompt.chunk_ids)
             return request.cache_salt != salt or existing(chunk_ids) == chunk_ids
 
-        self._waiting = deque((one for one in self._waiting if is_whole(one[0])), _MAX_WAITING)
-        return None if self._shadow is None or is_whole(self._shadow[0]) else self.give_up()
+        self._waiting = deque((one for one in self._waiting if is_current(one[0])), _MAX_WAITING)
+        return None if self._shadow is None or is_current(self._shadow[0]) else self.abandon()
 
     def _close(self, answer: _Answer, reason: FinishReason) -> None:
         del self._open[answer.request.request_id]
         if not answer.has_placed or not answer.token_ids or self._randomness.random() >= self._share:
             return
-        request, said = answer.request, answer.token_ids
-        # an answer that the model ended must end there again
-        ends = reason is FinishReason.STOP and len(said) < NUM_TOKENS
-        num_tokens = len(said) + ends
+        request, expected = answer.request, answer.token_ids
+        # one token more, so that an answer that the model ended must end there again
+        ends = reason is FinishReason.STOP and len(expected) < NUM_TOKENS
+        num_tokens = len(expected) + ends
         sampling = replace(
             request.sampling,
             max_tokens=num_tokens,
@@ -163,17 +162,17 @@ class Audit:
             logprobs=None,
         )
         name = RequestId(f"audit-{request.request_id}")
-        self._waiting.append((replace(request, request_id=name, sampling=sampling, may_place=False), said))
+        self._waiting.append((replace(request, request_id=name, sampling=sampling, may_place=False), expected))
 
-    def _hear_shadow(self, event: TokenEvent) -> None:
+    def _observe_shadow(self, event: TokenEvent) -> None:
         assert self._shadow is not None
-        _, said, says = self._shadow
+        _, expected, actual = self._shadow
         if event.token_id is not None:
-            says.append(event.token_id)
+            actual.append(event.token_id)
         if event.finish_reason is not None:
             self._shadow = None
             if event.finish_reason is not FinishReason.ABORTED:
-                self._count(agrees=says == said)
+                self._count(agrees=actual == expected)
 
     def _count(self, *, agrees: bool) -> None:
         self._num_audited += 1
@@ -217,6 +216,6 @@ class Audit:
         self._options = new
         self._alpha /= 2
         self._num_here = self._num_disagreed_here = 0
-        self._waiting.clear()  # answers of the old ratio are no evidence of the new one
+        self._waiting.clear()  # answers of the old ratio are no evidence for the new one
         self._open.clear()
         self._allow(new)

@@ -1,7 +1,7 @@
-"""Whose documents the prompts of an engine are made of, so that nothing is kept of those that are removed.
+"""The corpora that an engine's prompts come from, by tenant, so that KV of removed documents is dropped.
 
-A change that this process makes is told; one that another process makes is noticed by the number of changes, before
-anything is stored on disk and with the tenant's next question.
+This process reports its own changes. Changes of other processes are noticed by the corpus's number of changes, before
+KV is stored on disk and with the tenant's next question.
 """
 
 import logging
@@ -16,12 +16,12 @@ from stillroom.errors import KnowledgeBaseNotFoundError
 logger = logging.getLogger(__name__)
 
 _GONE = -1
-"""In place of a number of changes."""
+"""Number of changes of a corpus that was removed."""
 
-_BLIND = "it cannot be seen which documents are gone; their KV stays for now"
+_UNREADABLE = "removed documents cannot be determined; their KV stays for now"
 
 Existing = Callable[[set[ChunkId]], set[ChunkId]]
-"""Gives those of some chunks that are still there."""
+"""Returns which of some chunks still exist."""
 
 
 class CorpusView(Protocol):
@@ -29,15 +29,15 @@ class CorpusView(Protocol):
 
     @property
     def num_changes(self) -> int:
-        """Of documents so far, by any process; one cheap read.
+        """Changes of documents so far, by any process; one cheap read.
 
         Raises:
-            KnowledgeBaseNotFoundError: it was removed, or another one stands in its place.
+            KnowledgeBaseNotFoundError: the knowledge base was removed or replaced.
         """
         ...
 
     def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
-        """Those of the chunks that are there now."""
+        """Return which of the chunks exist now."""
         ...
 
 
@@ -45,37 +45,40 @@ class CorpusView(Protocol):
 class _Followed:
     corpus: CorpusView
     seen: int | None = None
-    """Its changes when it was last looked at; None: it is to be looked at in any case, `_GONE`: it was gone."""
+    """Number of changes when it was last read; None: read it in any case, `_GONE`: it was removed."""
 
 
 class Corpora:
-    """By the salt of the tenant's requests. Thread-safe; nobody asks a corpus any more once `leave` returns."""
+    """Corpora by the cache salt of their tenants' requests.
+
+    Thread-safe. No corpus is read after `unfollow` has returned for it.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._followed: dict[str, _Followed] = {}
 
     def follow(self, salt: str, corpus: CorpusView) -> None:
-        """This is the tenant's, and may have changed."""
+        """Set the corpus of a salt, and read it at the next `catch_up`."""
         with self._lock:
             self._followed[salt] = _Followed(corpus)
 
-    def leave(self, salt: str) -> bool:
-        """It is about to be closed. Returns whether it is gone, so that nothing of it may be kept."""
+    def unfollow(self, salt: str) -> bool:
+        """Stop reading a corpus; returns whether it was removed, so that its KV must be dropped."""
         with self._lock:
             one = self._followed.pop(salt, None)
             try:
                 return one is not None and _num_changes(one.corpus) == _GONE
             except Exception:
-                logger.exception(_BLIND)
+                logger.exception(_UNREADABLE)
                 return False
 
     def catch_up(self, forget: Callable[[Existing, str], object], forget_all: Callable[[str], object]) -> None:
-        """Let the chunks be forgotten that are gone from what has changed since the last time.
+        """Report removed chunks of corpora that have changed since the last call.
 
         Args:
-            forget: told what is there, and the salt.
-            forget_all: told the salt of a tenant whose documents are all gone.
+            forget: called with the corpus's `existing_chunks` and the salt.
+            forget_all: called with the salt of a removed corpus.
         """
         with self._lock:
             for salt, one in self._followed.items():
@@ -89,12 +92,14 @@ class Corpora:
                     else:
                         forget(one.corpus.existing_chunks, salt)
                     one.seen = num_changes
-                except Exception:  # who asks something must still be answered
-                    logger.exception(_BLIND)
+                except Exception:  # requests must still be answered
+                    logger.exception(_UNREADABLE)
 
     def check(self, salt: str, chunk_ids: set[ChunkId]) -> bool:
-        """Whether nothing has to be forgotten before a prompt of these chunks runs: they are there, and no document has
-        changed since the last `catch_up`. If not, the next one looks at the corpus again."""
+        """Return whether these chunks exist and no document has changed since the last `catch_up`.
+
+        If not, the next `catch_up` reads the corpus, and must run before the prompt of these chunks.
+        """
         with self._lock:
             one = self._followed.get(salt)
             if one is None or not (chunk_ids or one.seen == _GONE):
@@ -108,7 +113,7 @@ class Corpora:
             except KnowledgeBaseNotFoundError:
                 is_current = False
             except Exception:
-                logger.exception(_BLIND)
+                logger.exception(_UNREADABLE)
                 return True
             if not is_current:
                 one.seen = None

@@ -1,4 +1,4 @@
-"""Until when requests may take: by their own deadline, and by the engine's limit, after which they start again once."""
+"""Deadlines of requests: their own, and the engine's time limit, after which a request starts again once."""
 
 import math
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from stillroom.errors import DeadlineExceededError, RequestTimeoutError
 class _Limit:
     deadline: float
     """The request's own; infinite if it has none."""
-    has_started_again: bool = False
+    has_restarted: bool = False
 
 
 class Deadlines:
-    """Of the requests under way. O(log n) for each that begins, ends or is late."""
+    """Deadlines of the requests in progress. O(log n) for each that begins, ends or expires."""
 
     def __init__(self, timeout_seconds: float) -> None:
         """
         Args:
-            timeout_seconds: for each of a request's two starts; 0 is no limit.
+            timeout_seconds: time limit for each of a request's two starts; 0 is no limit.
         """
         self._timeout = timeout_seconds or math.inf
         self._limits: dict[RequestId, _Limit] = {}
@@ -36,40 +36,42 @@ class Deadlines:
             self._order.push(request.request_id, at)
 
     def end(self, request_id: RequestId) -> None:
-        """Harmless if it had no limit."""
         if self._limits.pop(request_id, None) is not None:
             self._order.remove(request_id)
 
     @property
     def next_at(self) -> float:
-        """When somebody will be late; infinite if nobody will."""
+        """The earliest deadline; infinite if there is none."""
         return self._order.peek()[1] if self._order else math.inf
 
-    def take_late(self, now: float) -> list[tuple[RequestId, RequestTimeoutError | None]]:
-        """Who is late, with the error it ends with. Without one it starts again (RAGCache 6), its time as well."""
-        late: list[tuple[RequestId, RequestTimeoutError | None]] = []
+    def pop_expired(self, now: float) -> list[tuple[RequestId, RequestTimeoutError | None]]:
+        """Return expired requests, each with the error that ends it.
+
+        A request without an error starts again (RAGCache 6), with a new time limit.
+        """
+        expired: list[tuple[RequestId, RequestTimeoutError | None]] = []
         while self.next_at <= now:
             request_id = self._order.peek()[0]
             limit = self._limits[request_id]
             error: RequestTimeoutError | None = None
             if limit.deadline <= now:
-                error = too_late()
-            elif limit.has_started_again:
+                error = deadline_error()
+            elif limit.has_restarted:
                 error = RequestTimeoutError(
                     f"the request took longer than {self._timeout:g} s, twice; "
                     "ask for less (top_k, max_tokens) or raise runtime.request_timeout_s"
                 )
             if error is None:
-                limit.has_started_again = True
+                limit.has_restarted = True
                 self._order.update(request_id, min(limit.deadline, now + self._timeout))
             else:
                 self.end(request_id)
-            late.append((request_id, error))
-        return late
+            expired.append((request_id, error))
+        return expired
 
 
-def too_late() -> DeadlineExceededError:
-    """What a request ends with whose own deadline has passed."""
+def deadline_error() -> DeadlineExceededError:
+    """The error that ends a request whose own deadline has passed."""
     return DeadlineExceededError(
         "the answer was not complete within deadline_seconds; allow more, or ask for less (top_k, max_tokens)"
     )

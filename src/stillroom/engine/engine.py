@@ -1,6 +1,6 @@
-"""The step loop: scheduler decides, runner computes, events come out. Synchronous and single-threaded.
+"""The step loop: the scheduler decides, the runner computes, token events come out. Synchronous and single-threaded.
 
-`async_engine` runs it in a thread of its own; tests run it by hand.
+`async_engine` runs it in a thread; tests call it directly.
 """
 
 import logging
@@ -27,7 +27,7 @@ from stillroom.scheduler.sequence_update import SequenceUpdate
 logger = logging.getLogger(__name__)
 
 _CATCH_UP_SECONDS = 1.0
-"""At most so often it is noticed, while requests come, that other processes have removed documents."""
+"""Shortest time between two checks, while requests come, whether other processes have removed documents."""
 
 
 class Engine:
@@ -43,9 +43,8 @@ class Engine:
     ) -> None:
         """
         Args:
-            timeout_seconds: how long a request may take before it is started again, and again before it is given up;
-                0 is no limit.
-            audit: of answers from placed KV; None: nobody looks.
+            timeout_seconds: time limit of a request, after which it starts again once and then ends; 0 is no limit.
+            audit: audit of answers from placed KV, if any.
         """
         self.audit = audit
         self.scheduler = scheduler
@@ -55,7 +54,7 @@ class Engine:
         self._recovery = Recovery(lambda: self.runner.recover(), clock)
         self._isolation = Isolation(lambda batch: self.runner.execute(batch), scheduler.kv.pool.block_size)
         self._suspects = Suspects()
-        self._events: list[TokenEvent] = []  # not handed out yet
+        self._events: list[TokenEvent] = []  # not returned yet
         self._deadlines = Deadlines(timeout_seconds)
         self._corpora = Corpora()
         self._caught_up_at = float("-inf")
@@ -66,38 +65,38 @@ class Engine:
 
     @property
     def device_problem(self) -> str | None:
-        """Why nothing can be computed now; None if it can. Any thread may ask."""
+        """Why the device cannot be used now; None if it can. Thread-safe."""
         return self._recovery.problem
 
     @property
     def num_device_losses(self) -> int:
-        """Any thread may ask."""
+        """Thread-safe."""
         return self._recovery.num_losses
 
     @property
     def retry_in(self) -> float | None:
-        """Seconds until `tend` tries a lost device again; None if the device is not lost."""
+        """Seconds until `do_idle_work` tries to recover a lost device; None if the device is not lost."""
         if self._recovery.problem is None:
             return None
         return max(0.0, self._recovery.retry_at - self.clock.monotonic())
 
     @property
     def pause(self) -> float:
-        """Seconds in which a step would do nothing, unless something comes: requests wait for company."""
+        """Seconds for which `step` would do nothing while the batch waits for more requests."""
         until = self.scheduler.delayed_until
         return 0.0 if until is None else max(0.0, min(until, self._deadlines.next_at) - self.clock.monotonic())
 
     def check_device(self) -> None:
-        """Raises DeviceLostError: the device is lost, and could not be recovered yet. Any thread may ask."""
+        """Raise DeviceLostError if the device is lost and not yet recovered. Thread-safe."""
         self._recovery.check()
 
     def submit(self, request: Request, *samples: Request) -> None:
-        """Queue a request, with further samples of the same prompt, which then is computed once.
+        """Queue a request with further samples of the same prompt, which is computed once.
 
         Raises:
-            PromptTooLongError: it can never run.
+            PromptTooLongError: the request can never run.
             UsageError: there are more samples than can run at the same time.
-            DeviceLostError: as of `check_device`.
+            DeviceLostError: as `check_device`.
         """
         self.check_device()
         now = self.clock.monotonic()
@@ -107,26 +106,28 @@ class Engine:
         if self.audit is not None:
             self._interrupt_audit()
             for one in (request, *samples):
-                self.audit.submitted(one)
+                self.audit.on_submit(one)
         for one in (request, *samples):
             self._deadlines.begin(one, now)
 
     def cancel(self, request_id: RequestId) -> TokenEvent | None:
-        """Forget a request; its blocks are free from now on. None if it had ended already, maybe in a step that failed
-        afterwards, so that nobody heard of it."""
+        """End a request and free its blocks; returns its last event.
+
+        None if the request had ended, perhaps in a step that failed before its events were returned.
+        """
         event, is_here, _ = self._end(request_id)
         return event if is_here else None
 
     def step(self) -> list[TokenEvent]:
-        """Run one step; nothing if there is nothing to run.
+        """Run one step, if there is anything to run; returns its events.
 
-        If the device is lost in it, requests go on from their tokens and from what host and disk keep (RAGCache 6); if
-        it cannot be recovered, they end with a DeviceLostError. If the step fails otherwise, the requests at fault end.
+        If the device is lost, requests resume from their tokens and from KV on host and disk (RAGCache 6); if it cannot
+        be recovered, they end with a DeviceLostError. If the step fails otherwise, the requests at fault end.
         """
         self._events += self._expire()
         if self._recovery.problem is None:
             try:
-                with self._noticing_loss():
+                with self._handling_device_loss():
                     self._step()
             except BaseException:
                 self.num_failed_steps += 1
@@ -134,57 +135,55 @@ class Engine:
         return self.take_events()
 
     def take_events(self) -> list[TokenEvent]:
-        """Return what `step` has not handed out yet; for a caller in whose step something was raised."""
+        """Return the events that `step` has not returned, for a caller whose `step` raised."""
         events, self._events = self._events, []
         return events
 
-    def tend(self) -> bool:
-        """Something useful in an idle moment, such as trying a lost device again; False if there is nothing to do."""
+    def do_idle_work(self) -> bool:
+        """Do one piece of background work, such as recovering a lost device; False if there is none."""
         if self._recovery.problem is not None:
             self._recovery.retry()
             return self._recovery.problem is None
-        is_done = True  # where a loss was noticed, and the device is back
-        with self._noticing_loss():
-            is_done = self._tend()
+        is_done = True  # if the device was lost, and recovered
+        with self._handling_device_loss():
+            is_done = self._do_idle_work()
         return is_done
 
     def follow(self, salt: str, corpus: CorpusView) -> None:
-        """The requests of this salt are about these documents, which may have changed: of chunks that are gone nothing
-        is kept from the next `catch_up` on. From any thread."""
+        """Set the corpus of a salt's requests; the next `catch_up` drops KV of its removed chunks. Thread-safe."""
         self._corpora.follow(salt, corpus)
 
-    def leave(self, salt: str) -> bool:
-        """Do not ask these documents any more, as from this method's return. From any thread.
+    def unfollow(self, salt: str) -> bool:
+        """Stop reading a corpus: it is not read after this call. Thread-safe.
 
         Returns:
-            Whether they are gone: then call `forget` in the engine's thread.
+            Whether the corpus was removed; then call `forget` in the engine's thread.
         """
-        return self._corpora.leave(salt)
+        return self._corpora.unfollow(salt)
 
     def forget(self, salt: str) -> None:
-        """Keep nothing of this salt's requests."""
-        with self._noticing_loss():
+        """Drop all kept KV of a salt's requests."""
+        with self._handling_device_loss():
             self._forget_all(salt)
 
     def catch_up(self) -> None:
-        """Forget the chunks that are gone."""
+        """Drop kept KV of removed chunks."""
         self._caught_up_at = self.clock.monotonic()
-        with self._noticing_loss():
+        with self._handling_device_loss():
             self._corpora.catch_up(self._forget_chunks, self._forget_all)
 
-    def give_up_audit(self) -> None:
-        """A step failed. Its listeners are told; an audit has none."""
-        running = None if self.audit is None else self.audit.give_up()
+    def abandon_audit(self) -> None:
+        """Abort and drop the running audit, after a step failed."""
+        running = None if self.audit is None else self.audit.abandon()
         if running is not None:
             self.scheduler.abort(running)
 
     def check_integrity(self) -> None:
-        """Every block is accounted for; see `Scheduler.check_integrity`."""
         self.scheduler.check_integrity()
 
     @contextmanager
-    def _noticing_loss(self) -> Iterator[None]:
-        """Turn every error of the device into its loss, wherever it comes up; others are raised."""
+    def _handling_device_loss(self) -> Iterator[None]:
+        """Handle an error that says that the device is lost; other errors are raised."""
         try:
             yield
         except Exception as error:
@@ -193,10 +192,10 @@ class Engine:
             self._lose_device(error)
 
     def _lose_device(self, error: BaseException) -> None:
-        """Forget what was on the device, then recover it; in this order, so that what is gone is not taken for KV."""
-        logger.warning("the device is lost: %s; requests go on from what host and disk keep", first_line(error))
+        """Drop the KV on the device, then recover the device; in this order, so that lost KV is never used."""
+        logger.warning("the device is lost: %s; requests resume from KV on host and disk", first_line(error))
         for request_id in self.scheduler.lose_device():
-            text = "the model's device was lost; this answer was computed from placed KV and cannot go on as it began"
+            text = "the model's device was lost; this answer was computed from placed KV and cannot be resumed exactly"
             self._fail(request_id, DeviceLostError(f"{text}: ask again"))
         blamed = self._suspects.blame(self._isolation.take_executing())
         for request_id in blamed:
@@ -219,7 +218,7 @@ class Engine:
         self._events += self._events_of(updates, now)
 
     def _execute(self, batch: Batch) -> tuple[Batch, StepResult]:
-        """Run a batch; returns the part of it that ran. Of the rest, requests end or start again."""
+        """Run a batch; returns the part of it that ran. The other requests end or start again."""
         outcome = self._isolation.execute(batch, one_by_one=self._suspects.are_in(batch))
         self.num_failed_steps += bool(outcome.failed or outcome.interrupted)
         failed = dict(outcome.failed)
@@ -247,10 +246,10 @@ class Engine:
             self._suspects.clear(event.request_id)
             if event.finish_reason is not None:
                 self._deadlines.end(event.request_id)
-            if not self._is_of_audit(event):
+            if not self._observe_audit(event):
                 yield event
 
-    def _tend(self) -> bool:
+    def _do_idle_work(self) -> bool:
         self.catch_up()
         if self.scheduler.kv.store_next():
             return True
@@ -260,34 +259,33 @@ class Engine:
         return shadow is not None
 
     def _fail(self, request_id: RequestId, error: Exception) -> None:
-        """End a request; its listener is told with the events of this step."""
+        """End a request with an error; its last event is among those of this step."""
         event, is_here, is_audit = self._end(request_id, error)
         if is_here and not is_audit:
             self._events.append(event)
 
     def _end(self, request_id: RequestId, error: Exception | None = None) -> tuple[TokenEvent, bool, bool]:
-        """Abort a request; returns its last event, whether it was here, and whether it was an audit."""
+        """Abort a request; returns its last event, whether it was still known, and whether it was an audit."""
         event = TokenEvent(request_id, None, FinishReason.ABORTED, self.clock.monotonic(), error)
         self._deadlines.end(request_id)
         self._suspects.clear(request_id)
-        is_audit = self._is_of_audit(event)
+        is_audit = self._observe_audit(event)
         return event, self.scheduler.abort(request_id), is_audit
 
-    def _is_of_audit(self, event: TokenEvent) -> bool:
-        """Tell the audit of an event; returns whether its request has no other listener. An audit that fails ends."""
+    def _observe_audit(self, event: TokenEvent) -> bool:
+        """Pass an event to the audit; returns whether it belongs to one. If that fails, auditing stops."""
         if self.audit is None:
             return False
         try:
-            return self.audit.hear(event)
+            return self.audit.observe(event)
         except Exception:
             logger.exception("the audit of placed KV failed; nothing is audited until the next start")
-            self.give_up_audit()
+            self.abandon_audit()
             self.audit = None
             return False
 
     def _add(self, request: Request, *samples: Request, now: float) -> None:
-        """Queue. Documents may have been removed: some since they were found for the prompt, others that only kept KV
-        has seen."""
+        """Queue a request, and drop KV of documents that were removed since the last `catch_up`."""
         self.scheduler.add(request, *samples, now=now)
         chunk_ids = {segment.chunk_id for segment in request.prompt.segments if segment.chunk_id is not None}
         if not self._corpora.check(request.cache_salt, chunk_ids):
@@ -307,15 +305,15 @@ class Engine:
             self.scheduler.abort(running)
 
     def _interrupt_audit(self) -> None:
-        """Audits are for idle moments."""
+        """Abort the running audit, to run again when the engine is idle."""
         running = None if self.audit is None else self.audit.interrupt()
         if running is not None:
             self.scheduler.abort(running)
 
     def _expire(self) -> list[TokenEvent]:
-        """Requests that took too long are started again or given up, waiting or running."""
+        """Restart or end the requests whose deadline has passed; returns the events of those that end."""
         events = []
-        for request_id, error in self._deadlines.take_late(self.clock.monotonic()):
+        for request_id, error in self._deadlines.pop_expired(self.clock.monotonic()):
             if error is None:
                 self.scheduler.restart(request_id)
                 continue

@@ -1,4 +1,4 @@
-"""What an engine tells of a request, whichever engine it is: pieces of its answer and how it ended."""
+"""Events of a request, from the local engine or a remote one: pieces of its answer, and its end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,37 +11,37 @@ from stillroom.core.reuse import PromptReuse
 
 @dataclass(frozen=True, slots=True)
 class RemoteUsage:
-    """Tokens as an engine elsewhere counted them."""
+    """Token counts as reported by a remote engine."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens that it did not compute; 0 also where it does not say."""
+    """Prompt tokens that it did not compute; 0 also if it does not report them."""
     num_generated_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Something happened to a request: a token or a piece of text, its end, or both."""
+    """A token or a piece of text of a request, its end, or both."""
 
     request_id: RequestId
     token_id: int | None
-    """The new token; None if the request ended without one, and from an engine that sends text."""
+    """The new token; None if the request ended without one, and from a remote engine."""
     finish_reason: FinishReason | None
     """Set on the last event of a request."""
     at: float
     """Seconds on the engine's monotonic clock."""
     error: Exception | None = None
-    """Why the request was aborted by the engine, if it was."""
+    """Why the engine aborted the request."""
     text: str = ""
-    """The new text, from an engine that sends text."""
+    """The new text, from a remote engine."""
     usage: RemoteUsage | None = None
-    """On the last event, from an engine that counts for itself."""
+    """On the last event, from a remote engine."""
     logprobs: TokenLogprobs | None = None
-    """Of the new token, if the request wants them."""
+    """Those of the new token, if requested."""
     reuse: PromptReuse | None = None
-    """How much of the prompt's KV was kept; from our own engine."""
+    """From the local engine, with the first token."""
     admission: Admission | None = None
-    """When its turn came; from our own engine, with the first token."""
+    """From the local engine, with the first token."""
 
 
 Listener = Callable[[TokenEvent], None]

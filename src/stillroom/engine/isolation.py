@@ -1,11 +1,11 @@
-"""Executes batches so that a failing sequence ends alone.
+"""Executes batches so that a failing sequence ends without ending the others.
 
-After a failure the sequences of the batch run one by one. That is sound because a sequence writes KV to slots of its
-own only, and the same KV each time. Two things cannot be repeated: a probe compares KV with what it writes there, and
-the source of a block copy may have been written to since. Sequences with either start again from their tokens.
+After a failure the sequences of the batch run one by one. That is sound because a sequence writes KV to its own slots
+only, and the same KV each time. Two things cannot be repeated: a deviation pass compares KV with what it overwrites,
+and the source of a block copy may have been written to since. Sequences with either start again from their tokens.
 
-A device can be lost without saying for which sequence. So while requests are under suspicion, every step runs its
-sequences one by one, until each has got a token or has ended.
+A device can be lost without an error that names a sequence. So while there are suspects, every step that has one runs
+its sequences one by one, until each suspect has got a token or has ended.
 """
 
 import logging
@@ -20,11 +20,11 @@ from stillroom.runner.device_errors import is_device_loss
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 2
-"""Failures of a request, without a token between them, that end it."""
+"""Number of failures without a token between them after which a request ends."""
 
 
 class Suspects:
-    """Requests that were running when something failed, and have made no progress since."""
+    """Requests that were running when a step failed, and have got no token since."""
 
     def __init__(self) -> None:
         self._failures: Counter[RequestId] = Counter()
@@ -33,66 +33,62 @@ class Suspects:
         return any(entry.request_id in self._failures for entry in batch.sequences)
 
     def blame(self, request_ids: Iterable[RequestId]) -> list[RequestId]:
-        """Note a failure of each; returns those that have failed too often."""
+        """Count a failure of each request; returns those that have failed `MAX_FAILURES` times."""
         request_ids = list(request_ids)
         self._failures.update(request_ids)
         return [one for one in request_ids if self._failures[one] >= MAX_FAILURES]
 
     def clear(self, request_id: RequestId) -> None:
-        """The request has got a token, or has ended."""
+        """Remove a request that has got a token or has ended."""
         self._failures.pop(request_id, None)
 
 
 @dataclass(slots=True)
 class BatchOutcome:
-    """What became of a batch."""
+    """Result of executing a batch."""
 
     batch: Batch
     """The sequences that ran."""
     result: StepResult
     failed: dict[RequestId, BaseException] = field(default_factory=dict)
-    """Requests that failed when they ran alone."""
+    """Requests that failed when their sequence ran alone."""
     interrupted: dict[RequestId, BaseException] = field(default_factory=dict)
-    """Requests that must start again from their tokens, with the error that they were interrupted by."""
+    """Requests that must start again from their tokens, with the error that interrupted them."""
 
 
 class Isolation:
     """Executes the batches of one engine."""
 
     def __init__(self, execute: Callable[[Batch], StepResult], block_size: int) -> None:
-        """
-        Args:
-            execute: of the runner.
-        """
         self._execute_batch = execute
         self._block_size = block_size
         self._executing: set[RequestId] = set()
 
     def take_executing(self) -> list[RequestId]:
-        """Return the requests that ran when the device was lost, once; none if it was lost between two steps."""
+        """Return and clear the requests that ran when the device was lost; none if it was lost between two steps."""
         executing, self._executing = sorted(self._executing), set()
         return executing
 
     def execute(self, batch: Batch, *, one_by_one: bool = False) -> BatchOutcome:
-        """Run a batch; where that fails, each sequence alone.
+        """Run a batch; if that fails, run each sequence alone.
 
         Args:
-            one_by_one: run each alone from the beginning.
+            one_by_one: run each sequence alone from the beginning.
 
         Raises:
-            BaseException: the device is lost, as `is_device_loss` says.
+            BaseException: the device is lost; see `is_device_loss`.
         """
         if one_by_one:
-            return self._execute_apart(batch, self._copy(batch))
+            return self._execute_one_by_one(batch, self._copy(batch))
         try:
             return BatchOutcome(batch, self._run(batch))
         except BaseException as error:
             _raise_unless_isolable(error)
             logger.exception("a step failed; its sequences run one by one")
-            return self._execute_apart(batch, error)
+            return self._execute_one_by_one(batch, error)
 
     def _copy(self, batch: Batch) -> BaseException | None:
-        """Make the copies of a batch that has not run; returns the error if that fails."""
+        """Make the block copies of a batch that has not run; returns the error if that fails."""
         try:
             if batch.copies:
                 self._run(Batch((), batch.copies))
@@ -101,10 +97,10 @@ class Isolation:
             return error
         return None
 
-    def _execute_apart(self, batch: Batch, error: BaseException | None) -> BatchOutcome:
+    def _execute_one_by_one(self, batch: Batch, error: BaseException | None) -> BatchOutcome:
         """
         Args:
-            error: which the batch, or its copies, failed with before; None if nothing of it has run but its copies.
+            error: error of the batch or of its copies; None if only its copies have run.
         """
         targets = {copy.target for copy in batch.copies} if error is not None else set()
         outcome = BatchOutcome(batch, StepResult({}))
@@ -122,7 +118,7 @@ class Isolation:
         return outcome
 
     def _run_alone(self, entry: ScheduledSequence, failed: dict[RequestId, BaseException]) -> StepResult | None:
-        """Run one sequence, and if that fails once for each of its samples; None if the sequence itself failed."""
+        """Run one sequence; if that fails, once for each of its samples. None if the sequence itself failed."""
         try:
             return self._run(Batch((entry,)))
         except BaseException as error:
@@ -151,13 +147,12 @@ class Isolation:
 
 
 def _raise_unless_isolable(error: BaseException) -> None:
-    """Panics of libraries written in Rust are no `Exception`, and end one request like any other error."""
+    """Raise device losses and interrupts; panics of Rust libraries are no `Exception` and end one request only."""
     if is_device_loss(error) or isinstance(error, (KeyboardInterrupt, SystemExit)):
         raise error
 
 
 def _merged(results: list[StepResult]) -> StepResult:
-    """One result with the entries of all."""
     names = [one.name for one in fields(StepResult) if one.name != "non_finite"]
     parts = {name: {k: v for one in results for k, v in getattr(one, name).items()} for name in names}
     return StepResult(**parts, non_finite=frozenset().union(*(one.non_finite for one in results)))

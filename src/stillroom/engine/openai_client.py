@@ -1,7 +1,7 @@
-"""A server with OpenAI's routes, as its client sees it: connections, repetitions, and errors that say what to do.
+"""HTTP client of an OpenAI-compatible server: connections, retries, and errors that say what to do.
 
-A request is repeated only while nothing of its answer has come, and only where that can help: no connection, HTTP 429
-and 5xx. The API key is in the header of each request and in no message.
+A request is retried only before the first text of its answer, and only after a failed connection, HTTP 429 or 5xx. The
+API key is in the header of each request and in no message.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ import httpx
 
 from stillroom.config.settings import EngineConfig
 from stillroom.core.clock import Clock
-from stillroom.engine.openai_protocol import DONE, EventDelta, SseDecoder, read_event, read_models, refusal
+from stillroom.engine.openai_protocol import DONE, EventDelta, SseDecoder, read_event, read_models, status_error
 from stillroom.errors import EngineRefusedError, EngineUnavailableError, StillroomError
 
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 0.5
-"""Mean wait before the first repetition; it doubles with each one."""
+"""Mean wait before the first retry; doubled for each further one."""
 
 Sleep = Callable[[float], Awaitable[None]]
 Random = Callable[[], float]
@@ -31,7 +31,7 @@ Random = Callable[[], float]
 
 
 class OpenAIClient:
-    """One server. All its methods belong to one event loop."""
+    """Client of one server. All calls must come from one event loop."""
 
     def __init__(
         self, config: EngineConfig, clock: Clock, *, sleep: Sleep = asyncio.sleep, uniform: Random = random.random
@@ -49,17 +49,17 @@ class OpenAIClient:
         )
 
     async def first_model(self) -> str:
-        """The first model that the server lists.
+        """Return the first model that the server lists.
 
         Raises:
-            EngineUnavailableError: it cannot be reached.
-            EngineRefusedError: it refuses the key, or lists no model.
+            EngineUnavailableError: the server cannot be reached.
+            EngineRefusedError: the server refuses the key, or lists no model.
         """
         num_failed = 0
         while True:
             try:
                 names = await self._models()
-            except _NotYetError as failure:
+            except _RetryableError as failure:
                 await self._pause(failure, num_failed)
                 num_failed += 1
                 continue
@@ -68,11 +68,11 @@ class OpenAIClient:
             return names[0]
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[EventDelta, None]:
-        """The events of one answer.
+        """Yield the events of one answer.
 
         Raises:
-            EngineError: the server cannot be reached, refuses, or breaks off.
-            PromptTooLongError: the server has no room for the prompt.
+            EngineError: the server cannot be reached, refuses the request, or breaks off.
+            PromptTooLongError: the prompt exceeds the server's context.
         """
         num_failed, num_characters = 0, 0
         while True:
@@ -82,7 +82,7 @@ class OpenAIClient:
                         num_characters += len(progress.text)
                         yield progress
                 return
-            except _NotYetError as failure:
+            except _RetryableError as failure:
                 if num_characters:
                     raise EngineUnavailableError(
                         f"{self.url} broke off after {num_characters} characters of the answer; ask again"
@@ -91,7 +91,6 @@ class OpenAIClient:
                 num_failed += 1
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._client.aclose()
 
     async def _models(self) -> list[str]:
@@ -102,7 +101,7 @@ class OpenAIClient:
         return read_models(response.content, self.url)
 
     async def _events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[EventDelta, None]:
-        """One attempt."""
+        """Yield the events of one attempt."""
         decoder, has_begun, is_finished = SseDecoder(), False, False
         try:
             with self._connection_errors():
@@ -116,7 +115,7 @@ class OpenAIClient:
                             progress = read_event(data)
                             is_finished = is_finished or progress.finish_reason is not None
                             yield progress
-        except (_NotYetError, EngineUnavailableError):
+        except (_RetryableError, EngineUnavailableError):
             if not is_finished:
                 raise
         if not has_begun:  # llama-cpp-python answers so when the prompt is too long
@@ -125,7 +124,7 @@ class OpenAIClient:
                 "If the prompt is too long, lower search.top_k"
             )
         if not is_finished:
-            raise _NotYetError(EngineUnavailableError(f"{self.url} closed the connection before its answer"))
+            raise _RetryableError(EngineUnavailableError(f"{self.url} closed the connection before its answer"))
 
     async def _check(self, response: httpx.Response, model: str) -> None:
         if response.status_code != 200:
@@ -133,7 +132,7 @@ class OpenAIClient:
         kind = response.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
             raise EngineRefusedError(
-                f"{self.url} answers with {kind or 'something'} instead of a stream of events; "
+                f"{self.url} answers with {kind or 'no content type'} instead of a stream of events; "
                 "is engine.base_url right? It usually ends in /v1"
             )
 
@@ -149,37 +148,37 @@ class OpenAIClient:
             unreachable = (
                 f"{self.url} cannot be reached ({reason}); is the server running, and is engine.base_url right?"
             )
-            raise _NotYetError(EngineUnavailableError(unreachable)) from error
+            raise _RetryableError(EngineUnavailableError(unreachable)) from error
 
     def _refusal(self, response: httpx.Response, content: bytes, model: str) -> Exception:
         key = self._config.api_key.encode()  # a server may quote it
-        error = refusal(response.status_code, content.replace(key, b"***") if key else content, self.url, model)
+        error = status_error(response.status_code, content.replace(key, b"***") if key else content, self.url, model)
         if isinstance(error, EngineUnavailableError) and response.headers.get("x-should-retry") != "false":
-            return _NotYetError(error, self._retry_after_s(response.headers.get("retry-after", "")))
+            return _RetryableError(error, self._retry_after_s(response.headers.get("retry-after", "")))
         return error
 
     def _retry_after_s(self, text: str) -> float:
-        """Seconds, or a date in HTTP's form; 0 where the server does not say."""
+        """Parse a Retry-After header, seconds or an HTTP date; 0 if it is empty or invalid."""
         with contextlib.suppress(ValueError):
             return max(0.0, float(text))
         with contextlib.suppress(ValueError):
             return max(0.0, parsedate_to_datetime(text).timestamp() - self._clock.unix())
         return 0.0
 
-    async def _pause(self, failure: "_NotYetError", num_failed: int) -> None:
-        """Wait before the next attempt, or raise why there is none."""
+    async def _pause(self, failure: "_RetryableError", num_failed: int) -> None:
+        """Wait before the next attempt; raises the failure's error if there is none."""
         longest = self._config.max_retry_wait_s
         if num_failed == self._config.max_retries or failure.retry_after_s > longest:
             raise failure.error from failure.__cause__
-        # jitter: those who failed together do not come back together
+        # jitter spreads the retries of requests that failed together
         wait_s = FIRST_WAIT_S * 2**num_failed * (0.5 + self._uniform())
         wait_s = min(max(wait_s, failure.retry_after_s), longest)
         logger.warning("%s; trying again in %.1f s", failure.error, wait_s)
         await self._sleep(wait_s)
 
 
-class _NotYetError(Exception):
-    """An attempt failed, and another may succeed. Never leaves this module."""
+class _RetryableError(Exception):
+    """An attempt failed, and another one may succeed. Raised and caught in this module only."""
 
     def __init__(self, error: StillroomError, retry_after_s: float = 0.0) -> None:
         super().__init__(str(error))
@@ -188,6 +187,6 @@ class _NotYetError(Exception):
 
 
 def base_url(url: str) -> str:
-    """Without a slash at the end; with OpenAI's path where there is none."""
+    """Return a URL without trailing slashes, with the path /v1 if it has no path."""
     url = url.rstrip("/")
     return url if urlsplit(url).path else f"{url}/v1"

@@ -1,7 +1,7 @@
-"""An engine elsewhere: a server with OpenAI's routes continues the prompts. The same face as `async_engine`.
+"""Engine whose requests run on an OpenAI-compatible server; the same interface as `async_engine`.
 
-One thread with an event loop of its own talks to the server; a request is a task there. Every submitted request gets
-exactly one last event. How to use it: docs/engines.md
+A thread with its own event loop talks to the server; each request is a task there. Every submitted request gets exactly
+one last event. How to use it: docs/engines.md
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SampleRequest
-from stillroom.engine.deadlines import too_late
+from stillroom.engine.deadlines import deadline_error
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_protocol import RemotePrompt, body_of, path_of
@@ -26,7 +26,10 @@ class OpenAIEngine:
     """A running engine. Close it, or use it as a context manager."""
 
     def __init__(self, server: OpenAIClient, model: str, clock: Clock) -> None:
-        """An empty model is the first that the server lists; see `find_model`."""
+        """
+        Args:
+            model: name of the model; empty: the first that the server lists, see `find_model`.
+        """
         self.model = model
         self._server = server
         self._clock = clock
@@ -40,12 +43,11 @@ class OpenAIEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still takes requests: it was not closed."""
         return not self._is_closed
 
     @property
     def num_waiting(self) -> int:
-        """Requests of whose answer nothing has come yet."""
+        """Requests without any text of an answer yet."""
         return max(0, len(self._tasks) - len(self._begun))
 
     @property
@@ -53,11 +55,11 @@ class OpenAIEngine:
         return len(self._begun)
 
     def find_model(self) -> str:
-        """The model that is asked for: the one that was named, else the first that the server lists.
+        """Return the named model, or else the first that the server lists.
 
         Raises:
             EngineUnavailableError: the server cannot be reached.
-            EngineRefusedError: it refuses the key, or lists no model.
+            EngineRefusedError: the server refuses the key, or lists no model.
         """
         if not self.model:
             with self._closing:
@@ -70,7 +72,7 @@ class OpenAIEngine:
         """Start a request; its events go to the listener.
 
         Raises:
-            UsageError: a sampling parameter cannot be asked of a server.
+            UsageError: a sampling parameter cannot be sent to a server.
             EngineClosedError: the engine was closed.
         """
         body = body_of(prompt, request.sampling, self.model, has_extra_sampling=self._server.has_extra_sampling)
@@ -85,8 +87,10 @@ class OpenAIEngine:
             self._loop.call_soon_threadsafe(start)
 
     def cancel(self, request_id: RequestId) -> None:
-        """Close the request's connection, so that the server stops; its last event says `aborted`. Harmless if it has
-        ended."""
+        """Close the request's connection, so that the server stops; its last event says `aborted`.
+
+        No effect if the request has ended.
+        """
 
         def stop() -> None:
             if task := self._tasks.get(request_id):
@@ -97,7 +101,7 @@ class OpenAIEngine:
                 self._loop.call_soon_threadsafe(stop)
 
     def close(self) -> None:
-        """Abort what runs and stop the thread. Idempotent."""
+        """Abort all requests and stop the thread. Idempotent."""
         with self._closing:
             if self._is_closed:
                 return
@@ -133,7 +137,7 @@ class OpenAIEngine:
             async with asyncio.timeout(seconds):
                 return await self._answer(request.request_id, path, body, listener)
         except TimeoutError:
-            raise too_late() from None
+            raise deadline_error() from None
 
     async def _answer(self, request_id: RequestId, path: str, body: dict[str, Any], listener: Listener) -> TokenEvent:
         """Tell the listener of every piece of text; the last event is the result."""
@@ -148,12 +152,12 @@ class OpenAIEngine:
         return TokenEvent(request_id, None, reason, self._now(), usage=usage)
 
     def _end(self, request_id: RequestId, task: "asyncio.Task[TokenEvent]", listener: Listener) -> None:
-        """The last event of a request, however its task ended."""
+        """Send the last event of a request whose task has ended."""
         del self._tasks[request_id]
         self._begun.discard(request_id)
         try:
             listener(self._last_event(request_id, task))
-        except Exception:  # a closed event loop, say; nobody is left to tell
+        except Exception:  # such as a closed event loop
             logger.exception("the listener of %s failed", request_id)
 
     def _last_event(self, request_id: RequestId, task: "asyncio.Task[TokenEvent]") -> TokenEvent:

@@ -1,6 +1,6 @@
-"""OpenAI's protocol as a client speaks it: what is asked, what comes back, what a refusal means. No sockets here.
+"""OpenAI's protocol on the client's side: bodies of requests, events of streams, errors of statuses. No I/O.
 
-Servers differ in the details; each detail that is read here is one that vLLM, SGLang, llama.cpp or Stillroom sends.
+Servers differ in details; each detail read here is sent by vLLM, SGLang, llama.cpp or Stillroom.
 """
 
 import json
@@ -21,25 +21,26 @@ _MAX_SHOWN = 300
 _CONTEXT = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)
 _OPENAI_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
 _EXTRA_SAMPLING = ("top_k", "min_p", "repetition_penalty", "min_tokens")
-"""Under these names vLLM and SGLang have them, and llama.cpp all but the penalty."""
+"""Names in vLLM and SGLang, and in llama.cpp except for the penalty."""
 _NEUTRAL: dict[str, Any] = {"top_k": 2**20, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What changes nothing, for every server: some take 0 for all tokens, some -1, all a number above the vocabulary's."""
+"""Values without effect on any server. For top_k, some servers take 0 and some -1; all take a number above the size of
+the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages; the server's model has its own template for them."""
+    """Messages, which the server renders with its model's chat template."""
 
     system: str
     user: str
     earlier: tuple[tuple[str, str], ...] = ()
-    """What the user said before, and the answers."""
+    """Earlier turns: the user's text and the answer."""
 
     @property
     def messages(self) -> list[dict[str, str]]:
         turns = ((("user", user), ("assistant", answer)) for user, answer in self.earlier)
-        said = [("system", self.system), *(one for turn in turns for one in turn), ("user", self.user)]
-        return [{"role": role, "content": text} for role, text in said]
+        messages = [("system", self.system), *(one for turn in turns for one in turn), ("user", self.user)]
+        return [{"role": role, "content": text} for role, text in messages]
 
 
 RemotePrompt = ChatPrompt | str | tuple[int, ...]
@@ -47,7 +48,7 @@ RemotePrompt = ChatPrompt | str | tuple[int, ...]
 
 
 def path_of(prompt: RemotePrompt) -> str:
-    """The route that takes such a prompt, below the base URL."""
+    """Return the route for a prompt, relative to the base URL."""
     return "chat/completions" if isinstance(prompt, ChatPrompt) else "completions"
 
 
@@ -55,26 +56,27 @@ def body_of(prompt: RemotePrompt, sampling: SamplingParams, model: str, *, has_e
     """The JSON of a streamed request.
 
     Raises:
-        UsageError: a sampling parameter has no counterpart there.
+        UsageError: a sampling parameter cannot be sent.
     """
-    asked: dict[str, Any]
+    prompt_field: dict[str, Any]
     if isinstance(prompt, ChatPrompt):
-        asked = {"messages": prompt.messages}
+        prompt_field = {"messages": prompt.messages}
     else:
-        asked = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+        prompt_field = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     stream = {"stream": True, "stream_options": {"include_usage": True}}
-    return {"model": model, **asked, **sampling_fields(sampling, has_extra=has_extra_sampling), **stream}
+    return {"model": model, **prompt_field, **sampling_fields(sampling, has_extra=has_extra_sampling), **stream}
 
 
 def sampling_fields(params: SamplingParams, *, has_extra: bool) -> dict[str, Any]:
-    """Sampling parameters by their names in the protocol. Those that change nothing are sent too, because servers have
-    defaults of their own: llama-cpp-python, for one, penalises repetition.
+    """Return sampling parameters by their names in the protocol.
+
+    Neutral values are sent too, because servers have defaults of their own: llama-cpp-python penalises repetition.
 
     Args:
         has_extra: whether the server takes parameters that OpenAI does not have.
 
     Raises:
-        UsageError: one is set that cannot be sent.
+        UsageError: a parameter is set that cannot be sent.
     """
     default = SamplingParams()
     known = (*_OPENAI_SAMPLING, *(_EXTRA_SAMPLING if has_extra else ()))
@@ -84,29 +86,35 @@ def sampling_fields(params: SamplingParams, *, has_extra: bool) -> dict[str, Any
         if name in _OPENAI_SAMPLING or (name in known and value != getattr(default, name)):
             wire[name] = value
         elif value != getattr(default, name):
-            raise UsageError(f"{name} cannot be asked of this engine; leave it out, or set engine.kind to builtin")
+            raise UsageError(f"{name} cannot be sent to this engine; leave it out, or set engine.kind to builtin")
     if has_extra:
         wire["repeat_penalty"] = wire["repetition_penalty"]  # llama.cpp's name
     return wire
 
 
 class SseDecoder:
-    """Bytes of `text/event-stream` in, the data of whole events out. Lines end at CR, LF or both, as the format says:
-    other line separators of Unicode are text."""
+    """Decodes `text/event-stream`: bytes in, the data of whole events out.
+
+    Lines end at CR, LF or both, as the format says; other line separators of Unicode are text.
+    """
 
     def __init__(self) -> None:
         self._buffer = b""
         self._data: list[bytes] = []
 
     def push(self, received: bytes) -> Iterator[str]:
-        """Raises EngineError if it is no such stream."""
+        """Yield the data of the events that are complete now.
+
+        Raises:
+            EngineError: an event exceeds 4 MiB.
+        """
         self._buffer += received
         # a CR at the very end may be the first half of CR LF
         end = len(self._buffer) - self._buffer.endswith(b"\r")
         lines = self._buffer[:end].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._buffer = lines.pop() + self._buffer[end:]
         if len(self._buffer) > _MAX_EVENT_BYTES:
-            raise EngineError("the server sent an event without end")
+            raise EngineError(f"the server sent an event of more than {_MAX_EVENT_BYTES} bytes")
         for line in lines:
             if not line and self._data:
                 data, self._data = b"\n".join(self._data), []
@@ -117,7 +125,7 @@ class SseDecoder:
 
 @dataclass(frozen=True, slots=True)
 class EventDelta:
-    """What one event adds."""
+    """Content of one event."""
 
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -125,15 +133,15 @@ class EventDelta:
 
 
 def read_event(data: str) -> EventDelta:
-    """The content of an event of a stream.
+    """Parse the data of an event.
 
     Raises:
-        EngineError: it holds an error, or is none of OpenAI's events.
+        EngineError: the event holds an error, or is not in OpenAI's format.
     """
     try:
         event = json.loads(data)
         if problem := _error_text(event):
-            raise EngineUnavailableError(f"the server gave the answer up: {problem}")
+            raise EngineUnavailableError(f"the server ended the answer with an error: {problem}")
         usage = _usage(event.get("usage"))
         if not event["choices"]:
             return EventDelta(usage=usage)
@@ -143,13 +151,13 @@ def read_event(data: str) -> EventDelta:
         if not isinstance(text, str | None) or not isinstance(reason, str | None):
             raise TypeError
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise EngineError(f"the server sent something that is no event of OpenAI's: {_shown(data)}") from None
+        raise EngineError(f"the server sent an event that is not in OpenAI's format: {_shortened(data)}") from None
     return EventDelta(text or "", None if reason is None else _finish_reason(reason), usage)
 
 
 def _finish_reason(reason: str) -> FinishReason:
     if reason in ("abort", "error"):
-        raise EngineUnavailableError("the server gave the answer up; ask again")
+        raise EngineUnavailableError("the server ended the answer with an error; ask again")
     return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
 
 
@@ -164,32 +172,32 @@ def _usage(usage: Any) -> RemoteUsage | None:
     )
 
 
-def refusal(status: int, content: bytes, url: str, model: str) -> Exception:
-    """What a status other than 200 means to the user."""
+def status_error(status: int, content: bytes, url: str, model: str) -> Exception:
+    """Return the error for a status other than 200."""
     problem = _problem(content)
-    said = f": {problem}" if problem else ""
+    reason = f": {problem}" if problem else ""
     if status in (401, 403):
         return EngineRefusedError(
-            f"{url} refuses the API key (HTTP {status}){said}; set STILLROOM_ENGINE__API_KEY to one that it takes"
+            f"{url} refuses the API key (HTTP {status}){reason}; set STILLROOM_ENGINE__API_KEY to a valid key"
         )
     if _CONTEXT.search(content.decode("utf-8", errors="replace")):  # in the message, or in the error's code
-        return PromptTooLongError(f"{url} has no room for the prompt{said}; lower search.top_k or max_tokens")
+        return PromptTooLongError(f"{url} has no room for the prompt{reason}; lower search.top_k or max_tokens")
     if status == 404 and _is_openai_error(content):
-        return EngineRefusedError(f"{url} does not serve the model {model!r}{said}; name another with --engine-model")
+        return EngineRefusedError(f"{url} does not serve the model {model!r}{reason}; name another with --engine-model")
     if status == 404 or 300 <= status < 400:
         return EngineRefusedError(f"{url} answers HTTP {status}; is engine.base_url right? It usually ends in /v1")
     if status == 429:
-        return EngineUnavailableError(f"{url} has too many requests (HTTP 429){said}; ask again later")
+        return EngineUnavailableError(f"{url} has too many requests (HTTP 429){reason}; ask again later")
     if status >= 500:
-        return EngineUnavailableError(f"{url} failed (HTTP {status}){said}; its log may say more")
-    return EngineRefusedError(f"{url} refuses the request (HTTP {status}){said}")
+        return EngineUnavailableError(f"{url} failed (HTTP {status}){reason}; its log may say more")
+    return EngineRefusedError(f"{url} refuses the request (HTTP {status}){reason}")
 
 
 def read_models(content: bytes, url: str) -> list[str]:
-    """The names in the answer to `GET /v1/models`.
+    """Return the names in a response to `GET /v1/models`.
 
     Raises:
-        EngineRefusedError: it is something else.
+        EngineRefusedError: the response has another format.
     """
     try:
         return [str(model["id"]) for model in json.loads(content)["data"]]
@@ -213,15 +221,15 @@ def _is_openai_error(content: bytes) -> bool:
 
 
 def _error_text(found: Any) -> str:
-    """The message of an error object; empty if it is none."""
+    """Return the message of an error object; empty for other values."""
     if not isinstance(found, dict):
         return ""
     error = found.get("error") or (found if found.get("object") == "error" else None)
     if error is None:
-        return _shown(found.get("detail", "")) if "choices" not in found else ""
-    return _shown(error.get("message") or error if isinstance(error, dict) else error)
+        return _shortened(found.get("detail", "")) if "choices" not in found else ""
+    return _shortened(error.get("message") or error if isinstance(error, dict) else error)
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
     text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + " ..."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.kv import NO_TENANT, owner_of
-from stillroom.engine.deadlines import too_late
+from stillroom.engine.deadlines import deadline_error
 from stillroom.errors import ConfigError, EngineClosedError
 from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.kvstore.owners import OwnerNote, note_owner
@@ -64,7 +64,7 @@ async def within(seconds: float | None) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         if limit.expired():
-            raise too_late() from None
+            raise deadline_error() from None
         raise
 
 

@@ -16,7 +16,7 @@ from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import RequestId
 from stillroom.core.request import MaySee, SampleRequest, SamplingParams, seed_of_sample
-from stillroom.engine.deadlines import too_late
+from stillroom.engine.deadlines import deadline_error
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import (
     EmptyKnowledgeBaseError,
@@ -195,7 +195,7 @@ class Pipeline:
             raise UsageError("the question is empty")
         _check(options)
         if options.deadline_seconds is not None and self._clock.monotonic() > arrival + options.deadline_seconds:
-            raise too_late()  # it waited for a thread
+            raise deadline_error()  # it waited for a thread
         if self._kb.num_chunks == 0:
             raise EmptyKnowledgeBaseError(
                 "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR"

@@ -188,7 +188,7 @@ def _lasting(decoder: Decoder, scope: AnywhereScope, work_dir: Path) -> list[dic
 
         def ask_and_tend(segments: Sequence[Segment]) -> PromptReply:
             reply = house.ask(segments)
-            while house.engine.tend():  # as between requests
+            while house.engine.do_idle_work():  # as between requests
                 pass
             return reply
 

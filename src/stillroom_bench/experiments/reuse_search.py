@@ -70,8 +70,8 @@ class Searched:
         stepped: Stepped = self.inner.step()
         return stepped
 
-    def tend(self) -> bool:
-        return bool(self.inner.tend())
+    def do_idle_work(self) -> bool:
+        return bool(self.inner.do_idle_work())
 
 
 class FaissSearch:

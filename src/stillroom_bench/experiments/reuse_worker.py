@@ -73,7 +73,7 @@ class VllmReuse:
         firsts = [(int(output.request_id), [output.num_cached_tokens or 0, 0, 0]) for output in new]
         return firsts, [int(output.request_id) for output in outputs if output.finished]
 
-    def tend(self) -> bool:
+    def do_idle_work(self) -> bool:
         return False
 
 
@@ -121,7 +121,7 @@ class LlamaCppReuse:
     def _ended(self) -> list[int]:
         return [] if self.num_left else [self.current]
 
-    def tend(self) -> bool:
+    def do_idle_work(self) -> bool:
         return False
 
 

@@ -30,7 +30,7 @@ class DrivenRuntime(Protocol):
         """Go on for a moment."""
         ...
 
-    def tend(self) -> bool:
+    def do_idle_work(self) -> bool:
         """Something useful in an idle moment; False if there is nothing."""
         ...
 
@@ -67,10 +67,10 @@ def drive(
                 seconds[number], cached[number] = now - sent[number], kept
             for number in ended:
                 response_seconds[number] = now - sent[number]
-        elif dues and not runtime.tend():
+        elif dues and not runtime.do_idle_work():
             sleep(max(0.0, dues[len(sent)] - (clock() - began)))
     wall_seconds = clock() - began
-    while runtime.tend():  # nobody waits; what comes next does not pay for it
+    while runtime.do_idle_work():  # nobody waits; what comes next does not pay for it
         pass
     return {
         "seconds": seconds,

@@ -56,8 +56,8 @@ class SteppedEngine:
         """See `driving.Runtime.step`."""
         return stepped(self.engine.step())
 
-    def tend(self) -> bool:
-        return self.engine.tend()
+    def do_idle_work(self) -> bool:
+        return self.engine.do_idle_work()
 
 
 def stepped(events: Sequence[TokenEvent]) -> tuple[list[tuple[int, list[int]]], list[int]]:
