@@ -1,6 +1,6 @@
-"""The models that are part of the package: a folder of `bundled/` each, one of them the default.
+"""The models that are part of the package, one folder of `bundled/` each.
 
-`bundled` is the default, `bundled:NAME` a certain one. A new one is a folder; making it the default is the line below.
+`bundled` names the default model (`DEFAULT`), `bundled:NAME` a certain one.
 """
 
 from pathlib import Path
@@ -14,15 +14,14 @@ DEFAULT = "microworld"
 
 
 def bundled_names() -> list[str]:
-    """In order of their names."""
     return sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
 
 
 def bundled_folder(model: str) -> Path | None:
-    """The folder of a bundled model; None if the name means something else.
+    """Return the folder of a bundled model; None if `model` does not name one.
 
     Raises:
-        ModelNotFoundError: `bundled:NAME` with a name that the package does not have.
+        ModelNotFoundError: the package has no model of this name.
     """
     kind, colon, name = model.partition(":")
     if kind != BUNDLED_MODEL:

@@ -1,4 +1,4 @@
-"""Finding a checkpoint's folder and reading its files. Knows names and formats, nothing about arithmetic."""
+"""Finds a checkpoint's folder and reads its JSON files and safetensors weights."""
 
 import json
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def resolve(model: str) -> Path:
-    """The folder of a checkpoint: a bundled one, a local folder, or a hub name (downloaded once, then cached).
+    """Return the folder of a bundled model, a local folder, or a hub model (downloaded once, then cached).
 
     Raises:
-        ModelNotFoundError: there is no such folder, and the hub has no such name or cannot be reached.
+        ModelNotFoundError: there is no such folder, and the hub does not have the name or cannot be reached.
     """
     bundled = bundled_folder(model)
     if bundled is not None:
@@ -35,7 +35,7 @@ def resolve(model: str) -> Path:
 
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
-    except Exception as error:  # the hub client raises many kinds; all mean the same to the user
+    except Exception as error:  # the hub client raises exceptions of many classes
         raise ModelNotFoundError(
             f"no folder {model!r} here, and the model hub did not deliver it ({type(error).__name__}); "
             "check the name and the network, or give the folder of a downloaded checkpoint"
@@ -43,11 +43,11 @@ def resolve(model: str) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """One of the checkpoint's JSON files.
+    """Read one of the checkpoint's JSON files.
 
     Raises:
-        ModelNotFoundError: it is missing.
-        ModelError: it is not a JSON object.
+        ModelNotFoundError: the file is missing.
+        ModelError: the file is not a JSON object.
     """
     path = folder / name
     if not path.is_file():
@@ -62,7 +62,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 class WeightFiles:
-    """The tensors of a checkpoint by name, from one `model.safetensors` or from its shards."""
+    """Tensors of a checkpoint by name, from `model.safetensors` or its shards."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,7 +97,7 @@ class WeightFiles:
         return iter(self._file_of)
 
     def digests(self) -> list[str]:
-        """Name and hash of each file, in order. The hash is xxh3: it tells files apart that nobody forged.
+        """Return name and xxh3 hash of each file, in order of names. The hash does not resist forgery.
 
         Raises:
             ModelError: a file cannot be read.
@@ -115,10 +115,10 @@ class WeightFiles:
         return found
 
     def get(self, name: str, *, is_passing: bool = False) -> "torch.Tensor":
-        """One tensor, in the checkpoint's dtype, on the CPU; its pages are those of the file, read when looked at.
+        """Return a tensor in the checkpoint's dtype on the CPU, memory-mapped from its file.
 
         Args:
-            is_passing: only copies of it are kept. From `unmap` on its pages are not this process's memory any more.
+            is_passing: the caller keeps only a copy; `unmap` unmaps the file's pages.
 
         Raises:
             ModelError: the checkpoint has no tensor of that name, or its file is damaged.
@@ -136,5 +136,5 @@ class WeightFiles:
         return tensor
 
     def unmap(self) -> None:
-        """Give the memory of passing tensors back; it lives on for as long as one of them does."""
+        """Unmap the files of passing tensors, as soon as none of these tensors is alive."""
         self._passing.clear()

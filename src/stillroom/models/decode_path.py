@@ -1,7 +1,7 @@
-"""Decoding on a CPU: the layers of a plain Llama, one compiled call each.
+"""Fast path for decoding on a CPU: one compiled call per layer of a plain Llama.
 
-A step of a few rows is so short that the calls between kernels cost as much as attention. What is not plain (norms of
-queries, mixtures, other activations) goes the decoder's usual way; both compute the same, from the same kernels.
+In a step of a few rows the calls between kernels cost as much as attention. Other layers (query norms, mixtures, other
+activations) use the decoder's general path; both compute the same numbers with the same kernels.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from stillroom.ops.linear import MAX_ROWS
 
 
 class DecodePath:
-    """Of one decoder; see `of`."""
+    """The fast path of one decoder; `of` makes it where it applies."""
 
     def __init__(self, spec: ModelSpec, layers: list[tuple[Any, Any, Any]]) -> None:
         self._epsilon = spec.norm_eps
@@ -32,7 +32,7 @@ class DecodePath:
 
     @classmethod
     def of(cls, spec: ModelSpec, layers: tuple[LayerWeights, ...]) -> "DecodePath | None":
-        """None where the layers are not plain, or where the kernels do not read their weights."""
+        """Return the path; None if the layers are not plain or the kernels cannot read their weights."""
         is_plain = spec.activation == "silu" and spec.mixture is None and spec.local_rope is None
         if not is_plain or spec.has_qk_norm or spec.has_sandwich_norms:
             return None
@@ -47,7 +47,7 @@ class DecodePath:
         return cls(spec, found)
 
     def takes(self, plan: AttentionPlan | DevicePlan) -> bool:
-        """Whether a step is nothing but a few decoding rows."""
+        """Whether a step consists of a few decoding rows only."""
         return isinstance(plan, AttentionPlan) and plan.is_rows_only and 0 < len(plan.spans) <= MAX_ROWS
 
     def run(
@@ -57,7 +57,7 @@ class DecodePath:
         packed: PackedInput,
         layer_kv: LayerKV,
     ) -> torch.Tensor:
-        """Hidden states [T, M] after all layers; x is overwritten."""
+        """Return hidden states [T, M] after all layers; `x_TM` is overwritten."""
         x: NDArray[np.float32] = x_TM.numpy()
         turn = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
         slots, plan, num_threads = packed.slots_T.numpy(), packed.plan, cpu_kernels.use_threads()

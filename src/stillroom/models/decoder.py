@@ -1,7 +1,7 @@
-"""The decoder: packed tokens in, hidden states out, keys and values written to their slots on the way.
+"""The decoder: packed tokens in, hidden states and logits out; keys and values are written to their slots.
 
-One class for every architecture that `ModelSpec` describes. Sequences of a batch are packed back to back, without
-padding; only attention knows where one ends. Oracle: transformers' own models (tests/models/test_oracle.py).
+One class computes every architecture that `ModelSpec` describes. Sequences of a batch are packed back to back without
+padding; only attention knows where a sequence ends. Tested against transformers' models (tests/models/test_oracle.py).
 """
 
 from dataclasses import replace
@@ -29,31 +29,32 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Decoder:
-    """Weights plus arithmetic; holds no state between calls."""
+    """Weights and their arithmetic; holds no state between calls."""
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
         self.spec = spec
         self.weights = weights
         self.device = weights.embedding_VM.device
         self.dtype = weights.embedding_VM.dtype
-        # a CPU has no arithmetic in half precision that is worth its rounding; only weights and KV are stored in it
+        # on a CPU half precision is for storing weights and KV only; arithmetic in it would round without being faster
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self._rope = self._frequencies(spec.rope)
         self._local_rope = self._frequencies(spec.local_rope or spec.rope)
         self._decode_path = DecodePath.of(spec, weights.layers)
         self._prefill_path = PrefillPath.of(spec, weights.layers)
         self._device_experts = [on_device(layer.experts) for layer in weights.layers]
-        # rounded as the product with the embedding would be
+        # rounded as a tensor of the model's dtype
         self._embedding_scale = float(torch.tensor(spec.embedding_scale or 1.0, dtype=self.dtype))
 
     @in_turn
     @torch.inference_mode()
     def hidden_states(self, packed: PackedInput, layer_kv: LayerKV, watch: Watch | None = None) -> torch.Tensor:
-        """Final hidden states [B, M] of the wanted rows, before the last norm. Writes this step's K (rotated) and V to
-        their slots.
+        """Return the final hidden states [B, M] of the wanted rows, before the last norm.
+
+        Writes this step's K (rotated) and V to their slots.
 
         Args:
-            watch: is shown the queries and keys of every layer.
+            watch: receives the queries and keys of every layer.
         """
         spec = self.spec
         if self.device.type == "cpu":
@@ -87,13 +88,13 @@ class Decoder:
     @in_turn
     @torch.inference_mode()
     def logits(self, hidden_BM: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [B, V] of the tokens that follow these hidden states."""
+        """Return float32 logits [B, V] of the tokens that follow these hidden states."""
         logits_BV = self.weights.lm_head(self._normed(hidden_BM, self.weights.final_norm)).float()
         cap = self.spec.logit_softcap
         return logits_BV if cap is None else torch.tanh(logits_BV / cap) * cap
 
     def first_layers(self, count: int) -> "Decoder":
-        """With its first layers only, or all if it has no more; the weights are shared."""
+        """Return a decoder of the first `count` layers, or of all; it shares the weights."""
         spec = replace(self.spec, num_layers=min(count, self.spec.num_layers), windows=self.spec.windows[:count])
         return Decoder(spec, replace(self.weights, layers=self.weights.layers[:count]))
 
@@ -108,7 +109,7 @@ class Decoder:
         return inv_freq.to(self.device), factor
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """In the precision of the weight; the result has that of x. Without a weight, x."""
+        """Normalise in the weight's dtype and return x's dtype; x itself without a weight."""
         return x if weight is None else rms_norm(x.to(weight.dtype), weight, self.spec.norm_eps).to(x.dtype)
 
     def _queries(
@@ -119,7 +120,7 @@ class Decoder:
         slots_T: torch.Tensor,
         kv_SGD: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Rotated queries [T, H, D]; keys and values go to their slots."""
+        """Return rotated queries [T, H, D]; writes keys and values to their slots."""
         spec = self.spec
         qkv = layer.qkv(self._normed(x_TM, layer.attention_norm))
         qkv = qkv.view(x_TM.shape[0], spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)

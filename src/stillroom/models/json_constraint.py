@@ -1,7 +1,6 @@
-"""Answers that are JSON of a given schema: which tokens may come next, by llguidance. Why this library: docs/adr/0006
+"""Constrains answers to JSON of a given schema, with llguidance (chosen in docs/adr/0006).
 
-Separators are fixed to `", "` and `": "`: with free white space a small model may write blanks until its tokens are
-used up.
+Separators are fixed to `", "` and `": "`: with free white space a small model may write blanks until `max_tokens`.
 """
 
 import json
@@ -23,49 +22,50 @@ _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 _MAX_SCHEMA_CHARACTERS = 100_000
 _MAX_COMMON_MULTIPLE = 20_000
-"""Of all `multipleOf`: the library makes a state for each remainder, and neither a limit nor a deadline stops it."""
+"""Bound on the least common multiple of all `multipleOf`: the library makes a state for each remainder, without a limit
+or a deadline of its own."""
 _MAX_LEXER_STATES = 50_000
-"""A mask makes up to so many while everybody waits for it: a tenth of a second."""
+"""Lexer states that one mask may make, about 0.1 s, in which the whole step waits."""
 _NUM_FORCED = 16
-"""First tokens without a choice that are tried when a schema is compiled."""
+"""Forced first tokens that are tried when a schema is compiled."""
 
 
 class JsonConstraint:
-    """How far one answer has come in its schema; a `TokenConstraint`."""
+    """State of one answer in its schema; a `TokenConstraint`."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     @panics_as_errors("llguidance")
     def copy(self) -> "JsonConstraint":
-        """An independent constraint at the same place."""
+        """Return an independent constraint in the same state."""
         return JsonConstraint(self._matcher.deep_copy())
 
     @panics_as_errors("llguidance")
     def allowed(self) -> NDArray[np.int32]:
-        """One bit per token, lowest first; of no meaning if there is an `error` after it."""
+        """Return one bit per token, lowest first. The bits are meaningless if `error` is set afterwards."""
         return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
 
     @panics_as_errors("llguidance")
     def advance(self, token_id: int) -> None:
-        """The next token of the answer."""
+        """Append a token of the answer."""
         self._matcher.consume_token(token_id)
 
     @property
     @panics_as_errors("llguidance")
     def is_complete(self) -> bool:
-        """Nothing can follow."""
+        """Whether no token can follow."""
         return bool(self._matcher.is_stopped())
 
     @property
     @panics_as_errors("llguidance")
     def error(self) -> str | None:
-        """Why it is not known what may follow; None while it is."""
+        """Why the constraint cannot be continued; None if it can."""
         return _error_of(self._matcher)
 
 
 class JsonConstraints:
-    """Makes constraints for one model. Thread-safe; the tokenizer is prepared with the first."""
+    """Makes constraints for one model. Thread-safe; the first call prepares the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
         self._source = tokenizer
@@ -74,11 +74,10 @@ class JsonConstraints:
         self._lock = Lock()
 
     def compile(self, schema: Mapping[str, Any]) -> JsonConstraint:
-        """A constraint at the beginning of an answer.
+        """Return a constraint at the beginning of an answer.
 
         Raises:
-            UsageError: the schema is wrong, uses what cannot be enforced or is too complex, or the model cannot write
-                JSON.
+            UsageError: the schema is invalid, cannot be enforced or is too complex, or the model cannot write JSON.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -93,7 +92,7 @@ class JsonConstraints:
         with (
             self._lock,
             panics_as_errors("llguidance"),
-        ):  # one schema at a time: it takes a core, and seconds where it is large
+        ):  # one schema at a time: a large one takes a core for seconds
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
             error_text = _error_of(matcher) or _early_error(matcher.deep_copy())
         if error_text is not None:
@@ -105,7 +104,7 @@ class JsonConstraints:
         from llguidance.hf import from_tokenizer
 
         if not self._stop_token_ids:
-            raise UsageError("this model has no end token, which answers of a JSON schema need")
+            raise UsageError("this model has no end token, which answers with a JSON schema need")
         try:
             return from_tokenizer(
                 self._source.hf_tokenizer, n_vocab=self._vocab_size, eos_token=sorted(self._stop_token_ids)
@@ -119,7 +118,7 @@ def _error_of(matcher: Any) -> str | None:
 
 
 def _early_error(matcher: Any) -> str | None:
-    """The error that every answer would run into, if it shows before the first choice."""
+    """Return the error that every answer would reach before its first choice, if any."""
     for _ in range(_NUM_FORCED):
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
         if len(allowed) != 1 or matcher.is_stopped():
@@ -130,19 +129,21 @@ def _early_error(matcher: Any) -> str | None:
 
 def _check_size(schema: Mapping[str, Any], num_characters: int) -> None:
     if num_characters > _MAX_SCHEMA_CHARACTERS:
-        raise UsageError(f"the JSON schema has {num_characters} characters; it may have {_MAX_SCHEMA_CHARACTERS}")
+        raise UsageError(
+            f"the JSON schema has {num_characters} characters, more than {_MAX_SCHEMA_CHARACTERS}; simplify it"
+        )
     common = 1
     for value in _multiples(schema):
-        common = math.lcm(common, _digits(value))  # what rules cost that meet in one number (allOf, anyOf)
+        common = math.lcm(common, _digits(value))  # the cost where several rules apply to one number (allOf, anyOf)
         if common > _MAX_COMMON_MULTIPLE and str(common).strip("0") != "1":  # powers of ten cost nothing
             raise UsageError(
-                "the numbers of `multipleOf` in the JSON schema are too much together: their least common multiple, "
+                "the numbers of `multipleOf` in the JSON schema are too complex together: their least common multiple, "
                 f"decimal points left out, must be a power of ten or at most {_MAX_COMMON_MULTIPLE}"
             )
 
 
 def _multiples(schema: Mapping[str, Any]) -> Iterator[int | float]:
-    """Every `multipleOf`, wherever it stands: a `$ref` may lead anywhere."""
+    """Yield every `multipleOf` at any depth: a `$ref` may point anywhere."""
     rest: list[Any] = [schema]
     while rest:
         part = rest.pop()
@@ -157,6 +158,6 @@ def _multiples(schema: Mapping[str, Any]) -> Iterator[int | float]:
 
 
 def _digits(value: float) -> int:
-    """A number without its sign and decimal point, 0.25 as 25."""
+    """Return a number without sign and decimal point: 0.25 as 25."""
     _, digits, exponent = Decimal(str(value)).normalize().as_tuple()
     return int("".join(map(str, digits)) + "0" * max(int(exponent), 0))

@@ -1,4 +1,4 @@
-"""From a checkpoint's folder to a `LoadedModel`: the decoder with its weights, the tokenizer and the end tokens."""
+"""Loads a checkpoint: the decoder with its weights, the tokenizer, the stop tokens and the fingerprint."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -19,38 +19,42 @@ from stillroom.ops.linear import Linear
 from stillroom.ops.rope import RopeSpec
 
 _BASES = ("model.", "language_model.model.", "model.language_model.")
-"""Where the decoder's tensors may stand: the later ones in checkpoints that also have a vision tower."""
+"""Prefixes of the decoder's tensors; the later ones are those of checkpoints with a vision tower."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Everything that generation needs from a checkpoint."""
+    """The parts of a checkpoint that generation needs."""
 
     name: str
     decoder: Decoder
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
     fingerprint: bytes
-    """Equal for two models exactly if their KV is: weights, how they are read and computed with, and everything in
-    `ModelSpec` but how long a sequence may be. Kept KV is named by this and `NUMERICS_VERSION`; a calibration profile,
-    which only measures time, by this alone."""
+    """Equal for two models exactly if their KV is equal: a hash of the weights, their dtypes, and `ModelSpec` without
+    the length of a sequence. This and `NUMERICS_VERSION` identify kept KV; this alone identifies a calibration profile,
+    which only measures time."""
 
 
 def load_model(
     model: str, *, device: str = "auto", dtype: Dtype = "auto", weights: Weights = "checkpoint", max_model_len: int = 0
 ) -> LoadedModel:
-    """Load a checkpoint: `bundled`, a folder, or a hub name; `max_model_len` as for `spec_from_config`.
+    """Load a checkpoint.
+
+    Args:
+        model: `bundled`, a folder, or a hub name.
+        max_model_len: see `spec_from_config`.
 
     Raises:
         ModelNotFoundError: the checkpoint or one of its files is missing.
-        UnsupportedModelError: it needs an architecture or a feature that is not implemented.
+        UnsupportedModelError: its architecture or one of its features is not implemented.
         ModelError: its files are damaged or disagree with each other.
         ConfigError: there is no such device.
     """
     folder = resolve(model)
-    spec_from_config(read_json(folder, "config.json"), max_model_len)  # the tokenizer's library reads it, too
+    spec_from_config(read_json(folder, "config.json"), max_model_len)  # checked before the tokenizer's library reads it
     tokenizer = Tokenizer.load(folder)
     decoder = load_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
     name = model if not Path(model).is_dir() else Path(model).resolve().name
@@ -59,20 +63,20 @@ def load_model(
 
 
 def fingerprint_of(folder: Path, decoder: Decoder, weights: Weights = "checkpoint") -> bytes:
-    """32 bytes that KV is named by: what the weights' files hold, and how this decoder computes with them."""
+    """Return the 32 bytes of `LoadedModel.fingerprint`."""
     dtypes = str(decoder.dtype), str(decoder.activation_dtype)
     parts = [*WeightFiles(folder).digests(), repr(_without_lengths(decoder.spec)), *dtypes, weights]
     return hashlib.sha256("\0".join(parts).encode()).digest()
 
 
 def _without_lengths(spec: ModelSpec) -> ModelSpec:
-    """What KV depends on. Only longrope turns keys by how long a sequence may be."""
+    """Clear the lengths that KV does not depend on; only longrope rotates keys by the longest sequence."""
 
-    def turns(rope: RopeSpec) -> RopeSpec:
+    def cleared(rope: RopeSpec) -> RopeSpec:
         return rope if rope.kind == "longrope" else replace(rope, max_model_len=0)
 
-    local = None if spec.local_rope is None else turns(spec.local_rope)
-    return replace(spec, max_positions=0, rope=turns(spec.rope), local_rope=local)
+    local = None if spec.local_rope is None else cleared(spec.local_rope)
+    return replace(spec, max_positions=0, rope=cleared(spec.rope), local_rope=local)
 
 
 def load_decoder(
@@ -83,7 +87,7 @@ def load_decoder(
     weights: Weights = "checkpoint",
     max_model_len: int = 0,
 ) -> Decoder:
-    """Only the decoder, from a local folder; raises as `load_model`."""
+    """Load only the decoder from a local folder; raises as `load_model`."""
     config = read_json(folder, "config.json")
     spec = spec_from_config(config, max_model_len)
     target = torch_device(device)
@@ -95,16 +99,16 @@ def load_decoder(
 
 
 def torch_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is a GPU, else the CPU.
+    """Return a torch device that works; `auto` is CUDA if there is a GPU, else the CPU.
 
     Raises:
-        ConfigError: no such device on this machine.
+        ConfigError: this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         number = torch.zeros(1, device=name)
-        number.item()  # `meta` computes nothing
+        number.item()  # fails on `meta`
         return number.device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
@@ -118,7 +122,7 @@ def _torch_dtype(config: dict[str, Any], dtype: Dtype) -> torch.dtype:
 
 
 def _stop_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """End tokens from generation_config.json, config.json and the tokenizer, as far as each names any."""
+    """Return the stop tokens that generation_config.json, config.json and the tokenizer name."""
     ids: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
@@ -128,10 +132,10 @@ def _stop_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class _Reader:
-    """Tensors by name with their expected shape, moved to where they will be used.
+    """Reads tensors of expected shapes and moves them to the device.
 
-    On a CPU those that are used as the file has them stay in the file's pages. Of all others only the copy is kept, and
-    no more than a layer's originals are in memory at a time.
+    On a CPU, tensors that need no conversion stay memory-mapped. Of all others only the copy is kept, and at most one
+    layer's originals are in memory at a time.
     """
 
     def __init__(
@@ -141,7 +145,10 @@ class _Reader:
         self.has_offset_norms, self.is_int8 = has_offset_norms, is_int8
 
     def __call__(self, name: str, *shape: int, is_copied: bool = False) -> torch.Tensor:
-        """`is_copied`: what comes back is not kept."""
+        """
+        Args:
+            is_copied: the caller keeps only a copy of the result.
+        """
         tensor = self._read(name, shape)
         if is_copied or self.device.type != "cpu" or tensor.dtype != self.dtype:
             tensor = self.files.get(name, is_passing=True)
@@ -154,8 +161,11 @@ class _Reader:
         return tensor
 
     def norm(self, name: str, size: int) -> torch.Tensor:
-        """What a norm multiplies by. In float32 on a CPU, where activations are; and where there is an offset of 1,
-        which would drown small weights in half precision."""
+        """Return the factor of a norm, its offset added.
+
+        Float32 on a CPU, as activations are, and with an offset of 1, beside which half precision would lose small
+        weights.
+        """
         weight = self._read(name, (size,)).to(self.device)
         if self.has_offset_norms:
             return 1.0 + weight.float()
@@ -166,9 +176,10 @@ class _Reader:
         return self._stacked([name], [height], width, has_bias)
 
     def fused(self, whole: str, names: list[str], heights: list[int], width: int, *, has_bias: bool = False) -> Linear:
-        """Several projections of one input, stacked; some checkpoints (Phi-3) have the `whole`.
+        """Stack several projections of one input; some checkpoints (Phi-3) have them stacked, as `whole`.
 
-        Names end with a dot."""
+        Names end with a dot.
+        """
         if f"{whole}weight" in self.files:
             return self.linear(whole, sum(heights), width, has_bias=has_bias)
         return self._stacked(names, heights, width, has_bias)
@@ -205,9 +216,9 @@ def _load_layer(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> Laye
     attention = prefix + "self_attn."
     qkv_heights, qkv = [q_size, kv_size, kv_size], [f"{attention}{p}_proj." for p in "qkv"]
     is_sandwich = spec.has_sandwich_norms
-    # after attention is where Llama's norm before the MLP stands, and where Gemma has one more
+    # `post_attention_layernorm` is the norm before the MLP in Llama, and the norm of attention's output in Gemma
     mlp_norm = "pre_feedforward_layernorm" if is_sandwich else "post_attention_layernorm"
-    read.files.unmap()  # the layer before
+    read.files.unmap()  # originals of the layer before
     router, experts = _load_mlp(spec, read, prefix, index)
     return LayerWeights(
         attention_norm=read.norm(prefix + "input_layernorm.weight", model),
@@ -224,7 +235,6 @@ def _load_layer(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> Laye
 
 
 def _load_mlp(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> tuple[Linear | None, tuple[GatedMlp, ...]]:
-    """Router and experts; see `LayerWeights`."""
     mixture, mlp, names = spec.mixture, prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
     if mixture is None or index not in mixture.layers:
         return None, (_load_gated(spec, read, mlp, names, spec.intermediate_size),)
@@ -234,7 +244,7 @@ def _load_mlp(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> tuple[
         _load_gated(spec, read, f"{mlp}experts.{expert}.", names, mixture.intermediate_size)
         for expert in range(mixture.num_experts)
     )
-    # whom a router picks can turn on its last bits
+    # never int8: the choice of experts can depend on the last bits of the router's logits
     return Linear(read(mlp + "gate.weight", mixture.num_experts, spec.hidden_size)), experts
 
 

@@ -1,7 +1,7 @@
-"""The gated MLP, and a mixture of them: a router picks a few experts for each token (arXiv 2401.04088).
+"""The gated MLP, and mixtures of experts: a router picks a few MLPs for each token (arXiv 2401.04088).
 
-Tokens are sorted by expert, so that each expert that anybody chose is one product over all its tokens. In `mix` the
-number of tokens per expert crosses to the host once per layer; GPUs with Triton compute `DeviceExperts` instead.
+`mix` sorts tokens by expert, so that each chosen expert is one product over all its tokens. It copies the number of
+tokens per expert to the host once per layer; GPUs with Triton compute `DeviceExperts` instead.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class GatedMlp:
 
 
 def route(router_TE: torch.Tensor, num_active: int, is_normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """From router logits to each token's weights, float32 [T, A], and experts, int64 [T, A]."""
+    """Return each token's expert weights, float32 [T, A], and experts, int64 [T, A], from router logits."""
     weights_TA, experts_TA = torch.topk(torch.softmax(router_TE.float(), dim=-1), num_active, dim=-1)
     if is_normalised:
         weights_TA = weights_TA / weights_TA.sum(dim=-1, keepdim=True)
@@ -41,17 +41,17 @@ def route(router_TE: torch.Tensor, num_active: int, is_normalised: bool) -> tupl
 
 
 def on_device(experts: Sequence[GatedMlp]) -> DeviceExperts | None:
-    """The experts of a mixture for a GPU's kernel; None where there is none, or no mixture."""
+    """Return the experts for the GPU kernel; None without a mixture or without a kernel for the device."""
     if len(experts) == 1 or not has_kernels(experts[0].down.weight.device):
         return None
     return DeviceExperts([one.gate_up for one in experts], [one.down for one in experts], experts[0].activation)
 
 
 def mix(x_TM: torch.Tensor, routes: tuple[torch.Tensor, torch.Tensor], experts: Sequence[GatedMlp]) -> torch.Tensor:
-    """The weighted sum [T, M] of each token's experts; `routes` is what `route` returned."""
+    """Return the weighted sum [T, M] of each token's experts; `routes` comes from `route`."""
     weights_TA, experts_TA = routes
     num_tokens, num_active = experts_TA.shape
-    order = experts_TA.flatten().argsort(stable=True)  # assignments (token, choice), those of one expert together
+    order = experts_TA.flatten().argsort(stable=True)  # assignments (token, choice) sorted by expert
     sizes = torch.bincount(experts_TA.flatten(), minlength=len(experts)).tolist()
     out = x_TM.new_empty(num_tokens * num_active, x_TM.shape[1])
     start = 0
@@ -67,7 +67,7 @@ def mix(x_TM: torch.Tensor, routes: tuple[torch.Tensor, torch.Tensor], experts: 
 def mix_reference(
     x_TM: torch.Tensor, routes: tuple[torch.Tensor, torch.Tensor], experts: Sequence[GatedMlp]
 ) -> torch.Tensor:
-    """The slow twin of `mix`: one token and one expert at a time, in float64."""
+    """Reference of `mix`: one token and one expert at a time, in float64."""
     out_TM = torch.zeros_like(x_TM)
     for token, (weights, chosen) in enumerate(zip(*routes, strict=True)):
         x = x_TM[token].double()

@@ -1,4 +1,4 @@
-"""What a decoder is given for one step: tokens packed back to back, and where keys and values live."""
+"""Input of the decoder for one step: tokens packed back to back, and the slots of their keys and values."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from stillroom.ops.transfer import to_device
 # T packed tokens, B rows whose hidden states are wanted, S slots, G key/value heads, D head dimension
 
 LayerKV = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Layer index -> its K and V, each [S, G, D], to be written and read by slot."""
+"""Returns K and V of a layer, each [S, G, D], written and read by slot."""
 
 
 class PackedInput:
-    """One step's tokens of all sequences, back to back."""
+    """Tokens of all sequences of a step, back to back."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class PackedInput:
     ) -> None:
         """
         Args:
-            slots_T: where each token's K and V are written.
-            spans: the sequences, in order; or a plan that is on the device already, and then all rows are wanted.
-            wanted: the rows whose hidden states are wanted, ascending; the last layer computes no others.
+            slots_T: slot where each token's K and V are written.
+            spans: the sequences in order; or a plan on the device, for which all rows must be wanted.
+            wanted: rows whose hidden states are wanted, ascending; the last layer computes only these.
         """
         self.token_ids_T, self.positions_T, self.slots_T = token_ids_T, positions_T, slots_T
         self.plan = spans if isinstance(spans, DevicePlan) else AttentionPlan(spans)

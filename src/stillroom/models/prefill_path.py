@@ -1,9 +1,8 @@
-"""Prefill on a CPU with bfloat16 weights: between two products activations stay as they come out of one and go into
-the next.
+"""Fast path for prefill on a CPU with bfloat16 weights: activations stay in bfloat16 between two matrix products.
 
-The decoder's usual way widens each product's result to float32 and rounds the next one's input back to bfloat16. Here
-the kernels between products read and write bfloat16 themselves, with the same roundings in the same places. What is not
-plain goes the usual way.
+The decoder's general path widens each product's result to float32 and rounds the next product's input to bfloat16.
+Here the kernels between products read and write bfloat16, with the same roundings in the same places. Layers that are
+not plain use the general path.
 """
 
 import numpy as np
@@ -25,7 +24,7 @@ from stillroom.ops.rows import rms_norm
 
 
 class PrefillPath:
-    """Of one decoder; see `of`."""
+    """The fast path of one decoder; `of` makes it where it applies."""
 
     def __init__(self, spec: ModelSpec, layers: tuple[LayerWeights, ...]) -> None:
         self._spec = spec
@@ -33,7 +32,7 @@ class PrefillPath:
 
     @classmethod
     def of(cls, spec: ModelSpec, layers: tuple[LayerWeights, ...]) -> "PrefillPath | None":
-        """None where the layers are not plain, or not in bfloat16 on a CPU that multiplies it well."""
+        """Return the path; None unless layers are plain, and in bfloat16 on a CPU that multiplies it fast."""
         is_plain = spec.activation == "silu" and spec.mixture is None and spec.local_rope is None
         if not is_plain or spec.has_qk_norm or spec.has_sandwich_norms:
             return None
@@ -57,7 +56,7 @@ class PrefillPath:
         layer_kv: LayerKV,
         watch: Watch | None,
     ) -> torch.Tensor:
-        """Hidden states [B, M] of the wanted rows after all layers; x is overwritten."""
+        """Return hidden states [B, M] of the wanted rows after all layers; `x_TM` is overwritten."""
         spec, last = self._spec, len(self._layers) - 1
         turn = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
         slots, plan = packed.slots_T.numpy(), packed.plan
@@ -74,7 +73,7 @@ class PrefillPath:
         wanted_B = packed.wanted_B
         if not len(wanted_B):
             return x_TM[:0]
-        # the last layer's rows may be few, which other kernels are for
+        # the last layer may have few rows, for which `Linear` has other kernels
         out_BHD = packed.last_plan.attend(q_THD[wanted_B], kv_SGD, spec.attention_scale, window, spec.attention_softcap)
         x_BM = x_TM[wanted_B] + layer.output(out_BHD.flatten(1))
         return x_BM + layer.experts[0](rms_norm(x_BM, layer.mlp_norm, spec.norm_eps))
@@ -87,7 +86,7 @@ class PrefillPath:
         slots: NDArray[np.int64],
         kv_SGD: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Rotated queries, float32 [T, H, D]; keys and values go to their slots."""
+        """Return rotated queries, float32 [T, H, D]; writes keys and values to their slots."""
         spec, num_tokens = self._spec, x_TM.shape[0]
         qkv = F.linear(self._normed(x_TM, layer.attention_norm), layer.qkv.weight)
         qkv = qkv.view(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)

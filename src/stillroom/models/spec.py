@@ -1,7 +1,7 @@
-"""The small record that describes a decoder: everything in which the supported architectures differ.
+"""`ModelSpec`: the parameters in which the supported decoder architectures differ.
 
-`spec_from_config` reads it from a checkpoint's `config.json`, in the layout of transformers 4 and 5 alike. Adding an
-architecture means a line in `_FAMILIES`, and a row in the oracle test.
+`spec_from_config` reads it from a checkpoint's `config.json`, in the layout of transformers 4 or 5. To add an
+architecture, add a line to `_FAMILIES` and a row to tests/models/test_oracle.py.
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureSpec:
-    """The layers whose MLP is a mixture of experts; a router picks some of them for each token."""
+    """Layers whose MLP is a mixture of experts, of which a router picks some for each token."""
 
     num_experts: int
     num_active: int
     """Experts per token."""
     intermediate_size: int
-    """Of one expert."""
+    """Inner dimension of one expert."""
     is_normalised: bool
-    """The weights of a token's experts add up to 1."""
+    """Whether the weights of a token's experts add up to 1."""
     layers: frozenset[int]
 
 
@@ -46,7 +46,7 @@ class ModelSpec:
     """Longest sequence that may run."""
     rope: RopeSpec
     local_rope: RopeSpec | None
-    """Of the layers with a sliding window, where it is another one (Gemma 3)."""
+    """RoPE of the layers with a sliding window, if it differs (Gemma 3)."""
     activation: str
     """silu | gelu_tanh."""
     has_qkv_bias: bool
@@ -57,7 +57,7 @@ class ModelSpec:
     has_offset_norms: bool
     """Norms multiply by 1 + weight, in float32 (Gemma)."""
     has_sandwich_norms: bool
-    """What attention and MLP add to the residual stream is normalised as well (Gemma)."""
+    """The outputs of attention and MLP are normalised as well (Gemma)."""
     embedding_scale: float | None
     attention_scale: float
     """Factor on the products of queries and keys."""
@@ -76,16 +76,15 @@ _Sliding = Literal["none", "all", "by layer"]
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a `model_type` implies, and what `config.json` may leave out."""
+    """Properties that a `model_type` implies, and defaults of fields that `config.json` may omit."""
 
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     is_gemma: bool = False
     is_partly_rotated: bool = False
-    """`partial_rotary_factor` is honoured; elsewhere transformers has no such thing."""
+    """Whether `partial_rotary_factor` is supported, as in transformers."""
     slides: _Sliding = "all"
-    """Which layers see a `sliding_window` only, if there is one; its other ways to be said count where transformers
-    reads them."""
+    """Layers with a sliding window, if `sliding_window` is set. "by layer": `layer_types` or its older forms say."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -129,14 +128,14 @@ _FAMILIES = {
 
 
 def spec_from_config(config: Mapping[str, Any], max_model_len: int = 0) -> ModelSpec:
-    """The record for a parsed `config.json`.
+    """Read a parsed `config.json`.
 
     Args:
-        max_model_len: longest sequence that shall run; 0: as long as the model's arithmetic does not change by it.
+        max_model_len: longest sequence that will run; 0: the longest that does not change the model's arithmetic.
 
     Raises:
-        UnsupportedModelError: an architecture, activation or RoPE scheme that is not implemented, or a missing field.
-        ModelError: a value that no model has.
+        UnsupportedModelError: the architecture, activation or RoPE scheme is not implemented, or a field is missing.
+        ModelError: a value is invalid.
     """
     config = _text_part(config)
     model_type = str(config.get("model_type"))
@@ -152,11 +151,11 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int = 0) -> Model
     except KeyError as error:
         raise UnsupportedModelError(f"config.json lacks {error.args[0]!r}; the checkpoint is incomplete") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ModelError(f"config.json holds a value that no model has ({error}); {AGAIN}") from error
+        raise ModelError(f"config.json holds an invalid value ({error}); {AGAIN}") from error
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gemma 3 with a vision tower: its language model answers text like the one without."""
+    """Return the config of the language model of Gemma 3 with a vision tower; other configs unchanged."""
     if config.get("model_type") != "gemma3":
         return config
     return {
@@ -212,7 +211,7 @@ def _count(config: Mapping[str, Any], name: str) -> int:
 
 
 def _heads(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int, int]:
-    """Heads of queries, of keys and values, and the dimension of each."""
+    """Return the number of query heads, of key/value heads, and the head dimension."""
     num_heads = _count(config, "num_attention_heads")
     num_kv_heads = _count(config, "num_key_value_heads") if config.get("num_key_value_heads") else num_heads
     if config.get("head_dim"):
@@ -240,17 +239,17 @@ def _activation(config: Mapping[str, Any]) -> str:
 
 
 def _rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_model_len: int) -> RopeSpec:
-    """`rope_parameters` (transformers 5), else `rope_theta` with `rope_scaling` (transformers 4).
+    """Read `rope_parameters` (transformers 5), else `rope_theta` with `rope_scaling` (transformers 4).
 
-    A longrope model has two sets of frequencies, one for sequences within its original length and one for longer
-    ones. Keys that are kept cannot follow such a switch, so the longest sequence that may run decides for all: the
-    original length, unless the caller asks for more.
+    A longrope model has two sets of frequencies, for sequences within its original length and for longer ones. Kept
+    keys cannot change their frequencies, so the longest sequence that may run decides for all: the original length,
+    unless `max_model_len` is longer.
     """
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     parameters = {**parameters, **(parameters.get("full_attention") or {})}
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     if config["model_type"] == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # its names before there was one
+        kind = "longrope"  # older names of it
     if kind not in SUPPORTED_KINDS:
         raise UnsupportedModelError(
             f"RoPE scaling {kind!r} is not supported; supported are {', '.join(sorted(SUPPORTED_KINDS))}"
@@ -273,14 +272,14 @@ def _rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_model_l
 
 
 def _complete(parameters: dict[str, Any], kind: str, original: int | None, max_positions: int) -> None:
-    """Fill in the scheme's numbers that may be left out.
+    """Fill in optional numbers of the RoPE scheme.
 
     Args:
-        original: the length the model was first trained at, if it stands beside the scheme's numbers, as in Phi-3. It
-            wins over the one among them, as in transformers.
+        original: original training length from the top level of the config (Phi-3). It overrides the length in
+            `parameters`, as in transformers.
 
     Raises:
-        KeyError: one that may not is missing.
+        KeyError: a required number is missing.
     """
     for name in REQUIRED_NUMBERS.get(kind, ()):
         if parameters.get(name) is None and not (kind == "yarn" and name in parameters):
@@ -293,7 +292,7 @@ def _complete(parameters: dict[str, Any], kind: str, original: int | None, max_p
 
 
 def _local_rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_model_len: int) -> RopeSpec | None:
-    """`rope_parameters.sliding_attention` (transformers 5), else `rope_local_base_freq` (transformers 4)."""
+    """Read `rope_parameters.sliding_attention` (transformers 5), else `rope_local_base_freq` (transformers 4)."""
     if "rope_local_base_freq" not in config:
         return None
     own = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
@@ -302,7 +301,7 @@ def _local_rope(config: Mapping[str, Any], family: _Family, head_dim: int, max_m
 
 
 def _windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    """Which layers slide. In a family that says it by layer: `layer_types` where given, else its older way."""
+    """Return each layer's window; "by layer" families read `layer_types` if given, else their older form."""
     is_off = "use_sliding_window" in family.defaults and not config["use_sliding_window"]
     window = None if is_off or family.slides == "none" else config.get("sliding_window")
     if family.slides != "by layer":
@@ -319,7 +318,7 @@ def _windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tup
 
 
 def _layer_type(config: Mapping[str, Any], layer: int) -> str:
-    """Gemma: every n-th layer is full. Qwen2 and 3: the first ones are."""
+    """Return a layer's type by the older forms: every n-th layer is full (Gemma), or the first ones are (Qwen)."""
     if "sliding_window_pattern" in config:
         slides = (layer + 1) % int(config["sliding_window_pattern"]) != 0
     else:
@@ -328,7 +327,7 @@ def _layer_type(config: Mapping[str, Any], layer: int) -> str:
 
 
 def _mixture(config: Mapping[str, Any], num_layers: int) -> MixtureSpec | None:
-    """Mixtral: every layer. Qwen3-MoE: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    """Read the mixture: every layer (Mixtral), or every `decoder_sparse_step`-th but `mlp_only_layers` (Qwen3-MoE)."""
     num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
     if config["model_type"] not in ("mixtral", "qwen3_moe") or not num_experts:
         return None

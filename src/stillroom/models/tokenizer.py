@@ -1,7 +1,7 @@
-"""Text to tokens and back. Text from documents and users can never become a special token.
+"""Converts text to tokens and back, so that text of documents and users never becomes a special token.
 
-Two ways in: `encode_template` for what the prompt format itself writes (special tokens are parsed), and `encode_text`
-for everything that comes from outside, where `<|im_end|>` is just nine characters.
+`encode_template` encodes text of the prompt format and parses special tokens; `encode_text` encodes all other text, in
+which `<|im_end|>` is ten characters.
 """
 
 import re
@@ -15,19 +15,19 @@ from stillroom.core.panics import panics_as_errors
 from stillroom.errors import ModelError, ModelNotFoundError
 
 _BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How SentencePiece writes a blank."""
+"""SentencePiece's character for a blank."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _MAX_UNFINISHED = 3
-"""Most replacement characters that a beginning of a character is decoded to: it has at most four bytes."""
-_WAITING_ON = 12
-"""Tokens that are kept of a window which became too long: the bytes of as many replacement characters."""
-_MOST_WAITING = 24
-"""Tokens of a window, which usually has a handful."""
+"""Most replacement characters of an unfinished character, which has at most four bytes."""
+_NUM_KEPT = 12
+"""Tokens that are kept of a window that exceeded `_MAX_WINDOW`."""
+_MAX_WINDOW = 24
+"""Longest window, in tokens; a usual one has a handful."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones stand for themselves, the others are moved behind them."""
+    """Return GPT-2's characters for bytes: printable bytes stand for themselves, the others follow from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(moved)}
@@ -42,14 +42,14 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
-        self._lock = Lock()  # one setting of the backend switches between the two ways in
+        self._lock = Lock()  # `encode_special_tokens` is a setting of the backend
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """The tokenizer of a checkpoint's folder.
+        """Load the tokenizer of a checkpoint's folder.
 
         Raises:
-            ModelNotFoundError: the folder has none.
+            ModelNotFoundError: the folder has no tokenizer.
             ModelError: its files are damaged.
         """
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
@@ -59,7 +59,7 @@ class Tokenizer:
         try:
             with panics_as_errors("the tokenizer"):
                 return cls(AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True))
-        except Exception as error:  # the library raises whatever its parsers raise
+        except Exception as error:  # the library passes on its parsers' exceptions
             raise ModelError(
                 f"the tokenizer in {folder} could not be loaded ({type(error).__name__}: {error}); download it again"
             ) from error
@@ -76,17 +76,17 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str:
-        """The text of the begin token, empty if there is none."""
+        """Text of the begin token; empty if there is none."""
         return str(self._hf.bos_token or "")
 
     @cached_property
     def special_tokens(self) -> frozenset[str]:
-        """The text of every token that `encode_template` parses and `encode_text` does not."""
+        """Texts of the tokens that `encode_template` parses and `encode_text` does not."""
         return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The tokens of these, which have no text in an answer."""
+        """Ids of the special tokens, which have no text in an answer."""
         tokens = self._backend.get_added_tokens_decoder().items()
         return frozenset(token_id for token_id, token in tokens if token.special)
 
@@ -95,12 +95,12 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        """The messages in the checkpoint's chat template, up to where the assistant begins to speak.
+        """Render messages with the checkpoint's chat template, up to the beginning of the assistant's turn.
 
         Raises:
             ModelError: the template refuses these messages.
         """
-        # `enable_thinking` is read by the templates that know it (Qwen3): an answer should start at once.
+        # Qwen3's template reads `enable_thinking`: False makes the answer start at once.
         switches = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
         try:
             return str(self._hf.apply_chat_template(list(messages), **switches))
@@ -108,11 +108,11 @@ class Tokenizer:
             raise ModelError(f"the checkpoint's chat template failed: {error}") from error
 
     def encode_template(self, text: str) -> list[int]:
-        """Tokens of text that the prompt format wrote: special tokens count as such. Nothing is added."""
+        """Encode text of the prompt format; special tokens are parsed, none is added."""
         return self._encode(text, is_template=True)
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokens of text from outside: special tokens in it are ordinary characters. Nothing is added."""
+        """Encode text of documents and users; special tokens are ordinary characters, none is added."""
         return self._encode(text, is_template=False)
 
     @panics_as_errors("the tokenizer")
@@ -124,7 +124,7 @@ class Tokenizer:
 
     @panics_as_errors("the tokenizer")
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; its name, if it is special."""
+        """Return the bytes of a token; its name if it is special."""
         with self._lock:
             text = self._backend.id_to_token(token_id)
         if text is None:  # a vocabulary may be padded to a round size
@@ -143,65 +143,65 @@ class Tokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether tokens are spelled in GPT-2's alphabet of bytes."""
+        """Whether tokens are written in GPT-2's byte alphabet."""
         return self._backend.decoder is not None and b'"ByteLevel"' in self._backend.decoder.__getstate__()
 
     @panics_as_errors("the tokenizer")
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
 
 class IncrementalDetokenizer:
-    """Text as tokens arrive, never half a character. The pieces together are the text of all tokens.
+    """Decodes tokens as they arrive into pieces of whole characters; the pieces together are the text of all tokens.
 
     A token's text depends on its neighbours (leading blanks, bytes of one character), so each piece is the difference
-    of two decodings of a short window: [prefix, read) is out already, [read, end) waits until it ends in whole
-    characters. Bytes that never become one do not wait for ever, since each further token would decode them all again:
-    of a long wait everything is out but the end, in which a character may still begin.
+    of two decodings of a short window: [prefix, read) was returned already, [read, end) waits until it ends in whole
+    characters. A window of bytes that never become a character is returned when it exceeds `_MAX_WINDOW`, except for an
+    end in which a character may still begin.
     """
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
         """
         Args:
-            after: the last tokens of the text before, which is out already.
+            after: last tokens of the text before, which was returned already.
         """
         self._tokenizer = tokenizer
         self._ids = list(after)  # the window, which begins at `prefix`
         self._read = 0
-        self._num_out = 0  # characters of the window's text that are out
+        self._num_out = 0  # characters of the window's text that were returned
         self._begin_at(0)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; empty while a character is unfinished."""
+        """Return the text that these tokens complete; empty while a character is unfinished."""
         special_ids = self._tokenizer.special_ids
         self._ids.extend(token_id for token_id in token_ids if token_id not in special_ids)
         text = self._tokenizer.decode(self._ids)
-        self._num_out = min(self._num_out, len(text))  # bytes that came out one by one may be fewer characters by now
+        self._num_out = min(self._num_out, len(text))  # bytes that were returned one by one may have become characters
         piece = text[self._num_out :]
         if piece and not piece.endswith(_REPLACEMENT):
             self._begin_at(self._read)
             return piece
-        return self._give_way(text) if len(self._ids) > _MOST_WAITING else ""
+        return self._shorten_window(text) if len(self._ids) > _MAX_WINDOW else ""
 
     def flush(self) -> str:
-        """What is left at the end, half a character included."""
+        """Return the rest of the text, an unfinished character included."""
         piece = self._tokenizer.decode(self._ids)[self._num_out :]
         self._begin_at(self._read)
         return piece
 
     def _begin_at(self, start: int) -> None:
-        """Everything is out; what stands from `start` on is how the next tokens' text is found."""
+        """Begin a window at `start`, all of whose text was returned."""
         del self._ids[:start]
         self._read = len(self._ids)
         self._num_out = len(self._tokenizer.decode(self._ids))
 
-    def _give_way(self, text: str) -> str:
-        """All that waits but for an end that the next bytes may complete, of a window that has become too long."""
+    def _shorten_window(self, text: str) -> str:
+        """Return the text that waits, except for an end that the next bytes may complete, and shorten the window."""
         unfinished = text[len(text.rstrip(_REPLACEMENT)) :][-_MAX_UNFINISHED:]
-        del self._ids[:-_WAITING_ON]
+        del self._ids[:-_NUM_KEPT]
         end = self._tokenizer.decode(self._ids)
-        if not end.endswith(unfinished):  # cut there, it reads otherwise
+        if not end.endswith(unfinished):  # the shortened window decodes to another end
             unfinished = ""
         piece = text[self._num_out : len(text) - len(unfinished)]
         self._read = 0

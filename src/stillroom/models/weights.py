@@ -1,4 +1,4 @@
-"""What a decoder computes with, as it lies in memory."""
+"""The weights of a decoder in memory."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ from stillroom.ops.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Projections that read the same input are one matrix: a product each, instead of three and two.
+    """One layer. Projections of the same input are stacked into one matrix.
 
-    Norm weights are in float32 where activations are, and where `ModelSpec.has_offset_norms`, with the offset added.
+    Norm weights are float32 where activations are, and with `ModelSpec.has_offset_norms`, whose offset is added.
     """
 
     attention_norm: torch.Tensor
@@ -24,14 +24,14 @@ class LayerWeights:
     k_norm: torch.Tensor | None
     output: Linear
     post_attention_norm: torch.Tensor | None
-    """Of what attention adds."""
+    """Norm of attention's output."""
     mlp_norm: torch.Tensor
     router: Linear | None
-    """M -> E: the MLP is a mixture of experts."""
+    """M -> E; None unless the MLP is a mixture of experts."""
     experts: tuple[GatedMlp, ...]
-    """One, or one for each expert of the mixture."""
+    """The experts of the mixture, or one MLP."""
     post_mlp_norm: torch.Tensor | None
-    """Of what the MLP adds."""
+    """Norm of the MLP's output."""
 
 
 @dataclass(frozen=True, slots=True)
