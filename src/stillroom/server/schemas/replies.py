@@ -226,7 +226,7 @@ class Blocks(BaseModel):
 
 
 class IndexListsReply(BaseModel):
-    ram: int
+    host: int
     total: int
 
 
