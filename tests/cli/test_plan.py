@@ -13,7 +13,7 @@ from stillroom.cli.plan import MISSED
 from stillroom.config.load import load_config
 from stillroom.config.settings import GenerationConfig, IndexConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
-from stillroom.planner.inputs import measure_scene
+from stillroom.planner.inputs import measure_inputs
 from stillroom.planner.workload import PlannedWorkload, QuestionCounts
 from stillroom.rag.stillroom import Stillroom
 from stillroom.retrieval.index import ivf_pq
@@ -69,9 +69,9 @@ def test_a_plan_sends_the_prompts_that_are_allowed_and_waits_for_company_as_conf
     )
     asked = QuestionCounts((QUESTION,), (1,), "one")
     with closing(KnowledgeBase.open(kb, config, clock=SystemClock())) as opened:
-        scene = measure_scene(opened, config, asked, PlannedWorkload((0,), (0,), (0.0,), 1.0), 2, SystemClock())
-    assert 40 < sum(map(len, scene.found[0].prompt)) <= 60
-    assert scene.plant.batch_delay_seconds == 0.02
+        make_inputs = measure_inputs(opened, config, asked, PlannedWorkload((0,), (0,), (0.0,), 1.0), 2, SystemClock())
+    assert 40 < sum(map(len, make_inputs.found[0].prompt)) <= 60
+    assert make_inputs.hardware.batch_delay_seconds == 0.02
 
 
 def test_a_plan_for_index_and_kv(run: Run, lists_kb: Path) -> None:
@@ -105,10 +105,10 @@ def test_a_plan_searches_as_hard_as_the_goal_asks_and_copies_no_full_vectors(
         assert isinstance(index, TieredIvfPqIndex) == bool(hot_bytes)
         monkeypatch.delattr(type(index), "to_arrays")
         workload = PlannedWorkload((0, 1), (0, 1), (0.0, 1.0), 1.0)
-        scene = measure_scene(opened, config, asked, workload, 2, SystemClock())
+        make_inputs = measure_inputs(opened, config, asked, workload, 2, SystemClock())
         effort = opened.search_effort()
-    assert scene.index is not None and scene.index.nprobe == effort and effort > 1
-    assert scene.index.profile.sizes.sum() == 640 and all(one.dense_seconds > 0 for one in scene.found)
+    assert make_inputs.index is not None and make_inputs.index.nprobe == effort and effort > 1
+    assert make_inputs.index.profile.sizes.sum() == 640 and all(one.dense_seconds > 0 for one in make_inputs.found)
 
 
 def test_a_plan_for_a_device_that_lists_and_kv_share(run: Run, lists_kb: Path) -> None:

@@ -1,4 +1,4 @@
-"""A scene of made numbers: no model, no index, no file."""
+"""Synthetic plan inputs: no model, no index, no file."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ PLANT = HardwareModel(
 )
 
 
-def scene(  # noqa: PLR0913  what tests vary
+def make_inputs(  # noqa: PLR0913  what tests vary
     *,
     has_lists: bool = True,
     num_requests: int = 30,
@@ -41,9 +41,9 @@ def scene(  # noqa: PLR0913  what tests vary
     """Ten questions, each over a document of its own; question n probes lists n and n + 1.
 
     Args:
-        window_seconds: what a list costs more that is on disk.
-        num_devices: for lists, the first of them the model's; half of a list's bytes are ids, which stay in RAM.
-        device_seconds: what a batch takes there.
+        window_seconds: extra cost of a list on disk.
+        num_devices: devices for lists, the first of them the model's. Half of a list's bytes are ids, which stay in RAM.
+        device_seconds: time of a batch on a device.
     """
     rng = np.random.default_rng(0)
     found = tuple(
@@ -85,4 +85,4 @@ def scene(  # noqa: PLR0913  what tests vary
 def with_costs(made: PlanInputs, seconds_per_token: float) -> PlanInputs:
     """The same with a slower or faster decoder."""
     costs = linear_profile(0.01, seconds_per_token, 0.0, LINKS)
-    return replace(made, plant=replace(made.plant, costs=costs))
+    return replace(made, hardware=replace(made.hardware, costs=costs))

@@ -17,30 +17,30 @@ class Linear:
         return batch_size / (self.coarse + (1 - hit_rate) * self.scan * batch_size)
 
 
-def test_the_two_rates_by_hand() -> None:
+def test_needed_rates_of_a_worked_example() -> None:
     assert needed_rates(4, 3.0, 2.0) == (3.0, 4.0)  # 2 B / SLO
 
 
-def test_the_throughput_of_the_model_asks_for_a_hit_rate() -> None:
+def test_model_throughput_sets_the_smallest_hit_rate() -> None:
     # batch 1: 1 / (0.1 + (1 - h) 0.4) >= 4 needs 0.1 + (1 - h) 0.4 <= 0.25, so h >= 0.625
     found = smallest_hit_rate(Linear(0.1, 0.4), [1], generated_per_second=4.0, slo_seconds=100.0)
     assert isinstance(found, Sufficient) and found.hit_rate == pytest.approx(0.63) and found.batch_size == 1
 
 
-def test_the_target_asks_for_a_hit_rate() -> None:
+def test_latency_target_sets_the_smallest_hit_rate() -> None:
     # batch 2 takes 0.1 + (1 - h) 0.8; twice that within 1 s needs h >= 0.5; a batch of 1 cannot serve 3 per second
     found = smallest_hit_rate(Linear(0.1, 0.4), [2], generated_per_second=3.0, slo_seconds=1.0)
     assert isinstance(found, Sufficient) and found.hit_rate == pytest.approx(0.5)
 
 
-def test_a_larger_batch_may_do_with_less() -> None:
+def test_larger_batch_needs_a_smaller_hit_rate() -> None:
     rate = Linear(0.4, 0.1)
     found = smallest_hit_rate(rate, [1, 8], generated_per_second=5.0, slo_seconds=10.0)
     assert isinstance(found, Sufficient) and (found.batch_size, found.hit_rate) == (8, 0.0)
     assert isinstance(smallest_hit_rate(rate, [1], 5.0, 10.0), Shortfall)
 
 
-def test_what_no_hit_rate_can_do_says_which_constraint_binds() -> None:
+def test_shortfall_names_the_binding_constraint() -> None:
     too_many = smallest_hit_rate(Linear(1.0, 1.0), [1], generated_per_second=5.0, slo_seconds=100.0)
     assert too_many == Shortfall("throughput", 5.0, 1.0)
     too_soon = smallest_hit_rate(Linear(1.0, 1.0), [1], generated_per_second=0.1, slo_seconds=0.5)
@@ -51,7 +51,7 @@ RATES = st.floats(0.05, 2.0)
 
 
 @given(RATES, RATES, st.floats(0.1, 20.0), st.floats(0.1, 20.0))
-def test_it_is_the_smallest_of_all(coarse: float, scan: float, generated: float, slo: float) -> None:
+def test_smallest_hit_rate_equals_brute_force(coarse: float, scan: float, generated: float, slo: float) -> None:
     rate, sizes = Linear(coarse, scan), (1, 2, 8)
     found = smallest_hit_rate(rate, sizes, generated, slo, step=0.05)
     enough = [

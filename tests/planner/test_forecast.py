@@ -1,4 +1,4 @@
-"""Forecasts by hand, over a made scene."""
+"""Forecasts against worked examples, on synthetic inputs."""
 
 from dataclasses import replace
 
@@ -7,14 +7,14 @@ import pytest
 
 from stillroom.planner.forecast import Forecaster, Variation
 from stillroom.planner.splits import Split
-from tests.planner.made import LIST_BYTES, NUM_LISTS, scene
+from tests.planner.made import LIST_BYTES, NUM_LISTS, make_inputs
 
 ALL = NUM_LISTS * LIST_BYTES
 ROOMY = Split(device_kv=512, host_kv=10_000, disk_kv=0, host_lists=ALL)
 
 
-def test_one_question_alone_by_hand() -> None:
-    made = replace(scene(), workload=replace(scene().workload, warm=(3,), asked=(3,), dues=(5.0,)))
+def test_forecast_of_one_question_equals_a_worked_example() -> None:
+    made = replace(make_inputs(), workload=replace(make_inputs().workload, warm=(3,), asked=(3,), dues=(5.0,)))
     in_ram = Forecaster(made).forecast(ROOMY)
     # embed 1 ms, search 20 ms of which 10 in the index; a step of 10 ms, and one token for each of the question's 3
     assert in_ram.search_seconds.tolist() == pytest.approx([0.021])
@@ -26,20 +26,20 @@ def test_one_question_alone_by_hand() -> None:
     assert (in_ram.list_hit_rate, on_disk.list_hit_rate) == (1.0, 0.0)
 
 
-def test_questions_wait_for_each_other_before_the_index() -> None:
-    asked = replace(scene().workload, warm=(), asked=(1, 5), dues=(0.0, 0.0))
-    found = Forecaster(replace(scene(), workload=asked)).forecast(ROOMY)
+def test_questions_queue_for_the_index() -> None:
+    asked = replace(make_inputs().workload, warm=(), asked=(1, 5), dues=(0.0, 0.0))
+    found = Forecaster(replace(make_inputs(), workload=asked)).forecast(ROOMY)
     assert found.search_seconds.tolist() == pytest.approx([0.021, 0.031])
 
 
-def test_a_question_that_was_asked_before_is_not_searched() -> None:
-    asked = replace(scene().workload, warm=(3,), asked=(3, 4), dues=(5.0, 50.0))
-    found = Forecaster(replace(scene(caches=True), workload=asked)).forecast(ROOMY)
+def test_repeated_question_is_not_searched_again() -> None:
+    asked = replace(make_inputs().workload, warm=(3,), asked=(3, 4), dues=(5.0, 50.0))
+    found = Forecaster(replace(make_inputs(caches=True), workload=asked)).forecast(ROOMY)
     assert found.search_seconds.tolist() == pytest.approx([0.0, 0.021]) and found.cached_share == 0.5
 
 
-def test_more_probes_take_longer_and_fewer_shorter() -> None:
-    forecaster = Forecaster(scene())
+def test_search_time_grows_with_probes() -> None:
+    forecaster = Forecaster(make_inputs())
     split = replace(ROOMY, host_lists=0, disk_lists=ALL)
     half, whole, twice = (
         forecaster.forecast(split, Variation(probes=probes)).search_seconds.mean() for probes in (0.5, 1.0, 2.0)
@@ -47,8 +47,8 @@ def test_more_probes_take_longer_and_fewer_shorter() -> None:
     assert half < whole < twice
 
 
-def test_a_faster_decoder_and_a_lower_rate_wait_less() -> None:
-    forecaster = Forecaster(scene(rate=40.0))
+def test_faster_decoder_and_lower_rate_shorten_waiting() -> None:
+    forecaster = Forecaster(make_inputs(rate=40.0))
     plain = forecaster.forecast(ROOMY).percentile(95)
     assert forecaster.forecast(ROOMY, Variation(speed=10.0)).percentile(95) < plain
     assert forecaster.forecast(ROOMY, Variation(rate=0.1)).percentile(95) < plain
@@ -56,22 +56,22 @@ def test_a_faster_decoder_and_a_lower_rate_wait_less() -> None:
     assert alone.percentile(95) <= plain and len(alone.seconds) == 30
 
 
-def test_what_the_model_can_serve_has_no_part_in_the_search() -> None:
-    forecaster = Forecaster(scene(window_seconds=60.0))
+def test_throughput_of_the_model_excludes_search() -> None:
+    forecaster = Forecaster(make_inputs(window_seconds=60.0))
     splits = ROOMY, replace(ROOMY, host_lists=0, disk_lists=ALL)
     in_ram, on_disk = (forecaster.forecast(split, Variation(at_once=True)) for split in splits)
     assert on_disk.list_hit_rate == 0.0 and not on_disk.search_seconds.any()
     assert in_ram.requests_per_second == on_disk.requests_per_second
 
 
-def test_forecasts_repeat() -> None:
-    one, other = (Forecaster(scene(rate=5.0)).forecast(ROOMY).seconds for _ in range(2))
+def test_forecasts_are_deterministic() -> None:
+    one, other = (Forecaster(make_inputs(rate=5.0)).forecast(ROOMY).seconds for _ in range(2))
     assert np.array_equal(one, other)
 
 
-def test_lists_on_a_device_by_hand() -> None:
+def test_lists_on_a_device_equal_a_worked_example() -> None:
     """Question 3 probes lists 3 and 4, which the one before made hot."""
-    made = scene(num_devices=1)
+    made = make_inputs(num_devices=1)
     made = replace(made, workload=replace(made.workload, warm=(3,), asked=(3,), dues=(5.0,)))
     forecaster = Forecaster(made)
     split = replace(ROOMY, host_lists=0, disk_lists=ALL, num_devices=1)
@@ -87,8 +87,8 @@ def test_lists_on_a_device_by_hand() -> None:
     assert next_ones.search_seconds.tolist() == pytest.approx([0.021 - 0.001])
 
 
-def test_what_fits_on_devices() -> None:
-    forecaster = Forecaster(scene(num_devices=2))
+def test_fewest_bytes_on_devices_hold_the_same_lists() -> None:
+    forecaster = Forecaster(make_inputs(num_devices=2))
     assert [forecaster.fitted_on_devices(room) for room in (0, 31, 32, 100, 160, 10**6)] == [0, 0, 32, 96, 160, 160]
     assert forecaster.fitted(ALL, 96) == 4 * LIST_BYTES, "six of ten lists are on the devices"
-    assert Forecaster(scene()).fitted_on_devices(10**6) == 0
+    assert Forecaster(make_inputs()).fitted_on_devices(10**6) == 0

@@ -1,4 +1,4 @@
-"""The planner against brute force over its grid, and what it says where the target cannot be met."""
+"""The planner against brute force over its grid, and its report if the target cannot be met."""
 
 from dataclasses import replace
 
@@ -14,20 +14,20 @@ from stillroom.planner.plan_json import plan_as_json
 from stillroom.planner.planner import make_plan
 from stillroom.planner.splits import Budgets, Split, candidates
 from stillroom.planner.workload import QuestionCounts
-from tests.planner.made import LIST_BYTES, NUM_LISTS, scene, with_costs
+from tests.planner.made import LIST_BYTES, NUM_LISTS, make_inputs, with_costs
 
 ALL = NUM_LISTS * LIST_BYTES
 KV_ON_DISK = 7 * size_on_disk(112)
-"""Room for the system prompt and six documents."""
+"""Disk for the KV of the system prompt and six documents."""
 BUDGETS = Budgets(device=512, ram=ALL + 300, disk=ALL + KV_ON_DISK)
 EASY = Target(100.0, 95.0)
 
 
 @pytest.mark.parametrize("percent", [50.0, 95.0])
-def test_the_choice_is_the_best_of_all_splits(percent: float) -> None:
-    plan = make_plan(Forecaster(scene(rate=4.0)), BUDGETS, Target(100.0, percent))
+def test_choice_is_the_best_of_all_splits(percent: float) -> None:
+    plan = make_plan(Forecaster(make_inputs(rate=4.0)), BUDGETS, Target(100.0, percent))
 
-    fresh = Forecaster(scene(rate=4.0))
+    fresh = Forecaster(make_inputs(rate=4.0))
     tried = {split: fresh.forecast(split).percentile(percent) for split in candidates(BUDGETS, fresh.list_bytes, fresh)}
     best = min(tried.values())
     assert len(tried) == NUM_LISTS + 1 and plan.chosen.forecast.percentile(percent) <= 1.01 * best
@@ -35,17 +35,17 @@ def test_the_choice_is_the_best_of_all_splits(percent: float) -> None:
     assert plan.chosen.split.host_lists == min(nearly)
 
 
-def test_it_depends_on_the_costs_who_gets_the_memory() -> None:
-    """Where a list on disk costs nothing, RAM is for KV."""
+def test_costs_decide_whether_lists_or_kv_get_the_memory() -> None:
+    """If a list on disk costs nothing, RAM goes to KV."""
     free, dear = (
-        make_plan(Forecaster(scene(window_seconds=seconds)), BUDGETS, Target(1e3, 95.0)).chosen.split
+        make_plan(Forecaster(make_inputs(window_seconds=seconds)), BUDGETS, Target(1e3, 95.0)).chosen.split
         for seconds in (0.0, 0.1)
     )
     assert free.host_lists == 0 < dear.host_lists and dear.host_kv < free.host_kv == BUDGETS.ram
 
 
-def test_equals_are_settled_for_kv() -> None:
-    forecast = Forecaster(scene()).forecast(Split(device_kv=512, host_kv=0, disk_kv=0, host_lists=ALL))
+def test_equal_splits_are_settled_in_favour_of_kv() -> None:
+    forecast = Forecaster(make_inputs()).forecast(Split(device_kv=512, host_kv=0, disk_kv=0, host_lists=ALL))
     options = [
         Option(Split(device_kv=1, host_kv=kv, disk_kv=0, host_lists=10 - kv), replace(forecast, seconds=seconds))
         for kv, seconds in ((2, forecast.seconds * 1.005), (5, forecast.seconds), (9, forecast.seconds * 1.5))
@@ -53,8 +53,8 @@ def test_equals_are_settled_for_kv() -> None:
     assert choose(options, 95.0).split.host_kv == 5
 
 
-def test_a_target_that_is_met_says_up_to_which_rate() -> None:
-    forecaster = Forecaster(scene(rate=1.0))
+def test_plan_that_meets_its_target_reports_the_sustained_rate() -> None:
+    forecaster = Forecaster(make_inputs(rate=1.0))
     seconds = 2 * forecaster.forecast(Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, host_lists=ALL)).percentile(
         95
     )
@@ -66,43 +66,43 @@ def test_a_target_that_is_met_says_up_to_which_rate() -> None:
 
 
 @pytest.mark.parametrize("seconds_per_token", [0.001, 1e-6])
-def test_what_cannot_be_served_is_missed_however_soon_the_requests_end(
+def test_rate_above_the_throughput_misses_the_target(
     seconds_per_token: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The decoder is the slower one, then the search."""
-    forecaster = Forecaster(with_costs(scene(rate=1000.0), seconds_per_token))
+    """First the decoder is slower, then the search."""
+    forecaster = Forecaster(with_costs(make_inputs(rate=1000.0), seconds_per_token))
     plan = make_plan(forecaster, BUDGETS, EASY)
-    assert plan.target.is_met(plan.chosen.forecast), "of thirty requests"
+    assert plan.target.is_met(plan.chosen.forecast), "thirty requests end soon enough"
     assert plan.binding is not None and plan.binding.constraint == "load"
     at_once = forecaster.forecast(plan.chosen.split, Variation(at_once=True)).requests_per_second
     assert 0 < plan.sustained_rate == plan.throughput <= at_once and plan.throughput < 1 / 0.01, "searches take 10 ms"
     assert not plan.sustains_more
-    payload = plan_as_json(plan, forecaster.scene)
+    payload = plan_as_json(plan, forecaster.inputs)
     assert payload["binding"]["missed_by_seconds"] == 0 and payload["sustained_rate"] == plan.throughput
 
-    show(plan, forecaster.scene, QuestionCounts(forecaster.scene.texts, (1,) * 10, "made"), 1)
+    show(plan, forecaster.inputs, QuestionCounts(forecaster.inputs.texts, (1,) * 10, "made"), 1)
 
     printed = capsys.readouterr().out
     assert f"search and model can serve {plan.throughput:.3g}/s" in printed and "The load binds" in printed
 
 
-def test_the_highest_rate_that_is_tried_is_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    forecaster = Forecaster(scene(rate=0.01))
+def test_highest_rate_tried_is_reported_as_at_least(capsys: pytest.CaptureFixture[str]) -> None:
+    forecaster = Forecaster(make_inputs(rate=0.01))
     plan = make_plan(forecaster, BUDGETS, EASY)
     assert plan.sustains_more and plan.sustained_rate == pytest.approx(0.64) and plan.throughput > 1
 
-    show(plan, forecaster.scene, QuestionCounts(forecaster.scene.texts, (1,) * 10, "made"), 1)
+    show(plan, forecaster.inputs, QuestionCounts(forecaster.inputs.texts, (1,) * 10, "made"), 1)
 
     assert "sustained up to at least 0.64/s" in capsys.readouterr().out
 
 
-def test_what_binds() -> None:
-    slow = make_plan(Forecaster(with_costs(scene(), 0.1)), BUDGETS, Target(0.05, 95.0)).binding
+def test_binding_constraint_is_prefill_search_or_load() -> None:
+    slow = make_plan(Forecaster(with_costs(make_inputs(), 0.1)), BUDGETS, Target(0.05, 95.0)).binding
     assert slow is not None and slow.constraint == "prefill"
     on_disk = Budgets(device=512, ram=0, disk=ALL + KV_ON_DISK)
-    searched = make_plan(Forecaster(with_costs(scene(), 1e-6)), on_disk, Target(0.05, 95.0)).binding
+    searched = make_plan(Forecaster(with_costs(make_inputs(), 1e-6)), on_disk, Target(0.05, 95.0)).binding
     assert searched is not None and searched.constraint == "search"
-    forecaster = Forecaster(scene(rate=100.0))
+    forecaster = Forecaster(make_inputs(rate=100.0))
     split = Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, host_lists=ALL, disk_lists=ALL)
     alone = forecaster.forecast(split, Variation(is_alone=True)).percentile(95)
     crowded = make_plan(forecaster, BUDGETS, Target(1.5 * alone, 95.0))
@@ -110,18 +110,18 @@ def test_what_binds() -> None:
     assert 0 < crowded.sustained_rate < 100
 
 
-def test_lists_that_fit_nowhere() -> None:
+def test_lists_larger_than_the_disk_are_refused() -> None:
     with pytest.raises(UsageError, match=f"{ALL - 50} bytes are missing on disk"):
-        make_plan(Forecaster(scene()), Budgets(device=512, ram=100, disk=50), EASY)
+        make_plan(Forecaster(make_inputs()), Budgets(device=512, ram=100, disk=50), EASY)
 
 
-def test_a_device_that_holds_no_prompt() -> None:
+def test_device_too_small_for_a_prompt_is_refused() -> None:
     with pytest.raises(UsageError, match="--device-memory"):
-        make_plan(Forecaster(scene()), replace(BUDGETS, device=64), EASY)
+        make_plan(Forecaster(make_inputs()), replace(BUDGETS, device=64), EASY)
 
 
 def test_every_choice_is_varied_and_purchases_come_best_first() -> None:
-    forecaster = Forecaster(scene(rate=4.0))
+    forecaster = Forecaster(make_inputs(rate=4.0))
     now = Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, host_lists=ALL)
     plan = make_plan(forecaster, BUDGETS, EASY, now)
     names = [effect.name for effect in plan.sensitivity]
@@ -133,31 +133,31 @@ def test_every_choice_is_varied_and_purchases_come_best_first() -> None:
     assert plan.current is not None and plan.current.forecast.list_hit_rate == 1.0
     assert plan.hits is not None and plan.hits.num_probes == 2
     assert plan.hits.mean == pytest.approx(plan.chosen.forecast.list_hit_rate, abs=1e-5)
-    payload = plan_as_json(plan, forecaster.scene)
+    payload = plan_as_json(plan, forecaster.inputs)
     assert payload["is_met"] and payload["chosen"]["bytes"]["host_lists"] == plan.chosen.split.host_lists
     assert payload["search_model"]["eq_1_worst_error"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_index_without_lists_is_planned_for_kv_alone() -> None:
-    plan = make_plan(Forecaster(scene(has_lists=False)), BUDGETS, EASY)
+def test_index_without_lists_is_planned_for_kv_alone() -> None:
+    plan = make_plan(Forecaster(make_inputs(has_lists=False)), BUDGETS, EASY)
     assert len(plan.options) == 1 and plan.rule is None
     assert plan.chosen.split == Split(device_kv=512, host_kv=ALL + 300, disk_kv=BUDGETS.disk)
     assert not any("probes" in effect.name or "lists" in effect.name for effect in plan.sensitivity)
 
 
-def test_progress_ends_where_it_said() -> None:
+def test_progress_ends_at_its_total() -> None:
     seen: list[tuple[int, int]] = []
-    make_plan(Forecaster(scene()), BUDGETS, EASY, tell=lambda done, total: seen.append((done, total)))
+    make_plan(Forecaster(make_inputs()), BUDGETS, EASY, tell=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
 def on_one_device(device: int, ram: int = 0) -> Budgets:
-    """Which the model shares."""
+    """One device, shared with the model."""
     return Budgets(device=device, ram=ram, disk=ALL + KV_ON_DISK, device_lists=device, shares_device=True)
 
 
-def test_the_choice_is_the_best_of_all_splits_with_devices() -> None:
-    few = scene(rate=4.0, num_devices=1, num_requests=10)
+def test_choice_with_devices_is_the_best_of_all_splits() -> None:
+    few = make_inputs(rate=4.0, num_devices=1, num_requests=10)
     plan = make_plan(Forecaster(few), on_one_device(700, ram=ALL), EASY)
 
     fresh = Forecaster(few)
@@ -172,11 +172,11 @@ def test_the_choice_is_the_best_of_all_splits_with_devices() -> None:
     assert chosen.device_kv == 700 - chosen.device_lists
 
 
-def test_a_device_is_for_lists_only_where_that_is_faster() -> None:
+def test_device_holds_lists_only_if_that_is_faster() -> None:
     """A query and its two lists take 4 ms in RAM."""
     fast, slow = (
         make_plan(
-            Forecaster(scene(num_requests=10, num_devices=1, device_seconds=seconds)),
+            Forecaster(make_inputs(num_requests=10, num_devices=1, device_seconds=seconds)),
             on_one_device(700, ram=ALL + 300),
             EASY,
         )
@@ -186,33 +186,33 @@ def test_a_device_is_for_lists_only_where_that_is_faster() -> None:
     assert slow.chosen.split.device_lists == 0 < slow.chosen.split.host_lists
 
 
-def test_lists_leave_room_for_the_longest_prompt() -> None:
-    plan = make_plan(Forecaster(scene(num_requests=10, num_devices=1)), on_one_device(300), EASY)
+def test_device_always_keeps_memory_for_the_longest_prompt() -> None:
+    plan = make_plan(Forecaster(make_inputs(num_requests=10, num_devices=1)), on_one_device(300), EASY)
     assert 115 <= min(option.split.device_kv for option in plan.options) < 300
     with pytest.raises(UsageError, match="--device-memory more than 64 bytes"):
-        make_plan(Forecaster(scene(num_requests=10, num_devices=1)), on_one_device(64), EASY)
+        make_plan(Forecaster(make_inputs(num_requests=10, num_devices=1)), on_one_device(64), EASY)
 
 
 def test_lists_on_devices_are_varied_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    forecaster = Forecaster(scene(rate=4.0, num_requests=10, num_devices=2))
+    forecaster = Forecaster(make_inputs(rate=4.0, num_requests=10, num_devices=2))
     now = Split(device_kv=512, host_kv=300, disk_kv=KV_ON_DISK, disk_lists=ALL, device_lists=64, num_devices=2)
     plan = make_plan(forecaster, on_one_device(700), EASY, now)
     assert {"half the lists on devices", "twice the lists on devices"} < {effect.name for effect in plan.sensitivity}
     assert "twice the device memory" in [effect.name for effect in plan.purchases]
     assert plan.current is not None and plan.current.forecast.device_hit_rate > 0
     assert plan.hits is not None and plan.hits.mean == pytest.approx(plan.chosen.forecast.list_hit_rate, abs=1e-5)
-    payload = plan_as_json(plan, forecaster.scene)
+    payload = plan_as_json(plan, forecaster.inputs)
     assert payload["now"]["bytes"]["device_lists"] == 64 and payload["search_model"]["device"]["per_launch"] == 0.001
 
-    show(plan, forecaster.scene, QuestionCounts(forecaster.scene.texts, (1,) * 10, "made"), 1)
+    show(plan, forecaster.inputs, QuestionCounts(forecaster.inputs.texts, (1,) * 10, "made"), 1)
 
     printed = capsys.readouterr().out
     assert "devices: lists, on each of 2" in printed and "probed lists on devices" in printed
 
 
-def test_devices_of_their_own_are_no_part_of_the_models() -> None:
+def test_other_devices_do_not_share_the_models_memory() -> None:
     budgets = replace(BUDGETS, ram=0, device_lists=96)
-    plan = make_plan(Forecaster(scene(num_requests=10, num_devices=1)), budgets, EASY)
+    plan = make_plan(Forecaster(make_inputs(num_requests=10, num_devices=1)), budgets, EASY)
     assert {option.split.device_kv for option in plan.options} == {512}
     assert max(option.split.device_lists for option in plan.options) == 96
     assert "twice the device memory for lists" in [effect.name for effect in plan.purchases]

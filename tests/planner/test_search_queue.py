@@ -1,4 +1,4 @@
-"""The queue before the index, by hand and against a slow twin that goes moment by moment."""
+"""The queue of the index, by worked examples and against a step-by-step simulation."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stillroom.planner.search_queue import released
+from stillroom.planner.forecast import search_completions
 
 
 class Each:
-    """Queries of a batch one after the other."""
+    """A batch takes its queries one after the other."""
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self.seconds = seconds
@@ -21,23 +21,23 @@ class Each:
         return np.cumsum([self.seconds[number] for number in batch])
 
 
-def test_one_at_a_time() -> None:
-    assert released([0.0, 1.0, 10.0], Each([3.0, 2.0, 1.0])) == [3.0, 5.0, 11.0]
+def test_queries_are_searched_one_at_a_time() -> None:
+    assert search_completions([0.0, 1.0, 10.0], Each([3.0, 2.0, 1.0])) == [3.0, 5.0, 11.0]
 
 
-def test_those_who_wait_are_searched_together_and_released_by_themselves() -> None:
-    assert released([0.0, 1.0, 2.0], Each([3.0, 2.0, 1.0]), max_batch=2) == [3.0, 5.0, 6.0]
-    assert released([2.0, 0.0], Each([1.0, 5.0])) == [6.0, 5.0], "in the order of time"
+def test_waiting_queries_are_batched_and_released_separately() -> None:
+    assert search_completions([0.0, 1.0, 2.0], Each([3.0, 2.0, 1.0]), max_batch=2) == [3.0, 5.0, 6.0]
+    assert search_completions([2.0, 0.0], Each([1.0, 5.0])) == [6.0, 5.0], "in order of arrival"
 
 
-def test_who_finds_the_index_idle_is_searched_for_alone() -> None:
+def test_query_that_finds_the_server_idle_is_searched_alone() -> None:
     seen = []
 
     def at_once(batch: Sequence[int]) -> NDArray[np.float64]:
         seen.append(list(batch))
         return np.full(len(batch), 2.0)
 
-    assert released([0.0, 0.0, 1.0, 9.0], at_once, max_batch=8) == [2.0, 4.0, 4.0, 11.0]
+    assert search_completions([0.0, 0.0, 1.0, 9.0], at_once, max_batch=8) == [2.0, 4.0, 4.0, 11.0]
     assert seen == [[0], [1, 2], [3]]
 
 
@@ -45,7 +45,7 @@ def test_who_finds_the_index_idle_is_searched_for_alone() -> None:
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5)), min_size=1, max_size=8),
     st.integers(1, 3),
 )
-def test_against_moment_by_moment(queries: list[tuple[int, int]], max_batch: int) -> None:
+def test_completions_equal_a_step_by_step_simulation(queries: list[tuple[int, int]], max_batch: int) -> None:
     ready, takes = [float(at) for at, _ in queries], [float(seconds) for _, seconds in queries]
     waiting = sorted(range(len(queries)), key=lambda number: ready[number])
     expected, busy_until, now = {}, 0, 0
@@ -59,4 +59,6 @@ def test_against_moment_by_moment(queries: list[tuple[int, int]], max_batch: int
                 waiting.remove(number)
             busy_until = at
         now += 1
-    assert released(ready, Each(takes), max_batch) == pytest.approx([expected[at] for at in range(len(queries))])
+    assert search_completions(ready, Each(takes), max_batch) == pytest.approx(
+        [expected[at] for at in range(len(queries))]
+    )

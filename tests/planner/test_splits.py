@@ -1,4 +1,4 @@
-"""Splits of memory, by hand and by what must hold for all of them."""
+"""Splits of memory: worked examples and properties of all splits."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,23 +25,23 @@ class Fit:
         return min(device_lists * 2 // self.size * self.num_devices, self.num_lists)
 
 
-def test_by_hand() -> None:
+def test_splits_equal_a_worked_example() -> None:
     budgets = Budgets(device=10, ram=60, disk=90)
     assert candidates(budgets, 80, Fit(40), num_steps=4) == [
         Split(device_kv=10, host_kv=60, disk_kv=10, host_lists=0, disk_lists=80),
         Split(device_kv=10, host_kv=20, disk_kv=10, host_lists=40, disk_lists=80),
-    ], "80 do not fit into RAM; the file holds all of them"
+    ], "80 bytes do not fit into RAM; the file holds all lists"
 
 
-def test_an_index_without_lists_leaves_all_to_kv() -> None:
+def test_index_without_lists_leaves_all_memory_to_kv() -> None:
     assert candidates(Budgets(device=1, ram=2, disk=3), 0, Fit(1)) == [Split(device_kv=1, host_kv=2, disk_kv=3)]
 
 
-def test_the_disk_must_hold_all_lists() -> None:
+def test_no_split_if_the_disk_cannot_hold_all_lists() -> None:
     assert candidates(Budgets(device=1, ram=500, disk=99), 100, Fit(1)) == []
 
 
-def test_lists_on_the_devices_that_the_model_is_on_by_hand() -> None:
+def test_lists_on_the_models_device_equal_a_worked_example() -> None:
     """Five lists of 20, 10 each on a device; the first of these two is the model's."""
     budgets = Budgets(device=40, ram=45, disk=100, device_lists=20, shares_device=True)
     found = candidates(budgets, 100, Fit(20, 5, 2), num_steps=2, num_device_steps=2)
@@ -58,7 +58,7 @@ def test_lists_on_the_devices_that_the_model_is_on_by_hand() -> None:
     assert {split.num_devices for split in found} == {2} and {split.disk_kv for split in found} == {0}
 
 
-def test_lists_on_devices_of_their_own_leave_the_models_memory_to_kv() -> None:
+def test_lists_on_other_devices_take_nothing_from_kv() -> None:
     budgets = Budgets(device=40, ram=0, disk=100, device_lists=30)
     found = candidates(budgets, 100, Fit(20, 5, 1), num_device_steps=3)
     assert [(split.device_lists, split.device_kv) for split in found] == [(0, 40), (10, 40), (20, 40), (30, 40)]

@@ -1,4 +1,4 @@
-"""Questions of files, of the diary, and made ones; and how requests are drawn from them."""
+"""Questions from files, the request log and chunks, and the requests drawn from them."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,7 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 
-def test_questions_of_a_file(tmp_path: Path) -> None:
+def test_questions_are_read_from_text_and_json_lines(tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
     file.write_text('{"question": "why?"}\n\nplain text?\n{"query": "how?", "id": 4}\n')
     assert read_questions(file) == ["why?", "plain text?", "how?"]
@@ -25,14 +25,14 @@ def test_questions_of_a_file(tmp_path: Path) -> None:
     ("content", "message"),
     [("", "no question"), ("{\n", "1 is not JSON"), ('why?\n{"id": 1}\n', "2 has no question")],
 )
-def test_files_without_questions(tmp_path: Path, content: str, message: str) -> None:
+def test_file_without_questions_is_refused(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "asked.jsonl"
     file.write_text(content)
     with pytest.raises(UsageError, match=message):
         read_questions(file)
 
 
-def test_the_diary_says_what_was_asked_and_how_long_answers_are(tmp_path: Path) -> None:
+def test_request_log_gives_questions_counts_and_answer_length(tmp_path: Path) -> None:
     log = TraceLog(tmp_path / TRACE_FILE, 10)
     for number, (question, tokens) in enumerate([("why?", 10), ("how?", 20), ("why?", 60), ("", 7)]):
         log.add(f"r{number}", float(number), {"question": question, "num_generated_tokens": tokens})
@@ -44,7 +44,7 @@ def test_the_diary_says_what_was_asked_and_how_long_answers_are(tmp_path: Path) 
     assert found.answer_tokens == 30 and found.has_popularity
 
 
-def test_without_a_diary_that_can_be_read_questions_are_made_and_it_is_said(
+def test_unreadable_request_log_warns_and_questions_are_made_from_chunks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     chunks = [Chunk(ChunkId(1), DocumentId("a.md"), 0, "about keys")]
@@ -54,17 +54,17 @@ def test_without_a_diary_that_can_be_read_questions_are_made_and_it_is_said(
 
     assert questions_of(cast(KnowledgeBase, kb), None, 10, 0).texts == ("about keys",)
 
-    assert "the questions asked lately are not known" in caplog.text and "is damaged" in caplog.text
+    assert "the plan does not use past questions" in caplog.text and "is damaged" in caplog.text
 
 
-def test_counts_decide_where_there_are_any() -> None:
+def test_requests_are_drawn_by_the_counts_of_questions() -> None:
     questions = QuestionCounts(("often", "never"), (2, 0), "test")
     drawn = workload(questions, 50, 2.0)
     assert set(drawn.warm) == set(drawn.asked) == {0}
     assert len(drawn.dues) == 50 and list(drawn.dues) == sorted(drawn.dues) and drawn.dues[-1] <= 25.0
 
 
-def test_otherwise_zipf_does() -> None:
+def test_requests_are_drawn_by_zipf_without_repeated_questions() -> None:
     questions = QuestionCounts(tuple(map(str, range(20))), (1,) * 20, "test")
     unequal = Counter(workload(questions, 2000, 1.0, zipf=1.2).asked).most_common(1)[0][1]
     equal = Counter(workload(questions, 2000, 1.0, zipf=0.0).asked).most_common(1)[0][1]

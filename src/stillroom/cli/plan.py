@@ -127,7 +127,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
     from stillroom.core.clock import SystemClock
     from stillroom.planner.choice import Target
     from stillroom.planner.forecast import Forecaster
-    from stillroom.planner.inputs import measure_scene
+    from stillroom.planner.inputs import measure_inputs
     from stillroom.planner.plan_json import plan_as_json
     from stillroom.planner.planner import make_plan
     from stillroom.planner.workload import questions_of, workload
@@ -140,14 +140,14 @@ def plan(  # noqa: PLR0913  one parameter per flag
         tokens = answer_tokens or asked.answer_tokens or min(64, loaded.generation.max_tokens)
         with counting("searching", is_shown=not is_quiet) as tell:
             say = (lambda _: None) if is_quiet else note
-            scene = measure_scene(opened, loaded, asked, load, tokens, clock, say, tell)
-    forecaster = Forecaster(scene)
+            inputs = measure_inputs(opened, loaded, asked, load, tokens, clock, say, tell)
+    forecaster = Forecaster(inputs)
     budgets, now = _budgets(sizes, loaded, forecaster)
     with counting("simulating", is_shown=not is_quiet) as tell:
         found = make_plan(forecaster, budgets, Target(target_seconds, percentile), now, tell)
-    payload = plan_as_json(found, scene)
+    payload = plan_as_json(found, inputs)
     if not as_json:
-        show(found, scene, asked, tokens)
+        show(found, inputs, asked, tokens)
     if validate:
         payload["validation"] = _validate(kb, config, model, found, forecaster, tokens, as_json=as_json)
     if apply:
@@ -166,7 +166,7 @@ def _budgets(
 
     lists = forecaster.list_bytes
     hot_bytes = config.index.hot_bytes
-    index = forecaster.scene.index
+    index = forecaster.inputs.index
     has_devices = index is not None and bool(index.devices)
     device_bytes = config.index.device_bytes if has_devices else 0
     device_lists = forecaster.fitted_on_devices(device_bytes)
@@ -199,11 +199,11 @@ def _budgets(
 def _apply(file: Path, found: "Plan", *, as_json: bool) -> list[dict[str, Any]]:
     """Write the settings, and say what changed."""
     from stillroom.config.edit import edit_file
-    from stillroom.planner.setting_changes import settings_of
+    from stillroom.planner.splits import split_settings
 
     if not found.is_feasible:
         raise UsageError("nothing was written, as no split meets the target; see what the plan says would")
-    values = settings_of(found.chosen.split)
+    values = split_settings(found.chosen.split)
     changes = edit_file(file, values)
     for path in values:
         if (name := settings()[path].env_name) in os.environ:
@@ -230,16 +230,16 @@ def _validate(  # noqa: PLR0913  the parts
     """Run the workload with the planned settings, and say what was predicted for them."""
     from stillroom.cli.plan_report import show_validation
     from stillroom.core.clock import SystemClock
-    from stillroom.planner.setting_changes import settings_of
+    from stillroom.planner.splits import split_settings
     from stillroom.planner.validation import measure
 
-    scene = forecaster.scene
+    inputs = forecaster.inputs
     predicted = forecaster.forecast(found.chosen.split)
-    values = settings_of(found.chosen.split)
+    values = split_settings(found.chosen.split)
     loaded = opening.load_settings(config, {"runtime.model": model, **values})
     with opening.open_stillroom(kb, loaded) as opened:
         opened.records.stop()  # a workload is nobody's questions
-        measured = measure(opened, scene.texts, scene.workload, answer_tokens, SystemClock())
+        measured = measure(opened, inputs.texts, inputs.workload, answer_tokens, SystemClock())
     if not as_json:
         show_validation(predicted, measured)
     return {"predicted": predicted.as_json(), "measured": measured.as_json()}

@@ -20,14 +20,14 @@ _PERCENTILES = (50, 95, 99)
 _WIDTH = 34
 
 
-def show(plan: "Plan", scene: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
+def show(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
     """The whole plan."""
-    _about(plan, scene, questions, answer_tokens)
+    _about(plan, inputs, questions, answer_tokens)
     line()
     _table(plan)
     line()
     _verdict(plan)
-    _lists(plan, scene)
+    _lists(plan, inputs)
     name = f"p{plan.target.percent:g}"
     line()
     line(f"{'If there were':<{_WIDTH}}  {name:>8}")
@@ -39,14 +39,14 @@ def show(plan: "Plan", scene: "PlanInputs", questions: "QuestionCounts", answer_
         _effect(effect, plan)
 
 
-def _about(plan: "Plan", scene: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
-    workload = scene.workload
-    line(f"Model {scene.model_name}, index {scene.index_kind}.")
+def _about(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
+    workload = inputs.workload
+    line(f"Model {inputs.model_name}, index {inputs.index_kind}.")
     line(
         f"Workload: {count(len(workload.asked), 'request')} at {plan.rate:g}/s, as many before them; "
         f"{count(len(questions.texts), 'question')} ({questions.source}); answers of {answer_tokens:,} tokens."
     )
-    if not scene.is_calibrated:
+    if not inputs.is_calibrated:
         line("The model's costs were measured in a second; stillroom calibrate measures them well.")
 
 
@@ -117,12 +117,12 @@ def _verdict(plan: "Plan") -> None:
     )
 
 
-def _lists(plan: "Plan", scene: "PlanInputs") -> None:
+def _lists(plan: "Plan", inputs: "PlanInputs") -> None:
     if plan.rule is None:
-        if scene.index_kind != "ivf_pq":
+        if inputs.index_kind != "ivf_pq":
             share = float(plan.chosen.forecast.search_seconds.sum() / plan.chosen.forecast.seconds.sum())
             line(
-                f"The index ({scene.index_kind}) cannot be divided, so the plan is about KV alone. Search is "
+                f"The index ({inputs.index_kind}) cannot be divided, so the plan is about KV alone. Search is "
                 f"{share:.0%} of the time to the first token"
                 + (": ivf_pq would help (index.kind)." if share > 0.25 else ": ivf_pq would help little.")
             )

@@ -1,9 +1,8 @@
-"""Which of several splits is taken.
+"""Chooses one split among several that were simulated under the same requests.
 
-Every split of a grid is simulated under the same requests. The one with the least predicted percentile of the time to
-the first token is chosen: memory that was budgeted for is worth more when it is used. Where others are as good within a
-hundredth, the one with the fewest lists on devices is, and of those the one with the fewest in RAM, as VectorLiteRAG
-takes the smallest sufficient hit rate: it leaves the most to KV.
+The split with the smallest predicted percentile of the time to first token wins. Among splits within 1 % of it, the one
+with the fewest lists on devices wins, then the one with the fewest in RAM, as VectorLiteRAG takes the smallest
+sufficient hit rate: that leaves the most memory for KV.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ _EQUAL = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A percentile of the time to the first token that must be at most so many seconds."""
+    """A percentile of the time to first token must be at most `seconds`."""
 
     seconds: float
     percent: float
@@ -30,14 +29,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A split, and what it is predicted to give."""
+    """A split and its forecast."""
 
     split: Split
     forecast: Forecast
 
 
 def simulated(forecaster: Forecaster, splits: Sequence[Split], step: Callable[[], None]) -> list[Option]:
-    """Those that leave room on the device for the longest prompt."""
+    """Simulate the splits; those whose device cannot hold the longest prompt are absent."""
     found = []
     for split in splits:
         with suppress(PromptTooLongError):
@@ -47,7 +46,7 @@ def simulated(forecaster: Forecaster, splits: Sequence[Split], step: Callable[[]
 
 
 def choose(options: Sequence[Option], percent: float) -> Option:
-    """By the rule of the module."""
+    """Apply the rule of the module."""
     least = min(option.forecast.percentile(percent) for option in options)
     equal = [option for option in options if option.forecast.percentile(percent) <= least * (1 + _EQUAL)]
     return min(equal, key=lambda option: (option.split.device_lists, option.split.host_lists))

@@ -1,5 +1,6 @@
-"""VectorLiteRAG's rule: the smallest hit rate with which the search is no bottleneck and keeps its share of the latency
-target (4.1, Eq. 7 to 10). Arithmetic only.
+"""VectorLiteRAG's rule for the smallest sufficient hit rate (4.1, Eq. 7 to 10). Arithmetic only.
+
+A hit rate suffices if the search serves what the model generates and keeps its share of the latency target.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ Rate = Callable[[float, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Sufficient:
-    """The smallest hit rate that does, and a batch size at which it does."""
+    """The smallest sufficient hit rate, and a batch size at which it suffices."""
 
     hit_rate: float
     batch_size: int
@@ -21,30 +22,30 @@ class Sufficient:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """No hit rate does."""
+    """No hit rate suffices."""
 
     binding: Literal["throughput", "latency"]
-    """Eq. 7, or Eq. 9: which one everything in RAM fails by more."""
+    """The constraint that fails by more with all lists in RAM: Eq. 7 or Eq. 9."""
     needed: float
     """Queries per second."""
     possible: float
-    """With all lists in RAM, at the batch size that is nearest to sufficient."""
+    """Queries per second with all lists in RAM, at the batch size nearest to sufficient."""
 
 
 def needed_rates(batch_size: int, generated_per_second: float, slo_seconds: float) -> tuple[float, float]:
-    """Queries per second that a search of batches of this size must reach: what the model generates (Eq. 7), and what
-    keeps a queue as long as a batch within the target (Eq. 9, written as Eq. 10)."""
+    """Return the queries per second that a search with this batch size must reach: the model's throughput (Eq. 7), and
+    what keeps a queue of one batch within the target (Eq. 9, written as Eq. 10)."""
     return generated_per_second, 2 * batch_size / slo_seconds
 
 
 def smallest_hit_rate(
     rate: Rate, batch_sizes: Sequence[int], generated_per_second: float, slo_seconds: float, step: float = 0.01
 ) -> Sufficient | Shortfall:
-    """Scan hit rates from 0 to 1: the first that meets both constraints at some batch size.
+    """Return the first hit rate from 0 to 1 that meets both constraints at some batch size.
 
     Args:
-        generated_per_second: LLM_t, requests that the model can serve.
-        slo_seconds: the search's share of the target, more than 0.
+        generated_per_second: LLM_t, requests per second that the model serves.
+        slo_seconds: the search's share of the target, above 0.
     """
     assert slo_seconds > 0 and batch_sizes
     for number in range(round(1 / step) + 1):

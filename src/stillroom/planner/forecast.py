@@ -1,10 +1,12 @@
-"""Predicts times to the first token for one split of memory: the search by its model, then the product's own engine,
-scheduler, knowledge tree and policies on a modelled machine (`rag.simulation`), all on a clock of their own.
+"""Predicts times to the first token for one split of memory.
 
-Not modelled: that search and decoder share the cores of a CPU, that deciding takes time, and speculative prefills.
+The search is predicted by its model. Generation runs the product's own engine, scheduler, knowledge tree and policies
+on modelled hardware with a virtual clock (`planner.simulation`).
+
+Not modelled: search and decoder sharing the cores of a CPU, and speculative prefills.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,7 +17,6 @@ from stillroom.config.settings import ReuseMode, SearchMode
 from stillroom.errors import PromptTooLongError
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.planner.inputs import SEARCH_BATCH, PlanInputs
-from stillroom.planner.search_queue import released
 from stillroom.planner.simulation.simulated_runtime import SimulatedRuntime
 from stillroom.planner.splits import Split
 from stillroom.rag.query_cache import QueryCache
@@ -23,47 +24,50 @@ from stillroom.retrieval.tiers.division import Division, hottest_in_ram, hottest
 from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
 
 _MODE: SearchMode = "hybrid"
-"""For the query cache, to which all questions of a workload are of one kind."""
+"""Mode of all questions in the simulated query cache."""
+
+Releases = Callable[[Sequence[int]], NDArray[np.float64]]
+"""Seconds from the start of a batch of these queries to the result of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variation:
-    """What is otherwise than measured or asked for."""
+    """Changes to the measured inputs."""
 
     rate: float = 1.0
-    """Times as many requests per second."""
+    """Factor on requests per second."""
     probes: float = 1.0
-    """Times as many lists that a search looks at; at most 2."""
+    """Factor on the inverted lists that a search probes; at most 2."""
     speed: float = 1.0
-    """Times as fast a decoder."""
+    """Factor on the speed of the decoder."""
     reuse: ReuseMode | None = None
     is_alone: bool = False
-    """Each question asked when the one before is answered."""
+    """Ask each question when the previous one is answered."""
     at_once: bool = False
-    """All prompts are there in the first moment, without a search: what the model can serve."""
+    """Submit all prompts at time 0 without searching: gives the throughput of the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """Of the requests of a workload, in their order."""
+    """Predicted times of a workload's requests, in their order."""
 
     seconds: NDArray[np.float64]
-    """To the first token, search included."""
+    """Time to first token, search included: [n]."""
     search_seconds: NDArray[np.float64]
-    """Of that, until the engine has the prompt."""
+    """The part of it until the engine has the prompt: [n]."""
     requests_per_second: float
-    """Answered, from the first due to the last answer."""
+    """Answered, from the first arrival to the last answer."""
     kept_share: float
-    """Of prompt tokens, whose KV was there."""
+    """Share of prompt tokens whose KV was reused."""
     list_hit_rate: float
-    """Share of probed lists that are in RAM or on devices; 1 where the index has none that could be elsewhere."""
+    """Share of probed lists that are in RAM or on devices; 1 if the index cannot be divided."""
     device_hit_rate: float
     """Share of probed lists that are on devices."""
     cached_share: float
-    """Of questions, whose result the query cache had."""
+    """Share of questions that the query cache answered."""
 
     def percentile(self, percent: float) -> float:
-        """Seconds to the first token."""
+        """Return a percentile of the time to first token, in seconds."""
         return float(np.percentile(self.seconds, percent))
 
     def as_json(self) -> dict[str, float]:
@@ -85,29 +89,29 @@ _PLAIN = Variation()
 
 
 class Forecaster:
-    """Forecasts for one scene; the same scene, split and variation give the same one."""
+    """Forecasts for one set of inputs. Deterministic: the same inputs, split and variation give the same forecast."""
 
-    def __init__(self, scene: PlanInputs) -> None:
-        self.scene = scene
+    def __init__(self, inputs: PlanInputs) -> None:
+        self.inputs = inputs
         self._divisions: dict[tuple[int, int], Division] = {}
         self._known: dict[tuple[Split, Variation], Forecast] = {}
 
     @property
     def list_bytes(self) -> int:
-        """Of all lists that can be divided."""
-        return 0 if self.scene.index is None else self.scene.index.profile.list_bytes
+        """Bytes of all inverted lists; 0 if the index cannot be divided."""
+        return 0 if self.inputs.index is None else self.inputs.index.profile.list_bytes
 
     @property
     def num_devices(self) -> int:
-        """For lists."""
-        return 0 if self.scene.index is None else len(self.scene.index.devices)
+        """Devices that may hold lists."""
+        return 0 if self.inputs.index is None else len(self.inputs.index.devices)
 
     def fitted(self, ram_bytes: int, device_lists: int = 0) -> int:
-        """Bytes of the hottest lists that fit into so many, beside devices with so many bytes for lists each."""
-        return 0 if self.scene.index is None else self.division(ram_bytes, device_lists).ram_bytes
+        """Return the bytes of the hottest lists that fit into RAM, after `device_lists` bytes on each device."""
+        return 0 if self.inputs.index is None else self.division(ram_bytes, device_lists).ram_bytes
 
     def fitted_on_devices(self, device_lists: int) -> int:
-        """The least on each device that holds the same lists as so much does."""
+        """Return the fewest bytes on each device that hold the same lists as `device_lists` bytes do."""
         if not self.num_devices:
             return 0
         division = self.division(0, device_lists)
@@ -116,8 +120,8 @@ class Forecaster:
         return least if is_same else device_lists
 
     def division(self, ram_bytes: int, device_lists: int = 0) -> Division:
-        """The hottest lists that fit on the devices, with so many bytes each, and the next ones that fit in RAM."""
-        index = self.scene.index
+        """Place the hottest lists on the devices, with `device_lists` bytes each, and the next hottest in RAM."""
+        index = self.inputs.index
         assert index is not None
         key = (ram_bytes, device_lists)
         if key not in self._divisions:
@@ -127,14 +131,13 @@ class Forecaster:
         return self._divisions[key]
 
     def division_of(self, split: Split) -> Division:
-        """Where the lists of a split are."""
         return self.division(split.host_lists, split.device_lists)
 
     def forecast(self, split: Split, variation: Variation = _PLAIN) -> Forecast:
-        """Run the workload, or remember how it went.
+        """Simulate the workload; results are cached.
 
         Raises:
-            PromptTooLongError: the device has no room for the longest prompt.
+            PromptTooLongError: the device cannot hold the longest prompt.
         """
         key = (split, variation)
         if key not in self._known:
@@ -142,21 +145,23 @@ class Forecaster:
         return self._known[key]
 
     def _run(self, split: Split, variation: Variation) -> Forecast:
-        scene = self.scene
-        workload = scene.workload
-        reuse = replace(scene.system.reuse, host_bytes=split.host_kv, disk_bytes=split.disk_kv)
+        inputs = self.inputs
+        workload = inputs.workload
+        reuse = replace(inputs.policy.reuse, host_bytes=split.host_kv, disk_bytes=split.disk_kv)
         if variation.reuse is not None:
             reuse = replace(reuse, mode=variation.reuse)
-        plant = replace(scene.plant, device_bytes=split.device_kv, costs=_faster(scene.plant.costs, variation.speed))
-        if plant.device_bytes < plant.bytes_per_token * plant.block_size:
+        hardware = replace(
+            inputs.hardware, device_bytes=split.device_kv, costs=_faster(inputs.hardware.costs, variation.speed)
+        )
+        if hardware.device_bytes < hardware.bytes_per_token * hardware.block_size:
             raise PromptTooLongError(
-                f"{split.device_kv} bytes hold no KV block of {plant.block_size} tokens; raise runtime.kv_bytes"
+                f"{split.device_kv} bytes hold no KV block of {hardware.block_size} tokens; raise runtime.kv_bytes"
             )
-        runtime = SimulatedRuntime(plant, replace(scene.system, reuse=reuse))
+        runtime = SimulatedRuntime(hardware, replace(inputs.policy, reuse=reuse))
         if reuse.keeps_kv:
-            runtime.ask([scene.found[number].prompt for number in workload.warm])
+            runtime.ask([inputs.found[number].prompt for number in workload.warm])
         search = self._search_seconds(split, variation)
-        prompts = [scene.found[number].prompt for number in workload.asked]
+        prompts = [inputs.found[number].prompt for number in workload.asked]
         if variation.is_alone:
             outcome = runtime.ask(prompts)
             searched = search.sum(axis=1)
@@ -181,42 +186,42 @@ class Forecaster:
 
     @cached_property
     def _is_cached(self) -> NDArray[np.bool_]:
-        """Of each asked question, whether the product's query cache would have its result."""
-        scene = self.scene
-        found = {text: one.result for text, one in zip(scene.texts, scene.found, strict=True)}
+        """Whether the query cache would answer each asked question: [n]."""
+        inputs = self.inputs
+        found = {text: one.result for text, one in zip(inputs.texts, inputs.found, strict=True)}
         vector = np.ones(1, dtype=np.float32)
-        exact = replace(scene.query_cache, similarity=1.0)  # a plan does not count on similar questions
+        exact = replace(inputs.query_cache, similarity=1.0)  # a plan does not rely on similar questions
         cache = QueryCache(lambda text, *_: iter([found[text]]), lambda: 0, lambda _: vector, exact)
         hits = []
-        for number in (*scene.workload.warm, *scene.workload.asked):
+        for number in (*inputs.workload.warm, *inputs.workload.asked):
             before = cache.stats.num_hits
-            cache.search(scene.texts[number], _MODE, 1)
+            cache.search(inputs.texts[number], _MODE, 1)
             hits.append(cache.stats.num_hits > before)
-        return np.array(hits[len(scene.workload.warm) :])
+        return np.array(hits[len(inputs.workload.warm) :])
 
     def _search_seconds(self, split: Split, variation: Variation) -> NDArray[np.float64]:
-        """Of each asked question, without waiting: before the dense index, in it, and after it: [n, 3]."""
-        scene = self.scene
-        dense = [self._dense_seconds(number, split, variation.probes) for number in range(len(scene.found))]
-        rows = np.zeros((len(scene.workload.asked), 3))
-        for row, number in enumerate(scene.workload.asked):
-            one = scene.found[number]
+        """Return each asked question's search times, without waiting: before, in and after the dense index: [n, 3]."""
+        inputs = self.inputs
+        dense = [self._dense_seconds(number, split, variation.probes) for number in range(len(inputs.found))]
+        rows = np.zeros((len(inputs.workload.asked), 3))
+        for row, number in enumerate(inputs.workload.asked):
+            one = inputs.found[number]
             if not self._is_cached[row]:
                 rest = max(0.0, one.result.search_seconds - one.dense_seconds)
                 rows[row] = one.result.embed_seconds, dense[number], rest
         return rows
 
     def _dense_seconds(self, number: int, split: Split, probes: float) -> float:
-        """Measured with everything in RAM, and what the model says that this split adds."""
-        index, measured = self.scene.index, self.scene.found[number].dense_seconds
+        """Return the time measured with every list in RAM, plus what the model predicts that this split adds."""
+        index, measured = self.inputs.index, self.inputs.found[number].dense_seconds
         if index is None:
             return measured
         added = self._release([number], split, probes) - self._release([number], None, 1.0)
         return max(0.0, measured + float(added[0]))
 
     def _release(self, numbers: Sequence[int], split: Split | None, probes: float) -> NDArray[np.float64]:
-        """By the model, for a batch of questions; None has every list in RAM."""
-        index = self.scene.index
+        """Predict the release times of a batch of questions: [batch]. `split` None has every list in RAM."""
+        index = self.inputs.index
         assert index is not None
         division = self.division(self.list_bytes) if split is None else self.division_of(split)
         probed = np.stack([index.probed(number, probes) for number in numbers])
@@ -225,8 +230,8 @@ class Forecaster:
     def _searched(
         self, dues: NDArray[np.float64], search: NDArray[np.float64], split: Split, variation: Variation
     ) -> NDArray[np.float64]:
-        """When the engine has each prompt: embedding, the queue before the dense index, the rest."""
-        asked = self.scene.workload.asked
+        """Return when the engine has each prompt: embedding, the queue of the dense index, the rest: [n]."""
+        asked = self.inputs.workload.asked
         waiting = np.flatnonzero(~self._is_cached)
         found = dues.copy()
 
@@ -241,23 +246,47 @@ class Forecaster:
             return own
 
         ready = (dues + search[:, 0])[waiting]
-        max_batch = 1 if self.scene.index is None else SEARCH_BATCH
-        found[waiting] = np.array(released(ready.tolist(), releases, max_batch)) + search[waiting, 2]
+        max_batch = 1 if self.inputs.index is None else SEARCH_BATCH
+        found[waiting] = np.array(search_completions(ready.tolist(), releases, max_batch)) + search[waiting, 2]
         return found
 
     def _hit_rates(self, split: Split, probes: float) -> tuple[float, float]:
-        """Of probed lists, in RAM or on devices, and on devices."""
-        index = self.scene.index
+        """Return the shares of probed lists in RAM or on devices, and on devices."""
+        index = self.inputs.index
         if index is None:
             return 1.0, 0.0
-        probed = np.stack([index.probed(number, probes) for number in self.scene.workload.asked])
+        probed = np.stack([index.probed(number, probes) for number in self.inputs.workload.asked])
         num_in = self.division_of(split).partition.num_in(probed).sum(axis=0)
         total, on_devices = max(1, num_in.sum()), num_in.sum() - num_in[RAM] - num_in[DISK]
         return float((num_in.sum() - num_in[DISK]) / total), float(on_devices / total)
 
 
 def _faster(costs: CostProfile, speed: float) -> CostProfile:
-    """The same with computing so many times as fast; loading takes as long as it did."""
+    """Return the costs with computing `speed` times as fast; loading stays."""
     if speed == 1.0:
         return costs
     return replace(costs, seconds=tuple(tuple(one / speed for one in row) for row in costs.seconds))
+
+
+def search_completions(ready: Sequence[float], releases: Releases, max_batch: int = 1) -> list[float]:
+    """Return when each query has its result, if a single server searches one batch at a time.
+
+    A query that finds the server idle is searched alone. Queries that arrive while it is busy are searched together.
+
+    Args:
+        ready: arrival times in seconds, in any order; served in order of time.
+        max_batch: most queries that are searched together.
+    """
+    found = [0.0] * len(ready)
+    order = sorted(range(len(ready)), key=lambda number: ready[number])
+    free, at = 0.0, 0
+    while at < len(order):
+        start = max(free, ready[order[at]])
+        most = max_batch if ready[order[at]] < free else 1
+        batch = [number for number in order[at : at + most] if ready[number] <= start]
+        seconds = releases(batch)
+        for number, one in zip(batch, seconds.tolist(), strict=True):
+            found[number] = start + one
+        free = start + float(seconds.max())
+        at += len(batch)
+    return found

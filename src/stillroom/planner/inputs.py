@@ -1,6 +1,4 @@
-"""Everything that a plan is reckoned from, measured once: the model's costs, what each question finds and how long that
-takes, and, of an index that can be divided, its lists.
-"""
+"""Measures the inputs of a plan: the model's costs, each question's search and prompt, and the lists of the index."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,63 +34,62 @@ from stillroom.retrieval.tiers.search_profile import (
 from stillroom.retrieval.tiers.tiered_ivf import scan
 from stillroom.retrieval.vector_index import one_thread
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its stubs lack names that are defined at import
 
 SEARCH_BATCH = 8
-"""Questions that wait for an index with lists on disk are searched together; so many at most were measured."""
+"""Most waiting questions that are searched together; larger batches were not measured."""
 _NUM_TIMED = 20
 _EFFORT = Effort(batch_sizes=(1, 2, 4, 8), num_queries=24)
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedQuestion:
-    """One question."""
+    """A question's prompt and search, as measured."""
 
     prompt: Prompt
     result: SearchResult
-    """With what embedding it and searching took."""
+    """Includes the times of embedding and searching."""
     dense_seconds: float
-    """Of that, in the dense index, with everything in RAM."""
+    """The part spent in the dense index, with every list in RAM."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DivisibleIndex:
-    """An index whose lists can be divided."""
+    """An index whose lists can be divided among tiers."""
 
     profile: SearchProfile
-    """Over twice as many probes as the knowledge base makes, so that more can be told too."""
+    """Measured with twice the probes of the knowledge base, so that more probes can be forecast."""
     nprobe: int
     heat: NDArray[np.float64]
-    """Accesses of each list by the questions that come before those that count: [nlist]."""
+    """Accesses of each list by the warm-up questions: [nlist]."""
     devices: tuple[str, ...] = ()
-    """That may hold lists."""
+    """Devices that may hold lists."""
     shares_device: bool = False
-    """Whether one of them is the model's."""
+    """Whether the model's device is among them."""
 
     def probed(self, question: int, share: float = 1.0) -> Lists:
-        """[p] of a question, nearest first."""
+        """Return the lists that a question probes, nearest first: [p]."""
         return self.profile.probed[question, : max(1, math.ceil(self.nprobe * share))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanInputs:
-    """See the module."""
+    """All inputs of a plan."""
 
-    plant: HardwareModel
-    system: EnginePolicy
+    hardware: HardwareModel
+    policy: EnginePolicy
     query_cache: QueryCacheConfig
     found: tuple[ObservedQuestion, ...]
-    """Of each question."""
     texts: tuple[str, ...]
     workload: PlannedWorkload
     index: DivisibleIndex | None
     index_kind: str
     model_name: str
     is_calibrated: bool
-    """Whether `stillroom calibrate` measured the costs, or a quick pass just now."""
+    """Whether the costs come from `stillroom calibrate` and not from a quick pass."""
 
 
-def measure_scene(  # noqa: PLR0913  what it is measured from
+def measure_inputs(  # noqa: PLR0913
     kb: KnowledgeBase,
     config: StillroomConfig,
     questions: QuestionCounts,
@@ -102,21 +99,22 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
     say: Callable[[str], None] = lambda _: None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> PlanInputs:
-    """Measure.
+    """Measure all inputs of a plan.
 
     Args:
-        say: told what begins.
-        tell: told how many of how many questions are searched.
+        say: called with the name of each phase as it begins.
+        tell: called with the number of searched questions and of all.
 
     Raises:
-        ModelError, ConfigError: the model cannot be used.
-        UsageError: too little memory to measure with.
+        ModelError: the model cannot be loaded.
+        ConfigError: the settings do not fit the model.
+        UsageError: there is too little memory to measure.
     """
     say(f"loading {config.runtime.model}")
     costs = measured_costs(config, kb.path, clock)
     runtime, model = config.runtime, costs.model
     spec = model.decoder.spec
-    plant = HardwareModel(
+    hardware = HardwareModel(
         costs=costs.profile,
         bytes_per_token=kv_shape(model.decoder).bytes_per_token,
         num_layers=spec.num_layers,
@@ -131,19 +129,19 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
     )
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     say("searching")
-    room = spec.max_positions - answer_tokens
-    room = min(room, config.generation.max_prompt_tokens or room)
+    max_tokens = spec.max_positions - answer_tokens
+    max_tokens = min(max_tokens, config.generation.max_prompt_tokens or max_tokens)
     lists = None if config.search.mode == "sparse" else lists_of(kb)
-    found = _search(kb, config, questions.texts, lists, prompts, room, clock, tell)
+    found = _search(kb, config, questions.texts, lists, prompts, max_tokens, clock, tell)
     index = None
     if lists is not None:
         index = _index_lists(kb, lists, questions, workload, say)
         index = _with_devices(index, kb, lists, config, questions, model.decoder.device, say)
-    system = EnginePolicy(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
+    policy = EnginePolicy(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
     prompts_of_warm = [found[number].prompt for number in workload.warm]
     return PlanInputs(
-        replace(plant, step_seconds=_deciding_seconds(plant, system, prompts_of_warm)),
-        system,
+        replace(hardware, step_seconds=_deciding_seconds(hardware, policy, prompts_of_warm)),
+        policy,
         config.query_cache,
         tuple(found),
         questions.texts,
@@ -155,13 +153,13 @@ def measure_scene(  # noqa: PLR0913  what it is measured from
     )
 
 
-def _deciding_seconds(plant: HardwareModel, system: EnginePolicy, prompts: Sequence[Prompt]) -> float:
-    """Of a step, on this machine: the scheduler's decisions are as real in a simulation as anywhere."""
-    outcome = SimulatedRuntime(plant, system).ask(prompts[:_NUM_TIMED])
+def _deciding_seconds(hardware: HardwareModel, policy: EnginePolicy, prompts: Sequence[Prompt]) -> float:
+    """Return the median time of a scheduling step on this machine; simulated scheduling is the real code."""
+    outcome = SimulatedRuntime(hardware, policy).ask(prompts[:_NUM_TIMED])
     return float(np.median(outcome.scheduling_seconds))
 
 
-def _search(  # noqa: PLR0913  the parts
+def _search(  # noqa: PLR0913
     kb: KnowledgeBase,
     config: StillroomConfig,
     texts: Sequence[str],
@@ -201,12 +199,12 @@ def _index_lists(
     wide = SearchProfile(
         profile.sizes, profile.bytes_per_vector, probed_lists(lists, vectors, 2 * nprobe), profile.model
     )
-    asked = wide.probed[list(workload.warm), :nprobe]  # those that count come later, as they will
+    asked = wide.probed[list(workload.warm), :nprobe]  # the measured questions come later, as in use
     heat = np.bincount(asked[asked >= 0].ravel(), minlength=len(wide.sizes)).astype(float)
     return DivisibleIndex(wide, nprobe, heat)
 
 
-def _with_devices(  # noqa: PLR0913  the parts
+def _with_devices(  # noqa: PLR0913
     index: DivisibleIndex,
     kb: KnowledgeBase,
     lists: Any,
@@ -215,7 +213,7 @@ def _with_devices(  # noqa: PLR0913  the parts
     model_device: torch.device,
     say: Callable[[str], None],
 ) -> DivisibleIndex:
-    """The same with the devices that may hold lists, if any: those configured, else GPUs where the model is on one."""
+    """Add the devices that may hold lists: those configured, else the GPUs if the model is on a GPU."""
     own = config.index
     if kb.index_config.nbits != 8 or not (own.device_bytes or model_device.type == "cuda"):
         return index
@@ -234,13 +232,15 @@ def _with_devices(  # noqa: PLR0913  the parts
 
 
 def _is_same(one: torch.device, other: torch.device) -> bool:
-    """A device without a number is the first."""
+    """Compare devices; a device without a number is the first."""
     return one.type == other.type and (one.index or 0) == (other.index or 0)
 
 
 def _dense_search(kb: KnowledgeBase, lists: Any | None, num: int) -> Callable[[NDArray[np.float32]], object]:
-    """Searches the dense index for `num` chunks. Where its lists are on disk it looks at their copy in RAM; the full
-    vectors stay in the file, and scoring with them counts as the rest of a search."""
+    """Return a function that searches the dense index for `num` chunks.
+
+    Lists on disk are searched in their RAM copy. Scoring with full vectors counts as the rest of a search.
+    """
     index, effort = kb.dense_index(), kb.search_effort()
     if lists is None or not isinstance(index, TieredIvfPqIndex):
         return lambda query: index.search(query, num, effort)
@@ -259,12 +259,14 @@ def _nprobe(kb: KnowledgeBase, lists: Any) -> int:
 
 
 def lists_of(kb: KnowledgeBase) -> Any | None:
-    """The trained lists of an `ivf_pq` index, in RAM and without full vectors: an IndexIVFPQ that is not to be changed.
-    None where it has none."""
+    """Return the trained lists of an `ivf_pq` index as a read-only IndexIVFPQ in RAM, without full vectors.
+
+    None for other kinds, and before training.
+    """
     index = kb.dense_index()
     if isinstance(index, TieredIvfPqIndex):
         if not index.is_trained:
             return None
-        snapshot = index.snapshot()  # whose quantizers it has: they go when the index is shown another file
+        snapshot = index.snapshot()  # keeps the quantizers alive, which the index drops when its file is replaced
         return faiss.clone_index(snapshot.whole())
     return index.parts[0] if isinstance(index, IvfPqIndex) else None

@@ -1,4 +1,4 @@
-"""A plan for programs: plain values."""
+"""Converts a plan to plain JSON values."""
 
 import math
 from dataclasses import asdict
@@ -12,9 +12,9 @@ from stillroom.planner.what_if import Effect
 from stillroom.retrieval.tiers.search_model import ScanModel, worst_error_of_line
 
 
-def plan_as_json(plan: Plan, scene: PlanInputs) -> dict[str, Any]:
-    """See docs/planning.md."""
-    workload = scene.workload
+def plan_as_json(plan: Plan, inputs: PlanInputs) -> dict[str, Any]:
+    """Return the JSON that docs/planning.md describes."""
+    workload = inputs.workload
     return {
         "target": {"ttft_seconds": plan.target.seconds, "percentile": plan.target.percent, "rate": plan.rate},
         "is_met": plan.is_feasible,
@@ -22,14 +22,14 @@ def plan_as_json(plan: Plan, scene: PlanInputs) -> dict[str, Any]:
         if plan.binding is None
         else {
             "constraint": plan.binding.constraint,
-            # 0 where so few requests would keep it, and only a queue that grows without end does not
+            # 0 if these few requests meet the target, but the queue grows without bound
             "missed_by_seconds": max(0.0, plan.chosen.forecast.percentile(plan.target.percent) - plan.target.seconds),
             "alone": plan.binding.alone.as_json(),
         },
-        "model": scene.model_name,
-        "is_calibrated": scene.is_calibrated,
-        "index": scene.index_kind,
-        "workload": {"questions": len(scene.texts), "warm": len(workload.warm), "requests": len(workload.asked)},
+        "model": inputs.model_name,
+        "is_calibrated": inputs.is_calibrated,
+        "index": inputs.index_kind,
+        "workload": {"questions": len(inputs.texts), "warm": len(workload.warm), "requests": len(workload.asked)},
         "chosen": _option(plan.chosen),
         "now": None if plan.current is None else _option(plan.current),
         "throughput": plan.throughput,
@@ -37,7 +37,7 @@ def plan_as_json(plan: Plan, scene: PlanInputs) -> dict[str, Any]:
         "sustains_more": plan.sustains_more,
         "smallest_hit_rate": _rule(plan.rule),
         "hit_rates": None if plan.hits is None else asdict(plan.hits),
-        "search_model": None if scene.index is None else _search_model(scene.index.profile.model),
+        "search_model": None if inputs.index is None else _search_model(inputs.index.profile.model),
         "options": [_option(option) for option in plan.options],
         "sensitivity": [_effect(effect) for effect in plan.sensitivity],
         "purchases": [_effect(effect) for effect in plan.purchases],
@@ -45,7 +45,7 @@ def plan_as_json(plan: Plan, scene: PlanInputs) -> dict[str, Any]:
 
 
 def _search_model(model: ScanModel) -> dict[str, Any]:
-    """With how far a straight line (Eq. 1) is from the times by batch size at most."""
+    """Return the search model, with the largest error of a straight line (Eq. 1) over batch sizes."""
     times = model.times
     return asdict(model) | {"eq_1_worst_error": worst_error_of_line(times.batch_sizes, times.scan_seconds)}
 

@@ -1,6 +1,4 @@
-"""Chooses how memory is split between the lists of the vector index and kept KV, and says what would change it
-(VectorLiteRAG 4.1, for index and KV together).
-"""
+"""Plans how memory is split between the lists of the vector index and kept KV (VectorLiteRAG 4.1, extended to KV)."""
 
 import math
 from collections.abc import Callable
@@ -20,43 +18,42 @@ from stillroom.retrieval.tiers.search_model import hits_of
 from stillroom.retrieval.tiers.search_profile import rate_at
 
 _MOST_RATE = 64.0
-"""Times as many requests are tried at most."""
+"""Highest factor on the request rate that is tried."""
 _NO_WAIT = Variation(rate=math.inf)
-"""All questions are asked in the first moment: what search and model can serve."""
+"""All questions arrive at time 0: gives the throughput of search and model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Why the target is missed."""
+    """Why the plan misses its target."""
 
     constraint: Literal["prefill", "search", "load"]
     alone: Forecast
-    """One question at a time."""
+    """Of one question at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is known of a choice."""
+    """The chosen split, its alternatives and its limits."""
 
     target: Target
     rate: float
     chosen: Option
     options: tuple[Option, ...]
     current: Option | None
-    """As configured now; None where that cannot run."""
+    """The present configuration; None if it cannot run."""
     throughput: float
-    """Requests per second that search and model can serve. At a higher rate the queue grows without end, whatever the
-    times of so many requests are."""
+    """Requests per second that search and model can serve; the queue grows without bound at a higher rate."""
     sustained_rate: float
-    """Requests per second up to which the target is met; 0 where it is not even alone."""
+    """Requests per second up to which the target is met; 0 if one question at a time misses it."""
     sustains_more: bool
-    """Whether no higher rate was tried."""
+    """Whether the target was met at the highest rate tried."""
     binding: Binding | None
-    """None where the target is met."""
+    """None if the target is met."""
     rule: Sufficient | Shortfall | None
-    """VectorLiteRAG's, of the search alone; None without lists."""
+    """VectorLiteRAG's rule, of the search alone; None without lists."""
     hits: HitRates | None
-    """Of the questions that count, with the chosen lists on devices and in RAM: a Beta-binomial (4.1); None without
+    """Beta-binomial hit rates of the asked questions (4.1), with the chosen lists on devices and in RAM; None without
     lists."""
     sensitivity: tuple[Effect, ...]
     purchases: tuple[Effect, ...]
@@ -74,10 +71,10 @@ def make_plan(
     current: Split | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
-    """Simulate the grid, choose, and vary the choice.
+    """Simulate the grid, choose a split, and forecast changes to it.
 
     Raises:
-        UsageError: no split is possible: too little disk for the lists, or too little of the device for a prompt.
+        UsageError: no split is possible: the disk cannot hold the lists, or the device cannot hold a prompt.
     """
     splits = candidates(budgets, forecaster.list_bytes, forecaster)
     if not splits:
@@ -89,12 +86,12 @@ def make_plan(
     options = simulated(forecaster, splits, progress.step)
     if not options:
         try:
-            forecaster.forecast(splits[0])  # the one with the most for KV
+            forecaster.forecast(splits[0])  # has the most bytes for KV
         except PromptTooLongError as error:
             raise UsageError(f"{error}; or give --device-memory more than {budgets.device:,} bytes") from None
     chosen = choose(options, target.percent)
     alone = forecaster.forecast(chosen.split, Variation(is_alone=True))
-    rate = forecaster.scene.workload.rate
+    rate = forecaster.inputs.workload.rate
     throughput = forecaster.forecast(chosen.split, _NO_WAIT).requests_per_second
     is_met = target.is_met(chosen.forecast) and rate <= throughput
     most = min(_MOST_RATE, throughput / rate)
@@ -119,8 +116,10 @@ def make_plan(
 
 
 def binding_constraint(alone: Forecast, target: Target) -> Binding:
-    """What keeps the target from being met: waiting for others, if one question at a time meets it; else the larger
-    part of what one takes, among the questions that miss it."""
+    """Return what makes the plan miss the target.
+
+    `load` if one question at a time meets it; else the longer of search and prefill, among the questions that miss it.
+    """
     if target.is_met(alone):
         return Binding("load", alone)
     late = alone.seconds > target.seconds
@@ -148,7 +147,7 @@ def _current(forecaster: Forecaster, current: Split | None) -> Option | None:
 
 
 def _sustained(forecaster: Forecaster, split: Split, target: Target, most: float, progress: _PlanProgress) -> float:
-    """Times as many requests as asked for, `most` at most; by halving, to a twentieth."""
+    """Return the highest factor on the rate, up to `most`, that meets the target; by bisection, to 5 %."""
 
     def meets(times: float) -> bool:
         progress.step()
@@ -165,16 +164,16 @@ def _sustained(forecaster: Forecaster, split: Split, target: Target, most: float
 
 
 def _hits(forecaster: Forecaster, split: Split) -> HitRates | None:
-    index = forecaster.scene.index
+    index = forecaster.inputs.index
     if index is None:
         return None
-    probed = np.stack([index.probed(number) for number in forecaster.scene.workload.asked])
+    probed = np.stack([index.probed(number) for number in forecaster.inputs.workload.asked])
     return hits_of(forecaster.division_of(split), probed)
 
 
 def _rule(forecaster: Forecaster, split: Split, target: Target, alone: Forecast) -> Sufficient | Shortfall | None:
-    """Eq. 7 to 10."""
-    index = forecaster.scene.index
+    """Apply Eq. 7 to 10 of VectorLiteRAG."""
+    index = forecaster.inputs.index
     if index is None:
         return None
     profile, rate = index.profile, rate_at(index.profile, index.nprobe)

@@ -1,8 +1,7 @@
-"""How memory may be split between the lists of the vector index and kept KV. Arithmetic only.
+"""Splits of memory between the inverted lists of the vector index and kept KV. Arithmetic only.
 
-Knowledge tree and chunk caches are one store (adr/0009): one budget for each tier, one order of eviction. So a split
-says how much of each tier is the index's, and the rest is that store's. Lists may lie on devices of their own; on the
-model's they share its memory with KV.
+Knowledge tree and chunk caches are one store (adr/0009) with one budget for each tier and one order of eviction. A
+split says how many bytes of each tier the index gets; KV gets the rest. Lists on the model's device share its memory.
 """
 
 from dataclasses import dataclass
@@ -14,23 +13,23 @@ NUM_DEVICE_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Bytes of each tier, for index and KV together."""
+    """Bytes of each tier, for the index and KV together."""
 
     device: int
-    """Blocks of running requests, and KV that stays there; lists too, where they share it."""
+    """KV blocks of running requests and kept KV; lists too, if `shares_device`."""
     ram: int
-    """Lists that are kept in RAM, and KV on the host."""
+    """Lists in RAM, and KV on the host."""
     disk: int
     """All lists, and KV on disk."""
     device_lists: int = 0
-    """Most that lists may take on each of their devices."""
+    """Most bytes of lists on each device for lists."""
     shares_device: bool = False
-    """Whether that comes out of `device`: one of their devices is the model's."""
+    """Whether `device_lists` is part of `device`: one of the devices for lists is the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Who has how many bytes."""
+    """Bytes of each tier for KV and for lists."""
 
     device_kv: int
     host_kv: int
@@ -38,46 +37,47 @@ class Split:
     host_lists: int = 0
     disk_lists: int = 0
     device_lists: int = 0
-    """On each of the devices for lists, at most."""
+    """Most bytes on each device for lists."""
     num_devices: int = 0
-    """For lists."""
+    """Devices for lists."""
 
     @property
     def ram(self) -> int:
-        """Of the host, in all."""
+        """Host memory in all."""
         return self.host_lists + self.host_kv
 
 
-class Fits(Protocol):
-    """Bytes of lists that fit somewhere, the hottest first."""
+class ListPacking(Protocol):
+    """Bytes of lists that fit into a budget, the hottest first."""
 
     @property
     def num_devices(self) -> int:
-        """For lists."""
+        """Devices for lists."""
         ...
 
     def fitted(self, ram_bytes: int, device_lists: int = 0) -> int:
-        """Into so much RAM, beside devices that have so many bytes for lists each."""
+        """Return the bytes of the lists that fit into `ram_bytes`, after `device_lists` bytes on each device."""
         ...
 
     def fitted_on_devices(self, device_lists: int) -> int:
-        """The least on each device that holds the same lists as so much does."""
+        """Return the fewest bytes on each device that hold the same lists as `device_lists` bytes do."""
         ...
 
 
 def candidates(
     budgets: Budgets,
     list_bytes: int,
-    fits: Fits,
+    fits: ListPacking,
     num_steps: int = NUM_STEPS,
     num_device_steps: int = NUM_DEVICE_STEPS,
 ) -> list[Split]:
-    """Splits from no list on devices to as many as there is room for, and for each of them from no list in RAM to as
-    many as there is room for, in equal steps, different ones only; ascending. The file holds all lists, so there are
-    none where the disk has no room for them.
+    """Return a grid of distinct splits, ascending: from no list on devices to all that fit, and for each of these from
+    no list in RAM to all that fit, in equal steps.
+
+    Empty if the disk cannot hold all lists: the file always has them.
 
     Args:
-        list_bytes: of all lists; 0 where the index has none that could be divided.
+        list_bytes: bytes of all lists; 0 if the index cannot be divided.
     """
     if list_bytes > budgets.disk:
         return []
@@ -98,9 +98,25 @@ def candidates(
     return list(found.values())
 
 
-def _on_devices(budgets: Budgets, fits: Fits, num_steps: int) -> list[int]:
-    """Bytes on each device."""
+def _on_devices(budgets: Budgets, fits: ListPacking, num_steps: int) -> list[int]:
+    """Return the grid of bytes for lists on each device."""
     if not fits.num_devices:
         return [0]
     most = fits.fitted_on_devices(budgets.device_lists)
     return sorted({fits.fitted_on_devices(most * step // num_steps) for step in range(num_steps + 1)})
+
+
+def split_settings(split: Split) -> dict[str, int | str]:
+    """Return the settings that give this split, by `section.field`."""
+    found: dict[str, int | str] = {
+        "runtime.kv_bytes": split.device_kv,
+        "reuse.host_bytes": split.host_kv,
+        "reuse.disk_bytes": split.disk_kv,
+    }
+    if split.disk_lists:
+        found["index.hot_bytes"] = max(1, split.host_lists)  # one byte holds no list; 0 would keep all lists in RAM
+    if split.num_devices:
+        found["index.device_bytes"] = split.device_lists
+    if split.device_lists:  # ConfigError without these
+        found |= {"index.kind": "ivf_pq", "index.nbits": 8}
+    return found

@@ -1,4 +1,4 @@
-"""Asks a real room the questions of a workload when they are due, and times it: `stillroom plan --validate`."""
+"""Asks a real Stillroom the questions of a workload at their arrival times: `stillroom plan --validate`."""
 
 import asyncio
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from stillroom.rag.stillroom import Stillroom
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """Of the requests of a workload, in their order."""
+    """Measured times of a workload's requests, in their order."""
 
     seconds: NDArray[np.float64]
-    """From due to the first token."""
+    """From arrival to the first token: [n]."""
     search_seconds: NDArray[np.float64]
     kept_share: float
-    """Of prompt tokens, whose KV was there."""
+    """Share of prompt tokens whose KV was reused."""
 
     def percentile(self, percent: float) -> float:
-        """Seconds to the first token."""
+        """Return a percentile of the time to first token, in seconds."""
         return float(np.percentile(self.seconds, percent))
 
     def as_json(self) -> dict[str, float]:
@@ -39,8 +39,11 @@ class Measured:
 def measure(
     stillroom: Stillroom, texts: tuple[str, ...], workload: PlannedWorkload, answer_tokens: int, clock: Clock
 ) -> Measured:
-    """Warm the room up, one question after the other, then ask each when it is due, whether or not the ones before have
-    been answered. Raises as `Stillroom.ask`."""
+    """Ask the warm-up questions one by one, then each question at its arrival time (open loop).
+
+    Raises:
+        StillroomError: as `Stillroom.ask`.
+    """
     stillroom.warm_up()
     options = AskOptions(max_tokens=answer_tokens, min_tokens=answer_tokens)
     for number in workload.warm:
@@ -59,7 +62,7 @@ async def _measure(
         async for _ in stream:
             pass
         answer = stream.answer
-        # counted from the moment it was due: the event loop may have come to it later
+        # counted from the arrival time: the event loop may start the question later
         first = clock.monotonic() - answer.timing.total_seconds + answer.timing.ttft_seconds
         reuse = answer.reuse
         return first - began - due, answer.timing.retrieval_seconds, reuse.num_cached_tokens, reuse.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""What another choice than the planned one would give: each halved and doubled, and what could be bought next."""
+"""Forecasts of changes to a plan: each choice halved and doubled, and what to buy or give up next."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,16 +9,16 @@ from stillroom.planner.forecast import Forecast, Forecaster, Variation
 from stillroom.planner.splits import Budgets, Split, candidates
 
 _GPU = 10.0
-"""Times as fast a decoder: an assumption, and no particular GPU."""
+"""Assumed speed-up of a GPU; not measured on any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What another choice would give."""
+    """A change to the plan and its forecast."""
 
     name: str
     forecast: Forecast | None
-    """None where it cannot work."""
+    """None if the change cannot work."""
     remark: str = ""
 
 
@@ -30,7 +30,7 @@ def _try(forecaster: Forecaster, name: str, split: Split, variation: Variation, 
 
 
 def sensitivity(forecaster: Forecaster, split: Split, step: Callable[[], None]) -> list[Effect]:
-    """Each choice halved and doubled, all others left as they are."""
+    """Forecast each choice halved and doubled, with all others unchanged."""
     found = []
     for word, times in (("half", 0.5), ("twice", 2.0)):
         others = [
@@ -60,16 +60,16 @@ def sensitivity(forecaster: Forecaster, split: Split, step: Callable[[], None]) 
 def purchases(
     forecaster: Forecaster, budgets: Budgets, split: Split, target: Target, step: Callable[[], None]
 ) -> list[Effect]:
-    """What could be bought or given up next, best first."""
-    reuse = forecaster.scene.system.reuse
-    found = [_anew(forecaster, "twice the RAM", replace(budgets, ram=2 * budgets.ram), target)]
+    """Forecast what could be bought or given up next, best first."""
+    reuse = forecaster.inputs.policy.reuse
+    found = [_best_split(forecaster, "twice the RAM", replace(budgets, ram=2 * budgets.ram), target)]
     step()
     if split.num_devices:
         more = replace(budgets, device_lists=2 * budgets.device_lists)
         if budgets.shares_device:
             more = replace(more, device=2 * budgets.device, device_lists=2 * budgets.device)
         name = "twice the device memory" if budgets.shares_device else "twice the device memory for lists"
-        found.append(_anew(forecaster, name, more, target))
+        found.append(_best_split(forecaster, name, more, target))
         step()
     device = replace(split, device_kv=2 * split.device_kv)
     found.append(_try(forecaster, "twice the memory for KV on the device", device, Variation()))
@@ -87,7 +87,7 @@ def purchases(
     return sorted(known, key=lambda one: one.forecast.percentile(target.percent) if one.forecast else 0.0)
 
 
-def _anew(forecaster: Forecaster, name: str, budgets: Budgets, target: Target) -> Effect:
-    """The best split of other budgets, of fewer than a plan looks at."""
+def _best_split(forecaster: Forecaster, name: str, budgets: Budgets, target: Target) -> Effect:
+    """Forecast the best split of other budgets, from a coarser grid than the plan's."""
     splits = candidates(budgets, forecaster.list_bytes, forecaster, 4, 2)
     return Effect(name, choose(simulated(forecaster, splits, lambda: None), target.percent).forecast, "split anew")

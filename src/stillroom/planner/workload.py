@@ -1,4 +1,4 @@
-"""Which questions a plan is made for, how often each is asked, and when."""
+"""Questions of a plan, how often each is asked, and when."""
 
 import json
 import logging
@@ -22,40 +22,39 @@ _WORDS = 12
 
 @dataclass(frozen=True, slots=True)
 class QuestionCounts:
-    """Different questions, and how often each was asked."""
+    """Distinct questions, and how often each was asked."""
 
     texts: tuple[str, ...]
     counts: tuple[int, ...]
     source: str
-    """Where they are from, in words."""
+    """Where they came from, in words."""
     answer_tokens: int | None = None
-    """Mean length of their answers, where it is known."""
+    """Mean length of their answers, if known."""
 
     @property
     def has_popularity(self) -> bool:
-        """Whether counts tell how often each is asked: no question twice tells nothing."""
+        """Whether some question was asked twice, so that the counts mean something."""
         return max(self.counts) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorkload:
-    """Requests: numbers of questions, in their order."""
+    """Requests, as numbers of questions, in their order."""
 
     warm: tuple[int, ...]
-    """Asked before anything counts, so that what is kept is there."""
+    """Asked before measuring, to fill the caches."""
     asked: tuple[int, ...]
     dues: tuple[float, ...]
-    """Seconds at which those are asked, ascending."""
+    """Arrival times of `asked` in seconds, ascending."""
     rate: float
-    """Per second."""
+    """Requests per second."""
 
 
 def questions_of(kb: KnowledgeBase, file: Path | None, most: int, seed: int) -> QuestionCounts:
-    """From a file, else the questions that the knowledge base was asked lately, else made from its chunks; at most so
-    many different ones, those most asked first.
+    """Return the `most` most frequent questions: from `file`, else from the request log, else made from chunks.
 
     Raises:
-        UsageError: the file holds no question, or the knowledge base no chunk.
+        UsageError: the file holds no question, or the knowledge base holds no chunk.
     """
     if file is not None:
         return _counted(read_questions(file), file.name, most)
@@ -70,12 +69,12 @@ def questions_of(kb: KnowledgeBase, file: Path | None, most: int, seed: int) -> 
     return QuestionCounts(tuple(made), (1,) * len(made), "made from the documents, for want of real ones")
 
 
-def _past_questions(diary: Path) -> list[tuple[str, int]]:
-    """None where the diary cannot be read: a plan can do without, but says so."""
+def _past_questions(log: Path) -> list[tuple[str, int]]:
+    """Return past questions with their numbers of answer tokens; none, with a warning, if the log cannot be read."""
     try:
-        return TraceLog(diary, 0).questions()
+        return TraceLog(log, 0).questions()
     except KnowledgeBaseError as error:
-        logger.warning("the questions asked lately are not known: %s", error)
+        logger.warning("the request log cannot be read, so the plan does not use past questions: %s", error)
         return []
 
 
@@ -85,10 +84,10 @@ def _counted(texts: Sequence[str], source: str, most: int) -> QuestionCounts:
 
 
 def read_questions(file: Path) -> list[str]:
-    """A question on each line, as text or as a JSON object with `question` (or `query`, `text`); repeated ones count.
+    """Read one question per line: text, or a JSON object with `question` (or `query`, `text`). Repeated lines count.
 
     Raises:
-        UsageError: there is none, or a line is neither.
+        UsageError: the file holds no question, or a line is neither text nor such an object.
     """
     found = []
     try:
@@ -113,7 +112,7 @@ def read_questions(file: Path) -> list[str]:
 
 
 def made_questions(kb: KnowledgeBase, most: int, seed: int) -> list[str]:
-    """The first words of chunks, drawn over all documents."""
+    """Return the first words of chunks drawn from all documents."""
     rng = np.random.default_rng([seed, 21])
     documents = kb.documents()
     found: dict[str, None] = {}
@@ -136,15 +135,15 @@ def workload(
     trace: Path | None = None,
     seed: int = 0,
 ) -> PlannedWorkload:
-    """Draw requests: by the counts of the questions where they tell something, else by Zipf's law in a drawn order.
+    """Draw requests by the counts of the questions, or by Zipf's law in a random order if no question was asked twice.
 
     Args:
         rate: requests per second.
-        zipf: exponent; 0 asks all alike often.
-        trace: of arrivals; None: a Poisson process.
+        zipf: exponent; 0 draws uniformly.
+        trace: file of arrival times; None draws a Poisson process.
 
     Raises:
-        UsageError: the trace is none, or too short.
+        UsageError: the trace cannot be read or is too short.
     """
     rng = np.random.default_rng([seed, 22])
     if questions.has_popularity:

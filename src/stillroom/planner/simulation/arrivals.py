@@ -1,6 +1,6 @@
-"""When requests come, as somebody recorded it: bursts and lulls of a real service, at any rate.
+"""Arrival times of requests: a Poisson process, or a recorded trace of a real service scaled to any rate.
 
-Read are Azure's traces (`.csv` with a `TIMESTAMP` column) and Mooncake's (`.jsonl`, milliseconds under `timestamp`).
+Reads Azure's traces (`.csv` with a `TIMESTAMP` column) and Mooncake's (`.jsonl`, milliseconds in `timestamp`).
 """
 
 import csv
@@ -14,29 +14,32 @@ import numpy as np
 from stillroom.errors import UsageError
 
 Draw = Callable[[int, float, Sequence[int]], list[float]]
-"""How many requests, how many per second, and a seed: the seconds at which they come, ascending."""
+"""(count, requests per second, seed) -> arrival times in seconds, ascending."""
 
 
 def arrivals(count: int, per_second: float, seed: Sequence[int]) -> list[float]:
-    """Seconds at which so many requests come in a Poisson process, given that they come within their mean time: sorted
-    uniform moments. Given the number, short runs have the rate they are said to have."""
+    """Return arrival times of a Poisson process, conditioned on `count` arrivals in `count / per_second` seconds.
+
+    Those are sorted uniform times, so short runs have exactly the given rate.
+    """
     moments = np.sort(np.random.default_rng(seed).uniform(0.0, count / per_second, size=count))
     found: list[float] = moments.tolist()
     return found
 
 
 def arrivals_of(trace: Path | None) -> Draw:
-    """A Poisson process; or a stretch of a trace that the seed chooses, its order and its bursts kept, slowed down or
-    sped up to the rate.
+    """Return a Poisson process, or a function that draws a stretch of a trace.
+
+    The seed chooses the stretch; its order and bursts are kept and its speed is scaled to the rate.
 
     Raises:
-        UsageError: the file is no such trace. So does the drawing, of more requests than it has.
+        UsageError: the file is not such a trace. Drawing raises it too, for more requests than the trace has.
     """
     if trace is None:
         return arrivals
     moments, name = np.array(list(_moments(trace))), trace.name
     if (np.diff(moments) < 0).any():
-        raise UsageError(f"{name} is not in the order of time")
+        raise UsageError(f"{name} is not sorted by time; sort its lines")
 
     def draw(count: int, per_second: float, seed: Sequence[int]) -> list[float]:
         if count >= len(moments):
@@ -44,7 +47,7 @@ def arrivals_of(trace: Path | None) -> Draw:
         start = int(np.random.default_rng(seed).integers(len(moments) - count))
         stretch = moments[start : start + count + 1] - moments[start]
         if stretch[-1] == 0.0:
-            raise UsageError(f"{count} requests of {name} came at the same moment; raise --requests")
+            raise UsageError(f"{count} requests of {name} arrived at the same time; raise --requests")
         found: list[float] = (stretch[:-1] * (count / per_second / stretch[-1])).tolist()
         return found
 
@@ -52,7 +55,7 @@ def arrivals_of(trace: Path | None) -> Draw:
 
 
 def _moments(trace: Path) -> Iterator[float]:
-    """Seconds since whenever."""
+    """Yield the times of a trace, in seconds from an arbitrary start."""
     try:
         with trace.open(encoding="utf-8", newline="") as lines:
             if trace.suffix == ".jsonl":
@@ -63,5 +66,5 @@ def _moments(trace: Path) -> Iterator[float]:
                     yield datetime.fromisoformat(f"{seconds}+00:00").timestamp() + float(f"0.{fraction or 0}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{trace} is no trace of arrivals, .csv with TIMESTAMP or .jsonl with timestamp: {error}"
+            f"{trace} is not a trace of arrivals: .csv with TIMESTAMP or .jsonl with timestamp: {error}"
         ) from None

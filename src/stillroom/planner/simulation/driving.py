@@ -1,7 +1,7 @@
-"""Sends prompts to an engine stepped by hand when they are due, whether or not the ones before have been answered (open
-loop), and times each from that moment to its first token. The engine and its clock may be real or simulated.
+"""Drives a stepped engine with prompts at their arrival times (open loop) and measures time to first token.
 
-Imports nothing of Stillroom: the reuse benchmark loads this file under Pythons without Stillroom.
+The engine and its clock may be real or simulated. Imports nothing of Stillroom: the reuse benchmark loads this file
+in Pythons without it.
 """
 
 import time
@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 FirstToken = tuple[int, list[int]]
-"""Number of the request, and how many tokens of its prompt were kept on device, host and disk."""
+"""Number of a request, and the prompt tokens whose KV came from device, host and disk."""
 Stepped = tuple[list[FirstToken], list[int]]
-"""Whose first tokens came in a step, and the numbers of those whose answers are complete."""
+"""First tokens of one step, and the numbers of the requests that it completed."""
 
 
 class DrivenRuntime(Protocol):
-    """Prompts are lists of parts, which are lists of token ids; answers are greedy."""
+    """An engine stepped by its caller; decodes greedily. A prompt is a list of parts, each a list of token ids."""
 
     def reset(self) -> None:
-        """Forget everything that was kept."""
+        """Drop all kept KV."""
         ...
 
     @property
@@ -27,11 +27,11 @@ class DrivenRuntime(Protocol):
     def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None: ...
 
     def step(self) -> Stepped:
-        """Go on for a moment."""
+        """Run one step."""
         ...
 
     def do_idle_work(self) -> bool:
-        """Something useful in an idle moment; False if there is nothing."""
+        """Do one piece of idle work; return False if there is none."""
         ...
 
 
@@ -42,14 +42,14 @@ def drive(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """Send every prompt when it is due and wait until all are answered.
+    """Submit every prompt at its arrival time, and wait until all are answered.
 
     Args:
-        dues: seconds from now, ascending; None sends each when the one before is answered.
+        dues: arrival times in seconds from now, ascending; None submits each when the previous one is answered.
 
     Returns:
-        `seconds` from due to first token, `response_seconds` to the last one, and `cached` tokens by tier, of each
-        request; `wall_seconds` until all were answered.
+        For each request: `seconds` from arrival to first token, `response_seconds` to the last one, and `cached` tokens
+        by tier. `wall_seconds` until all were answered.
     """
     sent: list[float] = []
     seconds, cached = [0.0] * len(prompts), [[0, 0, 0] for _ in prompts]
@@ -70,7 +70,7 @@ def drive(
         elif dues and not runtime.do_idle_work():
             sleep(max(0.0, dues[len(sent)] - (clock() - began)))
     wall_seconds = clock() - began
-    while runtime.do_idle_work():  # nobody waits; what comes next does not pay for it
+    while runtime.do_idle_work():  # after the measurement, so that the next one does not pay for it
         pass
     return {
         "seconds": seconds,

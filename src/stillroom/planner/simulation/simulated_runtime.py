@@ -1,8 +1,7 @@
-"""The product's engine, scheduler, knowledge tree and policies on a modelled machine with a clock of its own, for
-`stillroom bench simulate` and `stillroom plan`: a `driving.Runtime` whose seconds are those of the cost profile.
+"""Runs the product's engine, scheduler, knowledge tree and policies on modelled hardware with a virtual clock.
 
-What is not modelled is a tier's own code, and, unless the plant says how long it takes, a step's: that is measured
-beside, in real seconds.
+Used by `stillroom plan` and `stillroom bench simulate`. Seconds come from a cost profile. The code of the tiers is not
+modelled. Scheduling costs virtual time only if `HardwareModel.step_seconds` says so; its real time is measured.
 """
 
 import time
@@ -36,44 +35,44 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareModel:
-    """What a decoder and its machine are to the rest."""
+    """Costs and sizes of a decoder on a machine."""
 
     costs: CostProfile
     bytes_per_token: int
     num_layers: int
     device_bytes: int
-    """For KV."""
+    """Device memory for KV blocks."""
     max_model_len: int
     max_seqs: int = 4
-    """Requests that run at the same time (RAGCache 7.1)."""
+    """Most requests that run at the same time (RAGCache 7.1)."""
     step_tokens: int = 4096
-    """Token budget of a step. RAGCache's vLLM computes a prompt in one step, at most its context in all."""
+    """Token budget of a step. RAGCache's vLLM computes a prompt in one step."""
     max_tokens: int = 1
     block_size: int = BLOCK_SIZE
     step_seconds: float = 0.0
     sequence_seconds: float = 0.0
-    """See `ModelledRunner`."""
+    """As in `ModelledRunner`."""
     batch_delay_seconds: float = 0.0
-    """See `SchedulerLimits`."""
+    """As in `SchedulerLimits`."""
 
 
 @dataclass(slots=True)
 class SimulatedOutcome:
-    """What became of some requests, in their order."""
+    """Simulated times of requests, in their order."""
 
     seconds: list[float]
-    """From the moment a request is due to its first token."""
+    """From arrival to the first token."""
     response_seconds: list[float]
-    """To its last one."""
+    """From arrival to the last token."""
     wall_seconds: float
-    """From the first due to the last answered."""
+    """From the first arrival to the last answer."""
     num_documents: int = 0
     num_hit_documents: int = 0
-    """Whose KV was kept, by RAGCache 7.3's counting: as far as the prefix reaches."""
+    """Documents whose KV was reused, counted as in RAGCache 7.3: as far as the prefix reaches."""
     num_kept_tokens: int = 0
     num_tokens: int = 0
     scheduling_seconds: list[float] = field(default_factory=list)
-    """Real ones, of each step: deciding it, and what follows from its result."""
+    """Real seconds of each step's `schedule` and `update`."""
 
     @property
     def mean(self) -> float:
@@ -86,42 +85,42 @@ class SimulatedOutcome:
 
 
 class SimulatedRuntime(SteppedEngine):
-    """One arm. What it keeps stays from one `ask` to the next."""
+    """A simulated engine. Kept KV stays from one `ask` to the next."""
 
-    def __init__(self, plant: HardwareModel, system: EnginePolicy, seed: int = 0) -> None:
-        super().__init__(plant.max_tokens)
-        self._plant, self._system, self._seed = plant, system, seed
+    def __init__(self, hardware: HardwareModel, policy: EnginePolicy, seed: int = 0) -> None:
+        super().__init__(hardware.max_tokens)
+        self._hardware, self._policy, self._seed = hardware, policy, seed
         self.clock = VirtualClock()
         self.reset()
 
     def reset(self) -> None:
-        """A fresh engine; what the one before it kept is gone."""
-        plant = self._plant
-        pool = BlockPool(plant.device_bytes // (plant.bytes_per_token * plant.block_size), plant.block_size)
+        """Build a new engine without kept KV."""
+        hardware = self._hardware
+        pool = BlockPool(hardware.device_bytes // (hardware.bytes_per_token * hardware.block_size), hardware.block_size)
         limits = SchedulerLimits(
-            max_num_seqs=plant.max_seqs,
-            max_num_batched_tokens=plant.step_tokens,
-            max_model_len=plant.max_model_len,
-            batch_delay_s=plant.batch_delay_seconds,
+            max_num_seqs=hardware.max_seqs,
+            max_num_batched_tokens=hardware.step_tokens,
+            max_model_len=hardware.max_model_len,
+            batch_delay_s=hardware.batch_delay_seconds,
         )
-        manager = KVCacheManager(pool, _reuse(plant, self._system.reuse, pool, self.clock))
-        self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._system.scheduling], self._system.window)
+        manager = KVCacheManager(pool, _reuse(hardware, self._policy.reuse, pool, self.clock))
+        self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._policy.scheduling], self._policy.window)
         runner = ModelledRunner(
-            plant.costs,
+            hardware.costs,
             self.clock,
-            num_layers=plant.num_layers,
+            num_layers=hardware.num_layers,
             seed=self._seed,
-            step_seconds=plant.step_seconds,
-            sequence_seconds=plant.sequence_seconds,
+            step_seconds=hardware.step_seconds,
+            sequence_seconds=hardware.sequence_seconds,
         )
         self._engine = Engine(self._scheduler, runner, self.clock)
-        self._found = [0, 0]  # documents asked for, and kept
+        self._found = [0, 0]  # documents: all, and those whose KV was reused
         self._dues: list[float] = []
 
     def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
-        """Keeps what `ask` tells of it, too."""
+        """Run one step and count its documents for `ask`."""
         events = self.engine.step()
-        if self.engine.pause > 0:  # for company, which may come before
+        if self.engine.pause > 0:  # the batch delay, or until the next arrival
             coming = (due for due in self._dues if due > self.clock.now)
             self._sleep(min(self.engine.pause, next(coming, float("inf")) - self.clock.now))
         for event in events:
@@ -132,7 +131,7 @@ class SimulatedRuntime(SteppedEngine):
         return stepped(events)
 
     def ask(self, prompts: Sequence[Prompt], dues: Sequence[float] | None = None) -> SimulatedOutcome:
-        """Send prompts when they are due, in seconds from now; None: each when the one before is answered."""
+        """Submit prompts at their arrival times in seconds from now; None: each when the previous one is answered."""
         self._found = [0, 0]
         self._scheduler.seconds = []
         self._dues = [self.clock.now + due for due in dues or ()]
@@ -149,12 +148,12 @@ class SimulatedRuntime(SteppedEngine):
         )
 
     def _sleep(self, seconds: float) -> None:
-        """And a nanosecond, or rounding might leave a moment that never comes."""
+        """Advance the clock; the extra nanosecond keeps rounding from stopping just before the target."""
         self.clock.advance(seconds + 1e-9)
 
 
 class _TimedScheduler(Scheduler):
-    """Notes how long its decisions take, in real seconds."""
+    """Measures the real seconds of its decisions."""
 
     seconds: list[float]
 
@@ -171,10 +170,10 @@ class _TimedScheduler(Scheduler):
         return updates
 
 
-def _reuse(plant: HardwareModel, config: ReuseConfig, pool: BlockPool, clock: VirtualClock) -> Reuse | None:
-    """As `rag.kv_cache.build_cache` reads the settings, without stores."""
+def _reuse(hardware: HardwareModel, config: ReuseConfig, pool: BlockPool, clock: VirtualClock) -> Reuse | None:
+    """Build the knowledge tree as `backends.assembly` does, without stores."""
     if not config.keeps_kv:
         return None
-    mover = ModelledMover(clock, plant.costs.load_seconds, plant.bytes_per_token)
-    options = tree_options(config, plant.bytes_per_token)
-    return reuse_of(KnowledgeTree(pool, mover, plant.costs, options, clock.monotonic), config, b"")
+    mover = ModelledMover(clock, hardware.costs.load_seconds, hardware.bytes_per_token)
+    options = tree_options(config, hardware.bytes_per_token)
+    return reuse_of(KnowledgeTree(pool, mover, hardware.costs, options, clock.monotonic), config, b"")

@@ -1,5 +1,4 @@
-"""An engine stepped by hand, as `driving.drive` wants it: prompts are lists of token ids, and first tokens say
-what was kept of them."""
+"""An engine that `driving.drive` steps: prompts are token ids, and first tokens report the reused KV."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,26 +13,26 @@ from stillroom.engine.events import TokenEvent
 
 Tokens = tuple[int, ...]
 Prompt = tuple[Tokens, ...]
-"""EnginePolicy prompt, documents, question."""
+"""System prompt, documents, question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePolicy:
-    """What is kept, and who is served first."""
+    """Policies of reuse and admission."""
 
     reuse: ReuseConfig
     scheduling: SchedulingPolicy = "first_come"
     window: int = RuntimeConfig().starvation_window
-    """Later requests that may be admitted before one that waits."""
+    """Later requests that may be admitted before a waiting one."""
 
 
 class SteppedEngine:
-    """Most of a `driving.Runtime`; whoever inherits it makes the engine."""
+    """Implements `driving.DrivenRuntime` except `reset`; a subclass makes the engine."""
 
     def __init__(self, max_tokens: int) -> None:
         """
         Args:
-            max_tokens: of each answer.
+            max_tokens: tokens of each answer.
         """
         self._max_tokens = max_tokens
         self._engine: Engine | None = None
@@ -53,7 +52,6 @@ class SteppedEngine:
         self.engine.submit(request)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
-        """See `driving.Runtime.step`."""
         return stepped(self.engine.step())
 
     def do_idle_work(self) -> bool:
@@ -61,8 +59,7 @@ class SteppedEngine:
 
 
 def stepped(events: Sequence[TokenEvent]) -> tuple[list[tuple[int, list[int]]], list[int]]:
-    """Whose first tokens are among them (those that say what was reused), with how many tokens of their prompts were
-    kept on each tier; and whose last ones."""
+    """Return the first tokens among the events, with the reused prompt tokens by tier, and the completed requests."""
     firsts = [
         (int(event.request_id), [event.reuse.num_tokens_from(tier) for tier in Tier])
         for event in events
@@ -72,6 +69,6 @@ def stepped(events: Sequence[TokenEvent]) -> tuple[list[tuple[int, list[int]]], 
 
 
 def segmented(prompt: Sequence[Sequence[int]]) -> SegmentedPrompt:
-    """EnginePolicy prompt, documents, question."""
+    """Mark the parts of a prompt: system, documents, question."""
     kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(prompt) - 2), SegmentKind.QUESTION]
     return SegmentedPrompt(tuple(Segment(kind, tuple(tokens)) for kind, tokens in zip(kinds, prompt, strict=True)))
