@@ -235,7 +235,7 @@ def _labelled(counts: Counter[Tier]) -> dict[str, int]:
     return {tier.label: counts[tier] for tier in Tier}
 
 
-def _audit_readings(audit: AuditFigures) -> Readings:
+def _audit_readings(audit: AuditStats) -> Readings:
     agreed = audit.num_audited - audit.num_disagreed
     return {
         catalogue.AUDITS: {"agreed": agreed, "differed": audit.num_disagreed},
