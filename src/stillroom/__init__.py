@@ -2,9 +2,9 @@
 
 from stillroom import Stillroom
 
-room = Stillroom.open("kb")
-room.add("docs/")
-print(room.ask("How do I rotate keys?").text)
+stillroom = Stillroom.open("kb")
+stillroom.add("docs/")
+print(stillroom.ask("How do I rotate keys?").text)
 """
 
 from importlib.metadata import version
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "AskOptions", "Exchange", "Stillroom", "StillroomConfig", "__version__"]
 __version__ = version("stillroom")
 
-_HOMES = {
+_MODULES = {
     "Answer": "stillroom.rag.answer",
     "AskOptions": "stillroom.rag.answer",
     "Exchange": "stillroom.backends.conversation",
@@ -29,9 +29,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported on first use: `import stillroom` and `stillroom --help` do not wait for PyTorch."""
-    if name not in _HOMES:
+    """Import on first use, so that `import stillroom` and `stillroom --help` do not load PyTorch."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'stillroom' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

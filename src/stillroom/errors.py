@@ -1,57 +1,57 @@
-"""The whole exception tree. Catch `StillroomError` for everything that is not a bug in Stillroom.
+"""All exceptions. Catch `StillroomError` for everything except bugs of Stillroom.
 
     StillroomError
     |-- ConfigError                     a setting is unknown or impossible
     |-- UsageError                      a call or request that can never work as written
     |   |-- PromptTooLongError          the prompt and its answer do not fit the model
     |   |-- UnknownDocumentError        no such document in the knowledge base
-    |   |-- UnknownRequestError         no such question is remembered
-    |   `-- FilterError                 a filter cannot be read, or asks for fields that no document has
+    |   |-- UnknownRequestError         no such question in the request log
+    |   `-- FilterError                 a filter cannot be parsed, or names a field that no document has
     |-- ModelError                      a checkpoint could not be used
     |   |-- ModelNotFoundError          no such folder, hub name or file
     |   `-- UnsupportedModelError       the checkpoint needs something that is not implemented
     |-- KnowledgeBaseError              a knowledge base could not be used
-    |   |-- KnowledgeBaseNotFoundError  there is none at that path
+    |   |-- KnowledgeBaseNotFoundError  no knowledge base at that path
     |   |-- IncompatibleKnowledgeBaseError  other format version, embedder or chunker
-    |   |-- CorruptKnowledgeBaseError   a file of it is damaged
+    |   |-- CorruptKnowledgeBaseError   one of its files is damaged
     |   |-- KnowledgeBaseBusyError      another process is writing to it
     |   |-- ChangeCancelledError        an upload was cancelled before it was complete
-    |   |-- StorageError                its disk is full, fails or may not be written
-    |   |-- IndexUnavailableError       the server that holds its dense index cannot be reached, or refuses
+    |   |-- StorageError                its disk is full, failed or read-only
+    |   |-- IndexUnavailableError       the server of its dense index cannot be reached, or refuses
     |   |-- EmptyKnowledgeBaseError     it holds no documents yet
-    |   `-- NothingFoundError           no document was found for a question
-    |-- DocumentError                   one document could not be read; the others go on
-    |   `-- ReaderUnavailableError      nothing could read it just now; another time it may be read
+    |   `-- NothingFoundError           no document matches a question
+    |-- DocumentError                   one document could not be read; the others are processed
+    |   `-- ReaderUnavailableError      its reader could not run; adding it again can help
     |-- EngineError                     generation failed
     |   |-- EngineClosedError           the engine was shut down
-    |   |-- QueueFullError              as many requests wait already as may
-    |   |-- EngineUnavailableError      the engine elsewhere cannot be reached, or has no room now
-    |   |-- EngineRefusedError          the engine elsewhere refuses the key, the model or the request
+    |   |-- QueueFullError              too many requests are waiting
+    |   |-- EngineUnavailableError      the remote engine cannot be reached, or is full
+    |   |-- EngineRefusedError          the remote engine refuses the key, the model or the request
     |   |-- RequestTimeoutError         the request took too long, twice
-    |   |   `-- DeadlineExceededError   it took longer than it said that it may
-    |   |-- NonFiniteError              the model computed NaN or an infinity; nothing of the answer is kept
-    |   |-- DeviceLostError             the device has failed, and could not be recovered for this request
+    |   |   `-- DeadlineExceededError   its own deadline passed
+    |   |-- NonFiniteError              the model computed NaN or an infinity
+    |   |-- DeviceLostError             the device failed, and was not recovered for this request
     |   `-- RequestAbortedError         the request was cancelled before it finished
     `-- ServerError                     the HTTP server cannot listen
 
-A message says what is wrong and what to do about it. Asserts guard our own logic and are not errors of a user.
+A message says what is wrong and what to do. Asserts check invariants of Stillroom, not input of users.
 """
 
 
 class StillroomError(Exception):
-    """Root of everything Stillroom raises on purpose."""
+    """Base class of all exceptions of Stillroom."""
 
 
 class ConfigError(StillroomError):
-    """A setting is unknown, of the wrong type or impossible together with another."""
+    """A setting is unknown, has the wrong type or conflicts with another."""
 
 
 class UsageError(StillroomError):
-    """The call can never work as written; the message says what to change."""
+    """The call can never succeed as written; the message says what to change."""
 
 
 class PromptTooLongError(UsageError):
-    """The prompt plus the tokens asked for exceed what the model or the KV pool can hold."""
+    """The prompt and its answer exceed the model's context or the KV pool."""
 
 
 class UnknownDocumentError(UsageError):
@@ -59,11 +59,11 @@ class UnknownDocumentError(UsageError):
 
 
 class UnknownRequestError(UsageError):
-    """The question was never asked here, or so long ago that others have taken its place."""
+    """The request log does not hold the question: it was never asked, or its record has expired."""
 
 
 class FilterError(UsageError):
-    """A filter cannot be read; the message says at which character, and what is missing."""
+    """A filter cannot be parsed; the message names the character and what is missing."""
 
 
 class ModelError(StillroomError):
@@ -71,11 +71,11 @@ class ModelError(StillroomError):
 
 
 class ModelNotFoundError(ModelError):
-    """There is no such folder or hub name, or a file of the checkpoint is missing."""
+    """The folder or hub name does not exist, or a file of the checkpoint is missing."""
 
 
 class UnsupportedModelError(ModelError):
-    """The checkpoint needs an architecture or a feature that Stillroom does not have."""
+    """The checkpoint needs an unsupported architecture or feature."""
 
 
 class KnowledgeBaseError(StillroomError):
@@ -107,15 +107,15 @@ class KnowledgeBaseBusyError(KnowledgeBaseError):
 
 
 class ChangeCancelledError(KnowledgeBaseError):
-    """A change of documents was cancelled between two of its pieces: by a client, or because the server stops."""
+    """A client, or the stop of the server, cancelled a change of documents between two commits."""
 
 
 class StorageError(KnowledgeBaseError):
-    """The disk of the knowledge base is full, fails or may not be written. What was committed before is kept."""
+    """The disk of the knowledge base is full, failed or read-only. Earlier commits are kept."""
 
 
 class IndexUnavailableError(KnowledgeBaseError):
-    """The server that holds the dense index cannot be reached or refuses; nothing is answered from less."""
+    """The server of the dense index cannot be reached, or refuses; no search runs without it."""
 
 
 class EmptyKnowledgeBaseError(KnowledgeBaseError):
@@ -123,7 +123,7 @@ class EmptyKnowledgeBaseError(KnowledgeBaseError):
 
 
 class NothingFoundError(KnowledgeBaseError):
-    """No document was found for a question, so there is nothing to answer from."""
+    """No document matches a question."""
 
 
 class DocumentError(StillroomError):
@@ -131,7 +131,7 @@ class DocumentError(StillroomError):
 
 
 class ReaderUnavailableError(DocumentError):
-    """Nothing could read the document just now, which says nothing about it; adding it again can help."""
+    """The reader of the document could not run; adding the document again can help."""
 
 
 class EngineError(StillroomError):
@@ -139,11 +139,11 @@ class EngineError(StillroomError):
 
 
 class EngineClosedError(EngineError):
-    """The engine was shut down while, or before, the request ran."""
+    """The engine was shut down before the request ended."""
 
 
 class QueueFullError(EngineError):
-    """As many requests wait as `runtime.max_waiting` allows; asking again later can help."""
+    """Too many requests are waiting; asking again later can help."""
 
     def __init__(self, message: str, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -151,24 +151,23 @@ class QueueFullError(EngineError):
 
 
 class EngineUnavailableError(EngineError):
-    """The engine elsewhere cannot be reached, failed, or has no room now; asking again later can help."""
+    """The remote engine cannot be reached, failed or is full; asking again later can help."""
 
 
 class EngineRefusedError(EngineError):
-    """The engine elsewhere refuses the key, the model or the request, or is no such engine."""
+    """The remote engine refuses the key, the model or the request, or is not an OpenAI-compatible engine."""
 
 
 class RequestTimeoutError(EngineError):
-    """The request took longer than `runtime.request_timeout_s`, and again after it was started anew."""
+    """The request took longer than `runtime.request_timeout_s` twice: it was restarted once."""
 
 
 class DeadlineExceededError(RequestTimeoutError):
-    """The request's own deadline passed before its answer was complete. It is not started again."""
+    """The request's own deadline passed before its answer was complete. It is not restarted."""
 
 
 class DeviceLostError(EngineError):
-    """The device that the model runs on has failed. Requests end with it only where the device could not be recovered,
-    or failed again and again while they ran; asking again later can help."""
+    """The model's device failed and was not recovered, or failed repeatedly; asking again later can help."""
 
 
 class NonFiniteError(EngineError):
@@ -176,8 +175,8 @@ class NonFiniteError(EngineError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the model computed numbers that are not finite, so there is no answer; kept KV that was used is dropped. "
-            "Ask again; if this error comes back, check the model's files and runtime.dtype"
+            "the model computed NaN or an infinity, so there is no answer; the kept KV that it used is dropped. "
+            "Ask again; if the error returns, check the model's files and runtime.dtype"
         )
 
 
@@ -186,4 +185,4 @@ class RequestAbortedError(EngineError):
 
 
 class ServerError(StillroomError):
-    """The HTTP server cannot listen where it was told to."""
+    """The HTTP server cannot listen on its address."""

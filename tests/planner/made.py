@@ -42,7 +42,7 @@ def make_inputs(  # noqa: PLR0913  what tests vary
 
     Args:
         window_seconds: extra cost of a list on disk.
-        num_devices: devices for lists, the first of them the model's. Half of a list's bytes are ids; they stay in RAM.
+        num_devices: devices for lists; the first is the model's. Half of a list's bytes are ids, which stay in RAM.
         device_seconds: time of a batch on a device.
     """
     rng = np.random.default_rng(0)

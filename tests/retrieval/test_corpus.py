@@ -185,7 +185,7 @@ def test_an_error_over_a_damaged_row_holds_nothing_of_it(corpus: Corpus, tmp_pat
     corpus.commit([stored("a", "one")])
     with sqlite3.connect(tmp_path / "corpus.sqlite3") as database:
         database.execute("UPDATE chunks SET text = CAST(x'73656372657420ff' AS TEXT)")
-    with pytest.raises(CorruptKnowledgeBaseError, match="it holds what cannot be read") as raised:
+    with pytest.raises(CorruptKnowledgeBaseError, match="its content cannot be read") as raised:
         corpus.chunks_of(DocumentId("a"))
     assert "secret" not in "".join(traceback.format_exception(raised.value))
     assert raised.value.part == "corpus.sqlite3"

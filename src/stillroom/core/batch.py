@@ -1,6 +1,6 @@
-"""What scheduler and runner exchange: the scheduler decides a `Batch`, the runner answers with a `StepResult`.
+"""Values exchanged by scheduler and runner: a `Batch` to compute and its `StepResult`.
 
-Arrays are views of the scheduler's state, valid until the step's result is handed back.
+Arrays are views of the scheduler's state, valid until the step's result is returned.
 """
 
 from collections.abc import Mapping
@@ -20,48 +20,48 @@ class SampleSpec(NamedTuple):
     request_id: RequestId
     params: SamplingParams
     uniform: float
-    """The step's random number, in [0, 1); unused where sampling is greedy."""
+    """Random number of the step, in [0, 1); unused by greedy sampling."""
     token_ids: NDArray[np.int64]
     """Shape [n]: all tokens so far."""
     num_prompt_tokens: int
-    """How many of them are the prompt; the others are the answer."""
+    """Tokens of the prompt; the others are the answer."""
     forbidden: frozenset[int] = frozenset()
     """Tokens that must not be picked in this step."""
     constraint: TokenConstraint | None = None
-    """Asked once for the tokens that may be picked, after the step's arithmetic has been started."""
+    """Called once for the allowed tokens, after the step's arithmetic has been started."""
 
 
 DEVIATION_LAYERS = 2
-"""Layers that a probe runs; it reports on the last of them."""
+"""Layers of a deviation pass; it reports on the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MassRequest:
-    """A wish to know where the attention of some tokens of a sequence falls."""
+    """Asks for the attention mass of some tokens of a sequence."""
 
     groups: NDArray[np.int64]
     """Shape [k]: the chunk of the prompt that each slot of the context belongs to, in order from 0, or -1."""
     num_groups: int
     """Chunks of the whole prompt."""
     rows: NDArray[np.int64]
-    """Which of the scheduled tokens, ascending; at least one."""
+    """Indexes of the scheduled tokens, ascending; at least one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMasses:
-    """Where it falls; means over heads and layers."""
+    """Attention mass; means over heads and layers."""
 
     paid: NDArray[np.float32]
-    """[rows, num_groups] what each token pays to each chunk, itself left out."""
+    """[rows, num_groups]: attention of each token to each chunk, without the token itself."""
     own: NDArray[np.float32]
-    """[rows] what each pays to itself."""
+    """[rows]: attention of each token to itself."""
     received: NDArray[np.float32]
-    """[k] what each slot of the context receives from all of them."""
+    """[k]: attention that each slot of the context receives from all these tokens."""
 
 
 class ScheduledSequence(NamedTuple):
-    """The part of one sequence that runs in this step: its tokens [first_position, first_position + n), or those at
-    `positions`, where chunks are repaired."""
+    """The part of one sequence that runs in this step: tokens [first_position, first_position + n), or those at
+    `positions` if chunks are selectively recomputed."""
 
     request_id: RequestId
     token_ids: NDArray[np.int64]
@@ -70,16 +70,16 @@ class ScheduledSequence(NamedTuple):
     slots: NDArray[np.int64]
     """Shape [first_position + n]: the slot of every token attended to, in order of position. The last n are written."""
     samples: tuple[SampleSpec, ...]
-    """What is picked from the logits of the last token. Nothing for a piece of a prompt that is not its last."""
+    """Samples from the logits of the last token; empty for every piece of a prompt but the last."""
     positions: NDArray[np.int64] | None = None
-    """Shape [n], ascending, the last one that of the last slot: where the tokens stand, if there are gaps between them.
-    Each sees the context up to itself and is written to its own slot there."""
+    """Shape [n], ascending: positions of the tokens, if there are gaps between them; the last one is the last slot's.
+    Each token attends to the context up to itself and is written to its own slot."""
     is_query_pass: bool = False
-    """Nothing is kept or sampled: it is asked what the tokens, which stand behind the whole context, attend to. The
-    context leaves out what has no KV yet, so `positions` says nothing of its slots: the tokens' are the last n."""
+    """Query pass: measures what the tokens attend to; keeps and samples nothing. The context omits tokens without KV,
+    so `positions` does not index its slots: the tokens' slots are the last n."""
     is_deviation_pass: bool = False
-    """Nothing is sampled, and only the first layers run: it is asked how far the values that the tokens have already
-    are from those computed now (CacheBlend)."""
+    """Deviation pass: runs the first layers only and measures the distance of the tokens' kept values from those
+    computed now (CacheBlend); samples nothing."""
     mass_request: MassRequest | None = None
 
     @property
@@ -88,7 +88,7 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def all_positions(self) -> NDArray[np.int64]:
-        """Shape [n]: where the scheduled tokens stand, with gaps or without."""
+        """Positions of the scheduled tokens: [n]."""
         if self.positions is not None:
             return self.positions
         return np.arange(self.first_position, self.first_position + self.num_scheduled_tokens)
@@ -96,7 +96,7 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """The content of one KV block, to be written to another."""
+    """Copy one KV block to another."""
 
     source: BlockId
     target: BlockId
@@ -108,34 +108,34 @@ class Batch:
 
     sequences: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
-    """Carried out before anything is computed. No source is the target of an earlier one."""
+    """Done before computing. No source is the target of an earlier copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one place of an answer, of the model itself: before penalties, temperature and cuts."""
+    """Log probabilities at one position of an answer, before penalties, temperature and truncation."""
 
     logprob: float
-    """Of the token that was picked."""
+    """Of the sampled token."""
     top: tuple[tuple[int, float], ...]
-    """Token and log probability of the most likely ones, most likely first; as many as asked for."""
+    """Token and log probability of the most likely tokens, most likely first; `SamplingParams.logprobs` of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The sampled token of every request of the batch that asked for one."""
+    """Results of a step, by request."""
 
     token_ids: Mapping[RequestId, int]
+    """Sampled tokens."""
     logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
-    """For the requests that want them."""
+    """For requests with `SamplingParams.logprobs`."""
     attention: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
-    """Of looks, shape [layers, 2, k]: the share of attention that each slot of the context got from the last token, and
-    from the last few in the mean; means over heads."""
+    """Of query passes, shape [layers, 2, k]: share of attention that each slot of the context receives from the last
+    token, and in the mean from the last few; means over heads."""
     deviations: Mapping[RequestId, NDArray[np.float32]] = field(default_factory=dict)
-    """Of probes, shape [n]: squared distance of each token's values, before and now; anything, NaN too, for a token
-    that had no KV before."""
+    """Of deviation passes, shape [n]: squared distance of each token's kept and new values; undefined, possibly NaN,
+    for a token without kept KV."""
     masses: Mapping[RequestId, AttentionMasses] = field(default_factory=dict)
-    """Where it was asked for."""
+    """For sequences with a `Weighing`."""
     non_finite: frozenset[RequestId] = frozenset()
-    """Requests whose logits or attention hold NaN or an infinity. What is said of them elsewhere here means
-    nothing."""
+    """Requests whose logits or attention hold NaN or an infinity; their other results are meaningless."""

@@ -1,11 +1,11 @@
-"""Time is an argument: what needs the time is given a clock."""
+"""Clocks, passed as arguments: of the machine, and virtual."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where time comes from."""
+    """A source of time."""
 
     def monotonic(self) -> float:
         """Seconds from an arbitrary start, never going back; for durations."""
@@ -17,7 +17,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clock."""
+    """The clock of the machine."""
 
     def monotonic(self) -> float:
         return time.perf_counter()
@@ -27,7 +27,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """Time that stands still until somebody takes some: for simulations and tests."""
+    """A clock that moves by `advance` only, for simulations and tests."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

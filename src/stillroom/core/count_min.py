@@ -1,6 +1,6 @@
-"""Count-Min Sketch: how often something was seen, in fixed memory, never underestimated (llmds 2.4).
+"""Count-Min Sketch: counts in fixed memory that never underestimate (llmds 2.4).
 
-With conservative update (only the smallest counters of an item grow) and ageing by halving. An estimate is at least the
+Uses conservative update (only the smallest counters of an item grow) and ageing by halving. An estimate is at least the
 true (aged) count, and with probability 1 - delta at most epsilon * (total count) above it.
 """
 
@@ -15,14 +15,14 @@ _LIMIT = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class SketchShape:
-    """Width and depth; llmds's default hot-query detector is 2,048 x 4 (32 KB)."""
+    """Width and depth. The default is llmds's hot-query detector: 2,048 x 4 (32 KB)."""
 
     width: int = 2048
     depth: int = 4
 
     @property
     def epsilon(self) -> float:
-        """Overestimate, as a share of the total count."""
+        """Bound on the overestimate, as a share of the total count."""
         return math.e / self.width
 
     @property
@@ -36,7 +36,7 @@ class CountMinSketch:
     def __init__(self, shape: SketchShape | None = None, *, halve_every: int | None = None) -> None:
         """
         Args:
-            halve_every: all counts are halved after this many additions, so that old popularity fades; None: never.
+            halve_every: all counts are halved after this many additions; None: never.
         """
         self.shape = shape or SketchShape()
         self.total = 0
@@ -47,7 +47,7 @@ class CountMinSketch:
         self._cells = self._table.data  # a memoryview: scalar access at a third of numpy's cost
 
     def add(self, item: bytes) -> int:
-        """Count one more; returns the new estimate."""
+        """Count one more occurrence; return the new estimate."""
         places = self._places(item)
         cells = self._cells
         estimate = min(cells[place] for place in places)
@@ -62,18 +62,18 @@ class CountMinSketch:
         return grown
 
     def estimate(self, item: bytes) -> int:
-        """At least how often the item was added (halved as the sketch was)."""
+        """Return an upper bound on the item's (aged) count."""
         cells = self._cells
         return int(min(cells[place] for place in self._places(item)))
 
     def halve(self) -> None:
-        """Age: every count is halved, rounded down."""
+        """Halve every count, rounded down."""
         np.right_shift(self._table, 1, out=self._table)
         self.total //= 2
         self._since_halving = 0
 
     def _places(self, item: bytes) -> list[tuple[int, int]]:
-        """One cell per row, from disjoint parts of one digest: independent enough, and one hash instead of `depth`."""
+        """Return one cell per row, from disjoint parts of one digest: one hash instead of `depth`."""
         depth, width = self.shape.depth, self.shape.width
         digest = (
             hashlib.blake2b(item, digest_size=8 * depth).digest()

@@ -1,4 +1,4 @@
-"""Text on its way from a file to a search result: `Document` -> `Chunk` -> `ScoredChunk`."""
+"""Values from a file to a search result: `Document` -> `Chunk` -> `ScoredChunk`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,24 +9,24 @@ from stillroom.core.metadata import Metadata
 
 @dataclass(frozen=True, slots=True)
 class Paragraph:
-    """One run of text that a chunk would rather not split, and where it stands in its file."""
+    """A run of text that chunks avoid to split, and its place in the file."""
 
     text: str
     heading_path: tuple[str, ...] = ()
-    """Headings above it, outermost first; without the document's title."""
+    """Headings above it, outermost first, without the document's title."""
     start_line: int = 0
-    """First line in the file, counted from 1; 0 where the format has no lines."""
+    """First line in the file, counted from 1; 0 if the format has no lines."""
     end_line: int = 0
     """Last line, inclusive."""
     start_page: int = 0
-    """First page (or slide), counted from 1; 0 where the format has no pages."""
+    """First page (or slide), counted from 1; 0 if the format has no pages."""
     end_page: int = 0
     """Last page, inclusive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a loader makes of one file, or of one record of a JSONL file."""
+    """A loaded file, or one record of a JSONL file."""
 
     document_id: DocumentId
     title: str
@@ -34,7 +34,7 @@ class Document:
     record_id: str | None = None
     """The record's own `_id` in a JSONL corpus (BEIR layout), else None."""
     metadata: Metadata = field(default_factory=dict)
-    """What the file itself says about it, as `clean_metadata` leaves it."""
+    """Metadata from the file, after `clean_metadata`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Chunk:
     chunk_id: ChunkId
     document_id: DocumentId
     ordinal: int
-    """Place in its document, from 0."""
+    """Index in its document, from 0."""
     text: str
     title: str = ""
     heading_path: tuple[str, ...] = ()
@@ -54,17 +54,17 @@ class Chunk:
     end_line: int = 0
     record_id: str | None = None
     start_page: int = 0
-    """0 where the format has no pages."""
+    """0 if the format has no pages."""
     end_page: int = 0
 
     @property
     def heading(self) -> str:
-        """`Title > Section > Subsection`; empty where the document has none."""
+        """`Title > Section > Subsection`; empty if the document has none."""
         return " > ".join(part for part in (self.title, *self.heading_path) if part)
 
     @property
     def indexed_text(self) -> str:
-        """What is embedded and what BM25 sees: the heading, then the text."""
+        """The text that is embedded and indexed by BM25: the heading, then `text`."""
         return f"{self.heading}\n{self.text}" if self.heading else self.text
 
 
@@ -80,13 +80,13 @@ class ScoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Best first, with what the search cost."""
+    """Results, best first, and the time of the search."""
 
     results: tuple[ScoredChunk, ...]
     embed_seconds: float = 0.0
     """Time to embed the query."""
     search_seconds: float = 0.0
-    """Time in the indexes, in fusion and in fetching the text."""
+    """Time in indexes, fusion and fetching text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +102,4 @@ class DocumentInfo:
     """Unix time in seconds."""
     metadata: Metadata = field(default_factory=dict)
     is_indexed: bool = True
-    """False of an uploaded file that searches do not find: its upload or removal was interrupted."""
+    """False for an uploaded file that searches do not find, because its upload or removal was interrupted."""

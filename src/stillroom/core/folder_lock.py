@@ -1,8 +1,7 @@
-"""A lock on a folder that notices when the folder, or the lock's file, was removed or replaced under its holder.
+"""A write lock on a folder that detects removal or replacement of the folder or the lock file.
 
-The system's lock is on a file, not on its name: after `rm -r` another process can lock a new file of the same name, and
-both would believe that they alone write. The holder keeps the file open, so its inode number is not used again, and
-comparing it with what stands under the name is sound.
+The operating system locks a file, not its name: after `rm -r` another process can lock a new file of the same name. The
+holder keeps the file open, so its inode number is not reused, and comparing it with the file under the name is sound.
 """
 
 import contextlib
@@ -22,8 +21,8 @@ class FolderLock:
     def __init__(self, path: Path, timeout_s: float = 0.0) -> None:
         """
         Args:
-            path: of the lock's file.
-            timeout_s: how long `acquire` waits for another holder.
+            path: the lock file.
+            timeout_s: longest wait of `acquire`.
         """
         self._path = path
         self._timeout_s = timeout_s
@@ -32,7 +31,7 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether it was acquired, and its file still stands under its name."""
+        """Whether the lock was acquired and its file is still under its name."""
         if self._lock is None:
             return False
         try:
@@ -46,7 +45,8 @@ class FolderLock:
 
         Raises:
             filelock.Timeout: another process or thread holds it.
-            OSError, NotImplementedError: the folder cannot be written, or has no locks.
+            OSError: the folder cannot be written.
+            NotImplementedError: the file system has no locks.
         """
         assert self._lock is None, "acquired twice"
         while True:
@@ -64,7 +64,7 @@ class FolderLock:
             self.release()  # its file was removed between opening and locking it
 
     def release(self) -> None:
-        """Let go of it. Idempotent."""
+        """Release the lock. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is not None:
             self._close()

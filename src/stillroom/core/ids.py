@@ -1,7 +1,7 @@
-"""Names of things, as distinct types: mixing them up is a type error.
+"""Ids as distinct types: using one for another is a type error.
 
-A chunk id is a function of document, place and text, never of insertion order, so that a ranking whose ties are
-broken by chunk id is a function of the corpus.
+A chunk id depends on document, ordinal and text, never on insertion order, so a ranking with ties broken by chunk id
+depends on the corpus only.
 """
 
 import hashlib
@@ -10,11 +10,11 @@ from typing import NewType
 from stillroom.errors import UsageError
 
 DocumentId = NewType("DocumentId", str)
-"""Name of a file, or `<name>#<record id>` for one record of a JSONL file. An upload is named from the knowledge base's
-folder (`uploads/keys.md`), another file by its absolute path."""
+"""Name of a file, or `<name>#<record id>` for a record of a JSONL file. The name of an upload is relative to the
+knowledge base (`uploads/keys.md`); the name of another file is its absolute path."""
 
 ChunkId = NewType("ChunkId", int)
-"""63-bit positive integer; shown to people as 16 hexadecimal digits."""
+"""63-bit non-negative integer; shown to users as 16 hexadecimal digits."""
 
 RequestId = NewType("RequestId", str)
 
@@ -23,10 +23,10 @@ BlockId = NewType("BlockId", int)
 
 
 def public_id(document_id: str) -> str:
-    """What a tenant of a server sees of a document id: no folder of the server.
+    """Return the document id that tenants see, without folders of the server.
 
-    An upload is `uploads/notes/keys.md` everywhere; the file `/srv/handbook/keys.md` is `files/6b0b9a1c37fd/keys.md`,
-    after a hash of its folder.
+    The upload `uploads/notes/keys.md` keeps its name. The file `/srv/handbook/keys.md` becomes
+    `files/6b0b9a1c37fd/keys.md`, with a hash of its folder.
     """
     path, mark, record = document_id.partition("#")
     if not path.startswith("/"):
@@ -36,18 +36,18 @@ def public_id(document_id: str) -> str:
 
 
 def chunk_id_of(document_id: DocumentId, ordinal: int, text: str) -> ChunkId:
-    """The identity of the `ordinal`-th chunk (from 0) of a document: 63 bits of a SHA-256."""
+    """Return the id of the `ordinal`-th chunk (from 0) of a document: 63 bits of a SHA-256."""
     digest = hashlib.sha256(f"{document_id}\0{ordinal}\0{text}".encode()).digest()
     return ChunkId(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def format_chunk_id(chunk_id: ChunkId) -> str:
-    """16 hexadecimal digits."""
+    """Return 16 hexadecimal digits."""
     return f"{chunk_id:016x}"
 
 
 def parse_chunk_id(text: str) -> ChunkId:
-    """The inverse of `format_chunk_id`.
+    """Parse the output of `format_chunk_id`.
 
     Raises:
         UsageError: the text is not 16 hexadecimal digits.

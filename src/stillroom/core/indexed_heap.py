@@ -1,7 +1,7 @@
-"""A binary heap that knows where each item is: look-up, re-key and removal by item (llmds 3.6).
+"""A binary heap with look-up, re-key and removal by item (llmds 3.6).
 
-Equal keys leave in the order in which they came, so that every decision made with it is reproducible. Invariants, which
-`check_integrity` tests: a parent never comes after its child, and the map of places is exact.
+Items with equal keys leave in order of arrival, so decisions are reproducible. Invariants, tested by `check_integrity`:
+a parent never comes after its child, and the map of places is exact.
 """
 
 from collections.abc import Hashable, Iterator
@@ -29,11 +29,11 @@ class IndexedHeap(Generic[T]):
         return item in self._places
 
     def __iter__(self) -> Iterator[T]:
-        """All items, in no particular order."""
+        """Yield all items in arbitrary order."""
         return iter(self._places)
 
     def key_of(self, item: T) -> float:
-        """Raises KeyError if the item is not here."""
+        """Return the item's key. Raises KeyError if the item is absent."""
         return self._sign * self._entries[self._places[item]][0]
 
     def push(self, item: T, key: float) -> None:
@@ -44,18 +44,18 @@ class IndexedHeap(Generic[T]):
         self._up(len(self._entries) - 1)
 
     def peek(self) -> tuple[T, float]:
-        """The first item and its key. Raises IndexError when empty."""
+        """Return the first item and its key. Raises IndexError if empty."""
         key, _, item = self._entries[0]
         return item, self._sign * key
 
     def pop(self) -> tuple[T, float]:
-        """Take out the first item, with its key. Raises IndexError when empty."""
+        """Remove and return the first item and its key. Raises IndexError if empty."""
         item, key = self.peek()
         self.remove(item)
         return item, key
 
     def remove(self, item: T) -> float:
-        """Take out any item; returns its key. Raises KeyError if it is not here."""
+        """Remove an item; return its key. Raises KeyError if the item is absent."""
         place = self._places.pop(item)
         key = self._entries[place][0]
         last = self._entries.pop()
@@ -64,19 +64,19 @@ class IndexedHeap(Generic[T]):
         return self._sign * key
 
     def update(self, item: T, key: float) -> None:
-        """Give an item another key; it keeps its arrival among equals. Raises KeyError if it is not here."""
+        """Change an item's key; its arrival among equals stays. Raises KeyError if the item is absent."""
         place = self._places[item]
         self._settle(place, (self._sign * key, self._entries[place][1], item))
 
     def check_integrity(self) -> None:
-        """The heap order and the map of places hold."""
+        """Assert the invariants."""
         assert len(self._places) == len(self._entries)
         for place, entry in enumerate(self._entries):
             assert self._places[entry[2]] == place, f"{entry[2]!r} is not where the map says"
             assert place == 0 or self._entries[(place - 1) // 2][:2] < entry[:2], f"order is broken at {place}"
 
     def _settle(self, place: int, entry: tuple[float, int, T]) -> None:
-        """Put an entry into a place that it may not fit, and let it rise or sink from there."""
+        """Put an entry into a place, then move it up or down until the heap order holds."""
         self._entries[place] = entry
         if place > 0 and entry < self._entries[(place - 1) // 2]:
             self._up(place)

@@ -1,7 +1,7 @@
-"""Names for kept KV that everybody shares: where a copy is, what it is called, what is known of it.
+"""Kept KV: tiers, keys, records, and the interface between the knowledge tree and the stores.
 
-A node of the knowledge tree is the KV of one piece of a prompt after one exact sequence of earlier tokens; its key is a
-hash of all of that, so equal keys mean equal KV. Who decides is `kvcache`, who has the bytes is `kvstore`.
+A node of the knowledge tree is the KV of one piece of a prompt after one exact sequence of earlier tokens. Its key is a
+hash of all of that, so equal keys mean equal KV. `kvcache` decides; `kvstore` holds the bytes.
 """
 
 import hashlib
@@ -17,31 +17,31 @@ NodeKey = NewType("NodeKey", bytes)
 
 
 NO_CONTENT = bytes(32)
-"""Of a node whose tokens nobody has named."""
+"""`NodeRecord.content` of a node without a content hash."""
 
 OwnerTag = NewType("OwnerTag", bytes)
-"""Whose KV it is, in 8 bytes: only the tenant whose document is gone has its KV forgotten, and only his."""
+"""The tenant of a node, in 8 bytes: removing a tenant's document drops KV of that tenant only."""
 
 NO_TENANT = OwnerTag(bytes(8))
-"""The tag of the salt "": a process with one knowledge base has no other."""
+"""The tag of the salt "", of a process with one knowledge base."""
 
 
 def owner_of(salt: str) -> OwnerTag:
-    """The tag of a tenant's KV. The salt cannot be found from it."""
+    """Return the tag of a tenant's KV. The salt cannot be recovered from it."""
     return OwnerTag(hashlib.sha256(b"stillroom-owner\0" + salt.encode()).digest()[:8]) if salt else NO_TENANT
 
 
 def salt_of(tenant: str, knowledge_base: str) -> str:
-    """The salt of a tenant's requests: another one once its knowledge base was made anew.
+    """Return the salt of a tenant's requests; it changes when the knowledge base is recreated.
 
     Args:
-        knowledge_base: its identity.
+        knowledge_base: id of the tenant's knowledge base.
     """
     return f"{tenant}\0{knowledge_base}"
 
 
 class Tier(IntEnum):
-    """Where a copy of KV is. Smaller is faster."""
+    """Tier of a copy of KV. Smaller is faster."""
 
     DEVICE = 0
     HOST = 1
@@ -49,71 +49,71 @@ class Tier(IntEnum):
 
     @property
     def label(self) -> str:
-        """As people and metrics call it."""
+        """Name in messages and metrics."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """What is stored with a node's KV, so that a tree can be built again from its records."""
+    """Stored with a node's KV, so that a tree can be rebuilt from its records."""
 
     key: NodeKey
     parent: NodeKey
-    """The key of the piece before it; its own for the first piece of a prompt."""
+    """Key of the previous piece; the node's own key for the first piece of a prompt."""
     first_position: int
     """Prompt tokens before it."""
     num_tokens: int
     chunk_id: ChunkId | None
-    """The chunk whose text it is; None for a system prompt or a question."""
+    """The chunk of its text; None for a system prompt or a question."""
     avg_cost: float
-    """Seconds per token to compute it, as `KnowledgeTree` measured them; worth more than 0."""
+    """Seconds per token to compute it, as `KnowledgeTree` measured; above 0."""
     frequency: float
-    """Uses in the last time window, when it was stored."""
+    """Uses in the time window before it was stored."""
     content: bytes = NO_CONTENT
-    """32 bytes that name its tokens for this model and tenant, wherever they stand."""
+    """Hash of its tokens, model and tenant, independent of position: 32 bytes."""
     notes: bytes = b""
-    """What else the tree knows of it (`ContextMass.to_bytes`), of any length."""
+    """Further data of the tree (`ContextMass.to_bytes`), of any length."""
     owner: OwnerTag = NO_TENANT
     seen: tuple[ChunkId, ...] = ()
-    """Ids of the chunks whose text its KV has attended to, its own included: sorted, each once."""
+    """Distinct ids of the chunks that its KV has attended to, its own included: sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCopy:
-    """A copy of a node, to be read."""
+    """A copy of a node to read from."""
 
     key: NodeKey
     tier: Tier
     block_ids: Sequence[BlockId]
-    """Where it is on the device; empty elsewhere."""
+    """Its blocks on the device; empty on other tiers."""
     first_position: int
-    """Where its tokens stood when its keys were rotated."""
+    """Position of its first token when its keys were rotated."""
     num_tokens: int
 
 
 class KVMover(Protocol):
-    """Carries out what the knowledge tree decides, at once and in order. Called by the engine's thread only.
+    """Copies KV between tiers, synchronously and in order. Called by the engine's thread only.
 
-    A copy that cannot be made or does not verify is reported by False: nothing of it is left in the target. After a
-    failed `load`, `place` or `store`, `has` tells whether the source is still there. Copies on host and disk have the
-    checksum that was computed when the KV left the device, and verify against it whenever they are read. KV that is not
-    finite is not copied to the host or to disk.
+    Methods return False if the copy cannot be made or does not verify; the target then holds nothing of it. After a
+    failed `load`, `place` or `store`, `has` tells whether the source still exists. Copies on host and disk carry the
+    checksum computed when the KV left the device, and every read verifies it. Non-finite KV is not copied to host or
+    disk.
     """
 
     def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
-        """Read a node that is on disk only, ahead of its use, until `cancel_prefetch` is called as often.
+        """Start to read a node from disk. Each successful call needs one `cancel_prefetch`.
 
         Returns:
-            False if it will not be read ahead; then there is nothing to cancel.
+            False if the node is not prefetched; then there is nothing to cancel.
         """
         ...
 
     def cancel_prefetch(self, key: NodeKey) -> None:
-        """The sequence has it, or waits no more."""
+        """End one `prefetch`: the sequence has the KV or no longer waits."""
         ...
 
     def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        """Whether the first `num_tokens` slots of these device blocks hold finite numbers only."""
+        """Whether the first `num_tokens` slots of these device blocks are finite."""
         ...
 
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
@@ -121,11 +121,11 @@ class KVMover(Protocol):
         ...
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        """Copy a node from host or disk into these device blocks, verified."""
+        """Copy a node from host or disk into these device blocks, and verify it."""
         ...
 
     def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
-        """Copy a node into these device blocks as if its tokens stood from this position on, verified."""
+        """Copy a node into these device blocks, with its keys rotated to `first_position`, and verify it."""
         ...
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
@@ -133,9 +133,9 @@ class KVMover(Protocol):
         ...
 
     def has(self, key: NodeKey, tier: Tier) -> bool:
-        """Whether the host's or the disk's copy is there, as far as is known."""
+        """Whether the copy on this tier exists, as far as known."""
         ...
 
     def drop(self, key: NodeKey, tier: Tier) -> None:
-        """Forget the host's or the disk's copy."""
+        """Delete the copy on this tier."""
         ...

@@ -1,7 +1,7 @@
-"""What is known about a document besides its text: names with plain values, as filters compare them.
+"""Metadata of documents: names with plain values that filters compare.
 
-A value is a text, a number, a truth value, or a list of those; a date is a text in ISO 8601. Whatever a file or caller
-says is brought into that form once (`clean_metadata`), so that the same metadata is the same JSON everywhere.
+A value is a text, a number, a boolean, or a list of these; a date is a text in ISO 8601. `clean_metadata` brings
+metadata of files and callers into this form once, so that equal metadata has equal JSON.
 """
 
 import datetime
@@ -23,12 +23,15 @@ MAX_ITEMS = 1000
 _MAX_DEPTH = 8
 _MAX_VISITED = 4096
 MAX_INTEGER = 2**63 - 1
-"""What SQLite compares exactly; a larger number is kept as a float."""
+"""Largest integer that SQLite compares exactly; larger ones are kept as floats."""
 
 
 def clean_metadata(raw: Mapping[Any, object]) -> Metadata:
-    """What can be kept of `raw`, by name in order. A mapping within becomes dotted names (`author.name`), dates become
-    ISO 8601, and what is no value (null, blank, not finite) or far too long is left out."""
+    """Return the fields of `raw` that can be kept, sorted by name.
+
+    A nested mapping becomes dotted names (`author.name`), and dates become ISO 8601. Null, blank, non-finite and far
+    too long values are left out.
+    """
     found: dict[str, MetaValue] = {}
     for name, value in islice(_flat(raw, "", 0), _MAX_VISITED):
         kept = _value(value)
@@ -38,12 +41,12 @@ def clean_metadata(raw: Mapping[Any, object]) -> Metadata:
 
 
 def metadata_to_json(metadata: Metadata) -> str:
-    """Equal metadata gives equal text."""
+    """Return JSON; equal metadata gives equal text."""
     return json.dumps(metadata, sort_keys=True, ensure_ascii=False, allow_nan=False)
 
 
 def metadata_from_json(text: str) -> Metadata:
-    """The inverse of `metadata_to_json`."""
+    """Parse the output of `metadata_to_json`."""
     found = json.loads(text)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
@@ -51,7 +54,7 @@ def metadata_from_json(text: str) -> Metadata:
 def _flat(raw: Mapping[Any, object], prefix: str, depth: int) -> Iterator[tuple[str, object]]:
     for key, value in raw.items():
         name = prefix + _name(str(key)[: MAX_NAME_CHARS + 1])
-        yield name, value  # a mapping, too, which is no value: so that what visits can stop
+        yield name, value  # mappings too, so that the caller can stop at _MAX_VISITED
         if isinstance(value, Mapping) and depth < _MAX_DEPTH:
             yield from _flat(value, f"{name}.", depth + 1)
 
@@ -81,8 +84,8 @@ def _scalar(value: object) -> Scalar | None:
 
 
 def typed(text: str) -> Scalar:
-    """A text that is written as a truth value or a number, as that; `007`, `1e400` and integers that SQLite cannot hold
-    stay texts."""
+    """Convert a text that is written as a boolean or a number; `007`, `1e400` and integers that SQLite cannot hold stay
+    texts."""
     text = text.strip()
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -94,12 +97,12 @@ def typed(text: str) -> Scalar:
 
 
 def _name(text: str) -> str:
-    """Printable, on one line, and without the marks that a path in JSON is quoted with."""
+    """Return the printable part on one line, without quotes and backslashes, which a JSON path cannot quote."""
     kept = (one for one in clean_text(text) if one.isspace() or (one.isprintable() and one not in '"\\'))
     return " ".join("".join(kept).split())
 
 
 def clean_text(value: str) -> str:
-    """Without what no file in UTF-8 can hold, which JSON and PDF can name, and without NUL, at which SQLite would end
-    it."""
+    """Replace lone surrogates, which JSON and PDF can hold but UTF-8 cannot, and remove NUL, where SQLite ends a
+    text."""
     return value.encode("utf-8", "replace").decode().replace("\0", "")

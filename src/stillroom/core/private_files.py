@@ -1,11 +1,11 @@
-"""Folders and files that hold documents: readable by the owner of the process, whatever the umask says.
+"""Creates folders and files that only the owner of the process can read, for any umask.
 
-The rule, for everything below a knowledge base's folder:
+Rules for everything below a knowledge base's folder:
 
-- that folder is made with mode 0700. What is made in it has the rights of its owner, and of the group as far as the
-  folder in which it is made grants them; never rights of others.
-- a folder that others may read or enter (made by an earlier version, or under umask 022) is closed to group and others
-  when its owner opens it, with all that is in it. One that is closed to others is as the operator wants it.
+- The folder is created with mode 0700. Files and folders in it get the owner's rights, and the group's rights that
+  their folder grants; never rights of others.
+- A folder that others may read or enter (from an earlier version, or under umask 022) is closed to group and others,
+  with its content, when its owner opens it. A folder that is closed to others keeps its mode.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ _GROUP_FILE, _GROUP_FOLDER = stat.S_IRGRP | stat.S_IWGRP, stat.S_IRWXG
 
 
 def file_mode(folder: Path) -> int:
-    """The mode of a file that is made in a folder."""
+    """Return the mode of a new file in this folder."""
     return 0o600 | (_group_rights(folder) & _GROUP_FILE)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it where they are missing; does nothing to those that are there."""
+    """Create a folder and its missing parents; existing ones stay as they are."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -38,26 +38,26 @@ def make_folder(folder: Path) -> None:
 
 
 def create_file(path: Path) -> None:
-    """Make an empty file, unless there is one: for libraries that open files by their names."""
+    """Create an empty file unless it exists, for libraries that open files by name."""
     with contextlib.suppress(FileExistsError):
         os.close(_opened(path, os.O_WRONLY | os.O_EXCL))
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A new, empty file to write to; one that is there is emptied."""
+    """Open a new file, or an emptied existing one, for writing."""
     return os.fdopen(_opened(path, os.O_WRONLY | os.O_TRUNC), "wb")
 
 
 def opened_file(path: Path) -> int:
-    """The descriptor of `open_file`."""
+    """Return a file descriptor, as `open_file`."""
     return _opened(path, os.O_WRONLY | os.O_TRUNC)
 
 
 def close_to_others(folder: Path) -> None:
-    """Close a folder that others may read or enter, and all that is in it, to group and others; one line in the log.
+    """Remove the rights of group and others from a folder that others may read or enter, and from its content.
 
-    Does nothing where it is closed already, belongs to another user, or may not be written. A file that cannot be
-    changed stays as it is.
+    Logs one line. Does nothing if the folder is closed already, belongs to another user, or cannot be written. A file
+    that cannot be changed stays as it is.
     """
     try:
         status = folder.stat()
@@ -66,9 +66,9 @@ def close_to_others(folder: Path) -> None:
         for parent, folders, names in os.walk(folder):
             for name in (*folders, *names):
                 _close(os.path.join(parent, name))
-        os.chmod(folder, stat.S_IMODE(status.st_mode) & 0o7700)  # last: where this is interrupted, it is done again
+        os.chmod(folder, stat.S_IMODE(status.st_mode) & 0o7700)  # last, so that an interrupted run is repeated
     except OSError as error:
-        logger.warning("%s is readable by other users, and that cannot be changed: %s", folder, error.strerror)
+        logger.warning("%s is readable by other users, and its mode cannot be changed: %s", folder, error.strerror)
         return
     logger.warning(
         "%s was readable by other users; it is now closed to all but its owner. To let a group read it: "
@@ -79,11 +79,11 @@ def close_to_others(folder: Path) -> None:
 
 
 def close_files(folder: Path) -> None:
-    """Give the files of one folder the mode of `file_mode`: for those that a library has made."""
+    """Set the mode of `file_mode` on the files of one folder, for files that a library created."""
     mode = file_mode(folder)
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            with contextlib.suppress(OSError):  # removed meanwhile, or another user's
                 if entry.is_file(follow_symlinks=False) and stat.S_IMODE(entry.stat().st_mode) != mode:
                     os.chmod(entry.path, mode)
 
@@ -105,7 +105,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def _group_rights(folder: Path) -> int:
-    """The group's bits of a folder's mode, if the folder is closed to others; else none."""
+    """Return the group bits of a folder's mode if the folder is closed to others, else 0."""
     try:
         mode = folder.stat().st_mode
     except OSError:

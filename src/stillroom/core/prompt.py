@@ -1,4 +1,4 @@
-"""A prompt as segments. Each segment is tokenised on its own, so a chunk has the same tokens wherever it stands."""
+"""Prompts as segments. Each segment is tokenised on its own, so a chunk has the same tokens in every prompt."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,12 +17,12 @@ class SegmentKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of prompt tokens that is reused or computed as one. In KV it starts on a fresh block."""
+    """A run of prompt tokens that is reused or computed as a whole. Its KV starts on a fresh block."""
 
     kind: SegmentKind
     token_ids: tuple[int, ...]
     chunk_id: ChunkId | None = None
-    """Which chunk it renders; None for all else."""
+    """The chunk of its text; None for other kinds."""
 
     def __post_init__(self) -> None:
         assert self.token_ids, f"an empty {self.kind} segment; leave it out of the prompt"
@@ -30,19 +30,19 @@ class Segment:
 
 @dataclass(frozen=True)
 class SegmentedPrompt:
-    """System, chunk 1..k, question: what the model reads, in order. In a conversation earlier turns come before: their
-    chunks, then a turn with question and answer."""
+    """A prompt: system, chunk 1..k, question. In a conversation each earlier turn comes before: its chunks, then a turn
+    with question and answer."""
 
     segments: tuple[Segment, ...]
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens in order; the position of a token is its index here."""
+        """All tokens; the position of a token is its index."""
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
     def chunk_ids(self) -> tuple[ChunkId, ...]:
-        """The chunks in it, in order."""
+        """Ids of its chunks, in order."""
         return tuple(segment.chunk_id for segment in self.segments if segment.chunk_id is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""What the engine is asked to do, and how a request ends. Plain values; the running state is the scheduler's."""
+"""Requests to the engine and their sampling parameters. Plain values; the scheduler holds the running state."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ MaySee = Callable[[Collection[ChunkId]], bool]
 _INFINITY = float("inf")
 
 LEAST_TEMPERATURE = 1e-5
-"""Below it sampling is greedy, as in vLLM: no second token has a chance, and float32 cannot hold the quotients."""
+"""Below it sampling is greedy, as in vLLM: float32 cannot hold the quotients."""
 MAX_LOGPROBS = 20
-"""Most alternatives reported for a token; OpenAI's own limit."""
+"""Most alternatives reported for a token; OpenAI's limit."""
 
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -33,15 +33,13 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` was reached."""
     ABORTED = "aborted"
-    """Cancelled, by the user or because the engine stopped."""
+    """Cancelled by the client, or the engine stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are picked. In the order of application: `logit_bias`, penalties, `min_tokens`, temperature, `top_k`,
-    `top_p`, `min_p`.
-
-    Numbers of numpy are taken as Python's: nothing else may reach a step, which many requests share.
+    """Sampling of tokens. Applied in this order: `logit_bias`, penalties, `min_tokens`, temperature, `top_k`, `top_p`,
+    `min_p`. Numbers of numpy are converted to Python's.
 
     Raises:
         UsageError: a value is of the wrong type or out of range.
@@ -50,9 +48,9 @@ class SamplingParams:
     max_tokens: int = 256
     """Most tokens to generate; at least 1."""
     min_tokens: int = 0
-    """Stop tokens are out of the question before this many tokens."""
+    """Stop tokens are forbidden before this many tokens."""
     temperature: float = 0.0
-    """0, like anything below `LEAST_TEMPERATURE`, is greedy."""
+    """Greedy below `LEAST_TEMPERATURE`."""
     top_k: int = 0
     """Sample from this many of the most likely tokens; 0 is all."""
     top_p: float = 1.0
@@ -69,12 +67,12 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
     logprobs: int | None = None
-    """None: none. Otherwise each token comes with its log probability and those of this many most likely ones."""
+    """Report the log probabilities of each token and of this many most likely ones; None: report none."""
     seed: int = 0
     """Non-negative. The n-th token's random number is a function of (seed, n) alone."""
 
     def __post_init__(self) -> None:
-        self._take_numbers()
+        self._convert_numbers()
         for name, is_valid, rule in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]"),
@@ -92,7 +90,7 @@ class SamplingParams:
             if not is_valid:
                 raise UsageError(f"{name}={getattr(self, name)}; it must be {rule}")
 
-    def _take_numbers(self) -> None:
+    def _convert_numbers(self) -> None:
         for name in _INTEGERS:
             object.__setattr__(self, name, integer(name, getattr(self, name)))
         for name in _NUMBERS:
@@ -112,28 +110,28 @@ class SamplingParams:
 
 
 class TokenConstraint(Protocol):
-    """Which tokens may come next in one sequence."""
+    """The tokens that may come next in one sequence."""
 
     def copy(self) -> "TokenConstraint":
-        """An independent constraint at the same place."""
+        """Return an independent constraint in the same state."""
         ...
 
     def allowed(self) -> NDArray[np.int32]:
-        """One bit per token of the vocabulary, lowest bit first; at least one is set."""
+        """Return one bit per token of the vocabulary, lowest bit first; at least one is set."""
         ...
 
     def advance(self, token_id: int) -> None:
-        """This token came; it was allowed."""
+        """Append a token. Precondition: it is allowed."""
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Nothing can follow: the sequence ends."""
+        """Whether no token can follow; the sequence ends."""
         ...
 
     @property
     def error(self) -> str | None:
-        """Why it cannot say any more what may come: the sequence ends, and is no answer. None while it can."""
+        """Why the constraint failed; the sequence ends without an answer. None while it works."""
         ...
 
 
@@ -158,37 +156,36 @@ class Request(SampleRequest):
 
     prompt: SegmentedPrompt
     stop_token_ids: frozenset[int] = frozenset()
-    """Generation ends after one of these; it is not part of the answer."""
+    """Generation ends at one of these; it is not part of the answer."""
     cache_salt: str = ""
-    """KV is shared only among requests of the same salt: one per tenant."""
+    """KV is shared among requests of the same salt only: one salt per tenant."""
     may_place: bool = True
-    """Whether KV of other places may be used for it, where that is configured at all."""
+    """Whether KV of other positions may be used, if `reuse.mode` allows it."""
     constraint: TokenConstraint | None = None
-    """At the beginning of an answer; never advanced, every sequence works on a copy."""
+    """State at the beginning of an answer; sequences advance copies of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """When a request first got its turn, in seconds on the engine's monotonic clock. A later preemption changes none of
+    """First admission of a request, in seconds on the engine's monotonic clock. A later preemption does not change
     it."""
 
     admitted_at: float
-    """It waited until then; from then on its KV was loaded."""
+    """End of waiting; loading of its KV starts."""
     began_at: float
-    """Computing began. Between the two also lie loads for requests that were admitted in the same step."""
+    """Start of computing. The time before includes loads of other requests that were admitted in the same step."""
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """The seed of the `index`-th of several samples of one request: the seed itself for the first, else one derived
-    from both."""
+    """Return the seed of the `index`-th sample of a request: `seed` for the first, else derived from both."""
     if index == 0:
         return seed
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def uniform_at(seed: int, index: int) -> float:
-    """The random number in [0, 1) of the `index`-th token of a request with this seed.
+    """Return the random number in [0, 1) of the `index`-th token of a request with this seed.
 
-    Counter-based (Philox), so it has no state to lose when a request is preempted, moved or batched differently.
+    Counter-based (Philox): stateless, so preemption and batching do not change it.
     """
     return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())

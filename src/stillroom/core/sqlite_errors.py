@@ -1,4 +1,4 @@
-"""SQLite's errors without its messages: those may quote what a damaged row holds."""
+"""Descriptions of SQLite errors without SQLite's messages, which may quote a damaged row."""
 
 import sqlite3
 
@@ -10,7 +10,7 @@ _REASONS = {
     sqlite3.SQLITE_PERM: "it may not be read",
     sqlite3.SQLITE_NOMEM: "there is not enough memory",
     sqlite3.SQLITE_CORRUPT: "its pages are damaged",
-    sqlite3.SQLITE_NOTADB: "it is no SQLite database",
+    sqlite3.SQLITE_NOTADB: "it is not an SQLite database",
 }
 
 
@@ -21,6 +21,6 @@ def code_of(error: sqlite3.Error, unknown: int) -> int:
 
 def reason_of(error: sqlite3.Error) -> str:
     """Say what kind of error it is, with the name of its code and without its message."""
-    reason = _REASONS.get(code_of(error, 0), "it holds what cannot be read")
+    reason = _REASONS.get(code_of(error, 0), "its content cannot be read")
     name = getattr(error, "sqlite_errorname", "")
     return f"{reason} ({name})" if name else reason

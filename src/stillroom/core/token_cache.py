@@ -1,5 +1,4 @@
-"""A cache with a budget in tokens instead of entries (llmds 3.1). The policy is a sort key: the paper's, or a better
-one.
+"""A cache with a budget in tokens instead of entries, and a sort key as eviction policy (llmds 3.1).
 
 Invariant, after every operation: the tokens of all entries add up to at most the budget. All operations are O(log n).
 """
@@ -16,34 +15,33 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class EntryUse:
-    """What a policy may look at: one entry at its last access."""
+    """Input of a policy: one entry at its last access."""
 
     recency: int
-    """Number of that access, counted over the whole cache from 1: larger is more recent."""
+    """Number of that access over the whole cache, from 1: larger is more recent."""
     num_tokens: int
     num_uses: int
-    """Accesses of this entry so far, its arrival included."""
+    """Accesses of this entry, its arrival included."""
     clock: float
-    """Largest key that was ever evicted: what a key must exceed to be worth keeping now."""
+    """Largest key evicted so far."""
 
 
 Policy = Callable[[EntryUse], float]
-"""The smallest key leaves first; among equals the one that came first."""
+"""Returns a key; the smallest is evicted first, among equals the earliest arrival."""
 
 
 def tamm(use: EntryUse) -> float:
-    """recency / tokens, as llmds 3.1.1 has it. As accesses add up, recencies become alike and size decides alone."""
+    """recency / tokens (llmds 3.1.1). With many accesses recencies become alike, and size alone decides."""
     return use.recency / use.num_tokens
 
 
 def gdsf(use: EntryUse) -> float:
-    """clock + uses / tokens (Greedy-Dual-Size-Frequency): hits per token of budget, with the old ageing as the clock
-    rises."""
+    """clock + uses / tokens (Greedy-Dual-Size-Frequency): hits per token of budget, aged by the rising clock."""
     return use.clock + use.num_uses / use.num_tokens
 
 
 def lru(use: EntryUse) -> float:
-    """The least recently used, whatever its size."""
+    """Least recently used, for any size."""
     return float(use.recency)
 
 
@@ -55,7 +53,7 @@ class _CacheEntry(Generic[V]):
 
 
 class TokenCache(Generic[K, V]):
-    """Values by key, together at most `budget` tokens."""
+    """Maps keys to values of together at most `budget` tokens."""
 
     def __init__(self, budget: int, policy: Policy = gdsf) -> None:
         assert budget >= 0
@@ -71,14 +69,14 @@ class TokenCache(Generic[K, V]):
         return len(self._entries)
 
     def __contains__(self, key: K) -> bool:
-        """Whether it is here; does not count as an access."""
+        """Whether the key is present; not an access."""
         return key in self._entries
 
     def __iter__(self) -> Iterator[K]:
         return iter(self._entries)
 
     def get(self, key: K) -> V | None:
-        """The value, or None. An access: the entry becomes the most recent one."""
+        """Return the value or None. Counts as an access."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -86,14 +84,17 @@ class TokenCache(Generic[K, V]):
         return entry.value
 
     def peek(self, key: K) -> V:
-        """The value without counting as an access. Raises KeyError if it is not here."""
+        """Return the value without an access. Raises KeyError if absent."""
         return self._entries[key].value
 
     def put(self, key: K, value: V, num_tokens: int) -> bool:
-        """Store (or replace) a value, evicting others until it fits; False, and nothing changed, if it never can.
+        """Store or replace a value, evicting others until it fits.
 
         Args:
-            num_tokens: what it costs; at least 1.
+            num_tokens: cost of the value; at least 1.
+
+        Returns:
+            False, with nothing changed, if the value exceeds the budget.
         """
         assert num_tokens > 0
         if num_tokens > self.budget:
@@ -109,7 +110,7 @@ class TokenCache(Generic[K, V]):
         return True
 
     def discard(self, key: K) -> bool:
-        """Forget an entry; False if it is not here."""
+        """Remove an entry; return False if absent."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
@@ -118,14 +119,14 @@ class TokenCache(Generic[K, V]):
         return True
 
     def check_integrity(self) -> None:
-        """The books add up and stay within the budget."""
+        """Assert that the token counts add up and stay within the budget."""
         self._order.check_integrity()
         assert set(self._order) == set(self._entries)
         assert self.total_tokens == sum(entry.num_tokens for entry in self._entries.values())
         assert self.total_tokens <= self.budget, f"{self.total_tokens} tokens exceed the budget of {self.budget}"
 
     def _use(self, entry: _CacheEntry[V]) -> float:
-        """Count an access; returns the entry's new key."""
+        """Count an access; return the entry's new key."""
         self._num_accesses += 1
         entry.num_uses += 1
         return self._policy(EntryUse(self._num_accesses, entry.num_tokens, entry.num_uses, self._clock))
