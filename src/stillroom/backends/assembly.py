@@ -14,7 +14,7 @@ import torch
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.clock import Clock
 from stillroom.core.kv import Tier
-from stillroom.engine.audit import Audit
+from stillroom.engine.audit import Audit, AuditStats
 from stillroom.errors import ConfigError
 from stillroom.kvcache.admission import Reuse
 from stillroom.kvcache.blocks.pool import BlockPool
