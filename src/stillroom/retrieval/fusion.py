@@ -1,4 +1,4 @@
-"""Two rankings to one. Pure functions; the order of the input does not matter, ties are broken by chunk id."""
+"""Fusion rules: pure functions that merge a dense and a sparse ranking. Ties are broken by chunk id."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,7 +12,7 @@ _SHORT_QUERY = 5
 def rrf(rankings: Sequence[Iterable[tuple[ChunkId, float]]], rank_constant: int = 60) -> Ranking:
     """Reciprocal rank fusion (Cormack, Clarke and Buettcher 2009): the sum over rankings of 1 / (constant + rank).
 
-    Ranks count from 1. Scores serve only to order each ranking, so their scales need not agree.
+    Ranks count from 1. Scores only order each ranking, so their scales need not agree.
     """
     fused: dict[ChunkId, float] = {}
     for ranking in rankings:
@@ -26,9 +26,9 @@ def minmax(
 ) -> Ranking:
     """Normalised adaptive score fusion (llmds 3.3): alpha * dense + (1 - alpha) * sparse, each scaled to [0, 1].
 
-    The paper's: the min-max scaling over each candidate set (3.3.1) and alpha by query length (3.3.2). Ours: where all
-    scores of a side are equal, the paper divides by zero; they all count 1, being all the best. A chunk that one side
-    did not find, of which the paper says nothing, gets 0 from that side.
+    From the paper: min-max scaling over each candidate set (3.3.1) and alpha by query length (3.3.2). Added: if all
+    scores of a side are equal, where the paper divides by zero, each scales to 1; a chunk that a side did not find gets
+    0 from that side.
     """
     alpha = dense_weight(num_query_tokens)
     fused: dict[ChunkId, float] = {}
@@ -39,21 +39,20 @@ def minmax(
 
 
 CONVEX_DENSE_WEIGHT = 0.8
-"""alpha of `convex`; how it was chosen: docs/retrieval-quality.md."""
+"""alpha of `convex`; chosen by the measurements of docs/retrieval-quality.md."""
 
 
 def convex(
     dense: Mapping[ChunkId, float], sparse: Mapping[ChunkId, float], alpha: float = CONVEX_DENSE_WEIGHT
 ) -> Ranking:
-    """alpha * dense + (1 - alpha) * sparse over complete scores, scaled from the least possible to the best found.
+    """alpha * dense + (1 - alpha) * sparse over complete scores, each scaled from the least possible to the best found.
 
-    "Complete" is what sets it apart from `minmax`: every candidate has its true score from both sides, also from the
-    one that did not rank it high enough to find it. The least possible is -1 for a cosine and 0 for BM25 (theoretical
-    min-max, Bruch, Gai and Ingber 2023), so that the last candidate of a good list does not count as worthless.
+    Unlike in `minmax`, every candidate has its true score from both sides, also from a side that did not find it. The
+    least possible score is -1 for a cosine and 0 for BM25 (theoretical min-max, Bruch, Gai and Ingber 2023).
 
     Args:
         dense: cosine of each candidate.
-        sparse: BM25 score of each candidate, of the same candidates.
+        sparse: BM25 score of each candidate; same keys as `dense`.
     """
     assert dense.keys() == sparse.keys(), "scores are not complete"
     if not dense:
@@ -70,7 +69,7 @@ def convex(
 
 
 def dense_weight(num_query_tokens: int) -> float:
-    """alpha of llmds 3.3.2: long queries favour dense, short ones sparse."""
+    """Return alpha of llmds 3.3.2: long queries favour dense, short queries sparse."""
     if num_query_tokens > _LONG_QUERY:
         return 0.7
     return 0.5 if num_query_tokens >= _SHORT_QUERY else 0.3

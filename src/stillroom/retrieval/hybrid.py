@@ -1,4 +1,4 @@
-"""One search: embed the question, ask both indexes, fuse, fetch the text. Searching by words alone embeds nothing."""
+"""Hybrid search: embed the question, search both indexes, fuse, fetch the text; and the chunks that a filter allows."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -31,22 +31,22 @@ _Sides = Mapping[str, Mapping[ChunkId, float]]
 _MODES = ("hybrid", "dense", "sparse")
 
 MAX_KEPT = 8_000_000
-"""Ids that are kept: 64 MB."""
+"""Most ids in the cache of filters: 64 MB."""
 _MAX_FIELDS = 1000
-"""Names of fields that are looked at; with more, an unknown one is not complained about."""
+"""Most field names read; with more, unknown fields are not reported."""
 _MAX_SHOWN, _MAX_NAME = 10, 100
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What both indexes say of one question, before any fusion."""
+    """Candidates of one question from both indexes, before fusion."""
 
     dense: Ranking
     sparse: Ranking
     cosines: dict[ChunkId, float]
-    """Complete: of every candidate, whichever side found it."""
+    """Cosine of every candidate of either side."""
     bm25: dict[ChunkId, float]
-    """Complete, of the same candidates."""
+    """BM25 score of the same candidates."""
     num_query_tokens: int
 
 
@@ -69,21 +69,21 @@ class _EmbeddedQuestion:
 
 
 class FilteredChunks:
-    """Finds what filters allow. Thread-safe."""
+    """Finds the chunks that a filter allows: once per filter and generation of the corpus. Thread-safe."""
 
     def __init__(self, corpus: Corpus) -> None:
         self.hides_folders = False
-        """Whether `path` tells nothing of the folders of this machine; see `condition_of`. Set before the first use."""
+        """Whether filters must not reveal folders of this machine; see `condition_of`. Set before the first use."""
         self._corpus = corpus
         self._lock = Lock()
         self._kept: OrderedDict[str, tuple[int, AllowedIds, str]] = OrderedDict()
-        """By filter: the generation, the chunks, and why there can be none; the least recently used first."""
+        """Generation, chunks and error message by filter, least recently used first."""
 
     def allowed(self, where: str) -> AllowedIds:
-        """The chunks that a filter allows now.
+        """Return the chunks that a filter allows now.
 
         Raises:
-            FilterError: it is no filter, or allows nothing and names a field that no document has.
+            FilterError: the filter is malformed, or allows nothing and names a field that no document has.
         """
         allowed, complaint = self._found(where, parse_filter(where))
         if complaint:
@@ -107,7 +107,7 @@ class FilteredChunks:
         return found, complaint
 
     def _complaint(self, parsed: Filter) -> str:
-        """Names fields of a filter that no document has, and those that may be meant; empty if there is none such."""
+        """Return an error message that names unknown fields and similar known ones; empty if there are none."""
         known = [*BUILT_IN, *self._corpus.field_names(_MAX_FIELDS)]
         unknown = sorted(fields_of(parsed) - set(known))
         if not unknown or len(known) >= _MAX_FIELDS or not self._corpus.num_chunks:
@@ -135,22 +135,22 @@ class HybridSearch:
     def search(
         self, query: str, mode: SearchMode | None = None, top_k: int | None = None, where: str = ""
     ) -> SearchResult:
-        """The best chunks, best first. None takes the configuration's default.
+        """Return the best chunks, best first. None takes the configuration's default.
 
         Args:
             where: a filter (see `filters.language`); blank allows every chunk.
 
         Raises:
-            UsageError: the query is blank, the mode unknown, top_k less than 1, or the filter is none.
+            UsageError: the query is blank, the mode unknown, top_k less than 1, or the filter malformed.
         """
         return next(self.search_staged(query, mode, top_k, 1, where))
 
     def hide_folders(self) -> None:
-        """From now on, no filter tells anything of the folders of this machine."""
+        """Let no filter reveal folders of this machine from now on."""
         self._filters.hides_folders = True
 
     def allowed(self, where: str) -> AllowedIds:
-        """The chunks that a filter allows now. Raises FilterError: it is none."""
+        """See `FilteredChunks.allowed`."""
         return self._filters.allowed(where)
 
     def search_staged(
@@ -161,12 +161,13 @@ class HybridSearch:
         num_stages: int = NUM_STAGES,
         where: str = "",
     ) -> Iterator[SearchResult]:
-        """`search` in stages (see `staged`): what the words find comes before the question is embedded, then each stage
-        of the dense side is fused with it. Each result says what the search has cost so far. Raises as `search`, with
-        the first list.
+        """Yield a result after each stage of `search`; the last is that of `search`.
+
+        The BM25 result comes before the question is embedded, then each stage of the dense side is fused with it. Each
+        result has the cost of the search so far. Raises as `search`, with the first result.
 
         Args:
-            num_stages: at most so many lists; 1 gives the last only.
+            num_stages: most results; 1 yields the last only.
         """
         mode = mode or self._config.mode
         top_k = self._config.top_k if top_k is None else top_k
@@ -189,7 +190,7 @@ class HybridSearch:
             yield SearchResult(results, question.embed_seconds, seconds - question.embed_seconds)
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
-        """Everything a fusion rule could want to know; for measuring rules beside each other."""
+        """Return the input of fusion rules, so that rules can be compared."""
         vector = self._embedder.embed_query(query)
         dense = self._indexes.search_dense(vector, num_candidates)
         sparse = self._indexes.search_sparse(query, num_candidates)
@@ -204,7 +205,7 @@ class HybridSearch:
         num_stages: int,
         allowed: AllowedIds | None,
     ) -> Iterator[tuple[Ranking, _Sides]]:
-        """The ranking after each stage, with the scores of both sides."""
+        """Yield the ranking after each stage, with the scores of both sides."""
         sparse = self._indexes.search_sparse(question.text, num_candidates, allowed) if mode != "dense" else []
         if mode == "sparse" or (sparse and num_stages > 1):
             yield sparse, {"sparse": dict(sparse)}
@@ -223,7 +224,7 @@ class HybridSearch:
         return convex(cosines, bm25), {"dense": cosines, "sparse": bm25}
 
     def _fetch(self, fused: Ranking, sides: _Sides, top_k: int) -> tuple[ScoredChunk, ...]:
-        """The first chunks that still exist: another process may have removed some since the indexes were read."""
+        """Return the first chunks that still exist: another process may have removed some since the search."""
         results: list[ScoredChunk] = []
         for start in range(0, len(fused), top_k):
             batch = fused[start : start + top_k]
@@ -239,8 +240,8 @@ class HybridSearch:
 
 def _check(query: str, mode: str, top_k: int) -> None:
     if not query.strip():
-        raise UsageError("the query is empty; ask for something")
+        raise UsageError("the query is empty; enter a question")
     if mode not in _MODES:
         raise UsageError(f"unknown search mode {mode!r}; use one of {', '.join(_MODES)}")
     if top_k < 1:
-        raise UsageError(f"top_k={top_k} asks for nothing; use 1 or more")
+        raise UsageError(f"top_k={top_k} is too small; use 1 or more")

@@ -1,4 +1,4 @@
-"""A file with arrays, written whole or not at all, and checked on reading."""
+"""Atomic and durable file writes; files of arrays with checksums."""
 
 import os
 import zipfile
@@ -15,7 +15,7 @@ from stillroom.errors import CorruptKnowledgeBaseError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file: a reader sees the old content or the new, also after a power cut."""
+    """Replace a file: readers see the old or the new content, also after a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open_file(temporary) as stream:
@@ -28,13 +28,13 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def replace_durably(new: Path, path: Path) -> None:
-    """Rename a file that is on the disk, and see that the name is, too."""
+    """Rename a file that is synced to disk, and sync the rename."""
     os.replace(new, path)
     _sync(path.parent)
 
 
 def make_folder_durably(folder: Path) -> None:
-    """Make a folder and those above it where they are missing, and see that their names are on the disk."""
+    """Make a folder and its missing parents, and sync their names to disk."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     make_folder(folder)
     for one in missing:
@@ -63,10 +63,10 @@ def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def load_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Read what `save_arrays` wrote; the checksums of the archive are checked.
+    """Read a file of `save_arrays` and check its checksums.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file is missing.
         CorruptKnowledgeBaseError: the file is damaged.
     """
     try:

@@ -1,6 +1,6 @@
-"""Lists of scored chunk ids, best first: a higher score is better, and equal scores stand in the order of chunk id.
+"""Rankings: lists of (chunk id, score), best first, equal scores ordered by chunk id.
 
-So a ranking is a function of the corpus, not of the order in which its documents came.
+So a ranking depends on the corpus, not on the order in which documents were added.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,22 +20,22 @@ def ranked(scored: Iterable[tuple[ChunkId, float]]) -> Ranking:
 
 
 def ranked_arrays(ids: NDArray[np.int64], scores: NDArray[np.float32]) -> Ranking:
-    """The same for ids [n] and scores [n]; three times faster for what comes as arrays."""
+    """`ranked` for arrays of ids [n] and scores [n]; three times faster than on pairs."""
     ids, scores = first_arrays(ids, scores, len(ids))
-    # the same values in other clothes: a list of n calls of ChunkId would cost as much as the sort
+    # a cast: n calls of ChunkId would cost as much as the sort
     return cast(Ranking, list(zip(ids.tolist(), scores.tolist(), strict=True)))
 
 
 def first_arrays(
     ids: NDArray[np.int64], scores: NDArray[np.float32], num: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The first `num` of ids [n] and scores [n], best first, ties by id."""
+    """Return the best `num` of ids [n] and scores [n], best first, ties by id."""
     order = np.lexsort((ids, -scores))[:num]
     return ids[order], scores[order]
 
 
 def best_of(ids: NDArray[np.int64], scores: NDArray[np.float32], num: int) -> Ranking:
-    """The first `num` of ids [n] and scores [n] in any order; without sorting all of them."""
+    """Rank the best `num` of unordered ids [n] and scores [n] without sorting all of them."""
     if 0 < num < len(scores):
         is_near = scores >= np.partition(scores, len(scores) - num)[len(scores) - num]
         ids, scores = ids[is_near], scores[is_near]
@@ -45,10 +45,10 @@ def best_of(ids: NDArray[np.int64], scores: NDArray[np.float32], num: int) -> Ra
 def with_ties(
     fetch: Callable[[int], tuple[NDArray[np.int64], NDArray[np.float32]]], num: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Ids [n] and scores [n] that hold the first `num` and all whose score equals the last one's.
+    """Fetch the best `num` ids [n] and scores [n], and all others whose score equals that of the last.
 
     Args:
-        fetch: gives the n best, best first with ties in any order; fewer where there are no more.
+        fetch: n -> the n best, ties in any order; fewer if there are no more.
     """
     num_asked = num + 1
     ids, scores = fetch(num_asked)
@@ -59,7 +59,7 @@ def with_ties(
 
 
 def sorted_arrays(ids: NDArray[np.int64], scores: NDArray[np.float32]) -> Ranking:
-    """The same for what is already best first, with ties in any order."""
+    """`ranked_arrays` for arrays that are already sorted but for ties."""
     values = scores.tolist()
     if len(set(values)) < len(values):
         return ranked_arrays(ids, scores)
@@ -67,9 +67,13 @@ def sorted_arrays(ids: NDArray[np.int64], scores: NDArray[np.float32]) -> Rankin
 
 
 def top_k(fetch: Callable[[int], Ranking], k: int, num_total: int) -> Ranking:
-    """The first k of what `fetch(n)` (the n best, ties in any order) would give if it broke ties by chunk id.
+    """Return the k best of `fetch`, ties by chunk id.
 
-    Where the k-th and the next score are equal, more are fetched until the tie is seen whole.
+    If the k-th and the next score are equal, more results are fetched until all members of the tie are known.
+
+    Args:
+        fetch: n -> the n best, ties in any order.
+        num_total: most results that `fetch` can give.
     """
     num_asked = min(k + 1, num_total)
     while num_asked > 0:

@@ -1,10 +1,8 @@
-"""Independent pieces of tensor work side by side, each on one thread.
+"""Runs independent pieces of tensor work in parallel, each on one thread.
 
-The caller's thread computes nothing, so it gets no pool of threads, which would slow down the engine's
-(`ops/thread_pools.py`). For the small batches of an embedder this beats one batch at a time on all threads: those wait
-for each other after every operation, and where another program holds one core, all of them wait for it
-(docs/retrieval.md).
-The results are the same: a batch is computed as it would be alone.
+For the small batches of an embedder this is faster than one batch at a time on all threads, which wait for each other
+after every operation (docs/retrieval.md). Results are the same. The caller's thread computes nothing, so it gets no
+OpenMP team that would slow down the engine's (`ops/thread_pools.py`).
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -20,9 +18,9 @@ Result = TypeVar("Result")
 def side_by_side(
     compute: Callable[[Piece], Result], pieces: Sequence[Piece]
 ) -> Generator[tuple[int, Result], None, None]:
-    """Position and result of each piece, as they are done. What `compute` raises is raised here.
+    """Yield position and result of each piece as it finishes; errors of `compute` are raised here.
 
-    As many at a time as torch has threads. Closing the iterator waits for the pieces in progress and drops the rest.
+    Runs as many pieces at a time as torch has threads. Closing the iterator waits for running pieces, drops the rest.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or not pieces:
@@ -40,7 +38,9 @@ def side_by_side(
 
 
 def _keep_to_one_thread() -> None:
-    """For the calling thread. torch also takes the number as the default of threads that come later, so whoever starts
-    the pool says the old number again."""
-    torch.get_num_threads()  # else the first use of torch in this thread would take the default over our number
+    """Let the calling thread use one torch thread.
+
+    torch also makes this the default of later threads, so `side_by_side` sets the old number again.
+    """
+    torch.get_num_threads()  # without it, the thread's first use of torch would reset the number to the default
     torch.set_num_threads(1)

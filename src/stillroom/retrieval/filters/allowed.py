@@ -1,4 +1,4 @@
-"""The chunks that a filter allows, as indexes see them."""
+"""Sets of chunk ids that a filter allows, and a memo of what an index derives from them."""
 
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class AllowedIds:
-    """A set of chunks that does not change. Its identity names it: equal only to itself."""
+    """Immutable set of chunk ids. Equal only to itself, so it can key a memo."""
 
     def __init__(self, ids: NDArray[np.int64]) -> None:
-        """`ids`: ascending, no longer anybody else's."""
+        """Take over `ids`, which are ascending."""
         self.ids = ids
         self.ids.setflags(write=False)
 
@@ -22,7 +22,7 @@ class AllowedIds:
         return len(self.ids)
 
     def has(self, ids: NDArray[np.int64] | Sequence[int]) -> NDArray[np.bool_]:
-        """Which of these are in it."""
+        """Mask [n] of the given ids that are in the set."""
         asked = np.asarray(ids, dtype=np.int64)
         if not len(self.ids):
             return np.zeros(len(asked), dtype=bool)
@@ -32,7 +32,7 @@ class AllowedIds:
 
 
 class FilterMemo(Generic[T]):
-    """What an index makes of a set of chunks, kept for as long as the set and the index stay as they are."""
+    """Values that an index derives from `AllowedIds`, kept while the set lives and the index does not change."""
 
     def __init__(self) -> None:
         self._made: WeakKeyDictionary[AllowedIds, T] = WeakKeyDictionary()
@@ -44,5 +44,5 @@ class FilterMemo(Generic[T]):
         return made
 
     def clear(self) -> None:
-        """The index has changed."""
+        """Forget all values. Called when the index changes."""
         self._made.clear()

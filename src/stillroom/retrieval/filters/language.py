@@ -1,4 +1,4 @@
-"""The filter language: `year >= 2020 and team = legal`. Text to a tree, or an error that points at the place.
+"""Parser of the filter language (`year >= 2020 and team = legal`): text to a tree, or an error with its position.
 
     filter = both { "or" both }
     both   = unary { "and" unary }
@@ -8,9 +8,9 @@
     field  = word | "`" any name "`"
     value  = word | '"' text '"' | "'" text "'"
 
-A word is anything without spaces, quotes and the signs above; within quotes a backslash takes the next character as it
-is. What a test means is in `values` and docs/filters.md. Filters are bounded in length and depth, and hold no control
-characters but tabs and line ends.
+A word holds no spaces, quotes or signs of the grammar. Within quotes a backslash escapes the next character. Length and
+depth are limited; control characters other than tabs and line ends are refused. docs/filters.md defines what a test
+means.
 """
 
 import re
@@ -22,7 +22,7 @@ from stillroom.errors import FilterError
 
 MAX_CHARS = 10_000
 _MAX_DEPTH = 8
-"""SQLite's parser has a stack of 100, and a level takes up to six places of it."""
+"""Each level takes up to six of the 100 entries of SQLite's parser stack."""
 _MAX_VALUES = 1000
 
 Operator = Literal["=", "!=", "<", "<=", ">", ">=", "~"]
@@ -30,16 +30,16 @@ Operator = Literal["=", "!=", "<", "<=", ">", ">=", "~"]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a field is compared with."""
+    """A literal of a filter."""
 
     text: str
     is_quoted: bool = False
-    """Then it is a text (or a date), whatever it looks like."""
+    """A quoted value is a text or a date, never a number or truth value."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldComparison:
-    """One field against a value; against several, of which one has to be equal."""
+    """Compares a field with a value; with several values, one of them must be equal."""
 
     field: str
     operator: Operator
@@ -53,15 +53,11 @@ class Not:
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """Both: every one holds."""
-
     parts: tuple["Filter", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """One at least holds."""
-
     parts: tuple["Filter", ...]
 
 
@@ -69,7 +65,7 @@ Filter = FieldComparison | Not | AllOf | AnyOf
 
 
 def fields_of(where: Filter) -> set[str]:
-    """Names of all fields that a filter compares."""
+    """Return the names of all fields that a filter compares."""
     match where:
         case FieldComparison(field):
             return {field}
@@ -100,23 +96,23 @@ class _Token:
 
 @lru_cache(maxsize=256)
 def parse_filter(text: str) -> Filter:
-    """The tree of a filter.
+    """Parse a filter.
 
     Raises:
-        FilterError: it is none; the message says where and what is missing.
+        FilterError: the text is not a filter; the message names the position and the problem.
     """
     if len(text) > MAX_CHARS:
-        raise FilterError(f"the filter has {len(text):,} characters; {MAX_CHARS:,} is the most")
+        raise FilterError(f"the filter has {len(text):,} characters; the limit is {MAX_CHARS:,}")
     if odd := _NO_TEXT.search(text):
         raise FilterError(
             f"the filter cannot be read at character {odd.start() + 1}: U+{ord(odd.group()):04X} is a control "
-            "character or half a character, which no text has; leave it out"
+            "character or half of a surrogate pair; remove it"
         )
     return _Parser(text).parse()
 
 
 class _Parser:
-    """Recursive descent over the tokens of one text."""
+    """Recursive-descent parser of one text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -146,7 +142,7 @@ class _Parser:
     def _unary(self) -> Filter:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise self._wrong(f"it is nested more than {_MAX_DEPTH} times")
+            raise self._wrong(f"it is nested more than {_MAX_DEPTH} levels deep")
         try:
             if self._take("keyword", "not"):
                 return Not(self._unary())
@@ -222,7 +218,10 @@ class _Parser:
             match = _TOKEN.match(self._text, at)
             if match is None:
                 is_open = self._text[at] in "\"'`"
-                raise self._error("this quotation mark is never closed" if is_open else "this sign means nothing", at)
+                raise self._error(
+                    "this quotation mark is never closed" if is_open else "this character is not part of the language",
+                    at,
+                )
             if match.lastgroup == "word" and match.group().lower() in _KEYWORDS:
                 found.append(_Token("keyword", match.group().lower(), at))
             elif match.lastgroup != "space":

@@ -1,4 +1,4 @@
-"""What a filter leaves of inverted lists, and which of them a search has to look at then."""
+"""Which inverted lists a filtered search scans, and when comparing all allowed vectors is cheaper."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +12,15 @@ Nearness = NDArray[np.float32]
 _CANDIDATES_PER_RESULT = 4
 
 ENTRIES_PER_COMPARED = 4
-"""So many entries of lists are passed in the time that comparing one whole vector takes (docs/filters.md)."""
+"""List entries skipped in the time of one comparison of full vectors; measured, see docs/filters.md."""
 
 
 @dataclass(frozen=True)
 class ListsAmong:
-    """What a filter leaves of the lists of an index."""
+    """Entries of an index's inverted lists that a filter allows."""
 
     counts: NDArray[np.int64]
-    """[nlist]: entries that it allows."""
+    """[nlist]: allowed entries."""
     sizes: NDArray[np.int64]
     """[nlist]: all entries."""
     selector: Any
@@ -30,14 +30,15 @@ class ListsAmong:
         return int(self.counts.sum())
 
     def probes(self, lists: Lists, nearness: Nearness, nprobe: int, num: int) -> tuple[Lists, Nearness]:
-        """Which lists to scan to meet as many candidates as an unfiltered search of `nprobe` lists does, and at least
-        four for each of `num` that are wanted; as many as there are where the filter leaves fewer.
+        """Return the lists to scan, with their nearness.
 
-        Lists without a candidate are passed over, and for each one passed over on the way to the `nprobe`-th that has
-        some another is scanned: candidates far from a question are spread over more lists than near ones.
+        They hold at least as many allowed entries as an unfiltered search of `nprobe` lists meets, and at least four
+        per wanted result, if there are that many. Lists without an allowed entry are skipped, and each list skipped
+        before the `nprobe`-th useful one adds another: entries far from a question are spread over more lists.
 
         Args:
-            lists: all, the nearest first, and how near they are.
+            lists: all lists, nearest first; `nearness` is that of their centres.
+            num: results wanted.
         """
         places = np.flatnonzero(self.counts[lists])
         wanted = max(nprobe * int(self.sizes.sum()) // len(self.sizes), _CANDIDATES_PER_RESULT * num)
@@ -47,9 +48,9 @@ class ListsAmong:
         return lists[places], nearness[places]
 
     def is_better_compared(self, probed: Lists) -> bool:
-        """Whether comparing the whole vectors of all that is allowed costs less than scanning these lists."""
+        """Whether comparing all allowed full vectors costs less than scanning these lists."""
         return self.num_allowed * ENTRIES_PER_COMPARED <= int(self.sizes[probed].sum())
 
     def are_few(self, nprobe: int) -> bool:
-        """Whether that is so of any lists, `nprobe` or more: then there is no need to ask which are near."""
+        """Whether comparing is cheaper for any `nprobe` or more lists, so that no coarse search is needed."""
         return self.num_allowed * ENTRIES_PER_COMPARED <= nprobe * int(self.sizes.sum()) // len(self.sizes)

@@ -1,7 +1,7 @@
-"""A filter as a condition of SQLite on a row `d` of `documents`. Whatever a filter says travels as a parameter.
+"""Translates a filter into an SQLite condition on a row `d` of `documents`. Text of the filter is passed as parameters.
 
-A test holds if it holds for the field's value or, of a list, for one of them; so `!=` is that none is equal, and a
-missing field is not equal to anything. What a document says itself goes before a built-in field of the same name.
+A test of a list holds if it holds for one of its values, so `!=` means that no value is equal. A missing field equals
+nothing. A document's own metadata takes precedence over a built-in field of the same name.
 """
 
 import os
@@ -18,16 +18,16 @@ BUILT_IN = {
     "type": "SELECT 'text' AS type, stillroom_type(d.path) AS atom",
     "added": "SELECT 'instant' AS type, CAST(d.added_at * 1000000 AS INTEGER) AS atom",
 }
-"""Fields that every document has, as rows of type and value."""
+"""Fields that every document has: queries for rows of type and value."""
 
 _EQUAL_PATHS = (
     "SELECT 'text' AS type, d.path AS atom UNION ALL SELECT 'text', d.document_id UNION ALL SELECT 'text', d.public_id"
 )
-"""What `path =` is compared with."""
+"""Values that `path =` is compared with."""
 _PUBLIC_PATHS = (
     "SELECT 'text' AS type, d.public_id AS atom UNION ALL SELECT 'text', d.path WHERE substr(d.path, 1, 1) <> '/'"
 )
-"""What `path` is compared with where no folder of the machine may be learnt from it."""
+"""Values that `path` is compared with where a filter must not reveal folders of the machine."""
 
 _RUN = 100
 
@@ -38,14 +38,14 @@ _INSTANT = "CASE type WHEN 'instant' THEN atom WHEN 'text' THEN stillroom_instan
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """An expression of SQL, and its parameters in their order."""
+    """An SQL expression and its parameters, in order."""
 
     sql: str
     parameters: tuple[object, ...] = ()
 
 
 def register(connection: sqlite3.Connection) -> None:
-    """The functions that conditions call."""
+    """Add the functions that conditions call to a connection."""
     connection.create_function("stillroom_type", 1, _type, deterministic=True)
     connection.create_function("stillroom_number", 1, number_in, deterministic=True)
     connection.create_function("stillroom_instant", 1, instant_in, deterministic=True)
@@ -53,10 +53,10 @@ def register(connection: sqlite3.Connection) -> None:
 
 
 def condition_of(where: Filter, *, hides_folders: bool = False) -> Condition:
-    """The condition that a filter is.
+    """Translate a filter.
 
     Args:
-        hides_folders: `path` is what a server shows of it (`core.ids.public_id`), so that comparing tells no folder.
+        hides_folders: compare `path` with the document's public id (`core.ids.public_id`), so no folder is revealed.
     """
     match where:
         case FieldComparison():
@@ -73,7 +73,7 @@ def _test(test: FieldComparison, hides_folders: bool) -> Condition:
     if test.operator == "!=":
         equal = _test(FieldComparison(test.field, "=", test.values), hides_folders)
         return Condition(f"NOT {equal.sql}", equal.parameters)
-    if '"' in test.field or "\\" in test.field:  # no document has such a field, and a path cannot say it
+    if '"' in test.field or "\\" in test.field:  # no document has such a field, and a JSON path cannot name it
         return Condition("0")
     values = test.values if hides_folders else _as_printed(test)
     holds = _joined("OR", [_holds(test.operator, value) for value in values])
@@ -89,14 +89,14 @@ def _test(test: FieldComparison, hides_folders: bool) -> Condition:
 
 
 def _built_in(test: FieldComparison, hides_folders: bool) -> str:
-    """The rows that a built-in field is compared with."""
+    """Return the query for the values of a built-in field."""
     if test.field == "path" and hides_folders:
         return _PUBLIC_PATHS
     return _EQUAL_PATHS if test.field == "path" and test.operator == "=" else BUILT_IN[test.field]
 
 
 def _as_printed(test: FieldComparison) -> tuple[Value, ...]:
-    """Values of `path`, also as absolute paths: `stillroom list` prints paths relative to the current folder."""
+    """Return the values, for `path =` also as absolute paths: `stillroom list` prints relative ones."""
     if test.field != "path" or test.operator != "=":
         return test.values
     absolute = (Value(os.path.abspath(value.text), is_quoted=True) for value in test.values)
@@ -104,7 +104,7 @@ def _as_printed(test: FieldComparison) -> tuple[Value, ...]:
 
 
 def _joined(operator: str, conditions: Sequence[Condition]) -> Condition:
-    """In runs of runs: SQLite's parser cannot nest deep, and its expressions cannot be long chains."""
+    """Join in groups of groups: SQLite limits both the depth and the length of an expression."""
     while len(conditions) > 1:
         runs = [conditions[start : start + _RUN] for start in range(0, len(conditions), _RUN)]
         conditions = [
@@ -118,7 +118,7 @@ def _joined(operator: str, conditions: Sequence[Condition]) -> Condition:
 
 
 def _holds(operator: str, value: Value) -> Condition:
-    """Of one value of a field, given as columns `type` and `atom`."""
+    """Return the condition on one value of a field, given as columns `type` and `atom`."""
     if operator == "~":
         return Condition("(type IN ('text', 'integer', 'real') AND stillroom_contains(atom, ?))", (value.text,))
     span, number = span_of(value), number_of(value)
@@ -131,7 +131,7 @@ def _holds(operator: str, value: Value) -> Condition:
         cases += _same(value)
     elif not cases:
         cases.append(Condition(f"(type = 'text' AND atom {operator} ?)", (value.text,)))
-    return _joined("OR", cases)  # where it is NULL, the row is not there, and EXISTS says no
+    return _joined("OR", cases)  # NULL counts as false within EXISTS
 
 
 def _same(value: Value) -> list[Condition]:

@@ -1,7 +1,7 @@
-"""What the values of filters and of metadata mean beside each other: as numbers, as truth values, as times.
+"""Conversions of filter values and metadata to numbers, truth values and times.
 
-A time is a number of microseconds since 1970 in UTC. A date, a month or a year in a filter is all of it: `< 2021` is
-before its beginning, `<= 2021` before its end.
+A time is microseconds since 1970 in UTC. A date, month or year in a filter stands for its whole span: `< 2021` means
+before it begins, `<= 2021` before it ends.
 """
 
 import datetime
@@ -19,21 +19,21 @@ _TIME = re.compile(
 )
 _NUMBER = re.compile(r"[+-]?(?:0|[1-9][0-9]*|(?=\.))(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _MAX_DIGITS = 20
-"""Of an integer that SQLite may hold, with its sign."""
+"""Digits and sign of the longest integer that SQLite holds."""
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _END_OF_TIME = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From a time to before another."""
+    """Half-open interval of time, in microseconds."""
 
     start: int
     end: int
 
 
 def number_of(value: Value) -> int | float | None:
-    """A word that is written as a number, as people write them: `.5`, `1e3` and `+5`, too."""
+    """Return an unquoted value as a number, None if it is none; `.5`, `1e3` and `+5` are numbers."""
     text = value.text.strip()
     if value.is_quoted or not _NUMBER.fullmatch(text):
         return None
@@ -44,19 +44,19 @@ def number_of(value: Value) -> int | float | None:
 
 
 def number_in(text: str) -> int | float | None:
-    """The number that a text of metadata is."""
+    """Return a metadata text as a number, None if it is none."""
     found = typed(text)
     return None if isinstance(found, (str, bool)) else found
 
 
 def truth_of(value: Value) -> bool | None:
-    """`true` or `false` as a word."""
+    """Return an unquoted `true` or `false`, None for other values."""
     found = None if value.is_quoted else typed(value.text)
     return found if isinstance(found, bool) else None
 
 
 def span_of(value: Value) -> Span | None:
-    """A date, a month, a time or, as a word, a year."""
+    """Return the span of a date, month, time or unquoted year, None for other values."""
     match = _TIME.fullmatch(value.text.strip())
     if match is None or (match["month"] is None and value.is_quoted):
         return None
@@ -75,13 +75,13 @@ def span_of(value: Value) -> Span | None:
 
 
 def instant_in(text: str) -> int | None:
-    """When a text of metadata is, which has at least year and month; the beginning of what it names."""
+    """Return the start of the time that a metadata text names; None unless it has at least a year and a month."""
     match = _TIME.fullmatch(text.strip())
     return None if match is None or match["month"] is None else _start(match)
 
 
 def contains(text: str, part: str) -> bool:
-    """Whether a text holds a part, whatever the size of letters."""
+    """Whether a text contains a part, ignoring case."""
     return part.casefold() in text.casefold()
 
 
