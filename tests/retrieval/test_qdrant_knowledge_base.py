@@ -70,7 +70,7 @@ def test_a_collection_that_was_lost_is_made_again_by_the_first_search(
     again = open_kb(CONFIG)
     with caplog.at_level(logging.WARNING):
         assert shown(again.search("rotate the keys", mode="dense")) == expected
-    assert "missing or no longer right; 3 chunks go there" in caplog.text
+    assert "missing or outdated; sending 3 chunks" in caplog.text
     assert not again._indexes.needs_write()
 
 

@@ -118,7 +118,7 @@ def test_the_most_effort_within_the_budget_wins() -> None:
     ("config", "message"),
     [
         (dataclasses.replace(BUDGET, search_budget_s=0.0005), "the least effort takes 0.001000 s"),
-        (RECALL, r"the most effort \(3\) gives 0.3000.*flat"),
+        (RECALL, r"the greatest effort \(3\) gives 0.3000.*flat"),
     ],
 )
 def test_what_cannot_be_had_is_said(config: IndexConfig, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
-"""Sparse search: BM25 over stemmed English words, in a tantivy index on disk.
+"""Sparse index: BM25 over stemmed English words, in a tantivy index on disk.
 
-A query is words and never query syntax. Only the holder of the knowledge base's write lock calls `apply` and `clear`;
-everyone may search, and `refresh` shows what the writer has done since. A generation beside the index says how far it
-is; it is written after the commit, so a crash in between repeats changes, which does no harm.
+A query is plain words, never query syntax. Only the holder of the write lock calls `apply` and `clear`; any process may
+search, and `refresh` shows later commits of the writer. A state file beside the index holds its generation. It is
+written after the commit, so after a crash in between the changes are applied again, which is harmless.
 
-Files that are damaged under an open index show in searches: tantivy panics, refuses, or returns nonsense. Such a search
-raises DamagedPostingsError, and so does every search until the index has been made anew.
+If files are damaged under an open index, tantivy panics, refuses or returns nonsense. Such a search raises
+DamagedPostingsError, and so does every search until the index is rebuilt.
 """
 
 import dataclasses
@@ -39,41 +39,43 @@ _WRITER_BYTES = 64_000_000
 _STATE = "stillroom.json"
 
 _MOST_NAMED = 5000
-"""Chunks that a filter may leave for the query to name each; of more, a longer list is fetched and filtered."""
+"""Most allowed chunks named in the query; with more, a longer result list is fetched and filtered."""
 
 _FORMAT = 2
-"""Raise it when what is indexed of a chunk changes (`words.searched_text`, the analyzer): older indexes are rebuilt."""
+"""Raise it when the indexed text (`words.searched_text`) or the analyzer changes: indexes are rebuilt."""
 
 
 class DamagedPostingsError(CorruptKnowledgeBaseError):
-    """The postings are damaged; they must be made anew from the corpus before words can be searched."""
+    """The postings are damaged and must be rebuilt from the corpus before they can be searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What searches see; replaced as a whole, so that a search in another thread is never half in the new."""
+    """State that searches use; replaced as a whole, so that a search in another thread never mixes two states."""
 
     index: Any = None
     searcher: Any = None
     generation: int = 0
     num_removed: int = 0
-    """Removals since the index was empty; their words still count in BM25's statistics."""
+    """Removals since the last rebuild; their words still count in BM25's statistics."""
     written: tuple[int, int] | None = None
-    """Identity of the state file that it shows."""
+    """Identity of the state file."""
     is_borrowed: bool = False
-    """Whether it was opened elsewhere (`open_borrowed`), so that it has to be opened anew to see more."""
+    """Whether it was opened by `open_borrowed` and must be opened again to see later commits."""
     is_damaged: bool = False
     """Whether searches raise DamagedPostingsError."""
 
 
 class Bm25Index:
-    """Thread-safe for searching; see the module's docstring for writing."""
+    """Thread-safe for searching; writing needs the write lock."""
 
     def __init__(
         self, folder: Path, corpus_id: str, commit_id: Callable[[int], str | None] = lambda generation: ""
     ) -> None:
-        """Open the index in `folder`; a missing or damaged one counts as empty, with generation 0, and so does one of
-        another corpus or of commits that were undone.
+        """Open the index in `folder`.
+
+        An index that is missing, damaged, of another corpus, or of commits that were undone counts as empty, with
+        generation 0.
 
         Args:
             commit_id: see `Corpus.commit_id`.
@@ -85,7 +87,7 @@ class Bm25Index:
         self._view = _View()
         self._segments = SegmentFiles(folder)
         self._damaged: set[tuple[int, int] | None] = set()
-        """Identities of the state files beside which the segments were found damaged."""
+        """Identities of state files whose segments were found damaged."""
         self.refresh()
 
     def __len__(self) -> int:
@@ -94,7 +96,7 @@ class Bm25Index:
 
     @property
     def generation(self) -> int:
-        """Of the corpus, as far as searches see it."""
+        """Generation of the corpus that searches see."""
         return self._view.generation
 
     @property
@@ -104,15 +106,15 @@ class Bm25Index:
 
     @property
     def share_removed(self) -> float:
-        """Removals in proportion to what was added; where it is high, a rebuild makes the statistics true again."""
+        """Share of removed chunks; if it is high, a rebuild corrects BM25's statistics."""
         return self._view.num_removed / max(1, self._view.num_removed + len(self))
 
     def refresh(self, *, is_strict: bool = False) -> None:
-        """See what the writer has committed. Reads one small file if nothing has changed.
+        """Use what the writer has committed. Reads one small file if nothing has changed.
 
         Args:
-            is_strict: see nothing where nothing usable is there. Else, while an index is being made anew, searches go
-                on in what they saw before.
+            is_strict: use an empty index if the files are not usable. Otherwise searches keep the earlier state, as
+                while the writer rebuilds the index.
         """
         state = self._read_state()
         generation = self._generation_of(state)
@@ -131,27 +133,26 @@ class Bm25Index:
                 index = (view.index if not (is_strict or view.is_borrowed) else None) or open_index(self._folder)
                 index.reload()
                 self._view = _View(index, index.searcher(), generation, num_removed, written)
-        except (ValueError, OSError, NativePanicError):  # damaged, or just being rebuilt by the writer
+        except (ValueError, OSError, NativePanicError):  # damaged, or being rebuilt by the writer
             if is_strict:
                 self._view = _View(is_damaged=view.is_damaged)
 
     def clear(self) -> None:
-        """Throw the index away: searches raise DamagedPostingsError until it is made anew. Only under the write
-        lock."""
+        """Delete the index; searches raise DamagedPostingsError until it is rebuilt. Needs the write lock."""
         self._view = _View(is_damaged=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def apply(
         self, removed: Sequence[int], added: Iterable[Chunk], generation: int, *, is_rebuild: bool = False
     ) -> None:
-        """Remove, then add, and be at `generation`. Only under the write lock; repeating it changes nothing.
+        """Remove chunks, add chunks and record `generation`. Idempotent. Needs the write lock.
 
         Args:
-            is_rebuild: remove everything first. Searches go on in the old state until the new one is complete.
+            is_rebuild: remove everything first. Searches keep the old state until the new one is complete.
 
         Raises:
             ValueError: the index is damaged.
-            OSError: it cannot be written; what was there is still there.
+            OSError: it cannot be written; the old content stays.
         """
         try:
             with panics_as_errors("tantivy"):
@@ -186,7 +187,7 @@ class Bm25Index:
             writer.commit()
             writer.wait_merging_threads()
         finally:
-            del writer  # it holds tantivy's lock, and an exception would hold it
+            del writer  # releases tantivy's lock, which an exception would keep
             close_files(self._folder)
         state = {
             "format": _FORMAT,
@@ -199,22 +200,23 @@ class Bm25Index:
         self.refresh()
 
     def make_apart(self, chunks: Iterable[Chunk], generation: int) -> None:
-        """Search in an index of all chunks that no other process sees, until there is one in the folder: for whoever
-        may not write there. It lies among the system's temporary files, and without a name as soon as it is made.
+        """Build a private index of all chunks, for a process that cannot write to the folder.
+
+        It is used until the folder holds an index. Its files are unnamed, among the system's temporary files.
 
         Raises:
-            OSError: there is no room.
+            OSError: the disk is full.
         """
         with tempfile.TemporaryDirectory(prefix="stillroom-") as place:
             made = Bm25Index(Path(place) / "sparse", self._corpus_id, self._commit_id)
             made.apply((), chunks, generation)
             self._view = dataclasses.replace(made._view, is_borrowed=True)
 
-    # For checking it
+    # Verification
 
     @property
     def saved_generation(self) -> int:
-        """Of the corpus, as far as the files say that they are; 0 where there are none of use."""
+        """Generation of the files on disk; 0 if they are missing or not usable."""
         return self._generation_of(self._read_state())
 
     @property
@@ -223,11 +225,11 @@ class Bm25Index:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is anything on disk, of whatever use."""
+        """Whether the folder exists, usable or not."""
         return self._folder.exists()
 
     def ids(self) -> NDArray[np.int64]:
-        """Chunk ids [n] of all that searches can find, one for each entry."""
+        """Return the chunk ids [n] of all entries."""
         with self._reading() as searcher:
             if searcher is None or not searcher.num_docs:
                 return np.empty(0, dtype=np.int64)
@@ -236,7 +238,7 @@ class Bm25Index:
             return np.array(found, dtype=np.int64)
 
     def has_words(self, chunk_id: int, stems: Collection[str]) -> bool:
-        """Whether exactly one entry of a chunk holds all of these stems."""
+        """Whether exactly one entry of a chunk contains all of these stems."""
         terms = [tantivy.Query.term_query(self._schema, "chunk_id", chunk_id)]
         terms += [tantivy.Query.term_query(self._schema, "body", stem, index_option="freq") for stem in sorted(stems)]
         every = tantivy.Query.boolean_query([(tantivy.Occur.Must, term) for term in terms])
@@ -244,19 +246,19 @@ class Bm25Index:
             return searcher is not None and len(searcher.search(every, 2, count=False).hits) == 1
 
     def damaged_files(self) -> list[str]:
-        """Return the names of segment files with a wrong checksum. Reads those that are new or changed."""
+        """Return the names of segment files with a wrong checksum. Reads only new and changed files."""
         return self._segments.damaged()
 
     def document_frequency(self, word: str) -> int:
-        """How many chunks hold a stem, as BM25 counts them: a removed one still counts until its segment is merged."""
+        """Return the number of chunks with a stem; removed chunks count until their segment is merged."""
         with self._reading() as searcher:
             return int(searcher.doc_freq("body", word)) if searcher is not None else 0
 
     def search(self, text: str, k: int, allowed: AllowedIds | None = None) -> Ranking:
-        """The k chunks that match best, best first; only those that share a telling word with the text.
+        """Return the k best chunks among those that share a word of the query, stop words left out.
 
         Args:
-            allowed: the only chunks that may be found; None allows all. It changes no score.
+            allowed: the only chunks that may be found; None allows all. Scores do not depend on it.
 
         Raises:
             DamagedPostingsError: the files were damaged since they were opened.
@@ -274,8 +276,7 @@ class Bm25Index:
             return top_k(lambda n: _hits_among(searcher, query, n, allowed, num_docs), k, len(allowed))
 
     def scores(self, text: str, ids: Sequence[ChunkId]) -> dict[ChunkId, float]:
-        """The BM25 score of each of these chunks, 0 where it shares no telling word with the text. Raises as
-        `search`."""
+        """Return the BM25 score of each given chunk, 0 if it shares no word with the query. Raises as `search`."""
         found = dict.fromkeys(ids, 0.0)
         query = self._query(text)
         with self._reading() as searcher:
@@ -285,7 +286,7 @@ class Bm25Index:
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
-        """Yield the searcher, None if there is no index. Raises DamagedPostingsError if what is done with it fails."""
+        """Yield the searcher, None if there is no index. Raises DamagedPostingsError if using it fails."""
         view = self._view
         if not view.is_damaged:
             try:
@@ -293,37 +294,37 @@ class Bm25Index:
                     yield view.searcher
                 return
             except (NativePanicError, ValueError, TypeError, OverflowError, MemoryError, OSError):
-                if self._view is view:  # else it has been made anew meanwhile
+                if self._view is view:  # otherwise it was rebuilt meanwhile
                     self._damaged.add(identity_of(self._folder / _STATE))
                     self._view = _View(is_damaged=True)
-        raise DamagedPostingsError(f"the postings in {self._folder} are damaged; they are made anew from SQLite")
+        raise DamagedPostingsError(f"the postings in {self._folder} are damaged; they are rebuilt from SQLite")
 
     def _among(self, query: Any, ids: Sequence[int]) -> Any:
-        """The same query, of these chunks only."""
+        """Restrict a query to the given chunks without changing scores."""
         chosen = tantivy.Query.term_set_query(self._schema, "chunk_id", [int(chunk_id) for chunk_id in ids])
         unscored = tantivy.Query.const_score_query(chosen, 0.0)
         return tantivy.Query.boolean_query([(tantivy.Occur.Must, query), (tantivy.Occur.Must, unscored)])
 
     def _query(self, text: str) -> Any:
-        """Any of the text's words; None where it has none."""
+        """Return a query for any of the text's words; None if it has none."""
         words = Counter(self._analyzer.query_stems(text))
         if not words:
             return None
         return tantivy.Query.boolean_query([self._word_query(word, count) for word, count in sorted(words.items())])
 
     def _word_query(self, word: str, count: int) -> tuple[Any, Any]:
-        """A word that the query repeats counts as often, as in BM25's sum over query words."""
+        """Weight a word by its count in the query, as in BM25's sum over query words."""
         query = tantivy.Query.term_query(self._schema, "body", word, index_option="freq")
         return tantivy.Occur.Should, tantivy.Query.boost_query(query, float(count)) if count > 1 else query
 
     def _generation_of(self, state: dict[str, Any]) -> int:
-        """0 where it is of no use here."""
+        """Return the generation of a state file; 0 if it is of another corpus, format or commit."""
         generation = int(state.get("generation", 0))
         is_ours = (state.get("corpus_id"), state.get("format")) == (self._corpus_id, _FORMAT)
         return generation if is_ours and state.get("commit_id", "") == self._commit_id(generation) else 0
 
     def _read_state(self) -> dict[str, Any]:
-        """Empty where the segments beside it are known to be damaged."""
+        """Read the state file; empty if it is missing or its segments are known to be damaged."""
         if self._damaged and identity_of(self._folder / _STATE) in self._damaged:
             return {}
         try:
@@ -334,7 +335,7 @@ class Bm25Index:
 
 
 def _hits(searcher: Any, query: Any, n: int) -> Ranking:
-    """The n best, ties in any order."""
+    """Return the n best, ties in any order."""
     hits = searcher.search(query, n, count=False).hits
     ids = searcher.fast_field_values("chunk_id", [address for _, address in hits])
     return [(ChunkId(int(chunk_id)), float(hit[0])) for chunk_id, hit in zip(ids, hits, strict=True)]
@@ -348,7 +349,7 @@ def _document(chunk: Chunk) -> Any:
 
 
 def _hits_among(searcher: Any, query: Any, n: int, allowed: AllowedIds, num_docs: int) -> Ranking:
-    """The n best of those allowed, from as deep a list as that takes."""
+    """Return the n best allowed chunks, from as long a result list as that takes."""
     depth = min(num_docs, n * num_docs // len(allowed) * 5 // 4 + n)
     while True:
         hits = _hits(searcher, query, depth)

@@ -1,12 +1,12 @@
-"""The dense index of one knowledge base: loaded, kept in step with the corpus, and written.
+"""Files of the dense index of one knowledge base: loads it, keeps it in step with the corpus, writes it.
 
     dense.npz        the whole index, read into RAM
-    dense.lists      a trained IVF-PQ index whose lists are mapped (`list_file`), where `index.hot_bytes` or
-                     `index.device_bytes` says so
-    list_heat.npz    how often its lists were asked for; best effort, anybody may write it
+    dense.lists      a trained IVF-PQ index whose lists are mapped (`list_file`), with `index.hot_bytes` or
+                     `index.device_bytes`
+    list_heat.npz    accesses of its lists; best effort, any process may write it
 
-Either of the first two will do for either setting, so it can be changed at any time: one is made of the other, with the
-same quantizers. A missing, damaged or foreign file is rebuilt from the corpus; nothing is embedded again.
+Either of the first two serves either setting: one is converted to the other with the same quantizers, so the setting
+can be changed at any time. A missing, damaged or foreign file is rebuilt from the corpus without embedding again.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from stillroom.retrieval.vector_index import VectorIndex
 DENSE_FILES = ("dense.npz", "dense.lists")
 
 _BATCH = 4096
-"""Chunks read from the corpus at a time."""
+"""Chunks per read from the corpus."""
 
 _WINDOWS_PER_SAVE = 16
-"""Windows of queries after which the heat of lists is written."""
+"""Windows of queries between two writes of `list_heat.npz`."""
 
 
 class DenseStore:
@@ -53,16 +53,16 @@ class DenseStore:
         self._spawn = spawn or self._background.run
         self._index: VectorIndex | None = None
         self.generation = 0
-        """Of the index in memory."""
+        """Generation of the index in memory."""
         self._saved_generation = 0
-        """Of the file when it was last read or written here; -1 if it has to be written anew."""
+        """Generation of the file at its last read or write by this process; -1 if it must be rewritten."""
         self._seen: tuple[int, int] | None = None
-        """Which file of lists was looked at last."""
+        """Identity of the file of lists that was opened last."""
         self._damaged: set[tuple[int, int]] = set()
         self._num_windows = 0
 
     def current(self) -> VectorIndex:
-        """The index, brought up to date in memory."""
+        """Return the index, brought up to date in memory."""
         try:
             return self._brought_up_to_date()
         except CorruptKnowledgeBaseError:
@@ -70,7 +70,7 @@ class DenseStore:
             return self._brought_up_to_date()
 
     def discard(self) -> None:
-        """A file has turned out to be damaged: the next `current` makes the index anew."""
+        """Mark the file as damaged: the next `current` rebuilds the index."""
         if self._seen is not None:
             self._damaged.add(self._seen)
         self._index = None
@@ -82,25 +82,27 @@ class DenseStore:
 
     @property
     def saved_generation(self) -> int:
-        """Which state of the corpus the file shows; 0 where there is none that can be used. After `current`."""
+        """Generation of the file; 0 if none is usable. Precondition: `current` was called."""
         return max(0, self._saved_generation)
 
     @property
     def is_saved_otherwise(self) -> bool:
-        """Whether the file is good, but will be written in another form. After `current`."""
+        """Whether the file is usable but will be rewritten in another form. Precondition: `current` was called."""
         return self._saved_generation == -1 and self.generation > 0 and not self._damaged
 
     def rebuild(self) -> None:
-        """Remove the files; the next `current` makes the index from the corpus. Only under the write lock."""
+        """Remove the files; the next `current` builds the index from the corpus. Needs the write lock."""
         for path in (self._arrays_path, self._lists_path):
             path.unlink(missing_ok=True)
         self._index = None
 
     def writing(self) -> Callable[[], None] | None:
-        """What brings the file up to date, to be called under the write lock while others may use this; None if it is.
+        """Return a function that brings the file up to date; None if it is.
+
+        The function needs the write lock; other threads may use this store meanwhile.
 
         Raises:
-            CorruptKnowledgeBaseError: (the call, too) a file that is needed for it is damaged.
+            CorruptKnowledgeBaseError: a file that is needed for it is damaged; the function raises it too.
         """
         index, generation = self.current(), self.generation
         if generation == self._saved_generation:
@@ -129,11 +131,11 @@ class DenseStore:
 
     @property
     def figures(self) -> ListFigures | None:
-        """Of the tiers of the index; None where there are none, or it is not loaded."""
+        """Figures of the tiers; None if there are none or the index is not loaded."""
         return self._index.figures if isinstance(self._index, TieredIvfPqIndex) else None
 
     def close(self) -> None:
-        """Stop exchanging lists, and keep their heat. Idempotent."""
+        """Stop exchanging lists and write their accesses. Idempotent."""
         if isinstance(self._index, TieredIvfPqIndex):
             self._index.close()
         self._background.close()
@@ -175,7 +177,7 @@ class DenseStore:
                 self._saved_generation = self.generation if is_kept_so else -1
                 return index
             except (FileNotFoundError, CorruptKnowledgeBaseError, ValueError, KeyError, RuntimeError):
-                index = self._empty()  # what was loaded of it is gone; rebuilt from the corpus
+                index = self._empty()  # rebuilt from the corpus
         return index
 
     def _empty(self) -> VectorIndex:
@@ -220,7 +222,7 @@ class DenseStore:
                 break
             except CorruptKnowledgeBaseError:
                 if _identity(self._lists_path) == self._seen:
-                    raise  # else a writer has just replaced it
+                    raise  # otherwise a writer has just replaced it
         self._check_origin(file.origin.corpus_id, file.origin.generation, file.origin.commit_id)
         return file
 
@@ -229,10 +231,10 @@ class DenseStore:
             raise ValueError("it shows another corpus, or another state of it")
 
     def _follow(self, index: TieredIvfPqIndex) -> None:
-        """Take over what somebody has written since, so that what came since the old file leaves RAM.
+        """Switch to a newer file of lists, so that vectors added since the old one leave RAM.
 
         Raises:
-            CorruptKnowledgeBaseError: the mapped file itself has changed. A writer replaces it and never does that.
+            CorruptKnowledgeBaseError: the mapped file was changed in place; writers only replace it.
         """
         identity = _identity(self._lists_path)
         if identity is None or identity == self._seen:
@@ -268,7 +270,7 @@ class DenseStore:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of the file that has this name now; None if there is none."""
+    """Return inode and modification time of a file; None if it is missing."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""The dense and the sparse index of one knowledge base, as projections of its corpus.
+"""Dense and sparse index of one knowledge base, both projections of its corpus.
 
-Everyone may read: the dense index lives in memory and follows the corpus by itself, the sparse one shows what the
-writer has committed. Only the holder of the write lock writes the files (`write`), so a reader never fights the writer.
-A missing, damaged or foreign file is rebuilt from the corpus; nothing is embedded again.
+Any process may read: the dense index is in memory and follows the corpus, the sparse one shows the writer's commits.
+Only the holder of the write lock writes files (`write`). A missing, damaged or foreign file is rebuilt from the corpus
+without embedding anything again.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from stillroom.retrieval.tiers.hot_lists import ListFigures, Spawn
 from stillroom.retrieval.vector_index import VectorIndex
 
 _BATCH = 4096
-"""Chunks read from the corpus at a time."""
+"""Chunks per read from the corpus."""
 
 _MAX_SHARE_REMOVED = 0.2
 
@@ -50,14 +50,14 @@ class Indexes:
         """
         Args:
             spawn: see `DenseStore`.
-            qdrant: where the collection is, if the dense index is of that kind; None takes the defaults.
+            qdrant: settings of a Qdrant collection; None takes the defaults.
         """
         self._corpus = corpus
         self._folder = folder
         self._config, self._dimension = config, dimension
         self._sparse_folder = folder / "sparse"
         self._lock = Lock()
-        """Of the dense index."""
+        """Guards the dense index."""
         self._sparse_lock = Lock()
         self._dense: DenseStore | CollectionStore = (
             CollectionStore(folder, corpus, config, qdrant or QdrantConfig(), dimension)
@@ -70,20 +70,25 @@ class Indexes:
         self._tuner = Tuner(folder / "tuning.json", config, corpus.corpus_id)
 
     def search_dense(self, query: NDArray[np.float32], k: int, allowed: AllowedIds | None = None) -> Ranking:
-        """The k chunks nearest to a query [d] of length 1; the score is the cosine. `allowed`: the only ones.
+        """Return the k chunks nearest to a unit query [d]; the score is the cosine.
+
+        Args:
+            allowed: the only chunks that may be found; None allows all.
 
         Raises:
-            ConfigError: the recall or the time that the configuration asks for cannot be had.
+            ConfigError: the configured goal of recall or time cannot be reached.
         """
         return next(self.search_dense_staged(query, k, 1, allowed))
 
     def search_dense_staged(
         self, query: NDArray[np.float32], k: int, num_stages: int, allowed: AllowedIds | None = None
     ) -> Iterator[Ranking]:
-        """`search_dense` in stages (see `staged`). Between two of them nobody waits for this search; where the index
-        has changed there, the rest is one plain search. With lists on disk, who would have to wait gets the last list
-        only, from a search for all who wait without a filter (see `together`). Raises as `search_dense`, with the first
-        list."""
+        """Yield a ranking after each stage of `search_dense`; the last is that of `search_dense`.
+
+        Between stages the lock is free. If the index changes there, one plain search of the new state ends the stages.
+        With lists on disk, a search that would wait for the lock joins a batch and yields the last ranking only (see
+        `search_batcher`). Raises as `search_dense`, with the first ranking.
+        """
         if self._has_tiers and allowed is None and self._lock.locked():
             ranking = self._together.search(query, k)
             if ranking is not None:
@@ -106,8 +111,7 @@ class Indexes:
             yield found
 
     def effort(self) -> int | None:
-        """With which the dense index (its `nprobe` or `ef_search`) keeps the goal of the configuration, measured first
-        where no measurement holds; None without a goal.
+        """Return the `nprobe` or `ef_search` for the configured goal, measured if needed; None without a goal.
 
         Raises:
             ConfigError: no effort reaches the goal.
@@ -116,19 +120,19 @@ class Indexes:
             return self._effort(self._current_dense())
 
     def search_sparse(self, text: str, k: int, allowed: AllowedIds | None = None) -> Ranking:
-        """The k best chunks by BM25. `allowed`: the only ones. Raises DamagedPostingsError."""
+        """Return the k best chunks by BM25; `allowed` as of `search_dense`. Raises DamagedPostingsError."""
         return self._current_sparse().search(text, k, allowed)
 
     @property
     def sparse_generation(self) -> int:
-        """Of the corpus, as far as words find it: behind while somebody writes."""
+        """Generation of the corpus that the sparse index shows; behind the corpus during a write."""
         return self._current_sparse().generation
 
     def complete(
         self, query: NDArray[np.float32], text: str, dense: Ranking, sparse: Ranking
     ) -> tuple[dict[ChunkId, float], dict[ChunkId, float]]:
-        """Cosine and BM25 score of each chunk of either ranking, computed where it is missing; those that are gone are
-        left out."""
+        """Return cosine and BM25 score of each chunk of either ranking, computing missing ones; removed chunks are left
+        out."""
         cosines, bm25 = dict(dense), dict(sparse)
         found, vectors = self._corpus.embeddings([chunk_id for chunk_id in bm25 if chunk_id not in cosines])
         if len(found):
@@ -138,13 +142,13 @@ class Indexes:
         return cosines, {chunk_id: bm25[chunk_id] if chunk_id in bm25 else missing[chunk_id] for chunk_id in cosines}
 
     def current(self) -> tuple[VectorIndex, Bm25Index]:
-        """The dense and the sparse index, brought up to date; for looking at, while nobody writes."""
+        """Return both indexes, brought up to date, for verification. Precondition: no writer is active."""
         with self._lock:
             dense = self._current_dense()
         return dense, self._current_sparse()
 
     def needs_write(self) -> bool:
-        """Whether a file is missing, damaged or behind the corpus, so that `write` would help who comes next."""
+        """Whether a file is missing, damaged or behind the corpus, so that `write` has something to do."""
         sparse = self._current_sparse()
         if not self._is_sparse_current(sparse, self._corpus.generation) or sparse.damaged_files():
             return True
@@ -152,12 +156,12 @@ class Indexes:
             return self._dense.needs_write()
 
     def are_words_behind(self) -> bool:
-        """Whether what words find lacks changes; cheap."""
+        """Whether the sparse index lacks changes of the corpus. Cheap."""
         return self.sparse_generation != self._corpus.generation
 
     def are_word_files_damaged(self) -> bool:
-        """Whether files of the postings are damaged, once what another process made anew is seen; cheap, as only files
-        that have changed are read."""
+        """Whether files of the postings are damaged, after loading what another process may have rebuilt. Cheap: reads
+        only changed files."""
         sparse = self._current_sparse()
         with self._sparse_lock:
             sparse.refresh()
@@ -165,15 +169,15 @@ class Indexes:
 
     @property
     def are_words_damaged(self) -> bool:
-        """Whether a search has found the postings damaged, and they have not been made anew yet."""
+        """Whether a search found the postings damaged and they are not rebuilt yet."""
         return self._current_sparse().is_damaged
 
     def write(self) -> None:
-        """Bring both up to date. Only under the write lock.
+        """Bring both indexes up to date. Needs the write lock.
 
         Raises:
             IndexUnavailableError: the dense index is on a server that cannot be reached; the sparse one is written.
-            StorageError: a file cannot be written. What is searched is as good as before.
+            StorageError: a file cannot be written; searches work as before.
         """
         try:
             with self._reporting():
@@ -183,13 +187,13 @@ class Indexes:
                 self._write_sparse()
 
     def make_words_apart(self) -> bool:
-        """Make postings for this process alone if there are none in the folder; for whoever may not write there.
+        """Build private postings if the folder has none, for a process that cannot write there.
 
         Returns:
-            Whether what words find is all there now.
+            Whether the sparse index is up to date now.
 
         Raises:
-            OSError: there is no room among the system's temporary files either.
+            OSError: the disk of the system's temporary files is full too.
         """
         sparse = self._current_sparse()
         if self.are_words_behind() and not (sparse.generation and sparse.saved_generation):
@@ -198,18 +202,20 @@ class Indexes:
         return not self.are_words_behind()
 
     def write_collection(self) -> None:
-        """Bring the collection up to date, if the dense index is one; before and while documents are added, so that it
-        does not fall far behind. Only under the write lock. Raises as `write`."""
+        """Bring a Qdrant collection up to date; no-op for other indexes. Needs the write lock. Raises as `write`.
+
+        Called before and while documents are added, so that the collection does not fall far behind.
+        """
         if isinstance(self._dense, CollectionStore):
             self._write_dense()
 
     def discard_dense(self) -> None:
-        """The dense index has turned out to be damaged in its file: whoever needs it next gets it made anew."""
+        """Mark the dense index' file as damaged: the next use rebuilds the index."""
         with self._lock:
             self._dense.discard()
 
     def rebuild(self, *, dense: bool, sparse: bool) -> None:
-        """Make either anew from the corpus. Only under the write lock. Raises as `write`."""
+        """Rebuild either index from the corpus. Needs the write lock. Raises as `write`."""
         with self._reporting():
             if dense:
                 with self._lock:
@@ -220,8 +226,10 @@ class Indexes:
 
     @contextlib.contextmanager
     def opened_anew(self) -> Iterator[DenseStore | CollectionStore]:
-        """The dense index as the next process would find it; an embedded collection, which only one may have open, as
-        it is. Only under the write lock."""
+        """Open the dense index as the next process would find it. Needs the write lock.
+
+        A Qdrant collection is yielded as it is: only one process may have an embedded one open.
+        """
         if isinstance(self._dense, CollectionStore):
             with self._lock:
                 yield self._dense
@@ -234,11 +242,11 @@ class Indexes:
 
     @property
     def list_figures(self) -> ListFigures | None:
-        """Of lists in RAM and in a file; None where the dense index has no such tiers, or is not loaded."""
+        """Figures of the lists in each tier; None if the dense index has no tiers or is not loaded."""
         return self._dense.figures
 
     def close(self) -> None:
-        """Wait for what goes on beside searches, and let go of a collection. Idempotent."""
+        """Wait for background work and close a collection. Idempotent."""
         if isinstance(self._dense, DenseStore):
             self._dense.close()
             return
@@ -248,7 +256,7 @@ class Indexes:
     # Dense
 
     def _current_dense(self) -> VectorIndex:
-        """Raises: StorageError: it needs room on a disk, and there is none."""
+        """Return the dense index, brought up to date. Raises StorageError: the disk is full."""
         with self._reporting():
             return self._dense.current()
 
@@ -260,13 +268,13 @@ class Indexes:
             return self._search_rebuilt(query, k, allowed)
 
     def _search_rebuilt(self, query: NDArray[np.float32], k: int, allowed: AllowedIds | None) -> Ranking:
-        """After a damaged file: all of it from the corpus."""
+        """Search after rebuilding a damaged index from the corpus."""
         self._dense.discard()
         dense = self._current_dense()
         return dense.search(query, k, self._effort(dense), allowed)
 
     def _search_together(self, queries: Sequence[NDArray[np.float32]], k: int, on_found: OnFound) -> None:
-        """Under the lock."""
+        """Search a batch. Called under the lock."""
         try:
             dense = self._current_dense()
             assert isinstance(dense, TieredIvfPqIndex)
@@ -292,7 +300,7 @@ class Indexes:
             write = self._dense.writing()
             if isinstance(self._dense, DenseStore):
                 dense = self._dense.current()
-                # an impossible wish must not keep documents from being added
+                # an impossible goal must not keep documents from being added
                 with contextlib.suppress(ConfigError), _uncounted(dense):
                     self._tuner.save(dense)
         if write is not None:
@@ -301,7 +309,7 @@ class Indexes:
     # Sparse
 
     def _current_sparse(self) -> Bm25Index:
-        """Nobody who searches by words waits for the dense index, which may be on a server."""
+        """Return the sparse index, up to date. Has its own lock, so that it never waits for the dense index."""
         with self._sparse_lock:
             if self._sparse is None:
                 self._sparse = Bm25Index(self._sparse_folder, self._corpus.corpus_id, self._corpus.commit_id)
@@ -310,7 +318,7 @@ class Indexes:
             return self._sparse
 
     def _strict_sparse(self) -> Bm25Index:
-        """As it is on disk, for whoever is about to write there."""
+        """Return the sparse index as it is on disk, for writing."""
         sparse = self._current_sparse()
         sparse.refresh(is_strict=True)
         return sparse
@@ -323,7 +331,7 @@ class Indexes:
         is_damaged = bool(sparse.damaged_files())
         if self._is_sparse_current(sparse, self._corpus.generation) and not is_damaged:
             return
-        if is_damaged or sparse.generation >= self._corpus.generation:  # or from another corpus
+        if is_damaged or sparse.generation >= self._corpus.generation:  # or of another corpus
             sparse.clear()
         is_rebuild = sparse.share_removed > _MAX_SHARE_REMOVED
         changes = self._corpus.changes_since(0 if is_rebuild else sparse.generation)
@@ -343,16 +351,16 @@ class Indexes:
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
-        """A disk's errors in our words."""
+        """Turn OSError into StorageError."""
         try:
             yield
         except OSError as error:
             raise StorageError(
                 f"the indexes in {self._folder} cannot be written: {error.strerror or error}; the documents are safe. "
-                "Free some space or see to the disk: the next `stillroom add` or search then completes the indexes"
+                "Free disk space or repair the disk: the next `stillroom add` or search then completes the indexes"
             ) from error
 
 
 def _uncounted(dense: VectorIndex) -> contextlib.AbstractContextManager[None]:
-    """Where the tuner searches, which is nothing that anybody asked for."""
+    """Return a context in which searches of the tuner do not count as user traffic."""
     return dense.uncounted() if isinstance(dense, TieredIvfPqIndex) else contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""tantivy's files: opening them, whether they are as tantivy wrote them, and its errors of the disk.
+"""tantivy's files: opening, checksums, and recognising disk errors.
 
-A segment's file ends with JSON that holds the CRC-32 of what stands before it, the length of that JSON and a magic
-number. tantivy does not check the CRC itself: on damaged files a search may panic, and a commit may abort the process.
+A segment file ends with JSON that contains the CRC-32 of the bytes before it, the length of that JSON and a magic
+number. tantivy does not check the CRC: on damaged files a search may panic and a commit may abort the process.
 """
 
 import contextlib
@@ -19,21 +19,20 @@ import tantivy
 
 _END, _MAGIC = struct.Struct("<II"), 1337
 _BLOCK = 1 << 20
-"""Bytes read at a time."""
+"""Bytes per read."""
 
 _Identity = tuple[str, int, int, int]
 
 
 class SegmentFiles:
-    """The segment files of one index. A file is read again only if it has changed since it was found whole."""
+    """Segment files of one index. A file is read again only if it has changed since its checksum was right."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._whole: frozenset[_Identity] = frozenset()
 
     def damaged(self) -> list[str]:
-        """Return the names of files that are damaged. Reads every file that is new or changed; one that a writer
-        removes meanwhile is none."""
+        """Return the names of damaged files. Reads only new and changed files; skips files removed meanwhile."""
         whole, damaged = set(), []
         for path in sorted(self._folder.glob("*.*")):
             if not _is_segment(path):
@@ -54,7 +53,7 @@ def _is_segment(path: Path) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Raises FileNotFoundError."""
+    """Whether the checksum is right. Raises FileNotFoundError."""
     try:
         with path.open("rb") as stream:
             end = stream.seek(-_END.size, os.SEEK_END)
@@ -69,7 +68,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _crc_of(stream: BinaryIO, num_bytes: int) -> int:
-    """Of the first bytes of a file."""
+    """Return the CRC-32 of the first `num_bytes` of a file."""
     stream.seek(0)
     found = 0
     for start in range(0, num_bytes, _BLOCK):
@@ -78,7 +77,7 @@ def _crc_of(stream: BinaryIO, num_bytes: int) -> int:
 
 
 def identity_of(path: Path) -> tuple[int, int] | None:
-    """Of the file that has this name now; None if there is none."""
+    """Return inode and modification time of a file; None if it is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -88,13 +87,15 @@ def identity_of(path: Path) -> tuple[int, int] | None:
 
 def open_index(folder: Path) -> Any:
     index = tantivy.Index.open(str(folder))
-    index.config_reader("manual")  # no thread that watches the folder; `refresh` looks
+    index.config_reader("manual")  # no watcher thread: `refresh` reloads
     return index
 
 
 def open_borrowed(folder: Path) -> Any:
-    """An index in a folder that cannot be written, where tantivy would make files to lock it even for reading: opened
-    by links in another folder, which it no longer needs once its files are mapped."""
+    """Open an index in a read-only folder, where tantivy could not create its lock files.
+
+    The index is opened through symbolic links in a temporary folder, which is not needed once the files are mapped.
+    """
     with tempfile.TemporaryDirectory(prefix="stillroom-") as place:
         for file in folder.iterdir():
             if file.suffix != ".lock":
@@ -105,11 +106,11 @@ def open_borrowed(folder: Path) -> Any:
 
 
 def disk_error(message: str) -> int | None:
-    """The number of the system's error that tantivy speaks of, where it is the disk's and not of what lies on it."""
+    """Return the errno in a message of tantivy if it is an error of the disk, None if it is one of the content."""
     found = re.search(r"(?:os error |code: )(\d+)", message)
     if found is not None:
         return int(found[1]) if int(found[1]) in _DISK_ERRORS else None
-    return errno.EIO if "worker thread" in message else None  # it does not say, but supposes so
+    return errno.EIO if "worker thread" in message else None  # tantivy gives no number then
 
 
 _DISK_ERRORS = frozenset(

@@ -1,8 +1,8 @@
-"""The Qdrant collection of one knowledge base: on a server, or in Qdrant's embedded mode. Nothing but points here.
+"""Client of the Qdrant collection of one knowledge base, on a server or in Qdrant's embedded mode.
 
-A point is a chunk: its id and its vector, no payload. One more point, without a vector and so never found, is the
-collection's mark: of which corpus it is, and at which generation. Putting and dropping are idempotent, and a mark is
-set after what it says is there.
+A point is a chunk: its id and vector, no payload. One more point without a vector, which no search finds, is the mark:
+corpus and generation of the collection. `put` and `drop` are idempotent, and the mark is set after the points that it
+covers.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ from stillroom.errors import ConfigError, IndexUnavailableError, KnowledgeBaseBu
 EMBEDDED = "embedded"
 
 _MARK = "5371696c-6c72-4f6f-8d00-000000000000"
-"""Point id; chunks have numbers, so none has this one."""
+"""Id of the mark; chunk ids are integers."""
 
 _VECTOR = "dense"
-"""Vectors have a name, because only then may a point have none."""
+"""Name of the vectors: with named vectors, a point may have none."""
 
 _PAGE = 1000
-"""Points asked for at a time, where all are."""
+"""Points per request when reading all."""
 
 _WORDS_ALONE = "--mode sparse searches by words alone"
 
 
 class QdrantCollection:
-    """Thread-safe. Connects when it is first used; every method but `close` raises as `_reporting`."""
+    """Thread-safe. Connects at first use; every method except `close` raises as `_reporting`."""
 
     def __init__(self, config: QdrantConfig, index: IndexConfig, folder: Path, corpus_id: str, dimension: int) -> None:
-        """`folder`: of the embedded mode."""
+        """`folder`: folder of the embedded mode."""
         self.name = f"{config.prefix}-{corpus_id}"
         self._config = config
         self._index = index
@@ -54,7 +54,7 @@ class QdrantCollection:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Name and place, for messages."""
         return f"the Qdrant collection {self.name} ({self._folder if self._is_embedded else self._config.url})"
 
     def close(self) -> None:
@@ -65,11 +65,10 @@ class QdrantCollection:
                 self._client = None
             self._folder_lock.release()
 
-    # What there is
+    # Reading
 
     def shown(self) -> tuple[int, str] | None:
-        """Generation of the corpus that it shows, and the name of its commit; None where there is no such collection,
-        or it is of another corpus."""
+        """Return generation and commit id of the mark; None if the collection is missing or of another corpus."""
         with self._reporting() as client:
             try:
                 found = client.retrieve(self.name, [_MARK], with_payload=True)
@@ -82,12 +81,12 @@ class QdrantCollection:
         return int(found[0].payload["generation"]), str(found[0].payload.get("commit_id", ""))
 
     def count(self) -> int:
-        """Chunks in it."""
+        """Return the number of chunks."""
         with self._reporting() as client:
             return int(client.count(self.name, exact=True).count) - 1
 
     def points(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Ids [n] and vectors [n, d] of all chunks in it, some at a time."""
+        """Yield ids [n] and vectors [n, d] of all chunks in batches."""
         offset: Any = None
         while True:
             with self._reporting() as client:
@@ -107,11 +106,12 @@ class QdrantCollection:
         hidden: Sequence[int],
         wanted: Sequence[int] | None = None,
     ) -> list[int]:
-        """Ids of about the `num` nearest to a query [d], none of those that are hidden.
+        """Return ids of about the `num` nearest to a query [d].
 
         Args:
-            ef: candidates of the walk through the server's graph.
-            wanted: only these; None is all.
+            ef: `hnsw_ef` of the server.
+            hidden: ids to leave out.
+            wanted: the only ids to return; None allows all.
         """
         from qdrant_client import models
 
@@ -132,13 +132,13 @@ class QdrantCollection:
             )
         return [int(point.id) for point in found.points]
 
-    # Changing it; only under the write lock
+    # Changes; need the write lock
 
     def delete(self) -> None:
-        """The collection and what is in it; nothing where there is none."""
+        """Delete the collection if it exists."""
         with self._reporting() as client:
             if self._is_embedded:
-                # the folder is this collection's alone; the embedded mode would leave its file open
+                # remove the whole folder: the embedded mode would leave its file open
                 client.close()
                 self._client = None
                 shutil.rmtree(self._folder)
@@ -146,7 +146,7 @@ class QdrantCollection:
                 client.delete_collection(self.name)
 
     def clear(self) -> None:
-        """An empty collection at generation 0, in place of whatever there is."""
+        """Replace the collection by an empty one at generation 0."""
         from qdrant_client import models
 
         self.delete()
@@ -159,7 +159,7 @@ class QdrantCollection:
         self.mark(0)
 
     def put(self, ids: Sequence[int], vectors: NDArray[np.float32]) -> None:
-        """Add vectors [n, d], or replace those of the same ids."""
+        """Add or replace vectors [n, d] of ids [n]."""
         from qdrant_client import models
 
         points = models.Batch(ids=list(ids), vectors={_VECTOR: vectors.tolist()})
@@ -167,14 +167,14 @@ class QdrantCollection:
             client.upsert(self.name, points=points, wait=True)
 
     def drop(self, ids: Sequence[int]) -> None:
-        """Remove what there is of these."""
+        """Remove those of these ids that exist."""
         from qdrant_client import models
 
         with self._reporting() as client:
             client.delete(self.name, points_selector=models.PointIdsList(points=list(ids)), wait=True)
 
     def mark(self, generation: int, commit_id: str = "") -> None:
-        """Say that the collection shows this generation of the corpus, which a commit of that name led to."""
+        """Set the mark: the collection shows this generation, made by the commit `commit_id`."""
         from qdrant_client import models
 
         payload = {"corpus_id": self._corpus_id, "generation": generation, "commit_id": commit_id}
@@ -185,12 +185,12 @@ class QdrantCollection:
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[Any]:
-        """The client, and its errors in our words.
+        """Yield the client and translate its errors.
 
         Raises:
             ConfigError: the package is not installed.
             KnowledgeBaseBusyError: another process has the embedded collection open.
-            IndexUnavailableError: the server cannot be reached, or does not do what it is asked for.
+            IndexUnavailableError: the server cannot be reached, or reports an error.
         """
         with self._lock if self._is_embedded else contextlib.nullcontext():
             with self._lock:
@@ -217,12 +217,12 @@ class QdrantCollection:
                     url=self._config.url,
                     api_key=self._config.api_key or None,
                     timeout=math.ceil(self._config.timeout_s),
-                    check_compatibility=False,  # it would ask the server in a thread of its own, and only warn
+                    check_compatibility=False,  # the check runs in a thread and only warns
                 )
         return self._client
 
     def _take_folder(self) -> None:
-        """The embedded mode has its folder in memory, so a second process would not see what the first writes."""
+        """Lock the folder: the embedded mode keeps it in memory, so a second process would not see changes."""
         if self._folder_lock.is_held:  # by an earlier connection
             return
         self._folder_lock.release()
@@ -230,16 +230,16 @@ class QdrantCollection:
             self._folder_lock.acquire()
         except Timeout as error:
             raise KnowledgeBaseBusyError(
-                f"{self._folder} is open elsewhere, and an embedded Qdrant collection serves one process at a time, "
-                "for searching too; end the other, or run a Qdrant server and set qdrant.url to its address. "
-                f"{_WORDS_ALONE}"
+                f"{self._folder} is open in another process, and an embedded Qdrant collection serves one process at a "
+                "time, for searching too; end the other process, or run a Qdrant server and set qdrant.url to its "
+                f"address. {_WORDS_ALONE}"
             ) from error
 
     def _explained(self, error: Exception) -> Exception:
         status = getattr(error, "status_code", None)
         if _is_missing(error):
             return IndexUnavailableError(
-                f"{self.where} is gone; the next `stillroom add` makes it again from the documents already read. "
+                f"{self.where} does not exist; the next `stillroom add` creates it again from the stored documents. "
                 f"{_WORDS_ALONE}"
             )
         if status in (401, 403):
@@ -250,11 +250,11 @@ class QdrantCollection:
         reason = text.splitlines()[0] if text else type(error).__name__
         said = f"{self.where} cannot be used: {reason}"
         if self._config.api_key:
-            said = said.replace(self._config.api_key, "...")  # a server may quote it
-        advice = "to the disk and its free space" if self._is_embedded else "that the server runs, and qdrant.url"
-        return IndexUnavailableError(f"{said}; see {advice}. {_WORDS_ALONE}")
+            said = said.replace(self._config.api_key, "...")  # the server may repeat it
+        advice = "the disk and its free space" if self._is_embedded else "that the server runs, and qdrant.url"
+        return IndexUnavailableError(f"{said}; check {advice}. {_WORDS_ALONE}")
 
 
 def _is_missing(error: Exception) -> bool:
-    """Whether it says that there is no such collection, as a server or as the embedded mode does."""
+    """Whether an error of the server or the embedded mode means that the collection does not exist."""
     return getattr(error, "status_code", None) == 404 or (isinstance(error, ValueError) and "not found" in str(error))

@@ -1,13 +1,12 @@
-"""Dense search in a Qdrant collection, for more vectors than one machine should hold (docs/outgrowing.md).
+"""Dense index in a Qdrant collection, for more vectors than one machine should hold (docs/outgrowing.md).
 
-The collection is a projection of the corpus like the index files: it has a generation, and who holds the write lock
-brings it up to the corpus'. That goes commit by commit, and the mark moves after each: an interrupted `catch_up` is
-continued where it was, and doing a commit twice changes nothing. Readers write nothing. What the collection does not
-show yet, because somebody is adding or was interrupted, they take from the corpus into memory and search it beside the
-collection; where that is too much they say so.
+The collection is a projection of the corpus like the index files. It has a generation, which the holder of the write
+lock brings up to that of the corpus, commit by commit; its mark moves after each commit, so an interrupted `catch_up`
+continues where it stopped, and repeating a commit changes nothing. Readers write nothing. They search chunks that the
+collection does not have yet in memory beside it, up to `MOST_BEHIND`.
 
-Qdrant says which chunks are near. Scores are computed here, from the vectors in SQLite and as a `flat` index does, so
-they and the order of ties do not depend on the server.
+Qdrant selects the near chunks. Scores are computed here from the vectors in SQLite, as a `flat` index does, so scores
+and the order of ties do not depend on the server.
 """
 
 import logging
@@ -30,21 +29,20 @@ from stillroom.retrieval.vector_index import VectorIndex
 logger = logging.getLogger(__name__)
 
 _BATCH = 256
-"""Points sent at a time: about a megabyte at 384 dimensions."""
+"""Points per request: about a megabyte at 384 dimensions."""
 
 _STEP = 2048
-"""Chunks after which the mark moves, give or take a commit: what an interruption costs."""
+"""Chunks between two moves of the mark, rounded to commits: the work lost by an interruption."""
 
 MOST_COMPARED = 2000
-"""Chunks that a filter may leave for their vectors to be read from the corpus and all compared; of more, the server is
-told the ids, and walks its graph among them."""
+"""Most allowed chunks that are compared with vectors from the corpus; with more, the server searches their ids."""
 
 MOST_BEHIND = 10_000
-"""Changes that a reader holds in memory. A writer is never farther ahead than one commit."""
+"""Most changes that a reader holds in memory. A writer is at most one commit ahead."""
 
 
 class QdrantIndex(VectorIndex):
-    """A `VectorIndex`. Where others are told of changes, this one reads them from the corpus (`follow`, `catch_up`)."""
+    """A `VectorIndex` that reads changes from the corpus (`follow`, `catch_up`)."""
 
     def __init__(self, collection: QdrantCollection, corpus: Corpus, dimension: int, ef_search: int) -> None:
         self._collection = collection
@@ -52,13 +50,13 @@ class QdrantIndex(VectorIndex):
         self._dimension = dimension
         self._ef_search = ef_search
         self._is_counted = False
-        """Whether the collection was seen to hold as many chunks as the corpus, at the same generation."""
+        """Whether collection and corpus had the same number of chunks at the same generation."""
         self._shown: tuple[int | None, int] | None = None
-        """Generations of collection (None: there is none) and corpus that searches show."""
+        """Generations of collection (None: there is none) and corpus that searches show; None before `follow`."""
         self._beside = FlatIndex(dimension)
-        """What the collection has not got yet."""
+        """Chunks that the collection does not have yet."""
         self._hidden: Sequence[int] = ()
-        """What it must not be asked for."""
+        """Changed chunks that the collection must not return."""
 
     def __len__(self) -> int:
         return self._corpus.num_chunks
@@ -70,13 +68,13 @@ class QdrantIndex(VectorIndex):
     # Searching
 
     def follow(self) -> int:
-        """Make searches show what the corpus holds now, and return its generation.
+        """Make searches show the present corpus and return its generation.
 
         Raises:
             KnowledgeBaseBusyError: the collection is too far behind.
             IndexUnavailableError: it cannot be reached.
         """
-        at = self._generation()  # before the corpus', which is never behind it
+        at = self._generation()  # read first: the corpus is never behind the collection
         generation = self._corpus.generation
         if self._shown != (at, generation):
             changes = self._corpus.changes_since(at or 0, MOST_BEHIND)
@@ -84,7 +82,7 @@ class QdrantIndex(VectorIndex):
             if changes.generation < generation or len(changed) > MOST_BEHIND:
                 raise KnowledgeBaseBusyError(
                     f"{self._collection.where} is more than {MOST_BEHIND:,} chunks behind the knowledge base; if "
-                    "nobody is adding documents, `stillroom add` of any of them brings it up to date. "
+                    "no documents are being added, `stillroom add` of any document brings it up to date. "
                     "--mode sparse searches by words alone"
                 )
             beside = FlatIndex(self._dimension)
@@ -126,21 +124,20 @@ class QdrantIndex(VectorIndex):
         exact.add(ids, vectors)
         return exact.search(query, len(ids))
 
-    # Changing it; only under the write lock
+    # Changes; need the write lock
 
     def is_behind(self) -> bool:
-        """Whether `catch_up` has something to do."""
+        """Whether the collection lacks changes of the corpus."""
         return (self._generation() or 0) != self._corpus.generation
 
     def catch_up(self) -> None:
-        """Bring the collection to the generation of the corpus; a missing one, or one that is not of this corpus, is
-        made anew."""
+        """Bring the collection to the generation of the corpus. A missing or foreign collection is created anew."""
         at = self._generation()
         generation = self._corpus.generation
         total = self._corpus.num_added_since(at or 0) if at != generation else 0
         if at is None:
             if total:
-                logger.warning("%s is missing or no longer right; %d chunks go there", self._collection.where, total)
+                logger.warning("%s is missing or outdated; sending %d chunks", self._collection.where, total)
             self._collection.clear()
             self._is_counted, at = False, 0
         done = 0
@@ -153,11 +150,11 @@ class QdrantIndex(VectorIndex):
                     self.add(ids, vectors)
             self._collection.mark(changes.generation, self._corpus.commit_id(changes.generation) or "")
             at, done = changes.generation, done + len(changes.added)
-            log = logger.warning if total > MOST_BEHIND else logger.info  # somebody waits
+            log = logger.warning if total > MOST_BEHIND else logger.info  # a user waits
             log("%s: %d of %d chunks", self._collection.where, done, total)
 
     def clear(self) -> None:
-        """Nothing is in the collection any more."""
+        """Empty the collection."""
         self._collection.clear()
         self._is_counted = False
         self._shown = None
@@ -170,7 +167,7 @@ class QdrantIndex(VectorIndex):
             self._collection.drop([int(chunk_id) for chunk_id in ids[start : start + _BATCH]])
 
     def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
-        """See `VectorIndex`; after `follow`. What the collection has not got yet comes from beside it."""
+        """See `VectorIndex`; includes chunks that the collection does not have yet. Precondition: `follow`."""
         hidden = np.array(self._hidden, dtype=np.int64)
         assert self._shown is not None
         for ids, vectors in self._collection.points() if self._shown[0] is not None else ():
@@ -179,22 +176,25 @@ class QdrantIndex(VectorIndex):
         yield from self._beside.in_order()
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Nothing: a server's graph is its own, so two equal digests say nothing of it."""
+        """Return nothing: the server owns its graph."""
         return {}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Nothing to do: everything is in the collection."""
+        """Do nothing: the collection keeps all vectors."""
 
     def _generation(self) -> int | None:
-        """Of the collection; None where it cannot be used: missing, of another corpus, of commits that were undone (a
-        backup of the corpus was restored), or without some of its chunks."""
+        """Return the generation of the collection; None if it is not usable.
+
+        That is: missing, of another corpus, of commits that were undone (a backup of the corpus was restored), or
+        incomplete.
+        """
         shown = self._collection.shown()
         if shown is None or self._corpus.commit_id(shown[0]) != shown[1]:
             return None
         at, generation = shown[0], self._corpus.generation
         if at == generation and not self._is_counted:
             num_there, num_wanted = self._collection.count(), self._corpus.num_chunks
-            if self._corpus.generation == generation:  # else somebody is adding
+            if self._corpus.generation == generation:  # otherwise documents are being added
                 if num_there != num_wanted:
                     return None
                 self._is_counted = True
@@ -202,50 +202,52 @@ class QdrantIndex(VectorIndex):
 
 
 class CollectionStore:
-    """Not thread-safe, but for what `writing` returns."""
+    """What `DenseStore` is for indexes in files. Not thread-safe, except for the function of `writing`."""
 
     def __init__(self, folder: Path, corpus: Corpus, config: IndexConfig, qdrant: QdrantConfig, dimension: int) -> None:
-        """`folder`: of the knowledge base; an embedded collection is in it."""
+        """`folder`: folder of the knowledge base, which contains an embedded collection."""
         self._folder, self._corpus, self._config, self._qdrant = folder, corpus, config, qdrant
         self._dimension = dimension
         self._index: QdrantIndex | None = None
         self.generation = 0
-        """Of what searches show."""
+        """Generation of the corpus that searches show."""
 
     def current(self) -> VectorIndex:
-        """The index, showing what the corpus holds now. Raises as `QdrantIndex.follow`."""
+        """Return the index with the present corpus. Raises as `QdrantIndex.follow`."""
         index = self._opened()
         self.generation = index.follow()
         return index
 
     def discard(self) -> None:
-        """There is no file that could be damaged."""
+        """Do nothing: there is no file that could be damaged."""
 
     def needs_write(self) -> bool:
         """Whether the collection is missing, foreign or behind the corpus.
 
         Raises:
-            IndexUnavailableError: it cannot be reached.
+            IndexUnavailableError: the server cannot be reached.
         """
         return self._opened().is_behind()
 
     def writing(self) -> Callable[[], None] | None:
-        """What brings the collection up to date, to be called under the write lock while others search; None if it is.
-        Raises (the call, too) as `needs_write`."""
+        """Return a function that brings the collection up to date; None if it is. Both raise as `needs_write`.
+
+        The function needs the write lock.
+        """
         index = self._opened()
         return index.catch_up if index.is_behind() else None
 
     @property
     def figures(self) -> None:
-        """There are no tiers."""
+        """None: there are no tiers."""
         return None
 
     def rebuild(self) -> None:
-        """An empty collection, whatever there is; `writing` fills it."""
+        """Empty the collection; `writing` fills it."""
         self._opened().clear()
 
     def close(self) -> None:
-        """Let go of the collection. Idempotent."""
+        """Close the collection. Idempotent."""
         if self._index is not None:
             self._index.close()
             self._index = None

@@ -1,8 +1,8 @@
-"""Searches that wait for the same index are made together: a batch of those that came while it was busy, each of which
-has its result as soon as its own last list is scanned (VectorLiteRAG 4.2, the dispatcher).
+"""Batches searches that wait for the same busy index (VectorLiteRAG 4.2, the dispatcher).
 
-Who comes first to a busy index leads: waits for it, then searches for all that have come by then. The others wait for
-their results only. Whoever comes after that leads the next batch.
+The first search that arrives at a busy index leads a batch: it waits for the index, then searches for all that have
+arrived by then. The others only wait for their own result, which each gets when its last list is scanned. The next
+search to arrive leads the next batch.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -25,7 +25,7 @@ class _Waiting(Generic[Kind]):
     kind: Kind
     is_ready: Event = field(default_factory=Event)
     ranking: Ranking | None = None
-    """None when ready: whoever led was interrupted."""
+    """None when ready: the leader was interrupted."""
     error: Exception | None = None
 
 
@@ -35,23 +35,27 @@ class SearchBatcher(Generic[Kind]):
     def __init__(self, lock: Lock, search: Callable[[Sequence[NDArray[np.float32]], Kind, OnFound], None]) -> None:
         """
         Args:
-            lock: of the index; held while `search` runs.
-            search: the searches of one kind for queries [d] each; tells each one's number and ranking, once.
+            lock: lock of the index; held while `search` runs.
+            search: (queries [d], kind, on_found): searches for all; calls `on_found` once per query with its number and
+                ranking.
         """
         self._lock, self._search = lock, search
         self._desk = Lock()
         self._waiting: list[_Waiting[Kind]] = []
         self._is_led: set[Kind] = set()
-        """Kinds of which somebody leads the next batch."""
+        """Kinds whose next batch has a leader."""
 
     @property
     def num_waiting(self) -> int:
-        """Of whom no search has begun."""
+        """Searches that have not begun."""
         return len(self._waiting)
 
     def search(self, query: NDArray[np.float32], kind: Kind) -> Ranking | None:
-        """What `search` finds for a query [d], made together with those of the same kind that wait too; None if whoever
-        led was interrupted. Raises as `search`."""
+        """Search for a query [d], together with waiting searches of the same kind. Raises as `search`.
+
+        Returns:
+            None if the leader was interrupted.
+        """
         own = _Waiting(query, kind)
         with self._desk:
             self._waiting.append(own)
@@ -84,7 +88,7 @@ class SearchBatcher(Generic[Kind]):
                 one.is_ready.set()
 
     def _taken(self, kind: Kind) -> list[_Waiting[Kind]]:
-        """All that wait for searches of a kind; who comes now leads the next batch."""
+        """Remove and return all waiting searches of a kind; the next to arrive leads the next batch."""
         with self._desk:
             self._is_led.discard(kind)
             mine = [one for one in self._waiting if one.kind == kind]

@@ -1,10 +1,10 @@
-"""From what a user wants (a recall, or a time) to the parameter of an approximate index (llmds Hypothesis 3).
+"""Chooses `ef_search` or `nprobe` for a goal of recall or time (llmds Hypothesis 3).
 
 The index is searched with a sample of queries at growing effort (`ef_search` of HNSW, `nprobe` of IVF-PQ) and compared
-with the exact answer: a `SearchCurve`. The least effort whose recall is surely high enough wins, or the greatest that
-keeps the time. As the corpus grows the same effort finds less, so the curve is measured again when the corpus has
-changed in size by a quarter. A recall goal gives the same choice for the same index and seed; a time goal depends on
-the machine.
+with the exact answer: a `SearchCurve`. The least effort whose recall reaches the goal with confidence is chosen, or the
+greatest within the time. The same effort finds less in a larger corpus, so the curve is measured again when the size
+has changed by a quarter. A recall goal gives the same choice for the same index and seed; a time goal depends on the
+machine.
 """
 
 import json
@@ -25,79 +25,78 @@ from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.vector_index import VectorIndex
 
 K = 10
-"""Recall is that of the 10 nearest: ann_recall_at_10."""
+"""Neighbours whose recall is measured: ann_recall_at_10."""
 
 DEPTH = 50
-"""Results asked for where time is measured: `search.num_candidates` by default."""
+"""Results per timed search: the default of `search.num_candidates`."""
 
 NUM_QUERIES = 400
-"""A perfect sample of 400 queries proves 0.999, the highest recall that may be asked for, at K trials each."""
+"""If all are perfect, 400 queries with K trials each prove a recall of 0.999, the highest goal allowed."""
 
 GROWTH = 0.25
-"""Change of size after which the curve is measured again. In the bench recall falls by less than 0.002 over it."""
+"""Change of size after which the curve is measured again; recall falls by less than 0.002 meanwhile (bench)."""
 
 _NOISE = 1.2
-"""Length of the noise added to a stored vector of length 1 to make a query of it: the cosine between the two is then
-about 0.64, as between real questions and the chunks that answer them. Nearer queries would need less effort than real
-ones (docs/index-bench.md)."""
+"""Length of the noise added to a stored unit vector to make a query: their cosine is then about 0.64, as between real
+questions and the chunks that answer them. Nearer queries would need less effort (docs/index-bench.md)."""
 
 _STEP = math.sqrt(2.0)
 _Z = 1.645
-"""One-sided 95 %."""
+"""One-sided 95 % quantile."""
 
 _NUM_ROUNDS = 3
-"""Each query is timed this often and the least counts: the rest is the machine's noise."""
+"""Timed runs per query, of which the least counts: the rest is noise of the machine."""
 
 _MAX_TIMED = 100
 
 
 class TunableIndex(VectorIndex, Protocol):
-    """An approximate index that can be searched at several efforts and knows the exact answer."""
+    """An approximate index that can be searched at several efforts and can compute the exact answer."""
 
     @property
     def structure(self) -> int:
-        """A number that changes when an effort comes to mean something else."""
+        """A number that changes when efforts change their meaning."""
         ...
 
     def effort_range(self) -> tuple[int, int]:
-        """The least and the greatest effort that make sense."""
+        """Return the least and the greatest useful effort."""
         ...
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """The true ids [q, k] for queries [q, d]; -1 fills up."""
+        """Return the true ids [q, k] nearest to queries [q, d], padded with -1."""
         ...
 
     def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
-        """Up to `num` different stored vectors [num, d]."""
+        """Return up to `num` distinct stored vectors [num, d]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One effort."""
+    """Recall and time of one effort."""
 
     effort: int
     ann_recall_at_10: float
     recall_low: float
     """Lower end of the one-sided 95 % confidence interval over queries."""
     p50_s: float
-    """Seconds per search; 0 where time was not measured."""
+    """Seconds per search; 0 if time was not measured."""
     p95_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class SearchCurve:
-    """What efforts cost and bring, by ascending effort, on one state of an index."""
+    """Recall and time by ascending effort, on one state of an index."""
 
     num_vectors: int
     points: tuple[CurvePoint, ...]
 
     def least_for_recall(self, ann_recall: float) -> CurvePoint | None:
-        """The cheapest point whose recall is at least this with 95 % confidence; None where there is none."""
+        """Return the least effort with at least this recall at 95 % confidence; None if there is none."""
         return next((point for point in self.points if point.recall_low >= ann_recall), None)
 
     def most_for_budget(self, budget_s: float) -> CurvePoint | None:
-        """The last point before searches take longer than this (95th percentile); None where even the first does."""
+        """Return the last point whose 95th percentile is within the budget; None if the first exceeds it."""
         best = None
         for point in self.points:
             if point.p95_s > budget_s:
@@ -108,41 +107,41 @@ class SearchCurve:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """A choice and what it rests on; stored beside the index."""
+    """A chosen effort and its measurement; stored beside the index."""
 
     goal: str
-    """What was asked for and of which index; another goal means another measurement."""
+    """Text of goal and index settings; another goal needs another measurement."""
     num_vectors: int
-    """Chunks when it was measured."""
+    """Chunks at the measurement."""
     structure: int
-    """Of the index then; see `TunableIndex.structure`."""
+    """`TunableIndex.structure` at the measurement."""
     chosen: CurvePoint
 
     def holds_for(self, goal: str, index: TunableIndex) -> bool:
-        """Whether the goal is the same and the index has about the size it had."""
+        """Whether goal and structure are the same and the size has changed by at most `GROWTH`."""
         is_same = self.goal == goal and self.structure == index.structure
         return is_same and abs(len(index) - self.num_vectors) <= GROWTH * self.num_vectors
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`."""
+        """Return plain values for `json.dumps`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Tuning":
-        """The inverse of `to_json`.
+        """Invert `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: the content is malformed.
         """
         num_vectors, structure = int(content["num_vectors"]), int(content["structure"])
         return cls(str(content["goal"]), num_vectors, structure, CurvePoint(**content["chosen"]))
 
 
 class Tuner:
-    """Keeps the choice for the index of one knowledge base, in memory and in a file beside it. Not thread-safe."""
+    """Chosen effort of one knowledge base's index, in memory and in a file beside it. Not thread-safe."""
 
     def __init__(self, path: Path, config: IndexConfig, corpus_id: str, clock: Clock | None = None) -> None:
-        """`path`: where the choice is stored; only `save` writes."""
+        """`path`: file of the choice; only `save` writes it."""
         self._path = path
         self._config = config
         self._corpus_id = corpus_id
@@ -151,23 +150,22 @@ class Tuner:
         self._tuning: Tuning | None = None
         self._is_stored = False
         self._problem: tuple[int, ConfigError] | None = None
-        """Chunks and error when the goal was last found impossible, so that each search does not try again."""
+        """Chunks and error of the last impossible goal, so that not every search measures again."""
 
     @property
     def tuning(self) -> Tuning | None:
-        """The choice in force; None before the first search, or without a goal."""
+        """The present choice; None before the first search, or without a goal."""
         return self._tuning
 
     def effort(self, index: VectorIndex) -> int | None:
-        """The effort to search with, measured first where no measurement holds any more (about a second); None where
-        the configuration has no goal.
+        """Return the effort to search with; None without a goal. Measures first (about a second) if needed.
 
         Raises:
             ConfigError: no effort reaches the goal.
         """
         if self._goal is None or len(index) == 0:
             return None
-        tunable = cast(TunableIndex, index)  # whatever has a goal is approximate
+        tunable = cast(TunableIndex, index)  # an index with a goal is approximate
         if self._tuning is None:
             self._tuning = self._load()
             self._is_stored = self._tuning is not None
@@ -176,7 +174,7 @@ class Tuner:
         return self._tuning.chosen.effort
 
     def save(self, index: VectorIndex) -> None:
-        """Measure if needed, and store the choice. Only under the write lock.
+        """Measure if needed and store the choice. Needs the write lock.
 
         Raises:
             ConfigError: no effort reaches the goal.
@@ -204,7 +202,7 @@ class Tuner:
 
 
 def goal_of(config: IndexConfig) -> str | None:
-    """What the configuration asks for, in words that change when a measurement is no longer valid; None for nothing."""
+    """Return a text of the goal and of all settings that a measurement depends on; None without a goal."""
     if config.kind == "flat" or not (config.ann_recall or config.search_budget_s):
         return None
     shape = {
@@ -221,11 +219,11 @@ def tune(
     now: Callable[[], float],
     queries: NDArray[np.float32] | None = None,
 ) -> Tuning:
-    """Choose the effort for the goal of the configuration, which has one.
+    """Choose the effort for the goal of the configuration. Precondition: it has a goal.
 
     Args:
-        now: seconds from an arbitrary start; called before and after each timed search.
-        queries: real ones [q, d] to measure with; None makes some from the index's own vectors.
+        now: clock in seconds; called before and after each timed search.
+        queries: real queries [q, d] to measure with; None makes some from the index's own vectors.
 
     Raises:
         ConfigError: no effort reaches the goal.
@@ -255,8 +253,8 @@ def measure_curve(
     """Search with queries [q, d] at geometrically growing effort.
 
     Args:
-        now: the clock to time searches of `DEPTH` results with; None measures recall only.
-        stop: no greater effort is tried after a point for which this holds.
+        now: clock for timing searches of `DEPTH` results; None measures recall only.
+        stop: ends the measurement after a point for which it is true.
     """
     truth = index.exact(queries, K)
     points: list[CurvePoint] = []
@@ -271,13 +269,13 @@ def measure_curve(
 
 
 def effort_grid(low: int, high: int) -> list[int]:
-    """Whole numbers from low to high, each about 1.4 times the one before."""
+    """Return integers from low to high, each about 1.4 times the previous."""
     steps = range(math.ceil(math.log(high / low, _STEP)) + 1)
     return sorted({min(high, round(low * _STEP**step)) for step in steps})
 
 
 def synthetic_queries(index: TunableIndex, num: int, seed: int) -> NDArray[np.float32]:
-    """Queries [up to num, d] of length 1: stored vectors, moved in a random direction."""
+    """Return up to `num` unit queries [num, d]: stored vectors, each moved in a random direction."""
     rng = np.random.default_rng(seed)
     vectors = index.sample(num, rng)
     noise = rng.standard_normal(vectors.shape).astype(np.float32)
@@ -287,10 +285,10 @@ def synthetic_queries(index: TunableIndex, num: int, seed: int) -> NDArray[np.fl
 
 
 def lower_recall_bound(recalls: Sequence[float]) -> float:
-    """Lower end of the one-sided 95 % Wilson (1927) interval of the mean recall of queries.
+    """Return the lower end of the one-sided 95 % Wilson (1927) interval of the mean recall.
 
-    The K results of one query are not independent trials. Their effective number is what the spread between queries
-    says (Korn and Graubard 1998): from one trial per query up to K.
+    The K results of one query are not independent trials. The spread between queries gives their effective number (Korn
+    and Graubard 1998): from one to K trials per query.
     """
     count, p = len(recalls), float(np.mean(recalls))
     variance = float(np.var(recalls, ddof=1)) / count if count > 1 else 0.0
@@ -301,7 +299,7 @@ def lower_recall_bound(recalls: Sequence[float]) -> float:
 
 
 def _recall(found: Ranking, true: NDArray[np.int64]) -> float:
-    """The share of the true ids [k] among those found."""
+    """Return the share of the true ids [k] that were found."""
     there = {int(chunk_id) for chunk_id in true if chunk_id >= 0}
     return len(there.intersection(chunk_id for chunk_id, _ in found)) / len(there)
 
@@ -319,12 +317,12 @@ def _why_not(config: IndexConfig, curve: SearchCurve) -> str:
     first, last = curve.points[0], curve.points[-1]
     if config.ann_recall:
         return (
-            f"index.ann_recall = {config.ann_recall} cannot be reached: the most effort ({last.effort}) gives "
-            f"{last.ann_recall_at_10:.4f} (surely {last.recall_low:.4f}); ask for less, raise "
+            f"index.ann_recall = {config.ann_recall} cannot be reached: the greatest effort ({last.effort}) gives "
+            f"{last.ann_recall_at_10:.4f} (with confidence {last.recall_low:.4f}); lower it, raise "
             f"{'index.refine' if config.kind == 'ivf_pq' else 'index.m'} in a new knowledge base, or use "
             'index.kind = "flat"'
         )
     return (
         f"index.search_budget_s = {config.search_budget_s} cannot be kept: the least effort takes {first.p95_s:.6f} s "
-        "(95th percentile); allow more time"
+        "(95th percentile); raise it"
     )

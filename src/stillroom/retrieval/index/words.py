@@ -1,8 +1,7 @@
-"""Text to the words that BM25 compares: lower case, stemmed, in English.
+"""Word analysis for BM25: lower case, English stems, stop words.
 
-Documents keep every word. A question is searched without the words that every question has ("how can I", "what is
-the"): they say nothing about the answer, but in a long question they add up, and a small corpus does not have enough
-text to show how common they are.
+Documents keep every word. Questions are searched without stop words: these do not identify an answer but add up in a
+long question, and a small corpus has too little text to show how common they are.
 """
 
 from pathlib import PurePath
@@ -15,7 +14,7 @@ from stillroom.core.panics import panics_as_errors
 _MAX_WORD_BYTES = 40
 
 DOCUMENT_TOKENIZER = "en_stem"
-"""tantivy's name of the chain that `_build(stem=True)` makes by hand."""
+"""tantivy's name of the chain that `_build(stem=True)` builds."""
 
 _ENGLISH = """
 a about an and any are as at be been being but by can could d did do does doing don for from had has have
@@ -26,14 +25,14 @@ where which while who whom whose why will with would you your yours
 """
 
 STOP_WORDS = frozenset(_ENGLISH.split())
-"""English articles, pronouns, auxiliaries, prepositions, question words, and what an apostrophe leaves of them."""
+"""English articles, pronouns, auxiliaries, prepositions, question words, and their parts around an apostrophe."""
 
 
 def searched_text(chunk: Chunk) -> str:
-    """The chunk's heading and text, and its document's name: people search for `pep 8` and `release notes 2024`.
+    """Return the indexed text of a chunk: its document's name, its heading and its text.
 
-    The name is the record's id in a JSONL corpus, often a URL, else the file's name without its ending. An id that says
-    nothing matches nothing.
+    The name (searches such as `pep 8` use it) is the record's id in a JSONL corpus, otherwise the file name without its
+    ending.
     """
     name = chunk.record_id if chunk.record_id is not None else PurePath(chunk.document_id).stem
     return f"{name}\n{chunk.indexed_text}"
@@ -48,12 +47,12 @@ class WordAnalyzer:
 
     @panics_as_errors("tantivy")
     def stems(self, text: str) -> list[str]:
-        """What the index holds of a text, in order."""
+        """Return the stems that the index stores for a text, in order."""
         return list(self._stems.analyze(text))
 
     @panics_as_errors("tantivy")
     def query_stems(self, text: str) -> list[str]:
-        """What a question is searched by; all of its words where it has only stop words (`to be or not to be`)."""
+        """Return the stems of a question without stop words; with them if it has no others (`to be or not to be`)."""
         telling = [word for word in self._words.analyze(text) if word not in STOP_WORDS]
         return self.stems(" ".join(telling)) if telling else self.stems(text)
 

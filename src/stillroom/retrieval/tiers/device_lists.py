@@ -1,8 +1,7 @@
-"""Which lists of a tiered index are on devices: the hottest, spread so that each device has about as many bytes and as
-much to do (VectorLiteRAG 4.1), and exchanged device by device as what people ask for drifts.
+"""Placement of the hottest lists of a tiered index on devices, balanced by bytes (VectorLiteRAG 4.1).
 
-A list stays on its device or leaves it, and never moves to another. While a device's lists are copied anew, those that
-it held are searched where the others are, so no device needs memory for both.
+Lists are exchanged device by device as the traffic changes. A list stays on its device or leaves it, and never moves to
+another device. While a device is refilled, its lists are searched in RAM or on disk, so it never holds both sets.
 """
 
 import logging
@@ -21,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def devices_named(names: str) -> tuple[str, ...]:
-    """The devices of a setting: PyTorch's names with commas between them; `cuda` alone is every one there is.
+    """Parse `index.devices`: PyTorch's device names separated by commas; `cuda` alone means all CUDA devices.
 
     Raises:
-        ConfigError: one does not exist.
+        ConfigError: a device does not exist.
     """
     found: list[str] = []
     for name in (part.strip() for part in names.split(",") if part.strip()):
@@ -40,37 +39,37 @@ def devices_named(names: str) -> tuple[str, ...]:
 
 
 class DeviceLists:
-    """Fills some devices with lists of an index. For one thread at a time; searches may go on meanwhile."""
+    """Fills devices with lists of an index. Not thread-safe, but searches may run at the same time."""
 
     def __init__(self, tiers: TieredLists, devices: Sequence[str], num_bytes: int) -> None:
         """
         Args:
-            num_bytes: most that the codes of lists may take on each device.
+            num_bytes: limit of the codes on each device.
         """
         self._tiers, self._devices, self._num_bytes = tiers, tuple(devices), num_bytes
         self._code_bytes = tiers.file.sizes * tiers.file.code_size
         nothing = np.empty(0, dtype=np.int64)
         self._placed: list[tuple[BatchShard, Lists]] = [(_Empty(), nothing) for _ in devices]
         self._used = list(range(len(devices)))
-        """Devices that have not failed."""
+        """Numbers of the devices that have not failed."""
         tiers.place(self._placed)
 
     @property
     def num_bytes(self) -> int:
-        """Of codes on devices."""
+        """Bytes of codes on all devices."""
         return int(sum(self._code_bytes[held].sum() for _, held in self._placed))
 
     def follow(self, counts: "np.ndarray[tuple[int], np.dtype[np.float64]]", margin: float) -> int:
-        """Exchange lists, if what is held takes so much less of all accesses than the best choice would.
+        """Exchange lists if their share of accesses is lower than that of the best choice by more than `margin`.
 
         Args:
             counts: accesses of each list, [nlist].
 
         Returns:
-            How many lists came.
+            The number of lists that were added.
 
         Raises:
-            CorruptKnowledgeBaseError: a list is damaged in the file; what was placed before it stays.
+            CorruptKnowledgeBaseError: a list is damaged in the file; lists placed before it stay.
         """
         if not self._used:
             return 0
@@ -92,15 +91,14 @@ class DeviceLists:
         return num_came
 
     def _fill(self, number: int, lists: Lists) -> bool:
-        """Copy lists to a device, in place of those that it holds. Returns whether it could take them."""
+        """Replace the lists of a device. Returns whether they fit."""
         self._put(number, _Empty(), lists[:0])
         try:
             shard = DeviceShard(self._tiers.file.shell, lists, self._devices[number], self._entries)
-        except RuntimeError as error:  # PyTorch's, of which too little memory is one
+        except RuntimeError as error:  # PyTorch's errors, such as too little memory
             self._used.remove(number)
             logger.warning(
-                "%s cannot hold %d bytes of lists and is left without any until the next start, which a smaller "
-                "index.device_bytes may change: %s",
+                "%s cannot hold %d bytes of lists and stays unused until the next start; lower index.device_bytes: %s",
                 self._devices[number],
                 self._code_bytes[lists].sum(),
                 (str(error).splitlines() or [type(error).__name__])[0],
@@ -118,14 +116,16 @@ class DeviceLists:
 
 
 def spread(lists: Lists, sizes: Lists, before: Sequence[Lists], num_bytes: int) -> list[Lists]:
-    """Lists for each of some devices, ascending: those that it has already stay, the others go, the largest first, to
-    the device with the most room; one for which none has room goes nowhere.
+    """Return the lists of each device, ascending.
+
+    A list stays where it is. The others go, largest first, to the device with the most free memory; lists that fit
+    nowhere are left out.
 
     Args:
-        lists: to be on devices.
+        lists: lists to place.
         sizes: bytes of every list, [nlist].
-        before: what each device has.
-        num_bytes: most of each.
+        before: present lists of each device.
+        num_bytes: limit per device.
     """
     found = [np.intersect1d(held, lists).tolist() for held in before]
     room = [num_bytes - int(sizes[held].sum()) for held in found]
@@ -139,9 +139,9 @@ def spread(lists: Lists, sizes: Lists, before: Sequence[Lists], num_bytes: int) 
 
 
 class _Empty:
-    """No lists, so it is never asked."""
+    """A shard without lists, which is never searched."""
 
     def scan_batch(
         self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: object = None
     ) -> list[Scored]:
-        raise AssertionError("nothing is here")
+        raise AssertionError("an empty shard was searched")

@@ -1,11 +1,11 @@
-"""Some lists of an IVF-PQ index on a device: the third kind of shard of a tiered index (VectorLiteRAG 4.1, 4.2).
+"""Lists of an IVF-PQ index on a device: a shard of a tiered index (VectorLiteRAG 4.1, 4.2).
 
-Codes of the hot lists lie there as tensors, by subquantizer, one list after the other. A batch of queries is one
-product for the look-up tables and one scan (`ops.pq_scan`), whatever each of them probes; as the paper has it, only
-results leave the device. The code is the same on a CPU, where it serves tests: faiss' own scan is faster there.
+The codes are tensors, by subquantizer, one list after the other. A batch of queries takes one product for the look-up
+tables and one scan (`ops.pq_scan`), whatever lists they probe; only results leave the device. The same code runs on a
+CPU for tests, where faiss' scan is faster.
 
-Scores are faiss' up to rounding: the same numbers in float32, added in another order, so two codes whose exact scores
-are nearer to each other than about 1e-6 may stand the other way round. Equal codes of a list score equal.
+Scores equal faiss' up to rounding: the same float32 numbers are added in another order, so two codes whose exact scores
+differ by less than about 1e-6 may be ordered differently. Equal codes of a list score equal.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,10 +23,10 @@ from stillroom.retrieval.tiers.list_file import Entries
 from stillroom.retrieval.tiers.partition import Lists, Nearness
 from stillroom.retrieval.tiers.tiered_ivf import Scored, Vectors, entries_of
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type information lacks names that are made at import
 
 _SCORED_AT_ONCE = 2**24
-"""Scores in memory at a time: 64 MiB, and a few times as much for what leads to them."""
+"""Scores per launch: 64 MiB, and a few times as much for temporaries."""
 
 
 class DeviceShard:
@@ -35,18 +35,20 @@ class DeviceShard:
     def __init__(
         self, lists: Any, held: Lists, device: str | torch.device, entries: Callable[[int], Entries] | None = None
     ) -> None:
-        """Copies the codes of the lists that it is to hold.
+        """Copy the codes of the lists `held` to the device.
 
         Args:
             lists: a trained IndexIVFPQ by inner product.
-            entries: ids and codes of a list; None has them in `lists`.
+            entries: number -> ids and codes of a list; None takes those of `lists`.
 
         Raises:
-            ConfigError: its codes are not a byte per subquantizer.
+            ConfigError: codes are not one byte per subquantizer.
         """
         quantizer = lists.pq
         if quantizer.nbits != 8:
-            raise ConfigError(f"a device scans codes of index.nbits = 8, not {quantizer.nbits}; make the index with 8")
+            raise ConfigError(
+                f"index.nbits={quantizer.nbits} does not work on a device; build the index with index.nbits = 8"
+            )
         assert lists.metric_type == faiss.METRIC_INNER_PRODUCT
         self.device = torch.device(device)
         self._is_residual = bool(lists.by_residual)
@@ -59,19 +61,19 @@ class DeviceShard:
         starts[held] = np.cumsum(sizes[held]) - sizes[held]
         self._sizes = sizes
         self._ids = np.concatenate([np.empty(0, dtype=np.int64), *(ids for ids, _ in parts)])
-        """[N], not on the device: only those of results are asked for."""
+        """[N], on the host: only ids of results are needed."""
         codes = np.concatenate([np.empty((0, quantizer.M), dtype=np.uint8), *(codes for _, codes in parts)])
         self._codes_MN = torch.from_numpy(np.ascontiguousarray(codes.T)).to(self.device)
         self._last_mask: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.bool))
         self._sizes_L, self._starts_L = (torch.from_numpy(array).to(self.device) for array in (sizes, starts))
 
     def __len__(self) -> int:
-        """Codes that it holds."""
+        """Number of codes."""
         return len(self._ids)
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         tensors = (self._codes_MN, self._centroids_MCS, self._sizes_L, self._starts_L)
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -85,26 +87,21 @@ class DeviceShard:
             nearness: [q, p], of the query and the centre of each list.
             allowed: an IDSelectorBitmap of faiss; None allows every id.
         """
-        return self._best(queries, num, probed, nearness, None if allowed is None else self._mask(allowed))
+        is_allowed_N = None if allowed is None else self._mask(allowed)
+        num_rows = np.where(probed >= 0, self._sizes[probed], 0).sum(axis=1)
+        found: list[Scored] = []
+        for part in launches(num_rows):
+            found += self._scanned(queries[part], num, probed[part], nearness[part], is_allowed_N)
+        return found
 
     def _mask(self, allowed: Any) -> torch.Tensor:
-        """[N], which codes a bitmap allows; made once, as long as the same one is asked for again."""
+        """Return which codes a bitmap allows, [N]; the last mask is cached."""
         known, is_allowed_N = self._last_mask
         if known is not allowed:
             bits = np.unpackbits(faiss.rev_swig_ptr(allowed.bitmap, allowed.n), bitorder="little")
             is_allowed_N = torch.from_numpy(bits[self._ids].astype(bool)).to(self.device)
             self._last_mask = allowed, is_allowed_N
         return is_allowed_N
-
-    def _best(
-        self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, is_allowed_N: torch.Tensor | None
-    ) -> list[Scored]:
-        """A part of the batch at a time."""
-        num_rows = np.where(probed >= 0, self._sizes[probed], 0).sum(axis=1)
-        found: list[Scored] = []
-        for part in launches(num_rows):
-            found += self._scanned(queries[part], num, probed[part], nearness[part], is_allowed_N)
-        return found
 
     def _scanned(
         self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, is_allowed_N: torch.Tensor | None
@@ -133,10 +130,10 @@ class DeviceShard:
 
 
 def launches(num_rows: Lists) -> Iterator[slice]:
-    """The queries of a batch that are scanned for at a time: not too many scores in memory.
+    """Split a batch into launches that keep the scores in memory below a limit.
 
     Args:
-        num_rows: codes that each has, [q].
+        num_rows: codes to scan per query, [q].
     """
     start = 0
     while start < len(num_rows):

@@ -1,6 +1,4 @@
-"""Which lists of an index are on devices, in RAM and on disk, and what each of them has to do for a batch of queries:
-counts that `search_model` multiplies with costs. Arithmetic only.
-"""
+"""Division of lists among devices, RAM and disk, and the work of each for a batch: counts for `search_model`."""
 
 from collections.abc import Sequence
 
@@ -17,17 +15,17 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 ID_BYTES = 8
-"""Of a vector's bytes in RAM and on disk; on a device there are codes only."""
+"""Bytes of an id, which RAM and disk store beside each code; devices store codes only."""
 
 
 class Division:
-    """Which lists are where, and where all of them lie in their file: one after the other, by number (`list_file`)."""
+    """Tier of each list, and its place in the file: one list after the other, by number (`list_file`)."""
 
     def __init__(self, sizes: Counts, bytes_per_vector: int, partition: Partition) -> None:
         """
         Args:
             sizes: vectors in each list, [nlist].
-            bytes_per_vector: its code and its id.
+            bytes_per_vector: bytes of a code and its id.
             partition: into `RAM`, `DISK` and, from `FIRST_DEVICE` on, devices.
         """
         self.partition = partition
@@ -40,7 +38,6 @@ class Division:
 
     @property
     def ram_bytes(self) -> int:
-        """Of the lists in RAM."""
         return int(self.bytes[self.partition.shard_of == RAM].sum())
 
     @property
@@ -49,17 +46,20 @@ class Division:
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
-        """Of the codes on each device."""
+        """Bytes of codes on each device."""
         return tuple(int(self._code_bytes[self.partition.of(device)].sum()) for device in self.devices)
 
     @property
     def devices(self) -> range:
-        """Their shards."""
+        """Shard numbers of the devices."""
         return range(FIRST_DEVICE, self.partition.num_shards)
 
     def work(self, shard: int, probed: Lists, window_bytes: int) -> tuple[Counts, Floats]:
-        """Queries of a batch [q, p] that RAM or the disk scans for, in its order, and for each [n, 5]: 1, lists, codes,
-        and of the file windows and bytes of lists that nobody before it in the batch has touched; 0 in RAM."""
+        """Return the queries of a batch [q, p] that RAM or disk scans for, in scan order, and the work of each [n, 5].
+
+        The columns are: 1, lists, codes, windows of the file first touched by the query, and bytes of lists first
+        touched by it. The last two are 0 in RAM.
+        """
         num_in = self.partition.num_in(probed)[:, shard]
         asked = np.flatnonzero(num_in)
         order = asked[np.argsort(num_in[asked], kind="stable")]
@@ -81,8 +81,11 @@ class Division:
         return order, rows
 
     def device_work(self, device: int, probed: Lists) -> tuple[Counts, Floats]:
-        """Queries of a batch [q, p] that a device scans for, and for all of them together [3]: launches, queries, and
-        places of codes: as many for each query as the one has that has most, as `device_shard` scans them."""
+        """Return the queries of a batch [q, p] that a device scans for, and their total work [3].
+
+        That is: launches, queries, and slots of codes. Within a launch each query has as many slots as the query with
+        the most codes, as in `device_shard`.
+        """
         is_here = (probed >= 0) & (self.partition.shard_of[probed] == device)
         asked = np.flatnonzero(is_here.any(axis=1))
         if not len(asked):
@@ -99,10 +102,10 @@ def hottest_in_ram(
     ram_bytes: int,
     on_devices: Sequence[Lists] = (),
 ) -> Division:
-    """The hottest lists that fit into so many bytes, in RAM, as `HotLists` chooses them.
+    """Return the division that `HotLists` chooses: the hottest lists that fit into `ram_bytes` are in RAM.
 
     Args:
-        on_devices: lists that each device has; RAM holds the next ones.
+        on_devices: lists of each device; RAM holds the next hottest.
     """
     shard_of = np.full(len(sizes), DISK)
     for number, held in enumerate(on_devices):
@@ -115,7 +118,7 @@ def hottest_in_ram(
 def hottest_on_devices(
     num_accesses: Floats, sizes: Counts, bytes_per_vector: int, device_bytes: int, num_devices: int
 ) -> list[Lists]:
-    """The lists on each of some devices that have so many bytes each, as `DeviceLists` chooses them at first."""
+    """Return the lists of each device, as `DeviceLists` first chooses them."""
     code_bytes = sizes * (bytes_per_vector - ID_BYTES)
     if not device_bytes:
         return [np.empty(0, dtype=np.int64)] * num_devices

@@ -1,9 +1,9 @@
-"""Which lists of a tiered index are in RAM and on devices, as what people ask for drifts (VectorLiteRAG 4.1:
+"""Choice of the lists of a tiered index in RAM and on devices, following the traffic (VectorLiteRAG 4.1:
 "re-calibrated if access patterns shift").
 
-Accesses of lists are counted while searching, and every query makes what was before it count a little less. Once per
-window of queries the hit rate of that window is compared with what the best choice by those counts would have. Where it
-is lower by more than a margin, lists are exchanged, the hottest first and a few at a time, beside the searches.
+Searches count accesses of lists, with exponential decay per query. After each window of queries its hit rate is
+compared with that of the best choice by those counts. If it is lower by more than a margin, lists are exchanged in the
+background, hottest first and a few at a time.
 """
 
 import logging
@@ -21,45 +21,45 @@ from stillroom.retrieval.tiers.tiered_ivf import TieredLists
 from stillroom.telemetry import catalogue
 from stillroom.telemetry.catalogue import Readings
 
-if TYPE_CHECKING:  # it imports torch, which a search by words can do without
+if TYPE_CHECKING:  # it imports torch, which a sparse search does not need
     from stillroom.retrieval.tiers.device_lists import DeviceLists
 
 logger = logging.getLogger(__name__)
 
 Counts = NDArray[np.float64]
 Spawn = Callable[[Callable[[], None]], None]
-"""Does a job soon, somewhere else; or here and now."""
+"""Runs a job, at once or later in another thread."""
 
 _MOST = 1e100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftRules:
-    """When to exchange, and how much at a time."""
+    """When lists are exchanged, and how many at a time."""
 
     half_life: float = 1000.0
-    """Queries after which an access counts half."""
+    """Queries after which the weight of an access has halved."""
     window: int = 256
-    """Queries over which a hit rate is taken."""
+    """Queries per hit rate."""
     margin: float = 0.02
-    """Of the hit rate below the best possible one that is left as it is: less would be noise."""
+    """Loss of hit rate against the best choice that is tolerated; smaller losses are noise."""
     num_lists: int = 16
-    """Lists that enter RAM at a time, or a 64th of all lists where those are more."""
+    """Lists that enter RAM at a time, or a 64th of all lists if that is more."""
     is_exchanging: bool = True
-    """False keeps the first choice: for measuring what exchanging brings."""
+    """False keeps the first choice, to measure the gain of exchanging."""
 
 
 class ListHeat:
-    """Accesses of lists, the older the less. Not thread-safe."""
+    """Decayed counts of accesses of lists. Not thread-safe."""
 
     def __init__(self, num_lists: int, half_life: float, counts: Counts | None = None) -> None:
-        """`counts`: [num_lists], of before."""
+        """`counts`: earlier counts, [num_lists]."""
         self._growth = 2.0 ** (1.0 / half_life)
         self._counts = np.zeros(num_lists) if counts is None else counts.astype(np.float64)
         self._weight = 1.0
 
     def note(self, lists: Lists) -> None:
-        """One query probes these different lists. Instead of all others becoming less, these count more."""
+        """Count one query's probes of distinct lists. New counts weigh more, instead of decaying all others."""
         self._weight *= self._growth
         self._counts[lists] += self._weight
         if self._weight > _MOST:
@@ -67,12 +67,12 @@ class ListHeat:
             self._weight = 1.0
 
     def counts(self) -> Counts:
-        """[num_lists]: an access by the last query counts 1, one `half_life` queries earlier 0.5."""
+        """Return counts [num_lists]: an access by the last query counts 1, one `half_life` queries earlier 0.5."""
         return self._counts / self._weight
 
 
 class HotLists:
-    """Keeps the hottest lists in RAM. `note` is for one thread at a time, the rest for any."""
+    """Keeps the hottest lists in RAM. Only one thread at a time may call `note`; the rest is thread-safe."""
 
     def __init__(
         self,
@@ -85,11 +85,10 @@ class HotLists:
     ) -> None:
         """
         Args:
-            num_bytes: most that lists in RAM may take; while lists are exchanged, and searches still use the old ones,
-                those few more.
+            num_bytes: limit of lists in RAM; during an exchange, the lists that searches still use come on top.
             spawn: runs an exchange.
-            counts: accesses before, [nlist].
-            devices: hold the hottest lists, and RAM the next.
+            counts: earlier accesses, [nlist].
+            devices: devices for the hottest lists; RAM then holds the next hottest.
         """
         self._devices = devices
         self._tiers, self._num_bytes, self._rules, self._spawn = tiers, num_bytes, rules, spawn
@@ -99,27 +98,27 @@ class HotLists:
         self._num_noted = self._num_probes = self._num_hits = self._num_device_hits = 0
         self._window_start = (0, 0)
         self.hit_rate = 0.0
-        """Of the last whole window."""
+        """Hit rate of the last complete window."""
         self.num_exchanged = 0
-        """Lists that came into RAM or to a device in place of others."""
+        """Lists that replaced others in RAM or on a device."""
 
     @property
     def num_probes(self) -> int:
-        """Lists that were asked for so far."""
+        """Probes of lists so far."""
         return self._num_probes
 
     @property
     def num_hits(self) -> int:
-        """Those of them that were in RAM or on a device."""
+        """Probes of lists in RAM or on a device."""
         return self._num_hits
 
     @property
     def num_device_hits(self) -> int:
-        """Those of them that were on a device."""
+        """Probes of lists on a device."""
         return self._num_device_hits
 
     def note(self, probed: Lists) -> bool:
-        """One query probes these lists [p]. Returns whether a window has ended with it."""
+        """Count one query's probes of lists [p]. Returns whether a window ended with it."""
         self._heat.note(probed)
         self._num_noted += 1
         self._num_probes += len(probed)
@@ -136,7 +135,7 @@ class HotLists:
         return True
 
     def start(self, hit_rate: float = 0.0) -> None:
-        """Have lists exchanged, if such a hit rate calls for it and nobody is at it already."""
+        """Start an exchange if this hit rate is too low and no exchange is running."""
         with self._lock:
             if self._is_busy:
                 return
@@ -147,10 +146,10 @@ class HotLists:
             try:
                 self._exchange(counts, hit_rate)
             except CorruptKnowledgeBaseError:
-                pass  # a search that needs the list says so, and the file is made anew
-            except Exception:  # what searches find does not depend on it
-                if not self._has_failed:  # each window would say it again
-                    logger.exception("lists cannot be exchanged; the index stays as fast as it is")
+                pass  # the next search that needs the list reports it, and the file is rebuilt
+            except Exception:  # results do not depend on exchanges
+                if not self._has_failed:  # log once, not per window
+                    logger.exception("lists cannot be exchanged; results are right, but searches may be slower")
                 self._has_failed = True
             finally:
                 self._is_busy = False
@@ -158,11 +157,11 @@ class HotLists:
         self._spawn(run)
 
     def stop(self) -> None:
-        """Exchange no more, not even the rest of what is being exchanged."""
+        """Stop exchanging, also within a running exchange."""
         self._is_stopped = True
 
     def counts(self) -> Counts:
-        """Accesses, [nlist]; for keeping."""
+        """Return decayed accesses [nlist], to be stored."""
         return self._heat.counts()
 
     def _exchange(self, counts: Counts, hit_rate: float) -> None:
@@ -198,31 +197,27 @@ class HotLists:
 
 @dataclass(frozen=True, slots=True)
 class ListFigures:
-    """What the tiers of an index hold and did. Counts only grow, until the quantizers are trained anew."""
+    """Content and traffic of the tiers. Counts restart when the quantizers are trained again."""
 
     num_lists: int
     num_lists_in_ram: int
     num_lists_on_devices: int
     list_bytes: int
     disk_bytes: int
-    """Of lists that are in the file only."""
+    """Bytes of lists that are only in the file."""
     ram_bytes: int
     device_bytes: int
     num_probes: int
     num_hits: int
-    """In RAM or on a device."""
+    """Probes of lists in RAM or on a device."""
     num_device_hits: int
     hit_rate: float
-    """Of the last window of queries."""
+    """Hit rate of the last complete window."""
     num_exchanged: int
 
     @classmethod
     def of(cls, tiers: TieredLists, hot: HotLists, device_bytes: int) -> "ListFigures":
-        """Of now.
-
-        Args:
-            device_bytes: that lists take on devices.
-        """
+        """Take the present figures; `device_bytes` are the codes on devices."""
         is_on_device = tiers.device_of >= 0
         return cls(
             num_lists=len(tiers.file.sizes),

@@ -1,14 +1,14 @@
-"""Inverted lists and the full vectors behind them in one file that is mapped into memory.
+"""Memory-mapped file of inverted lists and their full vectors.
 
     quantizers      an IndexIVFPQ of faiss without entries
-    lists           of each: codes, then the rows that they stand for; padded to 8 bytes
-    ids, vectors    chunk id and full vector of each row, in the order in which they came; vectors may be left out
+    lists           codes, then rows of each list; padded to 8 bytes
+    ids, vectors    chunk id and full vector of each row, in the order of addition; vectors are optional
     checksums       CRC-32 of each list and of each vector
-    contents        JSON: what lies where, and of which corpus
+    contents        JSON: places of the parts, and the corpus
 
-Opening reads quantizers, ids and checksums. A list or a vector is compared with its checksum when it is first asked
-for, so opening does not depend on how large the file is and still nothing damaged is served. A file is written beside
-the old one and renamed: whoever has mapped the old one goes on reading it.
+Opening reads quantizers, ids and checksums. A list or vector is checked when it is first read, so the time to open does
+not depend on the size of the file and no damaged data is served. A new file is written beside the old one and renamed;
+processes that have mapped the old one continue to read it.
 """
 
 import json
@@ -30,45 +30,45 @@ from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval.index_file import replace_durably
 from stillroom.retrieval.tiers.partition import Lists
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type information lacks names that are made at import
 
 Vectors = NDArray[np.float32]
 Entries = tuple[NDArray[np.int64], NDArray[np.uint8]]
-"""Of one list: rows [s] and codes [s, bytes of a code]."""
+"""Rows [s] and codes [s, code bytes] of one list."""
 
 _END = struct.Struct("<QI4s")
-"""Bytes of the contents, their CRC-32, magic."""
+"""Length of the contents, their CRC-32, magic."""
 _MAGIC = b"SRL1"
 _PAGE = mmap.PAGESIZE
 _BLOCK = 4096
-"""Vectors read at a time."""
+"""Vectors per read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which state of which corpus a file shows."""
+    """Corpus and generation of a file."""
 
     corpus_id: str
     generation: int
     num_trained: int
-    """Vectors there were when the quantizers were trained."""
+    """Vectors at the training of the quantizers."""
     commit_id: str = ""
     """See `Corpus.commit_id`."""
 
 
 class ListFile:
-    """Read-only; what it shows never changes. Thread-safe."""
+    """Immutable content of a file. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Map a file.
 
         Raises:
-            FileNotFoundError: there is none.
-            CorruptKnowledgeBaseError: it is no such file, or not whole, or was replaced at this very moment.
+            FileNotFoundError: the file is missing.
+            CorruptKnowledgeBaseError: the file is malformed, truncated, or was replaced during this call.
         """
         self.path = path
         self.mapped: Any = None
-        """The lists, as faiss reads them."""
+        """faiss' view of the lists."""
         try:
             with path.open("rb") as stream:
                 self._open(stream)
@@ -100,7 +100,7 @@ class ListFile:
         padded = capacity(self.sizes) * self.entry_bytes
         self._offsets = self._at["lists"][0] + np.concatenate([[0], np.cumsum(padded)])
         if self._offsets[-1] != sum(self._at["lists"]):
-            raise ValueError("its lists are not whole")
+            raise ValueError("its lists are truncated")
         self._is_list_good = np.zeros(len(self.sizes), dtype=bool)
         self._is_vector_good = np.zeros(len(self._vectors), dtype=bool)
         self._map_lists(status.st_size)
@@ -109,12 +109,11 @@ class ListFile:
 
     @property
     def code_size(self) -> int:
-        """Bytes of a code."""
         return int(self.shell.code_size)
 
     @property
     def entry_bytes(self) -> int:
-        """Of a code and its row."""
+        """Bytes of a code and its row."""
         return self.code_size + 8
 
     @property
@@ -122,23 +121,23 @@ class ListFile:
         return len(self._vectors) == len(self.ids)
 
     def quantizers_crc(self) -> int:
-        """Equal for equal quantizers: then a list's number means the same."""
+        """Return the checksum of the quantizers; if it is equal, list numbers mean the same."""
         return zlib.crc32(self._part("quantizers"))
 
     def entries(self, number: int) -> Entries:
-        """Of one list, as views into the file.
+        """Return rows and codes of one list, as views into the file.
 
         Raises:
-            CorruptKnowledgeBaseError: they are damaged.
+            CorruptKnowledgeBaseError: the list is damaged.
         """
         self.check_lists(np.array([number]))
         return self._entries(number)
 
     def check_lists(self, numbers: Lists) -> None:
-        """Compare those of these lists [p] that nobody has asked for yet with their checksums.
+        """Check the checksums of lists [p] that were not checked yet.
 
         Raises:
-            CorruptKnowledgeBaseError: one is damaged.
+            CorruptKnowledgeBaseError: a list is damaged.
         """
         for number in numbers[~self._is_list_good[numbers]].tolist():
             rows, codes = self._entries(number)
@@ -147,10 +146,10 @@ class ListFile:
             self._is_list_good[number] = True
 
     def vectors(self, rows: NDArray[np.int64]) -> Vectors:
-        """Full vectors [r, d], copied.
+        """Return a copy of the full vectors [r, d] of rows [r].
 
         Raises:
-            CorruptKnowledgeBaseError: one is damaged.
+            CorruptKnowledgeBaseError: a vector is damaged.
         """
         new = rows[~self._is_vector_good[rows]]
         width = self._vectors.shape[1] * 4
@@ -162,14 +161,13 @@ class ListFile:
         return self._vectors[rows]
 
     def will_need(self, numbers: Lists) -> None:
-        """Let the system read these lists at once, while something else is done."""
+        """Let the system read these lists ahead (madvise)."""
         self._will_need(
             (int(self._offsets[number]), int(self._offsets[number + 1] - self._offsets[number])) for number in numbers
         )
 
     def drop_pages(self) -> None:
-        """Forget what is in memory of the file, the system's copies of its pages too: for measuring. Whoever scans
-        `mapped` takes it anew."""
+        """Drop the file's pages from memory and the page cache, for measuring. Replaces `mapped`."""
         self.mapped = None
         self._map.madvise(mmap.MADV_DONTNEED)
         with self.path.open("rb") as opened:
@@ -181,7 +179,7 @@ class ListFile:
     def _part(self, name: str) -> memoryview:
         start, num_bytes = self._at[name]
         if start < 0 or num_bytes < 0 or start + num_bytes > len(self._map):
-            raise ValueError(f"{name} is not whole")
+            raise ValueError(f"{name} is truncated")
         return memoryview(self._map)[start : start + num_bytes]
 
     def _checked(self, name: str, crcs: dict[str, int]) -> memoryview:
@@ -203,11 +201,11 @@ class ListFile:
                 self._map.madvise(mmap.MADV_WILLNEED, first, start + num_bytes - first)
 
     def _map_lists(self, file_bytes: int) -> None:
-        """Each list from where it lies in the file."""
+        """Map each list at its place in the file."""
         mapped: Any = faiss.OnDiskInvertedLists()
         mapped.nlist, mapped.code_size = len(self.sizes), self.code_size
         mapped.filename, mapped.read_only, mapped.totsize = str(self.path), True, file_bytes
-        mapped.prefetch_nthread = 0  # `will_need` does it without threads
+        mapped.prefetch_nthread = 0  # `will_need` prefetches without threads
         one = faiss.OnDiskOneList()
         capacities = capacity(self.sizes).tolist()
         for number, (size, offset) in enumerate(zip(self.sizes.tolist(), self._offsets.tolist(), strict=False)):
@@ -225,13 +223,13 @@ def write_list_file(
     ids: NDArray[np.int64],
     vectors: Iterable[Vectors] = (),
 ) -> None:
-    """Write a file anew, whole or not at all, with no more than one list and one block of vectors in memory.
+    """Write a file atomically, with at most one list and one block of vectors in memory.
 
     Args:
         shell: an IndexIVFPQ without entries.
-        lists: of each list in turn; rows count from 0.
-        ids: of the rows [n].
-        vectors: of the rows, in blocks [b, d]; none at all, or all.
+        lists: entries of each list in turn; rows count from 0.
+        ids: chunk ids of the rows, [n].
+        vectors: vectors of all rows in blocks [b, d], or empty.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -245,13 +243,13 @@ def write_list_file(
 
 
 def blocks(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Rows [n] a few thousand at a time."""
+    """Yield rows [n] in blocks of a few thousand."""
     for start in range(0, len(rows), _BLOCK):
         yield rows[start : start + _BLOCK]
 
 
 class _ListWriter:
-    """Parts of a file, one after the other."""
+    """Writes the parts of a file, one after the other."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -282,7 +280,7 @@ class _ListWriter:
         self._parts[name], self._crcs[name] = [start, len(content)], zlib.crc32(content)
 
     def _put_lists(self, lists: Iterable[Entries]) -> tuple[list[int], list[int]]:
-        """Sizes and checksums."""
+        """Write the lists and return their sizes and checksums."""
         start = self._start()
         sizes, crcs = [], []
         for rows, codes in lists:
@@ -306,7 +304,7 @@ class _ListWriter:
         return np.array(crcs, dtype=np.uint32)
 
     def _start(self) -> int:
-        """Where the next part may begin."""
+        """Pad to 64 bytes and return the offset of the next part."""
         self._stream.write(bytes(-self._stream.tell() % 64))
         return self._stream.tell()
 
@@ -315,11 +313,11 @@ def _contents(mapped: mmap.mmap) -> dict[str, Any]:
     num_bytes, crc, magic = _END.unpack(mapped[-_END.size :])
     content = mapped[len(mapped) - _END.size - num_bytes : -_END.size] if num_bytes < len(mapped) else b""
     if magic != _MAGIC or zlib.crc32(content) != crc:
-        raise ValueError("it does not end as it should")
+        raise ValueError("it is truncated or has another format")
     found: dict[str, Any] = json.loads(content)
     return found
 
 
 def capacity(size: Any) -> Any:
-    """Entries that a list of this size has room for, so that its rows lie at a multiple of 8 bytes."""
+    """Return the capacity of a list of this size: rows are aligned to 8 bytes."""
     return -(-size // 8) * 8

@@ -1,4 +1,4 @@
-"""Which tier holds which inverted list, and what a search asks each tier for (VectorLiteRAG 4.1, 4.2)."""
+"""Mapping of inverted lists to shards, and choice of the hottest lists (VectorLiteRAG 4.1, 4.2)."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Partition:
     """The mapping table: the shard of each list."""
 
     shard_of: NDArray[np.int64]
-    """[nlist], from 0."""
+    """Shard of each list, [nlist]."""
     num_shards: int
 
     def __post_init__(self) -> None:
@@ -22,19 +22,21 @@ class Partition:
         assert len(self.shard_of) == 0 or 0 <= self.shard_of.min() <= self.shard_of.max() < self.num_shards
 
     def of(self, shard: int) -> Lists:
-        """The lists of a shard, ascending."""
+        """Return the lists of a shard, ascending."""
         return np.flatnonzero(self.shard_of == shard)
 
     def num_in(self, lists_QP: Lists) -> NDArray[np.int64]:
-        """[q, shards]: how many of the lists that each query probes are in each; -1 is no list."""
+        """Count the probed lists [q, p] per query and shard: [q, shards]. -1 is no list."""
         found = np.zeros((len(lists_QP), self.num_shards), dtype=np.int64)
         rows, columns = np.nonzero(lists_QP >= 0)
         np.add.at(found, (rows, self.shard_of[lists_QP[rows, columns]]), 1)
         return found
 
     def probes(self, shard: int, lists_QP: Lists, nearness_QP: Nearness) -> tuple[Lists, Nearness]:
-        """What a shard scans: of lists [q, p] those that it holds, in their order, at the left of [q, w], where w is
-        as many as the query with the most has; the rest is -1, which a scan skips."""
+        """Return lists and nearness [q, w] that a shard scans: of lists [q, p] those that it holds, in order.
+
+        w is the largest number per query; shorter rows are padded with -1 on the right.
+        """
         is_here = (lists_QP >= 0) & (self.shard_of[lists_QP] == shard)
         width = int(is_here.sum(axis=1).max(initial=0))
         order = np.argsort(~is_here, axis=1, kind="stable")[:, :width]
@@ -43,17 +45,19 @@ class Partition:
 
 
 def by_heat(num_accesses: NDArray[np.float64]) -> Lists:
-    """All lists, hottest first. Scanning a list takes as long as it is large, and so does keeping it: a byte on the
-    fast tier saves as often as its list is asked for, so the order is by accesses alone."""
+    """Return all lists, hottest first.
+
+    Both the time to scan a list and the memory to keep it grow with its size. So the gain per byte depends on accesses
+    alone.
+    """
     return np.argsort(-num_accesses, kind="stable")
 
 
 def hottest(num_accesses: NDArray[np.float64], hit_rate: float) -> Lists:
-    """The fewest lists that take at least this share of all accesses, hottest first: the inverse of their cumulative
-    distribution (4.1).
+    """Return the fewest lists with at least this share of all accesses, hottest first (the inverse CDF of 4.1).
 
     Args:
-        num_accesses: [nlist], of each.
+        num_accesses: of each list, [nlist].
         hit_rate: from 0 to 1.
     """
     order = by_heat(num_accesses)
@@ -65,7 +69,7 @@ def hottest(num_accesses: NDArray[np.float64], hit_rate: float) -> Lists:
 
 
 def best_lists(counts: NDArray[np.float64], list_bytes: NDArray[np.int64], num_bytes: int) -> Lists:
-    """The lists to keep in so many bytes: each, from the hottest on, that still fits."""
+    """Return the lists to keep within `num_bytes`: from the hottest on, each that still fits."""
     order = by_heat(counts)
     order = order[list_bytes[order] <= num_bytes]
     num_whole = int(np.searchsorted(np.cumsum(list_bytes[order]), num_bytes, side="right"))

@@ -1,5 +1,8 @@
-"""Files without names, which are gone with this process: in the folder of a knowledge base, or among the system's own
-temporary files where that folder cannot be written or its disk is full."""
+"""Unnamed temporary files of lists and vectors, which disappear with the process.
+
+They are in the folder of the knowledge base, or among the system's temporary files if that folder is not writable or
+its disk is full.
+"""
 
 import mmap
 import os
@@ -21,19 +24,19 @@ _BLOCK_BYTES = 1 << 22
 
 
 def scratch_list_file(folder: Path, write: Callable[[Path], None]) -> ListFile:
-    """A file of lists.
+    """Write and open an unnamed file of lists.
 
     Args:
-        folder: of the knowledge base.
-        write: writes it to a path; called once more, with another, where the first would not do.
+        folder: folder of the knowledge base.
+        write: writes the file to a path; called a second time with another path if the first fails.
 
     Raises:
-        OSError: it can be written nowhere.
+        OSError: neither place can be written.
     """
 
     def make(place: Path) -> ListFile:
         write(place / "lists")
-        return ListFile(place / "lists")  # mapped, it lives on without a name
+        return ListFile(place / "lists")  # mapped, so it survives the removal of its name
 
     try:
         return _made_in(folder, make)
@@ -42,10 +45,10 @@ def scratch_list_file(folder: Path, write: Callable[[Path], None]) -> ListFile:
 
 
 class Spill:
-    """Vectors in rows, which count from 0."""
+    """Vectors in an unnamed file, by row from 0."""
 
     def __init__(self, folder: Path, dimension: int) -> None:
-        """`folder`: of the knowledge base. Raises as `put`."""
+        """`folder`: folder of the knowledge base. Raises as `put`."""
         self._dimension = dimension
         self._count = 0
         try:
@@ -57,10 +60,10 @@ class Spill:
         return self._count
 
     def put(self, start: int, vectors: Vectors) -> None:
-        """The rows from `start` on are these [n, d], and the last ones.
+        """Write vectors [n, d] at row `start` and drop rows behind them.
 
         Raises:
-            OSError: there is no room. The rows before `start` stay.
+            OSError: the disk is full. The rows before `start` stay.
         """
         content = np.ascontiguousarray(vectors, dtype=np.float32).tobytes()
         at = 4 * self._dimension * start
@@ -74,18 +77,18 @@ class Spill:
         self._count = start + len(vectors)
 
     def vectors(self, rows: NDArray[np.int64]) -> Vectors:
-        """Those [r, d] of these rows."""
+        """Return the vectors [r, d] of rows [r]."""
         width = 4 * self._dimension
         found = b"".join(os.pread(self._descriptor, width, width * row) for row in rows.tolist())
         return np.frombuffer(found, dtype=np.float32).reshape(len(rows), self._dimension)
 
     def as_array(self) -> Vectors:
-        """All [n, d], mapped; there is at least one."""
+        """Return all vectors [n, d], mapped. Precondition: there is at least one."""
         mapped = mmap.mmap(self._descriptor, 4 * self._dimension * self._count, access=mmap.ACCESS_READ)
         return np.frombuffer(mapped, dtype=np.float32).reshape(self._count, self._dimension)
 
     def _move(self, num_bytes: int) -> None:
-        """To the system's own temporary files. Who reads the old file just now may finish."""
+        """Move to the system's temporary files. Reads of the old file in progress can finish."""
         new = _opened(self, None)
         for at in range(0, num_bytes, _BLOCK_BYTES):
             _write(new, os.pread(self._descriptor, min(_BLOCK_BYTES, num_bytes - at), at), at)
@@ -93,7 +96,7 @@ class Spill:
 
 
 def _opened(owner: object, folder: Path | None) -> int:
-    """A new file that is closed with its owner."""
+    """Open a new unnamed file that is closed when `owner` is collected."""
     descriptor = _made_in(folder, lambda place: os.open(place / "vectors", os.O_RDWR | os.O_CREAT, 0o600))
     weakref.finalize(owner, os.close, descriptor)
     return descriptor
@@ -101,13 +104,13 @@ def _opened(owner: object, folder: Path | None) -> int:
 
 def _write(descriptor: int, content: bytes, at: int) -> None:
     left = memoryview(content)
-    while left:  # a write may do less than all
+    while left:  # a write may be partial
         num_written = os.pwrite(descriptor, left, at)
         left, at = left[num_written:], at + num_written
 
 
 def _made_in(folder: Path | None, make: Callable[[Path], Made]) -> Made:
-    """What is made in a new folder that is then removed; None is the system's place for such."""
+    """Call `make` with a temporary folder below `folder`; None takes the system's place for temporary files."""
     prefix = "stillroom-" if folder is None else ".scratch-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as place:
         return make(Path(place))

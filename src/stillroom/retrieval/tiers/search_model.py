@@ -1,19 +1,19 @@
-"""How long searches take when lists of an IVF-PQ index are divided among devices, RAM and disk: a model fitted to a few
-measured divisions that tells the time of any other (VectorLiteRAG 4.1).
+"""Time model of searches with lists divided among devices, RAM and disk (VectorLiteRAG 4.1).
 
-The paper scales the time of scanning everything by the least hit rate of a batch (Eq. 5). That fits where all queries
-of a batch are scanned at the same time. `TieredLists` scans them one after the other in each shard, and a list that two
-queries of a batch probe is read from disk once. So here a batch's own lists are counted: each shard takes
+It is fitted to a few measured divisions and predicts the time of any other. The paper scales the time of a full scan by
+the least hit rate of a batch (Eq. 5), which fits if all queries of a batch are scanned in parallel. `TieredLists` scans
+them one after the other in each shard, and reads a list that two queries probe from disk once. So this model counts the
+lists of each batch. Each shard takes
 
-    per query + per probed list + per code + (on disk) per window of the file that is touched first + per byte of it
+    per query + per probed list + per code + (on disk) per window of the file first touched + per byte of it
 
-for its queries, those with least to scan first, and a query is released when the last of its shards is done with it. A
-single query wakes no shards: one thread scans its lists in RAM, then those on disk.
-A device scans for all queries of a batch at once, and so releases them together:
+for its queries, those with the least to scan first; a query is released when its last shard has finished. A single
+query starts no shards: one thread scans its lists in RAM, then those on disk. A device scans for all queries of a batch
+at once and releases them together:
 
-    per launch + per query + per place of a code, of which every query has as many as the one with most
+    per launch + per query + per slot of a code; each query has as many slots as the query with the most codes
 
-Both forms are kept, and `bench tiered --predict` has both beside what was measured.
+Both models are kept; `bench tiered --predict` compares both with measurements.
 """
 
 import math
@@ -29,27 +29,27 @@ from stillroom.retrieval.tiers.partition import Lists
 from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
 
 WINDOWS = tuple(2**power for power in range(14, 25))
-"""Bytes that the system might read at a time around a page that is missing; the one that fits best is taken."""
+"""Candidates for the bytes that the system reads around a missing page; the best fit is taken."""
 _NUM_FITTED = 7
 _CONFIDENCE = 0.90
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObservedBatch:
-    """A batch that was measured."""
+    """A measured batch."""
 
     division: Division
     probed: Lists
-    """[q, p]."""
+    """Probed lists, [q, p]."""
     coarse_seconds: float
-    """Of finding these lists."""
+    """Seconds of the coarse search."""
     seconds: float
-    """To the last result."""
+    """Seconds to the last result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A throughput in queries per second, and where a measurement should lie nine times of ten."""
+    """Predicted throughput in queries per second, with its 90 % prediction interval."""
 
     value: float
     low: float
@@ -64,14 +64,14 @@ class DeviceCosts:
     """Seconds of the parts of a scan on a device."""
 
     per_launch: float
-    """Starting it, and taking the results from the device."""
+    """Launch, and transfer of the results."""
     per_query: float
-    """Its look-up tables, and its best results."""
+    """Look-up tables and selection of the best."""
     per_code: float
-    """Or a place that another query's codes leave empty."""
+    """Seconds per slot, used or empty."""
 
     def seconds(self, work: Floats) -> float:
-        """Of a `Division.device_work`."""
+        """Return the seconds of a `Division.device_work`."""
         return float(work @ np.array([self.per_launch, self.per_query, self.per_code]))
 
 
@@ -80,28 +80,28 @@ class ScanModel:
     """Seconds of the parts of a search."""
 
     times: SearchTimes
-    """With every list on disk (Eq. 1)."""
+    """Times with every list on disk (Eq. 1)."""
     per_batch: float
-    """Beside coarse search: waking the shards."""
+    """Starting the shards."""
     per_query: float
-    """Handing on and merging included: the dispatcher, which the paper leaves out."""
+    """Includes merging and delivering results, which the paper leaves out."""
     per_list: float
     per_code: float
     per_window: float
     per_byte: float
     window_bytes: int
     overlap: float
-    """How much one shard holds the other up while both scan: 0 not at all, 1 they take turns."""
+    """How much two scanning shards slow each other: 0 not at all, 1 they take turns."""
     block_sd: float
     """Standard deviation of log(measured / modelled) over groups of like batches."""
     batch_sd: float
-    """The same of single batches within such a group."""
+    """Standard deviation of the same for batches within a group."""
     num_blocks: int
     device: DeviceCosts | None = None
-    """Of each device alike; None where none was measured."""
+    """Costs of every device; None if no device was measured."""
 
     def release_seconds(self, division: Division, probed: Lists) -> Floats:
-        """When each query of a batch [q, p] has its result, from the start of the batch: [q]."""
+        """Return the seconds from the start of a batch [q, p] to each query's result, [q]."""
         costs = np.array([self.per_query, self.per_list, self.per_code, self.per_window, self.per_byte])
         works = [division.work(shard, probed, self.window_bytes) for shard in (RAM, DISK)]
         ends = [np.cumsum(rows @ costs) for _, rows in works]
@@ -118,10 +118,11 @@ class ScanModel:
         return found + self.times.coarse(len(probed)) + self.per_batch * _wakes(probed)
 
     def throughput(self, division: Division, batches: Sequence[Lists], num_measured: int) -> Prediction:
-        """Queries per second to the last result of each batch (Eq. 6), from batches [q, p] like those to come.
+        """Predict queries per second to the last result of each batch (Eq. 6).
 
         Args:
-            num_measured: batches that the measurement has, which says how near its mean is to the expected one.
+            batches: representative batches, [q, p] each.
+            num_measured: batches of the measurement to compare with; more give a narrower interval.
         """
         seconds = np.array([self.release_seconds(division, probed).max() for probed in batches])
         value = len(batches[0]) / float(seconds.mean())
@@ -137,8 +138,10 @@ def _students_t(num_blocks: int) -> float:
 
 
 def fit(observed: Sequence[Sequence[ObservedBatch]]) -> ScanModel:
-    """From groups of like batches: same size, probes and division. Among the divisions there must be all lists on disk
-    and all in RAM; one in between tells how much shards hold each other up."""
+    """Fit to groups of batches of the same size, probes and division.
+
+    Precondition: the divisions include all lists on disk and all in RAM. A mixed division determines `overlap`.
+    """
     observed = _with_usual_coarse_seconds(observed)
     everything = [one for group in observed for one in group]
     whole = max(one.probed.shape[1] for one in everything)
@@ -178,13 +181,15 @@ def fit(observed: Sequence[Sequence[ObservedBatch]]) -> ScanModel:
 
 
 def fit_device(works: Sequence[Floats], seconds: Sequence[float]) -> DeviceCosts:
-    """From scans of batches of different sizes and widths: what `Division.device_work` counts [3], and the time."""
+    """Fit to scans of different sizes and widths: their `Division.device_work` [3] and seconds."""
     return DeviceCosts(*_least_squares(works, seconds, seconds).tolist())
 
 
 def _with_usual_coarse_seconds(observed: Sequence[Sequence[ObservedBatch]]) -> list[list[ObservedBatch]]:
-    """Coarse search takes the same wherever lists are, so its median over all batches of a size is subtracted: one that
-    was interrupted would leave next to nothing for the scan, and relative errors of that would rule the fit."""
+    """Replace each coarse time by the median of its batch size: it does not depend on the division.
+
+    An interrupted coarse search would leave almost no time for the scan, whose relative error would dominate the fit.
+    """
     by_size: dict[int, list[float]] = {}
     for one in (one for group in observed for one in group):
         by_size.setdefault(len(one.probed), []).append(one.coarse_seconds)
@@ -209,17 +214,17 @@ def _total(one: ObservedBatch, shard: int, window_bytes: int) -> Floats:
 
 
 def _least_squares(rows: Sequence[Floats], seconds: Sequence[float], scale: Sequence[float]) -> Floats:
-    """Costs of at least 0 with the least sum of squared errors, each relative to `scale`."""
+    """Return non-negative costs by least squares of errors relative to `scale`."""
     weights = 1 / np.maximum(np.array(scale), 1e-9)
     matrix = np.array(rows) * weights[:, None]
-    units = np.maximum(np.abs(matrix).max(axis=0), 1e-300)  # columns of like size, for its stopping rule
+    units = np.maximum(np.abs(matrix).max(axis=0), 1e-300)  # scaled columns, for the stopping rule of nnls
     solved, _ = optimize.nnls(matrix / units, np.array(seconds) * weights)
     found: Floats = solved / units
     return found
 
 
 def _file_costs(on_disk: Sequence[ObservedBatch], per_batch: float, scan_costs: Floats) -> tuple[int, Floats]:
-    """The window that fits best, and what a window and a byte of the file cost."""
+    """Return the best-fitting window, and the costs of a window and of a byte of the file."""
     totals = [_scan(one) for one in on_disk]
     scale = [one.seconds for one in on_disk]
     best: tuple[float, int, Floats] | None = None
@@ -238,7 +243,7 @@ def _file_costs(on_disk: Sequence[ObservedBatch], per_batch: float, scan_costs: 
 
 
 def _overlap(divided: Sequence[ObservedBatch], per_batch: float, costs: Floats, window_bytes: int) -> float:
-    """The share of the shorter scan that the longer one takes longer, by least squares of relative errors."""
+    """Return the slowdown of the longer scan as a share of the shorter, by least squares of relative errors."""
     numerator = denominator = 0.0
     for one in divided:
         shards = [float(_total(one, shard, window_bytes) @ costs) for shard in (RAM, DISK)]
@@ -249,7 +254,7 @@ def _overlap(divided: Sequence[ObservedBatch], per_batch: float, costs: Floats, 
 
 
 def _times(on_disk: Sequence[ObservedBatch]) -> SearchTimes:
-    """Means by batch size (Eq. 1 in pieces)."""
+    """Return the mean times by batch size (piecewise Eq. 1)."""
     sizes = sorted({len(one.probed) for one in on_disk})
     groups = [[one for one in on_disk if len(one.probed) == size] for size in sizes]
     coarse = tuple(float(np.mean([one.coarse_seconds for one in group])) for group in groups)
@@ -267,7 +272,7 @@ def _log_error(model: ScanModel, one: ObservedBatch) -> float:
 
 
 def straight(times: SearchTimes) -> SearchTimes:
-    """Eq. 1 as it is written: one straight line over all batch sizes, for coarse search and for scanning."""
+    """Return Eq. 1 as published: one line over all batch sizes, for coarse search and for scanning."""
     ends = (times.batch_sizes[0], times.batch_sizes[-1])
     coarse, scan = (straight_line(times.batch_sizes, one) for one in (times.coarse_seconds, times.scan_seconds))
     at = [tuple(max(slope * size + start, 0.0) for size in ends) for slope, start in (coarse, scan)]
@@ -275,13 +280,13 @@ def straight(times: SearchTimes) -> SearchTimes:
 
 
 def worst_error_of_line(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """How far, relatively, the best straight line is from a measured point at most."""
+    """Return the largest relative error of the best line at a measured point."""
     slope, start = straight_line(sizes, seconds)
     return max(abs(slope * size + start - one) / one for size, one in zip(sizes, seconds, strict=True))
 
 
 def straight_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Slope and start, by least squares."""
+    """Return slope and intercept by least squares."""
     if len(sizes) == 1:
         return 0.0, seconds[0]
     slope, start = np.polyfit(sizes, seconds, 1)
@@ -289,8 +294,11 @@ def straight_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float
 
 
 def rate_by_hits(times: SearchTimes, hits: HitRates, batch_size: int, *, as_paper: bool = False) -> float:
-    """Queries per second (Eq. 5, 6) by the least hit rate of a batch: the exact order statistic with the measured
-    times, or Eq. 1, 3 and 4 as they are written."""
+    """Return queries per second (Eq. 5, 6) by the least hit rate of a batch.
+
+    Args:
+        as_paper: use Eq. 1, 3 and 4 as published instead of the exact order statistic with measured times.
+    """
     if as_paper:
         least = min(1.0, expected_minimum_by_paper(hits.pmf(), batch_size) / hits.num_probes)
         return batch_size / straight(times).batch_seconds(batch_size, least)
@@ -299,6 +307,6 @@ def rate_by_hits(times: SearchTimes, hits: HitRates, batch_size: int, *, as_pape
 
 
 def hits_of(division: Division, probed: Lists) -> HitRates:
-    """Fitted to how many of the lists that each query [n, p] probes are in RAM or on devices."""
+    """Fit hit rates to the number of probed lists [n, p] in RAM or on devices per query."""
     num_in = division.partition.num_in(probed)
     return HitRates.fit(num_in.sum(axis=1) - num_in[:, DISK], probed.shape[1])

@@ -1,11 +1,9 @@
-"""Measures what `search_model` fits: batches of real or given queries at several sizes, with all lists on disk, a
-random half of them in RAM, and all in RAM (VectorLiteRAG 4.1: "profiling is only required to be performed for a very
-small number of requests").
+"""Measures the batches that `search_model` fits (VectorLiteRAG 4.1: "profiling is only required to be performed for a
+very small number of requests").
 
-Before each batch the pages of the lists on disk are dropped, so what is told is what a search costs that finds nothing
-in the system's page cache: the worst case, and the only one that a budget can promise.
-
-Where there are devices, scans on the first of them are timed by themselves: what they share with the host is not known.
+Batches of several sizes are timed with all lists on disk, a random half in RAM, and all in RAM. Before each batch the
+page cache of the lists on disk is dropped, so the model gives the worst case, the only one that a budget can promise.
+Scans on a device are timed alone.
 """
 
 import time
@@ -41,27 +39,27 @@ _LEAST_SECONDS = 1e-7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured."""
+    """Extent of a measurement."""
 
     batch_sizes: Sequence[int] = BATCH_SIZES
     num_queries: int = 128
-    """Of each group of like batches, at least two batches."""
+    """Queries per group of batches; at least two batches."""
     num_rounds: int = 2
-    """The groups take turns, so that a slow moment of the machine is not all that is known of one."""
+    """Rounds over all groups, so that a slow moment of the machine does not affect one group alone."""
     num_found: int = 50
-    """Results of a search."""
+    """Results per search."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchProfile:
-    """What is known of an index and its queries."""
+    """Measured model of an index with its queries."""
 
     sizes: Counts
     """Vectors in each list."""
     bytes_per_vector: int
     probed: Lists
-    """Lists that the queries probe, [n, p]."""
+    """Lists probed by the queries, [n, p]."""
     model: ScanModel
 
     @property
@@ -69,15 +67,17 @@ class SearchProfile:
         return int(self.sizes.sum()) * self.bytes_per_vector
 
     def accesses(self, rows: slice = slice(None)) -> Floats:
-        """How often each list is probed, by all queries or some: [nlist]."""
+        """Count the probes of each list by a slice of the queries, [nlist]."""
         probed = self.probed[rows]
         found: Floats = np.bincount(probed[probed >= 0].ravel(), minlength=len(self.sizes)).astype(float)
         return found
 
 
 def rate_at(profile: SearchProfile, nprobe: int) -> Callable[[float, int], float]:
-    """Queries per second at a mean hit rate and a batch size (Eq. 6): half of the queries say which lists are hot, the
-    others how often those are hit."""
+    """Return a function (mean hit rate, batch size) -> queries per second (Eq. 6).
+
+    Half of the queries determine the hot lists, the others the hit rates.
+    """
     half = len(profile.probed) // 2
     probed = profile.probed[:, :nprobe]
     accesses = profile.accesses(slice(0, max(1, half)))
@@ -96,7 +96,7 @@ def rate_at(profile: SearchProfile, nprobe: int) -> Callable[[float, int], float
 
 
 def probed_lists(lists: Any, queries: Vectors, nprobe: int) -> Lists:
-    """Lists [n, p] that queries [n, d] probe, nearest first."""
+    """Return the lists [n, p] that queries [n, d] probe, nearest first."""
     with one_thread():
         found: Lists = lists.quantizer.search(np.ascontiguousarray(queries), min(nprobe, int(lists.nlist)))[1]
     return found
@@ -110,12 +110,12 @@ def measure_profile(
     effort: Effort | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchProfile:
-    """Measure and fit.
+    """Measure and fit a profile.
 
     Args:
-        lists: a trained IndexIVFPQ with vectors in it.
-        queries: [n, d], n at least 1; few are drawn several times.
-        folder: on the disk that lists would lie on; what is written there is removed again.
+        lists: a trained IndexIVFPQ with vectors.
+        queries: [n, d], n at least 1; drawn with replacement if there are few.
+        folder: place for a temporary file, on the disk of the lists.
     """
     effort = effort or Effort()
     rng = np.random.default_rng([effort.seed, 1])
@@ -135,13 +135,13 @@ def measure_profile(
 def measure_device(
     lists: Any, queries: Vectors, nprobe: int, device: str, num_bytes: int, effort: Effort | None = None
 ) -> DeviceCosts | None:
-    """Time scans on a device, coarse search apart: of a random part of the lists, as many as fit.
+    """Time scans of random lists on a device, without coarse search.
 
     Args:
-        num_bytes: of codes, that may be on the device meanwhile.
+        num_bytes: limit of codes on the device.
 
     Returns:
-        None where not one list fits.
+        None if no list fits.
     """
     effort = effort or Effort()
     rng = np.random.default_rng([effort.seed, 3])
@@ -168,7 +168,7 @@ def measure_device(
             began = time.perf_counter()
             shard.scan_batch(chosen[asked], effort.num_found, mine[asked], near[asked])
             took = time.perf_counter() - began
-            if number:  # the first of a shape allocates, and on a GPU it loads kernels
+            if number:  # the first of a shape allocates, and loads kernels on a GPU
                 works.append(work)
                 seconds.append(max(took, _LEAST_SECONDS))
     return fit_device(works, seconds) if works else None
@@ -183,7 +183,7 @@ def observe(  # noqa: PLR0913  what is measured, and how
     effort: Effort,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[list[ObservedBatch]]:
-    """Groups of like batches with one division of the lists; arguments as of `measure_profile`."""
+    """Measure groups of batches with one division; arguments as of `measure_profile`."""
     division = Division(*_shape(lists), partition)
     rng = np.random.default_rng([effort.seed, 2, division.ram_bytes])
     file = folder / f"profile-{time.monotonic_ns()}.ivf"
@@ -192,7 +192,7 @@ def observe(  # noqa: PLR0913  what is measured, and how
     groups: list[list[ObservedBatch]] = [[] for _ in plan]
     try:
         bench = _DivisionBench(lists, tiered, division, queries, effort, rng)
-        bench.batch(*plan[0])  # threads start, pages are allocated
+        bench.batch(*plan[0])  # warm-up: threads and pages
         for number in range(effort.num_rounds):
             for at, (size, probes) in enumerate(plan):
                 num_batches = max(2, effort.num_queries // size)
@@ -208,13 +208,13 @@ def observe(  # noqa: PLR0913  what is measured, and how
 
 
 def _shape(lists: Any) -> tuple[Counts, int]:
-    """Vectors in each list [nlist], and bytes of each: its code and its id."""
+    """Return the vectors in each list [nlist], and the bytes of a code with its id."""
     sizes = np.array([lists.invlists.list_size(number) for number in range(lists.nlist)], dtype=np.int64)
     return sizes, int(lists.code_size) + ID_BYTES
 
 
 def _groups(nprobe: int, batch_sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Batch sizes and probes: fewer probes too, or the cost of a query could not be told from that of its lists."""
+    """Yield batch sizes and probes; fewer probes too, to separate the cost of a query from that of its lists."""
     for size in batch_sizes:
         yield size, nprobe
     for probes in sorted({max(1, nprobe // 2), max(1, nprobe // 4)} - {nprobe}):
@@ -223,7 +223,7 @@ def _groups(nprobe: int, batch_sizes: Sequence[int]) -> Iterator[tuple[int, int]
 
 
 class _DivisionBench:
-    """One division."""
+    """Measures batches with one division."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class _DivisionBench:
         self._queries, self._num_found, self._rng = queries, effort.num_found, rng
 
     def batch(self, size: int, nprobe: int) -> ObservedBatch:
-        """Measure one of drawn queries."""
+        """Measure a batch of drawn queries."""
         chosen = self._rng.choice(len(self._queries), size=size, replace=size > len(self._queries))
         queries = np.ascontiguousarray(self._queries[chosen])
         self._tiered.drop_pages()

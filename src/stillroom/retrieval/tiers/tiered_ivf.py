@@ -1,17 +1,15 @@
-"""An IVF-PQ index whose lists are divided among tiers of memory (VectorLiteRAG 4.1, 4.2): hot ones in RAM, the others
-in a file that is mapped into memory, so that an index may be larger than its RAM; where there are devices, the hottest
-on them (`device_shard`).
+"""IVF-PQ lists divided among tiers: hot lists in RAM, the others in a mapped file (VectorLiteRAG 4.1, 4.2).
 
-The file holds every list and RAM copies of some, so a list leaves RAM by being forgotten. Which lists those are is one
-value that is replaced as a whole (`exchange`): a search goes on with the value that it began with, so exchanging stops
-nobody and changes no result.
+So an index may be larger than its RAM. With devices, the hottest lists are on them (`device_shard`). The file holds
+every list and RAM copies of some, so evicting a list from RAM only drops the copy. The set in RAM is one value that
+`exchange` replaces as a whole: a running search keeps the value that it began with, so an exchange blocks no search
+and changes no result.
 
-A batch is searched as the paper does: one coarse search says which lists a query probes, a mapping table where they are
-(`partition`). Shards scan at the same time, each in a thread of its own, and each those queries first that have least
-to scan there. A query is released the moment the last of its lists is scanned, whatever the rest of its batch does. A
-single query lets the system read its lists on disk while those in RAM are scanned, without a thread. What is found is
-what the undivided index gives: distances are those of the same codes in the same lists, and lists of results are merged
-as `ivf_pq` merges the stages of a search.
+A batch is searched as in the paper. One coarse search gives the lists of each query, and a mapping table their shards
+(`partition`). Shards scan in parallel, one thread each, queries with the least to scan first. A query is released when
+its last list is scanned, regardless of the rest of its batch. For a single query the system reads its lists on disk
+ahead while those in RAM are scanned, without threads. Results equal those of the undivided index: the same codes of the
+same lists are scored, and partial results are merged as in the stages of `ivf_pq`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,26 +28,27 @@ from stillroom.retrieval.tiers.list_file import Entries, ListFile, Origin, write
 from stillroom.retrieval.tiers.partition import Lists, Nearness, Partition
 from stillroom.retrieval.vector_index import one_thread
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type information lacks names that are made at import
 
 Vectors = NDArray[np.float32]
 Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Ids [n] and scores [n], best first, ties by id."""
 
 RAM, DISK, FIRST_DEVICE = 0, 1, 2
-"""Shards; a second device is the next number, and so on."""
+"""Shard numbers; further devices follow."""
 
 _AHEAD = 2
-"""Queries of a batch whose lists on disk the system is told to read before the one that is scanned."""
+"""Queries of a batch whose lists on disk are read ahead."""
 
 _NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 
 
 def scan(lists: Any, query: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None) -> Scored:
-    """The best `num` of an IVF index for a query [d], and those that equal the last of them, in lists [p] whose centres
-    are as near as `nearness` [p]; -1 is no list.
+    """Return the best `num` entries of an IVF index for a query [d], and others that score as the last of them.
 
     Args:
+        probed: lists [p] to scan; -1 is no list.
+        nearness: scores [p] of their centres.
         allowed: a selector of faiss; None allows every id.
     """
     probed, nearness = np.ascontiguousarray(probed), np.ascontiguousarray(nearness)
@@ -68,36 +67,36 @@ def scan(lists: Any, query: Vectors, num: int, probed: Lists, nearness: Nearness
 
 
 class BatchShard(Protocol):
-    """Lists that are scanned for a whole batch at once: `device_shard`."""
+    """Lists that are scanned for a whole batch at once; see `device_shard`."""
 
     def scan_batch(
         self, queries: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None
     ) -> list[Scored]:
-        """As the function `scan`, for each of queries [q, d] in lists [q, p]."""
+        """Run `scan` for queries [q, d] in lists [q, p]."""
         ...
 
 
 Placed = Sequence[tuple[BatchShard, Lists]]
-"""Shards on devices, and the lists in each, no list in two."""
+"""Shards on devices with their lists, disjoint."""
 
 
 class _OnDevices:
-    """Which lists are on devices. Immutable."""
+    """Placement of lists on devices. Immutable."""
 
     def __init__(self, num_lists: int, placed: Placed) -> None:
         self.shards = [shard for shard, _ in placed]
         self.device_of = np.full(num_lists, -1)
-        """[nlist]; -1 is none."""
+        """Device of each list, [nlist]; -1 is none."""
         for number, (_, held) in enumerate(placed):
             self.device_of[held] = number
 
 
 @dataclass(frozen=True)
 class _InRam:
-    """The lists in RAM, and an index of them."""
+    """The lists in RAM, and an index over them."""
 
     held: Mapping[int, Any]
-    """An ArrayInvertedLists of one list each."""
+    """ArrayInvertedLists with one list each, by list number."""
     is_held: NDArray[np.bool_]
     """[nlist]"""
     index: Any
@@ -106,20 +105,20 @@ class _InRam:
 
 @dataclass
 class _Pending:
-    """A query of a batch, while shards scan for it."""
+    """A query of a batch during the scan."""
 
     num_shards: int
     parts: list[Scored] = field(default_factory=list)
 
 
 class TieredLists:
-    """The lists of a file, some of them in RAM too. Thread-safe."""
+    """The lists of a file, some of them also in RAM or on devices. Thread-safe."""
 
     def __init__(self, file: ListFile, hot: Lists | None = None, devices: Placed = ()) -> None:
         """
         Args:
-            hot: lists to copy into RAM at once.
-            devices: as of `place`.
+            hot: lists to copy into RAM at the start.
+            devices: see `place`.
         """
         self.file = file
         self._on_devices = _OnDevices(len(file.sizes), devices)
@@ -132,7 +131,7 @@ class TieredLists:
             self.exchange((), hot)
 
     def close(self) -> None:
-        """Wait for what is scanned. Idempotent."""
+        """Wait for running scans. Idempotent."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
@@ -143,24 +142,24 @@ class TieredLists:
 
     @property
     def is_in_ram(self) -> NDArray[np.bool_]:
-        """[nlist]. Not to be written to."""
+        """Whether each list is in RAM, [nlist]; read-only."""
         return self._ram.is_held
 
     @property
     def ram_bytes(self) -> int:
-        """Of codes and ids in RAM."""
+        """Bytes of codes and ids in RAM."""
         return self._ram.num_bytes
 
     def list_bytes(self) -> NDArray[np.int64]:
-        """[nlist]: codes and ids of each list."""
+        """Return the bytes of codes and ids of each list, [nlist]."""
         found: NDArray[np.int64] = self.file.sizes * self.file.entry_bytes
         return found
 
     def exchange(self, out: Any, into: Any) -> None:
-        """Forget lists in RAM and copy others there. Searches see all of it or nothing, and wait for none of it.
+        """Drop lists from RAM and copy others there, atomically for searches, which never wait for it.
 
         Raises:
-            CorruptKnowledgeBaseError: a list is damaged in the file; then nothing was changed.
+            CorruptKnowledgeBaseError: a list is damaged in the file; nothing was changed.
         """
         with self._exchanging:
             held = dict(self._ram.held)
@@ -171,17 +170,16 @@ class TieredLists:
             self._ram = self._in_ram(held)
 
     def place(self, devices: Placed) -> None:
-        """Have these lists on devices, and no others. Scores of a device are faiss' up to rounding. Searches that have
-        begun go on with what was there."""
+        """Replace the placement on devices. Running searches keep the old one. Scores equal faiss' up to rounding."""
         self._on_devices = _OnDevices(len(self.file.sizes), devices)
 
     @property
     def device_of(self) -> NDArray[np.int64]:
-        """[nlist]: the device of each list, -1 for none. Not to be written to."""
+        """Device of each list, [nlist], -1 for none; read-only."""
         return self._on_devices.device_of
 
     def drop_pages(self) -> None:
-        """Forget what is in memory of the file: for measuring. Between searches only."""
+        """Drop the file's pages from memory, for measuring. Precondition: no search is running."""
         self._disk = None  # mapped pages are not dropped
         self.file.drop_pages()
         self._disk = view(self.file.shell, self.file.mapped)
@@ -189,7 +187,7 @@ class TieredLists:
     # Searching
 
     def scan(self, query: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None) -> Scored:
-        """As the function `scan` over all lists, each from where it is.
+        """Run the function `scan` over all tiers.
 
         Raises:
             CorruptKnowledgeBaseError: a list is damaged in the file.
@@ -213,22 +211,22 @@ class TieredLists:
         return ids, scores
 
     def search(self, query: Vectors, num: int, nprobe: int) -> Scored:
-        """The best `num` for a query [d], and no more."""
+        """Return exactly the best `num` for a query [d]."""
         nearness, probed = self.probe(query.reshape(1, -1), nprobe)
         return first_arrays(*self.scan(query, num, probed[0], nearness[0]), num)
 
     def probe(self, queries: Vectors, nprobe: int) -> tuple[Nearness, Lists]:
-        """Nearness [q, p] and numbers [q, p] of the lists nearest to queries [q, d]."""
+        """Return nearness [q, p] and numbers [q, p] of the lists nearest to queries [q, d]."""
         with one_thread():
             nearness, probed = self.quantizer.search(np.ascontiguousarray(queries), min(nprobe, len(self.file.sizes)))
         return nearness, probed
 
     def search_batch(self, queries: Vectors, num: int, nprobe: int, on_found: Callable[[int, Scored], None]) -> None:
-        """The best `num` for each of queries [q, d], and no more.
+        """Find exactly the best `num` for each of queries [q, d].
 
         Args:
-            on_found: told the number of a query and what was found, once each, as soon as its last list is scanned; in
-                a thread of a shard, so it must return quickly.
+            on_found: called once per query with its number and results, as soon as its last list is scanned. It runs in
+                a shard's thread and must return quickly.
         """
         nearness, probed = self.probe(queries, nprobe)
 
@@ -249,17 +247,16 @@ class TieredLists:
         on_found: Callable[[int, Scored], None],
         allowed: Any = None,
     ) -> list[Future[None]]:
-        """Have the shards scan for queries [q, d] in lists [q, p] as near as `nearness` [q, p].
+        """Start scanning for queries [q, d] in lists [q, p] with `nearness` [q, p].
 
         Args:
-            on_found: as of `search_batch`, and told those that equal the last of the best `num` too.
+            on_found: as of `search_batch`, but with results that score as the last of the best `num` too.
             allowed: as of the function `scan`.
 
         Returns:
-            The shards' work, an error of which is that of a damaged list; nothing for a single query, whose work is
-            done, or its error raised, here.
+            Futures of the shards, which fail if a list is damaged; empty for a single query, which is scanned here.
         """
-        if len(queries) == 1:  # waking shards takes longer than what they gain
+        if len(queries) == 1:  # starting the shards takes longer than they save
             on_found(0, self.scan(queries[0], num, probed[0], nearness[0], allowed))
             return []
         return self._wake_shards(queries, num, probed, nearness, on_found, allowed)
@@ -291,7 +288,7 @@ class TieredLists:
             on_found(number, (ids, scores))
 
         def run_device(shard: int) -> None:
-            """All of the batch at once."""
+            """Scan for the whole batch at once."""
             mine, near = partition.probes(shard, probed, nearness)
             asked = np.flatnonzero(num_in[:, shard])
             if not len(asked):
@@ -321,7 +318,7 @@ class TieredLists:
     # Inside
 
     def _threads(self) -> ThreadPoolExecutor:
-        """One for each shard."""
+        """Return the pool, with one thread per shard."""
         if self._pool is None:
             num_shards = FIRST_DEVICE + len(self._on_devices.shards)
             self._pool = ThreadPoolExecutor(num_shards, thread_name_prefix="stillroom-shard")
@@ -346,19 +343,19 @@ class TieredLists:
 
 
 def view(shell: Any, inverted_lists: Any, kept: Any = None) -> Any:
-    """An index with the quantizers of `shell`, of which it keeps no copy of the coarse one, over some lists.
+    """Return an index over inverted lists that shares the quantizers of `shell`.
 
     Args:
-        kept: what lives as long.
+        kept: objects to keep alive with the index.
     """
     index = emptied(shell)
     index.replace_invlists(inverted_lists, False)
-    index.referenced_objects = [shell, inverted_lists, kept]  # faiss keeps a pointer only
+    index.referenced_objects = [shell, inverted_lists, kept]  # faiss stores pointers
     return index
 
 
 def emptied(lists: Any) -> Any:
-    """An index with the quantizers of an IndexIVFPQ, which has to outlive it, and no entries."""
+    """Return an empty index with the quantizers of an IndexIVFPQ. Precondition: `lists` outlives it."""
     index = faiss.IndexIVFPQ(lists.quantizer, lists.d, lists.nlist, lists.pq.M, lists.pq.nbits, lists.metric_type)
     index.pq = lists.pq
     index.by_residual = lists.by_residual
@@ -367,14 +364,14 @@ def emptied(lists: Any) -> Any:
 
 
 def written(lists: Any, path: Path) -> ListFile:
-    """The lists of an index in RAM in a file, without full vectors: for measuring."""
+    """Write the lists of an index in RAM to a file without full vectors, for measuring."""
     ids = np.arange(lists.ntotal, dtype=np.int64)
     write_list_file(path, Origin("", 0, int(lists.ntotal)), emptied(lists), all_entries(lists), ids)
     return ListFile(path)
 
 
 def entries_of(inverted_lists: Any, number: int) -> Entries:
-    """Ids and codes of one list of an index in RAM, copied."""
+    """Return a copy of ids and codes of one list of an index in RAM."""
     size = inverted_lists.list_size(number)
     if not size:
         return np.empty(0, dtype=np.int64), np.empty((0, inverted_lists.code_size), dtype=np.uint8)
@@ -384,13 +381,13 @@ def entries_of(inverted_lists: Any, number: int) -> Entries:
 
 
 def all_entries(lists: Any) -> Iterator[Entries]:
-    """Of every list of an index in RAM in turn."""
+    """Yield ids and codes of each list of an index in RAM."""
     for number in range(lists.nlist):
         yield entries_of(lists.invlists, number)
 
 
 def accesses(lists: Any, queries: Vectors, nprobe: int) -> NDArray[np.float64]:
-    """[nlist]: how many of queries [q, d] probe each list."""
+    """Return how many of queries [q, d] probe each list, [nlist]."""
     probed = lists.quantizer.search(np.ascontiguousarray(queries), min(nprobe, int(lists.nlist)))[1]
     found: NDArray[np.float64] = np.bincount(probed[probed >= 0].ravel(), minlength=int(lists.nlist)).astype(float)
     return found

@@ -1,7 +1,7 @@
-"""The vectors of a tiered index by row: those of a file, then those that came since it was written.
+"""Rows of a tiered index: those of its file, then recent ones, added since the file was written.
 
-Rows count up in the order of addition, so they are also the order in which quantizers are trained. Removing a row of
-the file masks it, and a new file leaves it out.
+Rows are numbered in the order of addition, which is also the order of training. Removing a row of the file masks it;
+the next file leaves it out.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from stillroom.retrieval.tiers.partition import Lists, Nearness
 from stillroom.retrieval.tiers.scratch_files import Spill
 from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, all_entries, emptied, scan
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type information lacks names that are made at import
 
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
@@ -33,43 +33,43 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Among:
-    """What a filter leaves of the rows."""
+    """Rows and list entries that a filter allows."""
 
     rows: Ids
     """Ascending."""
     bits: NDArray[np.uint8]
-    """What the selector of `lists` points to."""
+    """Memory of the selector in `lists`."""
     lists: ListsAmong
 
 
 class Rows:
-    """Not thread-safe, but for `tiers`."""
+    """Not thread-safe, except for `tiers`."""
 
     def __init__(self, file: ListFile, folder: Path) -> None:
-        """`folder`: for vectors that come later."""
+        """`folder`: place of recent vectors."""
         self.file = file
         self.tiers = TieredLists(file)
         self._folder = folder
         self._is_kept = np.ones(len(file.ids), dtype=bool)
         self._num_kept = len(file.ids)
         self._selector: tuple[Any, Any] | None = None
-        """Of the kept rows of the file, and what it points to; None where all are."""
+        """Selector of the kept rows of the file, and its memory; None if all are kept."""
         self._recent: Any = emptied(file.shell)
         self._recent_ids = np.empty(0, dtype=np.int64)
         self._is_recent_kept = np.empty(0, dtype=bool)
         self._spill: Spill | None = None
         self._list_of: NDArray[np.int32] | None = None
-        """The list of each row of the file; None until a filter asks for it."""
+        """List of each row of the file; None until a filter needs it."""
         self._among: FilterMemo[Among] = FilterMemo()
 
     def __len__(self) -> int:
         return self._num_kept + int(self._recent.ntotal)
 
     def add(self, ids: Ids, vectors: Vectors) -> None:
-        """Add [n, d] under ids [n].
+        """Add vectors [n, d] under ids [n].
 
         Raises:
-            OSError: there is no room for the vectors; nothing was added.
+            OSError: the disk is full; nothing was added.
         """
         self._among.clear()
         if self.file.has_vectors:
@@ -82,7 +82,7 @@ class Rows:
         self._is_recent_kept = np.append(self._is_recent_kept, np.ones(len(ids), dtype=bool))
 
     def remove(self, ids: Ids) -> None:
-        """Remove what there is of these ids [n]."""
+        """Remove those of ids [n] that exist."""
         self._among.clear()
         gone = np.isin(self.file.ids, ids) & self._is_kept
         if gone.any():
@@ -96,7 +96,7 @@ class Rows:
             self._recent.remove_ids(np.flatnonzero(gone) + len(self.file.ids))
 
     def among(self, allowed: AllowedIds) -> "Among":
-        """What a filter leaves. The first time it reads every list.
+        """Return the rows that a filter allows. The first call reads every list.
 
         Raises:
             CorruptKnowledgeBaseError: a list is damaged in the file.
@@ -123,12 +123,15 @@ class Rows:
         return Among(rows, bits, ListsAmong(counts, sizes, selector))
 
     def compared(self, query: Vectors, k: int, among: "Among") -> Ranking:
-        """The k best for a query [d] of the full vectors of all that a filter leaves. Raises as `vectors`."""
+        """Compare a query [d] with the full vectors of all allowed rows; return the k best. Raises as `vectors`."""
         return best_of(self.ids_of(among.rows), self.vectors(among.rows) @ query, k)
 
     def best(self, query: Vectors, num: int, probed: Lists, nearness: Nearness, among: "Among | None" = None) -> Scored:
-        """Rows and approximate scores of the best `num` for a query [d], and those that equal the last of them, in
-        lists [p] whose centres are as near as `nearness` [p]. `among`: the only ones; None takes all.
+        """Return rows and approximate scores of the best `num` for a query [d], and others that score as the last.
+
+        Args:
+            probed: lists [p] to scan, with `nearness` [p] of their centres.
+            among: the only rows to return; None allows all.
 
         Raises:
             CorruptKnowledgeBaseError: a list is damaged in the file.
@@ -140,8 +143,8 @@ class Rows:
     def best_of_batch(
         self, queries: Vectors, num: int, probed: Lists, nearness: Nearness
     ) -> Iterator[tuple[int, Scored]]:
-        """The number of each of queries [q, d] and what `best` gives for it in lists [q, p] as near as `nearness`
-        [q, p], in the order in which their last lists are scanned. Raises as `best`."""
+        """Run `best` for queries [q, d]; yield each number and result as soon as its last list is scanned. Raises as
+        `best`."""
         told: SimpleQueue[tuple[int, Scored] | BaseException] = SimpleQueue()
 
         def on_end(one: Future[None]) -> None:
@@ -162,7 +165,7 @@ class Rows:
                 number, found = next_one
                 yield number, self._with_recent(found, queries[number], num, probed[number], nearness[number])
         finally:
-            wait(running)  # they look at what the next change may replace
+            wait(running)  # the next change may replace what running scans read
 
     def _with_recent(
         self,
@@ -179,7 +182,7 @@ class Rows:
         return np.append(found[0], rows), np.append(found[1], scores)
 
     def ids_of(self, rows: Ids) -> Ids:
-        """Chunk ids [r] of rows [r]."""
+        """Return chunk ids [r] of rows [r]."""
         found = np.empty(len(rows), dtype=np.int64)
         is_old = rows < len(self.file.ids)
         found[is_old] = self.file.ids[rows[is_old]]
@@ -187,10 +190,10 @@ class Rows:
         return found
 
     def vectors(self, rows: Ids) -> Vectors:
-        """Full vectors [r, d] of rows [r].
+        """Return full vectors [r, d] of rows [r].
 
         Raises:
-            CorruptKnowledgeBaseError: one is damaged in the file.
+            CorruptKnowledgeBaseError: a vector is damaged in the file.
         """
         is_old = rows < len(self.file.ids)
         old = self.file.vectors(rows[is_old])
@@ -202,7 +205,7 @@ class Rows:
         return found
 
     def alive(self) -> Ids:
-        """All rows that were not removed, ascending."""
+        """Return all rows that were not removed, ascending."""
         recent = np.flatnonzero(self._is_recent_kept) + len(self.file.ids)
         return np.append(np.flatnonzero(self._is_kept), recent)
 
@@ -210,7 +213,7 @@ class Rows:
         """Read every list of the file.
 
         Raises:
-            CorruptKnowledgeBaseError: one is damaged, or some row is in none of them or in two.
+            CorruptKnowledgeBaseError: a list is damaged, or a row is not in exactly one list.
         """
         rows = [self.file.entries(number)[0] for number in range(len(self.file.sizes))]
         if not np.array_equal(np.sort(np.concatenate(rows)), np.arange(len(self.file.ids))):
@@ -219,49 +222,49 @@ class Rows:
             )
 
     def in_order(self) -> Iterator[tuple[Ids, Vectors]]:
-        """Ids and full vectors of all, in the order of addition, a few thousand at a time."""
+        """Yield ids and full vectors of all rows in blocks, in the order of addition."""
         for rows in blocks(self.alive()):
             yield self.ids_of(rows), self.vectors(rows)
 
     def whole_vectors(self) -> tuple[Ids, Vectors]:
-        """Ids [n] and full vectors [n, d] of all, in the order of addition; the vectors mapped from a file without a
-        name."""
+        """Return ids [n] and full vectors [n, d] of all rows in the order of addition; vectors are mapped from an
+        unnamed file."""
         copy = Spill(self._folder, int(self.file.shell.d))
         for _, vectors in self.in_order():
             copy.put(len(copy), vectors)
         return self.ids_of(self.alive()), copy.as_array()
 
     def snapshot(self) -> "Snapshot":
-        """All of now; later changes do not touch it."""
+        """Return the present rows; later changes do not affect them."""
         return Snapshot(self)
 
     def recent_entries(self) -> list[Entries]:
-        """Rows and codes of what came since the file was written, of each list."""
+        """Return rows and codes of the recent rows in each list."""
         return list(all_entries(self._recent))
 
 
 class Snapshot:
-    """What a new file is to hold. Its rows are numbered anew, without those that were removed."""
+    """Content of the next file: rows renumbered without the removed ones."""
 
     def __init__(self, rows: Rows) -> None:
         self._file = rows.file
         self._alive = rows.alive()
         self._recent = rows.recent_entries()
         self._ids = rows.ids_of(self._alive)
-        self._vectors_of = rows.vectors  # of rows that were there now: they stay
+        self._vectors_of = rows.vectors  # existing rows never change
 
     def write(self, path: Path, corpus_id: str, generation: int, commit_id: str = "") -> None:
         """Write the file, one list and one block of vectors at a time.
 
         Raises:
-            CorruptKnowledgeBaseError: the old one is damaged.
+            CorruptKnowledgeBaseError: the old file is damaged.
         """
         origin = Origin(corpus_id, generation, self._file.origin.num_trained, commit_id)
         vectors = map(self._vectors_of, blocks(self._alive)) if self._file.has_vectors else ()
         write_list_file(path, origin, self._file.shell, self._lists(), self._ids, vectors)
 
     def whole(self) -> Any:
-        """An IndexIVFPQ in RAM, under chunk ids."""
+        """Return an IndexIVFPQ in RAM under chunk ids."""
         lists = emptied(self._file.shell)
         for number, (rows, codes) in enumerate(self._lists()):
             if len(rows):
@@ -271,7 +274,7 @@ class Snapshot:
         return lists
 
     def _lists(self) -> Iterator[Entries]:
-        """Each list in turn, with the new numbers of its rows."""
+        """Yield the entries of each list with renumbered rows."""
         for number, (recent_rows, recent_codes) in enumerate(self._recent):
             old_rows, old_codes = self._file.entries(number)
             rows = np.append(old_rows, recent_rows)
