@@ -42,7 +42,7 @@ def accounted(*events: TokenEvent, is_first: bool = True, has_searched: bool = T
     collector = AnswerCollector(started, None, (), lambda answer: None)
     account = Account(metrics, collector, is_first=is_first, has_searched=has_searched)
     for one in events:
-        account.hear(one)
+        account.note(one)
     return samples(metrics)
 
 

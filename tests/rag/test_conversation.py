@@ -23,7 +23,7 @@ from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.prompt import SegmentKind
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.answer import AskOptions
-from stillroom.rag.sources import sources_of
+from stillroom.rag.question import sources_of
 from stillroom.rag.stillroom import Stillroom
 from tests.models.test_tokenizer import folder, tokenizer  # noqa: F401 - fixtures: a tokenizer with a chat template
 from tests.server.knowledge import QUESTION, write_knowledge

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,15 +31,17 @@ class World:
         self.generation = 1
         self.searches: list[str] = []
 
-    def search(self, query: str, mode: SearchMode, top_k: int, num_stages: int, where: str) -> Iterator[SearchResult]:
+    def search_staged(
+        self, query: str, *, mode: SearchMode, top_k: int, num_stages: int, where: str
+    ) -> Iterator[SearchResult]:
         self.searches.append(query)
         said = Said(f"{query} {mode} {top_k}{where} at {self.generation}")
         chunk = Chunk(ChunkId(1), DocumentId("d"), 0, said, num_tokens=10)
         yield from [SearchResult(())] * (num_stages - 1)
         yield SearchResult((ScoredChunk(chunk, 1.0),), 0.5, 0.5)
 
-    def embed(self, text: str) -> NDArray[np.float32]:
-        return np.array(VECTORS.get(text, (0.0, -1.0)), dtype=np.float32)
+    def embed_question(self, question: str) -> NDArray[np.float32]:
+        return np.array(VECTORS.get(question, (0.0, -1.0)), dtype=np.float32)
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def world() -> World:
 
 def make(world: World, **settings: float) -> QueryCache:
     config = QueryCacheConfig(**settings)  # type: ignore[arg-type]
-    return QueryCache(world.search, lambda: world.generation, world.embed, config)
+    return QueryCache(world, config)
 
 
 def text(result: SearchResult) -> str:
@@ -108,17 +111,15 @@ def test_a_filter_is_part_of_the_question(world: World) -> None:
     assert world.searches == ["big cat", "big cat", "large cat"]
 
 
-def test_a_change_during_the_search_is_not_missed(world: World) -> None:
+def test_a_change_during_the_search_is_not_missed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make(world)
-    inner = world.search
+    inner = world.search_staged
 
-    def search_while_adding(
-        query: str, mode: SearchMode, top_k: int, num_stages: int, where: str
-    ) -> Iterator[SearchResult]:
-        yield from inner(query, mode, top_k, num_stages, where)
+    def search_while_adding(query: str, **options: Any) -> Iterator[SearchResult]:
+        yield from inner(query, **options)
         world.generation += 1
 
-    cache._search = search_while_adding
+    monkeypatch.setattr(world, "search_staged", search_while_adding)
     cache.search("big cat", "hybrid", 5)
     assert cache.search("big cat", "hybrid", 5).results[0].chunk.text.endswith("at 2")
 

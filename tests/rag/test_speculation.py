@@ -3,15 +3,17 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from stillroom.backends.base import Load
 from stillroom.backends.local import LocalBackend
-from stillroom.config.settings import QueryCacheConfig, SpeculationConfig, StillroomConfig
+from stillroom.config.settings import QueryCacheConfig, SearchMode, SpeculationConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import RequestId
@@ -44,12 +46,22 @@ class Script:
     between: Callable[[int], None] = lambda stage: None
     chunks: list[ScoredChunk] = field(default_factory=list)
 
-    def search(self, query: str, mode: str, top_k: int, num_stages: int, where: str) -> Iterator[SearchResult]:
+    generation = 0
+
+    def embed_question(self, question: str) -> NDArray[np.float32]:
+        raise AssertionError("the query cache is off")
+
+    def search_staged(
+        self, query: str, *, mode: SearchMode, top_k: int, num_stages: int, where: str
+    ) -> Iterator[SearchResult]:
         lists = self.lists if num_stages > 1 else self.lists[-1:]
         for stage, places in enumerate(lists):
             yield SearchResult(tuple(self.chunks[place] for place in places), search_seconds=0.001)
             if stage < len(lists) - 1:
                 self.between(stage)
+
+    def stages(self, num_stages: int) -> Iterator[SearchResult]:
+        return self.search_staged(QUESTION, mode="hybrid", top_k=2, num_stages=num_stages, where="")
 
 
 @dataclass
@@ -92,14 +104,14 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         found = {one.chunk.document_id: one for name in PEOPLE for one in stillroom.search(name, mode="sparse").results}
         script.chunks = [found[name] for name in sorted(found)]
         stillroom.warm_up()
-        generator = stillroom._answering.backend
+        generator = stillroom._loader.backend
         assert isinstance(generator, LocalBackend) and len(script.chunks) == len(PEOPLE)
-        search = QueryCache(script.search, lambda: 0, stillroom._kb.embed_question, QueryCacheConfig(max_tokens=0))
+        search = QueryCache(script, QueryCacheConfig(max_tokens=0))
         traces = TraceLog(folder / "trace.sqlite", 0)
 
         def make(speculation: SpeculationConfig) -> Pipeline:
-            speculator = Speculator(generator, speculation, clock, metrics)
-            return Pipeline(stillroom._kb, search, generator, speculator, config, metrics, traces, clock)
+            own = replace(config, speculation=speculation)
+            return Pipeline(stillroom._kb, search, generator, own, metrics, traces, clock)
 
         yield House(script, generator, metrics, make)
         traces.close()
@@ -187,7 +199,7 @@ def test_nothing_is_begun_beside_prompts_that_are_still_to_be_read(
         name = RequestId(f"busy-{num_waiting}-{num_prefilling}")
         return Attempt(busy, prepared, [SampleRequest(request_id=name, sampling=SamplingParams(max_tokens=4))])
 
-    found = speculator.find(lambda num: house.script.search("", "", 2, num, ""), "hybrid", attempt_with)
+    found = speculator.find(house.script.stages, "hybrid", attempt_with)
     assert found.report.outcome == outcome
     found.attempt.cancel()
 

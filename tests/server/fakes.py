@@ -30,8 +30,8 @@ from stillroom.errors import (
     UsageError,
 )
 from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing, TokenScore
+from stillroom.rag.question import sources_of
 from stillroom.rag.records import Records
-from stillroom.rag.sources import sources_of
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
 from stillroom.retrieval.tiers.hot_lists import ListFigures

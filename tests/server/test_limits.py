@@ -238,7 +238,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
 
 def test_a_deadline_holds_during_the_search_too(house: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the search finds afterwards is given up."""
-    go_on, search = threading.Event(), house._search._search
+    go_on, search = threading.Event(), house._search.search_staged
 
     def slow(*arguments: Any) -> Any:
         go_on.wait(20)
@@ -252,7 +252,7 @@ def test_a_deadline_holds_during_the_search_too(house: Stillroom, monkeypatch: p
             go_on.set()
 
     house.ask("Who ?")
-    monkeypatch.setattr(house._search, "_search", slow)
+    monkeypatch.setattr(house._search, "search_staged", slow)
     asyncio.run(ask_in_a_hurry())
     until(lambda: house.num_free_blocks == house.num_blocks)
 

@@ -203,7 +203,7 @@ def num_500(stillroom: Stillroom) -> float:
 def test_a_stream_that_the_engine_gives_up_counts_as_failed(
     url: str, stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend: Any = stillroom._answering.backend
+    backend: Any = stillroom._loader.backend
     num_failed, num_aborted, num_500_before = num_ended(stillroom, "failed"), num_ended(stillroom), num_500(stillroom)
 
     def broken(*_: object) -> None:

@@ -152,7 +152,7 @@ def soak(url: str, stillroom: Stillroom, count: int, seed: int) -> Counter[str]:
 
 
 def _is_idle(stillroom: Stillroom) -> bool:
-    backend = stillroom._answering.backend
+    backend = stillroom._loader.backend
     assert isinstance(backend, LocalBackend)
     load = backend.load
     is_free = load.num_free_blocks == load.num_blocks > 0
@@ -160,7 +160,7 @@ def _is_idle(stillroom: Stillroom) -> bool:
 
 
 def _check_books(stillroom: Stillroom) -> None:
-    backend, checked = stillroom._answering.backend, threading.Event()
+    backend, checked = stillroom._loader.backend, threading.Event()
     assert isinstance(backend, LocalBackend)
 
     def check(engine: Engine) -> None:

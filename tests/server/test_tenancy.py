@@ -116,7 +116,7 @@ def test_a_tenant_goes_on_after_its_folder_was_deleted_and_nothing_of_the_old_on
         ):
             assert client.post("/v1/documents", json=document).status_code == 200
             assert client.post("/v1/chat/completions", json=ASKED).status_code == 200
-            backend: Any = own._answering.backend
+            backend: Any = own._loader.backend
             assert {node.owner for node in backend.cache.tree}
             shutil.rmtree(tmp_path / "tenants" / "legal")
             assert client.get("/v1/documents").json()["data"] == []

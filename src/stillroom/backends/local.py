@@ -212,7 +212,7 @@ def _integers(prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple(found.tolist())
 
 
-def build_generator(config: StillroomConfig, clock: Clock, kb_folder: Path | None = None) -> LocalBackend:
+def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None = None) -> LocalBackend:
     """Load the model and start its engine.
 
     Args:
@@ -308,7 +308,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
     kv_folder: Path | None = None,
     tunes_threads: bool = False,
 ) -> tuple[Engine, KVCache]:
-    """Scheduler, KV and runner for a decoder; not running yet. Raises as `build_generator`.
+    """Scheduler, KV and runner for a decoder; not running yet. Raises as `build_backend`.
 
     Args:
         reuse: None reuses nothing.

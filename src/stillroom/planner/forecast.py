@@ -6,7 +6,7 @@ on modelled hardware with a virtual clock (`planner.simulation`).
 Not modelled: search and decoder sharing the cores of a CPU, and speculative prefills.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import ReuseMode, SearchMode
+from stillroom.core.document import SearchResult
 from stillroom.errors import PromptTooLongError
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.planner.inputs import SEARCH_BATCH, PlanInputs
@@ -28,6 +29,22 @@ _MODE: SearchMode = "hybrid"
 
 Releases = Callable[[Sequence[int]], NDArray[np.float64]]
 """Seconds from the start of a batch of these queries to the result of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredResults:
+    """A corpus whose every search returns the result that was measured."""
+
+    found: Mapping[str, SearchResult]
+    generation: int = 0
+
+    def embed_question(self, question: str) -> NDArray[np.float32]:
+        return np.ones(1, dtype=np.float32)
+
+    def search_staged(
+        self, query: str, *, mode: SearchMode, top_k: int, num_stages: int, where: str
+    ) -> Iterator[SearchResult]:
+        yield self.found[query]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +206,8 @@ class Forecaster:
         """Whether the query cache would answer each asked question: [n]."""
         inputs = self.inputs
         found = {text: one.result for text, one in zip(inputs.texts, inputs.found, strict=True)}
-        vector = np.ones(1, dtype=np.float32)
         exact = replace(inputs.query_cache, similarity=1.0)  # a plan does not rely on similar questions
-        cache = QueryCache(lambda text, *_: iter([found[text]]), lambda: 0, lambda _: vector, exact)
+        cache = QueryCache(_MeasuredResults(found), exact)
         hits = []
         for number in (*inputs.workload.warm, *inputs.workload.asked):
             before = cache.stats.num_hits

@@ -1,5 +1,7 @@
-"""What the metrics learn of an answer: counted where the engine ends it, so that each counts once, read to its end or
-not."""
+"""Counts answers in the metrics and adds their phases to the trace span.
+
+An answer is counted when the engine ends it, so it counts once, whether the caller reads it to its end or not.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,20 +10,22 @@ from contextlib import contextmanager
 from stillroom.core.request import FinishReason
 from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.errors import DeadlineExceededError, EngineClosedError, QueueFullError, UsageError
+from stillroom.rag.answer import Answer
 from stillroom.rag.stream import AnswerCollector, AnswerProgress
 from stillroom.telemetry.metrics import Metrics
+from stillroom.telemetry.spans import current_span
 
 _ABORTED, _FAILED = "aborted", "failed"
 
 
 class Account:
-    """Of one answer. Hears of it in the engine's thread."""
+    """Counts one answer. `note` runs in the engine's thread."""
 
     def __init__(self, metrics: Metrics, collector: AnswerCollector, *, is_first: bool, has_searched: bool) -> None:
         """
         Args:
-            is_first: of the answers to a question, the one that counts what they have in common.
-            has_searched: false for a prompt that is continued as it is.
+            is_first: whether this answer also counts what all answers to the question share, such as the search.
+            has_searched: False for a prompt that is continued without a search.
         """
         self._metrics = metrics
         self._collector = collector
@@ -29,8 +33,8 @@ class Account:
         self._has_searched = has_searched
         self._progress = AnswerProgress(collector.started)
 
-    def hear(self, event: TokenEvent) -> None:
-        """The next event; the last one is counted."""
+    def note(self, event: TokenEvent) -> None:
+        """Take the next event; the last one is counted."""
         self._progress.note(event)
         if event.finish_reason is None:
             return
@@ -41,7 +45,7 @@ class Account:
 
     def _outcome(self, event: TokenEvent) -> str:
         answer = self._collector.answer
-        if answer is not None:  # it ended at a stop string, of which the engine knows nothing
+        if answer is not None:  # it ended at a stop string, which the engine does not know
             return answer.finish_reason
         if event.finish_reason is FinishReason.ABORTED:
             return _FAILED if _is_fault(event.error) else _ABORTED
@@ -76,7 +80,7 @@ class Account:
 
 @contextmanager
 def counting_aborted(metrics: Metrics, num_answers: int) -> Iterator[None]:
-    """The engine never hears of answers that are given up in here."""
+    """Count the answers as aborted if the body is cancelled or too late: they never reach the engine."""
     try:
         yield
     except (asyncio.CancelledError, DeadlineExceededError):
@@ -86,7 +90,34 @@ def counting_aborted(metrics: Metrics, num_answers: int) -> Iterator[None]:
 
 
 def _is_fault(error: Exception | None) -> bool:
-    """Whether a request was given up for a reason that is neither its own nor that the engine closes or is full."""
+    """Whether a request failed for another reason than the request itself, a closed engine or a full queue."""
     return error is not None and not isinstance(
         error, DeadlineExceededError | EngineClosedError | QueueFullError | UsageError
     )
+
+
+def add_phase_spans(answer: Answer, ended_at: float, model: str) -> None:
+    """Add the answer's phases to the span of the current HTTP request, if there is one.
+
+    Args:
+        ended_at: seconds since 1970.
+    """
+    span = current_span()
+    if span is None:
+        return
+    timing = answer.timing
+    seconds = {"retrieval": timing.retrieval_seconds, "decode": timing.total_seconds - timing.ttft_seconds}
+    for name in ("queue", "load", "prefill"):
+        phase = getattr(timing, f"{name}_seconds")
+        if phase is not None:
+            seconds[name] = phase
+    if timing.queue_seconds is None:  # a server reports no phases: all until the first token counts as prefill
+        seconds["prefill"] = timing.ttft_seconds - timing.retrieval_seconds
+    attributes = {
+        "stillroom.request_id": answer.request_id,
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": answer.reuse.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": answer.num_generated_tokens,
+        "stillroom.cached_tokens": answer.reuse.num_cached_tokens,
+    }
+    span.add_phases(ended_at - timing.total_seconds, seconds, attributes)

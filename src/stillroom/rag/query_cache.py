@@ -4,9 +4,10 @@ An entry is valid for one generation of the corpus: any change of a document end
 or may now rank higher. Entries share a token budget (llmds 3.1). Thread-safe.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from threading import Lock
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,29 +50,30 @@ class QueryCacheStats:
     num_hits: int
 
 
-StagedSearch = Callable[[str, SearchMode, int, int, str], Iterator[SearchResult]]
-"""(question, mode, top_k, num_stages, filter) -> at most so many results, of which the last is the answer."""
+class SearchedCorpus(Protocol):
+    """The part of `KnowledgeBase` that is cached. Thread-safe."""
+
+    @property
+    def generation(self) -> Hashable:
+        """Differs after every change of what a question may find."""
+        ...
+
+    def embed_question(self, question: str) -> NDArray[np.float32]:
+        """Embedding [d] of length 1."""
+        ...
+
+    def search_staged(
+        self, query: str, *, mode: SearchMode, top_k: int, num_stages: int, where: str
+    ) -> Iterator[SearchResult]:
+        """At most `num_stages` results, of which the last is final."""
+        ...
 
 
 class QueryCache:
-    """Wraps a search. The wrapped functions must be thread-safe."""
+    """Searches a corpus, or returns the result of the same question from the cache."""
 
-    def __init__(
-        self,
-        search: StagedSearch,
-        generation: Callable[[], Hashable],
-        embed: Callable[[str], NDArray[np.float32]],
-        config: QueryCacheConfig,
-    ) -> None:
-        """
-        Args:
-            search: in stages; in one where nobody sees the provisional results.
-            generation: of what is searched; another one after every change of what a question may find.
-            embed: question -> vector [d] of length 1.
-        """
-        self._search = search
-        self._generation = generation
-        self._embed = embed
+    def __init__(self, corpus: SearchedCorpus, config: QueryCacheConfig) -> None:
+        self._corpus = corpus
         self._config = config
         self._lock = Lock()
         self._entries: TokenCache[_QuestionKey, _CachedResult] = TokenCache(config.max_tokens)
@@ -83,26 +85,26 @@ class QueryCache:
         return QueryCacheStats(self._num_hits)
 
     def search(self, query: str, mode: SearchMode, top_k: int, where: str = "") -> SearchResult:
-        """The wrapped search's result, from the cache where that is allowed. Raises what the wrapped search raises."""
+        """The final result, from the cache where possible. Raises as the corpus's search."""
         return list(self.search_staged(query, mode, top_k, 1, where))[-1]
 
     def search_staged(
         self, query: str, mode: SearchMode, top_k: int, num_stages: int, where: str = ""
     ) -> Iterator[SearchResult]:
-        """The wrapped search's results; only the last one where it is in the cache. It is kept if the search is not
-        left before its end."""
+        """The results of a staged search; only the final one if it is in the cache. The final result is cached unless
+        the caller stops iterating before it. Raises as the corpus's search."""
         question = _QuestionKey(" ".join(query.split()), mode, top_k, where.strip())
         if self._config.max_tokens == 0 or question.num_chars > _MAX_CHARS:
-            yield from self._search(query, mode, top_k, num_stages, where)
+            yield from self._corpus.search_staged(query, mode=mode, top_k=top_k, num_stages=num_stages, where=where)
             return
-        generation = self._generation()
+        generation = self._corpus.generation
         self._follow(generation)
-        vector = self._embed(query) if self._needs_vector(mode) else None
+        vector = self._corpus.embed_question(query) if self._needs_vector(mode) else None
         found = self._find(question, generation, vector)
         if found is not None:
-            yield SearchResult(found.results)  # it cost nothing this time
+            yield SearchResult(found.results)  # without the seconds that the search took then
             return
-        for result in self._search(query, mode, top_k, num_stages, where):
+        for result in self._corpus.search_staged(query, mode=mode, top_k=top_k, num_stages=num_stages, where=where):
             yield result
         self._keep(question, result, generation, vector)
 
@@ -134,14 +136,14 @@ class QueryCache:
         return None if best is None else self._entries.get(best)
 
     def _needs_vector(self, mode: SearchMode) -> bool:
-        """Searching by words alone embeds nothing, and so finds nothing similar."""
+        """A sparse search embeds nothing, so it has no vector to compare."""
         return self._config.similarity < 1.0 and mode != "sparse"
 
     def _keep(
         self, question: _QuestionKey, result: SearchResult, generation: Hashable, vector: NDArray[np.float32] | None
     ) -> None:
-        """`generation` was read before the search, so a change in between can only end the entry too early. A result of
-        a generation that has passed meanwhile is not kept."""
+        """Cache a result unless its generation has passed. `generation` was read before the search, so a change in
+        between can only end the entry too early."""
         num_tokens = 1 + question.num_chars // _CHARS_PER_TOKEN
         num_tokens += sum(scored.chunk.num_tokens for scored in result.results)
         with self._lock:
@@ -150,7 +152,7 @@ class QueryCache:
 
     def drop_stale(self) -> None:
         """Drop results of an older generation: they hold the text of documents that may have been deleted."""
-        self._follow(self._generation())
+        self._follow(self._corpus.generation)
 
     def _follow(self, generation: Hashable) -> None:
         with self._lock:

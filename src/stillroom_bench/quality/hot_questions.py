@@ -149,14 +149,7 @@ def _runner(
     def run(repetition: int) -> Metrics:
         stream = asked(questions, options, 1000 * seed + repetition + 100)  # warm-up repetitions are negative
         with house.opened() as kb:
-            cache = QueryCache(
-                search=lambda query, mode, top_k, num_stages, where: kb.search_staged(
-                    query, mode=mode, top_k=top_k, num_stages=num_stages, where=where
-                ),
-                generation=lambda: kb.generation,
-                embed=kb.embed_question,
-                config=cache_config,
-            )
+            cache = QueryCache(kb, cache_config)
             top_k = house.config.search.top_k
             seconds = ask_all(
                 lambda query: cache.search(query, "hybrid", top_k),
