@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 
-from stillroom.backends.calibration import Bench, quick_profile, sequence_seconds
+from stillroom.backends.calibration import CalibrationTarget, quick_profile, sequence_seconds
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
 from stillroom.core.kv import Tier
@@ -34,7 +34,7 @@ def test_what_a_sequence_adds_to_a_step(num_blocks: int, expected: float, most: 
     clock = VirtualClock()
     runner = MadeRunner(clock)
     device = DeviceStore(KVShape(1, 1, 2, torch.float32), num_blocks, 4, torch.device("cpu"))
-    bench = Bench(cast(TorchRunner, runner), device, num_blocks, 64, 64, clock)
+    bench = CalibrationTarget(cast(TorchRunner, runner), device, num_blocks, 64, 64, clock)
 
     assert sequence_seconds(bench) == pytest.approx(expected)
     assert set(runner.sizes) == {1, most}, "no more than there are slots for"
@@ -43,7 +43,7 @@ def test_what_a_sequence_adds_to_a_step(num_blocks: int, expected: float, most: 
 def test_where_there_is_room_for_one_only() -> None:
     clock = VirtualClock()
     device = DeviceStore(KVShape(1, 1, 2, torch.float32), 1, 1, torch.device("cpu"))
-    assert sequence_seconds(Bench(cast(TorchRunner, MadeRunner(clock)), device, 1, 64, 64, clock)) == 0.0
+    assert sequence_seconds(CalibrationTarget(cast(TorchRunner, MadeRunner(clock)), device, 1, 64, 64, clock)) == 0.0
 
 
 class TickingClock(VirtualClock):
@@ -57,7 +57,7 @@ class TickingClock(VirtualClock):
 def links(folder: Path | None, now: float = 0.0) -> set[Tier]:
     clock = TickingClock(now)
     device = DeviceStore(KVShape(1, 1, 2, torch.float32), 8, 4, torch.device("cpu"))
-    bench = Bench(cast(TorchRunner, MadeRunner(clock)), device, 8, 64, 64, clock)
+    bench = CalibrationTarget(cast(TorchRunner, MadeRunner(clock)), device, 8, 64, 64, clock)
     return set(quick_profile(bench, folder).links)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from stillroom.backends import calibration, num_threads
 from stillroom.backends.assembly import kv_shape
-from stillroom.backends.calibration import Bench, step_seconds
+from stillroom.backends.calibration import CalibrationTarget, step_seconds
 from stillroom.backends.local import build_engine
 from stillroom.backends.num_threads import candidates, choose
 from stillroom.config.settings import QueryCacheConfig, ReuseConfig, RuntimeConfig, StillroomConfig
@@ -49,7 +49,7 @@ def test_no_more_is_measured_with_than_there_is_room_for(monkeypatch: pytest.Mon
     per_token = kv_shape(decoder).bytes_per_token
     lengths: list[int] = []
 
-    def measured(bench: Bench, num_cached: int, num_new: int) -> float:
+    def measured(bench: CalibrationTarget, num_cached: int, num_new: int) -> float:
         lengths.append(num_cached + num_new)
         return step_seconds(bench, num_cached, num_new)
 

@@ -1,8 +1,4 @@
-"""The KV cache of one loaded model, put together: block pool, knowledge tree, and the stores that have the bytes.
-
-What the parts promise is said where they are; here is only who is given what, and what happens when a process opens and
-closes a knowledge base.
-"""
+"""Assembles the KV cache of a loaded model: block pool, knowledge tree, and stores; and closes it."""
 
 import logging
 from collections import Counter
@@ -45,19 +41,19 @@ _DEFECTS = (
     (Tier.HOST, Defect.CHECKSUM),
     *((Tier.DISK, defect) for defect in Defect if defect is not Defect.NON_FINITE),
 )
-"""What can be wrong with a copy, by tier."""
+"""Possible defects of a copy, by tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Blocks on the device, and where they go from there."""
+    """KV blocks on the device, and the tiers below."""
 
     manager: KVCacheManager
     device: DeviceStore
     tiers: TieredStore | None = None
-    """None where nothing is reused."""
+    """None if nothing is reused."""
     audit: Audit | None = None
-    """None where no answer is compared with a full prefill."""
+    """None if no answer is compared with a full prefill."""
 
     @property
     def tree(self) -> KnowledgeTree | None:
@@ -102,10 +98,10 @@ class KVCache:
         }
 
     def close(self, *, keeps_device: bool = True) -> None:
-        """Bring to disk what has room there, and let go of it. Precondition: the cache is not in use any more.
+        """Store KV on disk, as far as it has room, and close the stores. Precondition: the engine has stopped.
 
         Args:
-            keeps_device: False stores nothing, as it is not known what is on the device.
+            keeps_device: False stores nothing, because the device's contents are unknown.
         """
         if self.tree is None or self.tiers is None:
             return
@@ -116,7 +112,7 @@ class KVCache:
             self.tiers.close()
 
     def _flush(self, tree: KnowledgeTree) -> None:
-        """Of a device that is lost, by now or while it is read, only what the host has is stored."""
+        """Store KV on disk. If the device is lost, before or during this, only KV on the host is stored."""
         if self.device.is_lost:
             tree.lose_device()
         try:
@@ -124,16 +120,16 @@ class KVCache:
         except Exception as error:
             if not is_device_loss(error):
                 raise
-            logger.warning("the device is lost: %s; only KV that the host has is stored", first_line(error))
+            logger.warning("the device is lost: %s; only KV on the host is stored", first_line(error))
             tree.lose_device()
             tree.flush()
 
 
 def build_device(decoder: Decoder, config: RuntimeConfig) -> tuple[BlockPool, DeviceStore]:
-    """The blocks that `runtime.kv_bytes` pays for.
+    """Allocate the KV blocks that fit into `runtime.kv_bytes`.
 
     Raises:
-        ConfigError: it pays for none, or the device has less memory.
+        ConfigError: not one block fits, or the device has less memory.
     """
     shape = kv_shape(decoder)
     num_blocks = config.kv_bytes // (shape.bytes_per_token * config.block_size)
@@ -144,7 +140,7 @@ def build_device(decoder: Decoder, config: RuntimeConfig) -> tuple[BlockPool, De
         )
     try:
         device = DeviceStore(shape, num_blocks, config.block_size, decoder.device)
-    except (MemoryError, RuntimeError, TypeError) as error:  # PyTorch's are the last two
+    except (MemoryError, RuntimeError, TypeError) as error:  # PyTorch raises the last two
         raise ConfigError(
             f"runtime.kv_bytes={config.kv_bytes} is more memory than {decoder.device} has free; lower it"
         ) from error
@@ -152,7 +148,7 @@ def build_device(decoder: Decoder, config: RuntimeConfig) -> tuple[BlockPool, De
 
 
 def kv_shape(decoder: Decoder) -> KVShape:
-    """What one token's KV looks like in this model."""
+    """Shape of one token's KV."""
     spec = decoder.spec
     return KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
 
@@ -168,13 +164,13 @@ def build_cache(  # noqa: PLR0913  the parts, once
     clock: Clock,
     inv_freq_LP: torch.Tensor | None = None,
 ) -> KVCache:
-    """A cache with what the disk has kept from earlier.
+    """Build the cache, with the KV that is on disk.
 
     Args:
         fingerprint: of the model.
-        profile: needed for reuse.
-        folder: for KV on disk; None keeps none.
-        inv_freq_LP: of the decoder; needed for reuse anywhere.
+        profile: None disables reuse.
+        folder: for KV on disk; None stores none.
+        inv_freq_LP: of the decoder; needed for reuse at any position.
     """
     if not config.keeps_kv or profile is None:
         return KVCache(KVCacheManager(pool), device)
@@ -203,7 +199,6 @@ def build_cache(  # noqa: PLR0913  the parts, once
 def tree_options(
     config: ReuseConfig, bytes_per_token: int, *, has_disk: bool = True, is_disk_read_only: bool = False
 ) -> TreeOptions:
-    """As configured."""
     return TreeOptions(
         host_bytes=config.host_bytes,
         disk_bytes=config.disk_bytes if has_disk else 0,
@@ -218,7 +213,7 @@ def tree_options(
 
 
 def reuse_of(tree: KnowledgeTree, config: ReuseConfig, fingerprint: bytes) -> Reuse:
-    """What the manager is told of a tree, as configured."""
+    """Reuse options of the manager, as configured."""
     keys = PrefixKeys(fingerprint, config.tail_blocks * tree.pool.block_size)
     anywhere = anywhere_options(config) if config.allows_any_position else None
     sample_every = 0 if anywhere is None else mass_sample_every(anywhere)
@@ -226,7 +221,6 @@ def reuse_of(tree: KnowledgeTree, config: ReuseConfig, fingerprint: bytes) -> Re
 
 
 def anywhere_options(config: ReuseConfig) -> AnywhereOptions:
-    """As configured."""
     alpha = config.alpha if config.recompute_budget == "cfo" else None
     return AnywhereOptions(config.recompute_ratio, config.token_selector, alpha, config.focus_window)
 

@@ -1,6 +1,6 @@
-"""What turns a question and its documents into a stream of text: our own runtime, or a server elsewhere.
+"""The `Backend` protocol: prepares prompts and generates answers.
 
-The pipeline knows this face only. `generator` and `remote` implement it, and only `generator` imports torch.
+`LocalBackend` (local.py, imports torch) and `OpenAIBackend` (openai.py) implement it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,24 +39,24 @@ class PreparedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a backend is."""
+    """Requests and KV blocks of a backend."""
 
     num_waiting: int
     num_running: int
     num_blocks: int = 0
-    """KV blocks in all; 0 where they are not ours."""
+    """KV blocks in total; 0 for a server elsewhere."""
     num_free_blocks: int = 0
     num_prefilling: int = 0
-    """Of those that run: still without a first token."""
+    """Running requests that have no first token yet."""
 
     @property
     def num_pending(self) -> int:
-        """Whose prompt is still to be read."""
+        """Requests whose prompt is not computed yet."""
         return self.num_waiting + self.num_prefilling
 
 
 class Backend(Protocol):
-    """Thread-safe."""
+    """Generates answers with one model. Thread-safe."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Backend(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What reads the tokens of its events; None if they are text already."""
+        """Decodes the tokens of events; None if events hold text."""
         ...
 
     @property
@@ -75,12 +75,12 @@ class Backend(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """False once nothing can be asked of it any more, in this process."""
+        """False once it takes no more requests in this process."""
         ...
 
     @property
     def device_problem(self) -> str | None:
-        """Why it computes nothing for now, fit for callers without a key; None if it can, and if the engine is
+        """Why it cannot compute now, in words that a caller without a key may read; None if it can, and for a server
         elsewhere."""
         ...
 
@@ -89,7 +89,7 @@ class Backend(Protocol):
 
     @property
     def may_speculate(self) -> bool:
-        """Whether a prompt may be submitted and cancelled again; an engine elsewhere may be paid for by the token."""
+        """Whether speculative prompts are allowed; a server elsewhere may charge by the token."""
         ...
 
     def prepare_prompt(
@@ -100,8 +100,8 @@ class Backend(Protocol):
         schema: Mapping[str, Any] | None = None,
         history: History = NOTHING,
     ) -> PreparedPrompt:
-        """The prompt for a question and its chunks, best first, behind what was said before; the oldest turns and the
-        last chunks are left out where it would have more than `max_tokens`. With a schema the answer is JSON.
+        """Build the prompt for a question, its chunks (best first) and its history. Leaves out the oldest turns and the
+        last chunks if it would exceed `max_tokens`. With a schema the answer is JSON.
 
         Raises:
             UsageError: the schema cannot be enforced.
@@ -109,11 +109,11 @@ class Backend(Protocol):
         ...
 
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
-        """A prompt that is continued as it is: text, in which special tokens count as such, or tokens. With a schema
-        the continuation is JSON.
+        """Prepare a prompt to be continued unchanged: tokens, or text, in which special tokens are recognised. With a
+        schema the continuation is JSON.
 
         Raises:
-            UsageError: it is empty, or a token is none of the model's, or the schema cannot be enforced.
+            UsageError: it is empty, the model lacks a token, or the schema cannot be enforced.
         """
         ...
 
@@ -125,14 +125,13 @@ class Backend(Protocol):
         ...
 
     def documents_changed(self, corpus: CorpusView) -> bytes | None:
-        """Documents were added or removed: nothing is kept of chunks that are no more, now or after a later change that
-        nobody tells of, until `close`.
+        """Drop KV of removed chunks; check again until `close`, as another process may change documents.
 
         Args:
-            corpus: of the knowledge base; asked from any thread.
+            corpus: the knowledge base's chunks; called from any thread.
 
         Returns:
-            The fingerprint of the model whose records on disk this takes care of; None if of none.
+            The fingerprint of the model whose records on disk are handled here; None if there are none.
         """
         ...
 
@@ -141,21 +140,21 @@ class Backend(Protocol):
         ...
 
     def for_tenant(self, salt: str) -> "Backend":
-        """The same model for another tenant, who shares no kept KV with this one. Closing it closes nothing.
+        """The same model for another tenant, without shared KV. Closing it does not close the engine.
 
         Raises:
-            ConfigError: the engine is elsewhere, and tenants cannot be kept apart there.
+            ConfigError: the engine is a server elsewhere, which cannot keep tenants apart.
         """
         ...
 
     def cancel(self, request_id: RequestId) -> None:
-        """Stop a request; its last event says `aborted`. Harmless if it has ended."""
+        """Cancel a request; its last event says `aborted`. No effect if it has ended."""
         ...
 
     def stop(self) -> None:
-        """Abort what runs, whoever asked for it; nothing can be started any more."""
+        """Abort all requests, of all tenants, and accept no more."""
         ...
 
     def close(self) -> None:
-        """Abort what runs. Idempotent."""
+        """Abort all requests and free resources. Idempotent."""
         ...

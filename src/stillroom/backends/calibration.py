@@ -1,8 +1,8 @@
-"""Measures what computing and loading KV costs on this machine, and keeps it: `stillroom calibrate`.
+"""Measures the costs of computing and loading KV on this machine, and saves them: `stillroom calibrate`.
 
-T(cached, new) is timed with the engine's own decoder, blocks and steps, so it includes everything that a request pays
-for (RAGCache 5.1: "profiles the LLM prefill time with varying cached and non-cached token lengths offline"). Without a
-kept profile a quick pass of about a second stands in.
+T(cached, new) is timed with the engine's decoder, blocks and steps, so it includes all that a request pays for
+(RAGCache 5.1: "profiles the LLM prefill time with varying cached and non-cached token lengths offline"). Without a
+saved profile, a quick pass of about a second is used.
 """
 
 import hashlib
@@ -38,16 +38,16 @@ NEW = (1, 16, 64, 256, 1024)
 _FORMAT = 1
 _SCRATCH = ".stillroom-calibrate-"
 _SCRATCH_SECONDS = 3600.0
-"""Who began to measure so long ago was killed."""
+"""Scratch folders older than this were left by killed processes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """What is measured with."""
+class CalibrationTarget:
+    """The runner, device and limits that are measured."""
 
     runner: TorchRunner
     device: DeviceStore
-    """Nobody else uses it; what is in it is overwritten."""
+    """Precondition: not in use. Its contents are overwritten."""
     num_blocks: int
     max_model_len: int
     step_tokens: int
@@ -56,133 +56,138 @@ class Bench:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the device has room for."""
+        """Capacity of the device in tokens."""
         return self.num_blocks * self.device.block_size
 
 
 def calibrate(
-    bench: Bench, folder: Path, *, repeat: int = 5, on_progress: Callable[[int, int], None] = lambda done, total: None
+    target: CalibrationTarget,
+    folder: Path,
+    *,
+    repeat: int = 5,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CostProfile:
-    """The whole grid, the median of `repeat` runs of each point, and the bandwidths to host and disk.
+    """Measure the whole grid, the median of `repeat` runs for each point, and the bandwidths to host and disk.
 
     Args:
-        folder: a place on the disk whose KV this is about; what is written there is removed again. Where nothing can be
-            written, the system's folder for temporary files stands in.
+        folder: on the disk that stores KV. Temporary files are written there and removed; if the folder is not
+            writable, in the system's folder for temporary files.
 
     Raises:
-        UsageError: the KV pool or the model is too small to measure anything.
+        UsageError: the KV pool or the model is too small to measure.
     """
-    limit = min(bench.num_blocks * bench.device.block_size, bench.max_model_len) - 1
+    limit = min(target.num_blocks * target.device.block_size, target.max_model_len) - 1
     cached = [count for count in CACHED if count < limit]
     new = [count for count in NEW if count <= limit - cached[-1]] or [1]
-    while len(cached) > 2 and len(new) < 3:  # rather longer questions than longer contexts
+    while len(cached) > 2 and len(new) < 3:  # prefer more lengths of `new` to longer contexts
         cached.pop()
         new = [count for count in NEW if count <= limit - cached[-1]] or [1]
     if len(cached) < 2 or len(new) < 2:
         raise UsageError(f"{limit} tokens are too few to measure with; raise runtime.kv_bytes")
-    _clear(bench, cached[-1] + new[-1])
-    step_seconds(bench, 0, new[-1])  # compiles, allocates, warms up
+    _clear(target, cached[-1] + new[-1])
+    step_seconds(target, 0, new[-1])  # compiles, allocates, warms up
     total = len(cached) * len(new) * repeat
     runs = np.empty((repeat, len(cached), len(new)))
     for done, (index, row, column) in enumerate(np.ndindex(runs.shape)):
-        runs[index, row, column] = step_seconds(bench, cached[row], new[column])
+        runs[index, row, column] = step_seconds(target, cached[row], new[column])
         on_progress(done + 1, total)
     seconds = np.median(runs, axis=0)
-    return CostProfile(tuple(cached), tuple(new), tuple(map(tuple, seconds.tolist())), _links(bench, folder))
+    return CostProfile(tuple(cached), tuple(new), tuple(map(tuple, seconds.tolist())), _links(target, folder))
 
 
-def quick_profile(bench: Bench, folder: Path | None, *, budget_seconds: float = 1.0) -> CostProfile:
-    """T(0, new) for a few lengths, shortest first, until the budget is spent, and what a cached token adds to one of
-    them; the best of three each.
+def quick_profile(target: CalibrationTarget, folder: Path | None, *, budget_seconds: float = 1.0) -> CostProfile:
+    """Measure T(0, new) for a few lengths, shortest first, until the budget is spent, and the extra time per cached
+    token for one of them; the best of three runs each.
 
-    Other work on the machine can only make a run longer. So the best run counts, and where fewer tokens seemed to take
-    longer than more did, they are taken to have taken as long.
+    Other work on the machine can only make a run longer. So the best run counts, and no length takes longer than a
+    greater one.
 
     Args:
-        folder: as of `calibrate`; None if nothing is kept on disk."""
-    limit = min(bench.num_blocks * bench.device.block_size, bench.max_model_len) - 1
-    started = bench.clock.monotonic()
+        folder: as in `calibrate`; None if KV is not stored on disk.
+    """
+    limit = min(target.num_blocks * target.device.block_size, target.max_model_len) - 1
+    started = target.clock.monotonic()
     seconds: dict[int, float] = {}
-    for new in (1, min(16, bench.num_slots), 64, 256):
-        if len(seconds) < 2 or (new <= limit and bench.clock.monotonic() - started < budget_seconds):
-            seconds[new] = _best(bench, 0, new)
+    for new in (1, min(16, target.num_slots), 64, 256):
+        if len(seconds) < 2 or (new <= limit and target.clock.monotonic() - started < budget_seconds):
+            seconds[new] = _best(target, 0, new)
     lengths = list(seconds)
     for shorter, longer in reversed(list(pairwise(lengths))):
         seconds[shorter] = min(seconds[shorter], seconds[longer])
     before, new = min(1024, limit - lengths[-1]) // 2, lengths[-1]
     per_pair = 0.0
-    if before > 0 and bench.clock.monotonic() - started < budget_seconds:
-        per_pair = max(_best(bench, before, new) - seconds[new], 0.0) / (before * new)
+    if before > 0 and target.clock.monotonic() - started < budget_seconds:
+        per_pair = max(_best(target, before, new) - seconds[new], 0.0) / (before * new)
     cached = (0, 1024)
     grid = tuple(tuple(seconds[new] + per_pair * count * new for new in lengths) for count in cached)
-    return CostProfile(cached, tuple(lengths), grid, _links(bench, folder))
+    return CostProfile(cached, tuple(lengths), grid, _links(target, folder))
 
 
-def _best(bench: Bench, num_cached: int, num_new: int) -> float:
-    _clear(bench, num_cached + num_new)
-    return min(step_seconds(bench, num_cached, num_new) for _ in range(3))
+def _best(target: CalibrationTarget, num_cached: int, num_new: int) -> float:
+    _clear(target, num_cached + num_new)
+    return min(step_seconds(target, num_cached, num_new) for _ in range(3))
 
 
-def step_seconds(bench: Bench, num_cached: int, num_new: int) -> float:
-    """Seconds for `num_new` tokens after `num_cached` ones, in steps as the engine makes them, first token included."""
+def step_seconds(target: CalibrationTarget, num_cached: int, num_new: int) -> float:
+    """Seconds to compute `num_new` tokens after `num_cached` ones, in the engine's steps, first token included."""
     end = num_cached + num_new
-    assert end <= bench.num_slots, "kernels write wherever they are told to"
+    assert end <= target.num_slots, "the slots lie outside the device's KV"
     tokens = np.arange(num_new, dtype=np.int64) % 32
     slots = np.arange(end, dtype=np.int64)
-    started = bench.clock.monotonic()
-    for first in range(num_cached, end, bench.step_tokens):
-        last = min(first + bench.step_tokens, end)
+    started = target.clock.monotonic()
+    for first in range(num_cached, end, target.step_tokens):
+        last = min(first + target.step_tokens, end)
         samples = (_sample(tokens),) if last == end else ()
         piece = tokens[first - num_cached : last - num_cached]
-        bench.runner.execute(Batch((ScheduledSequence(RequestId("calibrate"), piece, first, slots[:last], samples),)))
-    return bench.clock.monotonic() - started
+        target.runner.execute(Batch((ScheduledSequence(RequestId("calibrate"), piece, first, slots[:last], samples),)))
+    return target.clock.monotonic() - started
 
 
-def sequence_seconds(bench: Bench, num_sequences: int = 8, repeat: int = 9) -> float:
-    """What a sequence that decodes adds to a step beside its tokens' share of T: a step of so many of them less a step
-    of one, by sequence; the medians. 0 where there is no room for two."""
-    num_sequences = min(num_sequences, bench.num_slots, bench.step_tokens)
+def sequence_seconds(target: CalibrationTarget, num_sequences: int = 8, repeat: int = 9) -> float:
+    """Seconds that one more decoding sequence adds to a step: a step of `num_sequences` less a step of one, per
+    sequence, of medians. 0 if there is no room for two sequences."""
+    num_sequences = min(num_sequences, target.num_slots, target.step_tokens)
     if num_sequences < 2:
         return 0.0
-    _clear(bench, num_sequences)
-    runs = np.array([[_decoding_seconds(bench, count) for count in (1, num_sequences)] for _ in range(repeat + 1)])
+    _clear(target, num_sequences)
+    runs = np.array([[_decoding_seconds(target, count) for count in (1, num_sequences)] for _ in range(repeat + 1)])
     one, several = np.median(runs[1:], axis=0)  # the first warms up
     return max(0.0, float(several - one) / (num_sequences - 1))
 
 
-def _decoding_seconds(bench: Bench, num_sequences: int) -> float:
+def _decoding_seconds(target: CalibrationTarget, num_sequences: int) -> float:
     tokens = np.ones(1, dtype=np.int64)
     entries = []
     for number in range(num_sequences):
         name = RequestId(f"calibrate-{number}")
         sample = SampleSpec(name, SamplingParams(max_tokens=1), 0.0, tokens, 1)
         entries.append(ScheduledSequence(name, tokens, 0, np.array([number], dtype=np.int64), (sample,)))
-    started = bench.clock.monotonic()
-    bench.runner.execute(Batch(tuple(entries)))
-    return bench.clock.monotonic() - started
+    started = target.clock.monotonic()
+    target.runner.execute(Batch(tuple(entries)))
+    return target.clock.monotonic() - started
 
 
-def check_numbers(bench: Bench) -> None:
-    """Let the model read a few tokens.
+def check_numbers(target: CalibrationTarget) -> None:
+    """Compute a few tokens.
 
     Raises:
-        ModelError: what it computes is no number, and so would be all that it says.
+        ModelError: the logits are not finite.
     """
-    tokens = np.arange(min(bench.num_slots, bench.max_model_len, bench.step_tokens, 8), dtype=np.int64)
+    tokens = np.arange(min(target.num_slots, target.max_model_len, target.step_tokens, 8), dtype=np.int64)
     sample = _sample(tokens)
     sequence = ScheduledSequence(sample.request_id, tokens, 0, tokens, (sample,))
-    if bench.runner.execute(Batch((sequence,))).non_finite:
+    if target.runner.execute(Batch((sequence,))).non_finite:
         raise ModelError(
             "the model computes NaN: its weights are damaged, or runtime.dtype is too narrow for them; download the "
             "checkpoint again, or choose float32"
         )
 
 
-# Keeping it
+# Saving profiles
 
 
 def profile_path(root: Path, fingerprint: bytes, device: torch.device) -> Path:
-    """Where the profile of a model on this machine is kept, below the user's cache folder."""
+    """File of the profile of a model on this machine, below the user's cache folder."""
     machine = "\0".join((platform.node(), platform.machine(), _processor(), str(os.cpu_count()), _accelerator(device)))
     name = f"{fingerprint.hex()[:24]}-{hashlib.sha256(machine.encode()).hexdigest()[:12]}.json"
     return root / "profiles" / name
@@ -206,7 +211,7 @@ def save_profile(path: Path, profile: CostProfile) -> None:
 
 
 def load_profile(path: Path) -> CostProfile | None:
-    """What `save_profile` wrote; None if there is nothing, or nothing that can be used."""
+    """Read the file of `save_profile`; None if it is missing or invalid."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
@@ -224,9 +229,9 @@ def load_profile(path: Path) -> CostProfile | None:
 # Measuring
 
 
-def _clear(bench: Bench, num_tokens: int) -> None:
-    """What was never written may hold numbers that are slow to compute with."""
-    for kv_LSGD in (bench.device.k_LSGD, bench.device.v_LSGD):
+def _clear(target: CalibrationTarget, num_tokens: int) -> None:
+    """Zero KV slots: uninitialised memory may hold denormal numbers, which are slow to compute with."""
+    for kv_LSGD in (target.device.k_LSGD, target.device.v_LSGD):
         kv_LSGD[:, :num_tokens] = 0.0
 
 
@@ -234,35 +239,35 @@ def _sample(tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> SampleSpec:
     return SampleSpec(RequestId("calibrate"), SamplingParams(max_tokens=1), 0.0, tokens, len(tokens))
 
 
-def _links(bench: Bench, folder: Path | None) -> dict[Tier, Link]:
-    """Latency and bandwidth to the device, from loads of a small and a large node, the best of five each; of what can
-    be measured."""
-    block_size = bench.device.block_size
-    large = min(256, bench.num_blocks * block_size // 2 // block_size * block_size)
+def _links(target: CalibrationTarget, folder: Path | None) -> dict[Tier, Link]:
+    """Latency and bandwidth of loads to the device, by tier, from a small and a large node, the best of five each. A
+    tier that cannot be measured is absent."""
+    block_size = target.device.block_size
+    large = min(256, target.num_blocks * block_size // 2 // block_size * block_size)
     sizes = (min(block_size, large), large)
     if sizes[0] == sizes[1]:
         return {}
-    _clear(bench, 2 * large)
-    with _scratch(folder, bench.clock) as scratch:
+    _clear(target, 2 * large)
+    with _scratch(folder, target.clock) as scratch:
         tiers = TieredStore(
-            bench.device,
-            HostStore(bench.device.shape, bench.device.k_LSGD.device),
+            target.device,
+            HostStore(target.device.shape, target.device.k_LSGD.device),
             None if scratch is None else DiskStore(scratch, bytes(32)),
-            bench.clock,
+            target.clock,
         )
         times = {
-            tier: [_load_seconds(bench, tiers, tier, num_tokens) for num_tokens in sizes]
+            tier: [_load_seconds(target, tiers, tier, num_tokens) for num_tokens in sizes]
             for tier in (Tier.HOST, Tier.DISK)
         }
         tiers.close()
-    num_bytes = [num_tokens * bench.device.shape.bytes_per_token for num_tokens in sizes]
+    num_bytes = [num_tokens * target.device.shape.bytes_per_token for num_tokens in sizes]
     return {tier: _link(num_bytes, seconds) for tier, seconds in times.items() if min(seconds) > 0}
 
 
 @contextmanager
 def _scratch(folder: Path | None, clock: Clock) -> Iterator[Path | None]:
-    """An empty folder on the same disk, or where the system has its temporary files; None if there is neither, or no
-    disk to measure. It is gone afterwards; those of killed processes go too."""
+    """An empty folder on the same disk, or else in the system's folder for temporary files; None if neither is
+    writable or `folder` is None. It is removed afterwards, with those of killed processes."""
     made = None
     for parent in () if folder is None else (_nearest_folder(folder), None):
         with suppress(OSError):
@@ -284,10 +289,10 @@ def _link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     return Link(max(seconds[0] - slope * num_bytes[0], 0.0), 1 / slope)
 
 
-def _load_seconds(bench: Bench, tiers: TieredStore, tier: Tier, num_tokens: int) -> float:
-    size = bench.device.block_size
+def _load_seconds(target: CalibrationTarget, tiers: TieredStore, tier: Tier, num_tokens: int) -> float:
+    size = target.device.block_size
     blocks = [BlockId(block) for block in range(-(-num_tokens // size))]
-    target = [BlockId(block + len(blocks)) for block in blocks]
+    loaded = [BlockId(block + len(blocks)) for block in blocks]
     best = 0.0
     for index in range(5):
         key = NodeKey(hashlib.sha256(f"{tier}-{num_tokens}-{index}".encode()).digest())
@@ -295,17 +300,17 @@ def _load_seconds(bench: Bench, tiers: TieredStore, tier: Tier, num_tokens: int)
             is_there = tiers.offload(key, blocks, num_tokens)
         else:
             is_there = tiers.store(NodeRecord(key, key, 0, num_tokens, None, 0.0, 0.0), Tier.DEVICE, blocks)
-        started = bench.clock.monotonic()
-        if not is_there or not tiers.load(key, tier, target, num_tokens):
+        started = target.clock.monotonic()
+        if not is_there or not tiers.load(key, tier, loaded, num_tokens):
             return 0.0
-        seconds = bench.clock.monotonic() - started
+        seconds = target.clock.monotonic() - started
         best = seconds if index == 0 else min(best, seconds)
         tiers.drop(key, tier)
     return best
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """The folder, or the closest one above it that is there."""
+    """The folder, or its closest parent that exists."""
     return next(parent for parent in (folder, *folder.resolve().parents) if parent.is_dir())
 
 

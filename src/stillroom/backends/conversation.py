@@ -1,10 +1,9 @@
-"""What stands before a question: earlier turns, each with the documents it was answered from, and a system message.
+"""The conversation before a question: earlier turns with their documents, and a system message.
 
-Nothing is remembered between requests. The documents of an earlier turn are found again by the search that found them
-then, so as long as neither documents nor options change, a prompt begins with the tokens of the turns before, and their
-KV is used exactly. A chunk stands in a prompt once, in the first turn that found it. Where the prompt gets too long the
-oldest turns leave, several at once, so that what is left stays the beginning of the next prompts too. Worked example:
-docs/conversations.md
+No conversation is stored between requests. The documents of an earlier turn are found again by its search, so a prompt
+begins with the tokens of the turns before, and their exact KV is reused, until documents or options change. A chunk
+stands in a prompt once, in the first turn that found it. If the prompt gets too long, several of the oldest turns are
+dropped at once, so that the beginning stays the same for the next prompts. Worked example: docs/conversations.md
 """
 
 from bisect import bisect_left
@@ -16,12 +15,12 @@ from stillroom.core.document import Chunk, ScoredChunk
 from stillroom.core.ids import ChunkId
 
 MAX_TURNS = 64
-"""Most turns that are looked at; of a longer conversation the oldest are left out."""
+"""Most turns that are used; of a longer conversation the oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A question that was asked before, and its answer."""
+    """An earlier question and its answer."""
 
     question: str
     answer: str
@@ -29,11 +28,11 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An exchange as it stands in a prompt."""
+    """An exchange with its documents."""
 
     exchange: Exchange
     found: tuple[ScoredChunk, ...]
-    """What its own search found."""
+    """Found by its own search."""
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -42,15 +41,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All that stands around a question."""
+    """What stands in a prompt around a question and its chunks."""
 
     turns: tuple[Turn, ...] = ()
     system: str = ""
     answer_start: str = ""
-    """How the answer begins; it stands behind the question, and the model continues it."""
+    """Beginning of the answer, which the model continues."""
 
     def without(self, num_turns: int) -> "History":
-        """Without the oldest turns."""
+        """A copy without the oldest `num_turns` turns."""
         return replace(self, turns=self.turns[num_turns:])
 
 
@@ -61,13 +60,13 @@ Search = Callable[[str], Sequence[ScoredChunk]]
 
 
 def around(earlier: Sequence[Exchange], question: str, search: Search) -> Sequence[ScoredChunk]:
-    """What is found for a question together with the one before it, which often says what `it` is; nothing for the
-    first."""
+    """Search for a question together with the one before it, which often resolves a pronoun; nothing for the first
+    question."""
     return search(f"{earlier[-1].question}\n{question}") if earlier else ()
 
 
 def alternate(found: Sequence[ScoredChunk], found_around: Sequence[ScoredChunk], top_k: int) -> tuple[ScoredChunk, ...]:
-    """The best of both by turns, first what the question finds by itself; at most `top_k`."""
+    """Interleave two results, the question's own first; at most `top_k` chunks."""
     both = (scored for pair in zip_longest(found, found_around) for scored in pair if scored is not None)
     kept: dict[ChunkId, ScoredChunk] = {}
     for scored in both:
@@ -76,7 +75,7 @@ def alternate(found: Sequence[ScoredChunk], found_around: Sequence[ScoredChunk],
 
 
 def history_of(exchanges: Sequence[Exchange], system: str, search: Search, top_k: int) -> History:
-    """Every turn with what its search finds now; nothing for one that asks nothing."""
+    """Search again for every turn. A turn without a question gets no chunks."""
     first = num_turns_to_drop(len(exchanges), lambda num_dropped: len(exchanges) - num_dropped <= MAX_TURNS)
     turns = []
     for index, one in enumerate(exchanges[first:], start=first):
@@ -89,7 +88,7 @@ def history_of(exchanges: Sequence[Exchange], system: str, search: Search, top_k
 
 
 def new_chunks(turns: Iterable[Turn], last: Sequence[Chunk]) -> list[list[Chunk]]:
-    """What each turn, and in the end the question itself, adds to the chunks before."""
+    """Chunks that each turn, and last the question itself, adds to those before it."""
     seen: set[ChunkId] = set()
     added = []
     for chunks in [*(turn.chunks for turn in turns), last]:
@@ -100,12 +99,12 @@ def new_chunks(turns: Iterable[Turn], last: Sequence[Chunk]) -> list[list[Chunk]
 
 
 def num_turns_to_drop(num_turns: int, fits: Callable[[int], bool]) -> int:
-    """How many of the oldest turns are left out: the least number that fits, rounded up to a multiple of the largest
-    power of two within half of what is then left. So at least half of what would fit stays, and the cut stays where it
-    is until as many turns have come.
+    """Number of oldest turns to drop: the least number that fits, rounded up to a multiple of the largest power of two
+    that is at most half of the turns then left. So at least half of what would fit stays, and the cut moves only after
+    that many new turns.
 
     Args:
-        fits: whether what is left fits without so many; if so, also without more.
+        fits: number of dropped turns -> whether the rest fits. Monotonic.
     """
     least = 0 if fits(0) else bisect_left(range(num_turns), True, key=fits)
     half = max(1, (num_turns - least + 1) // 2)

@@ -1,7 +1,7 @@
-"""In which order documents go into a prompt, so that it begins as an earlier prompt did.
+"""Orders the documents of a prompt so that it begins like an earlier prompt.
 
-A server's prefix cache has the KV of what it has read; a prompt reuses it up to the first document that differs. Two
-questions that find the same documents in another order share nothing unless somebody puts them in the same order.
+A server's prefix cache reuses KV up to the first document that differs, so two prompts with the same documents in
+different orders share nothing.
 """
 
 from collections import OrderedDict
@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 _STEPS_PER_DOCUMENT = 64
-"""Bound of the search for the longest beginning. Orders that were arranged here do not contain each other's
-permutations, so it takes far fewer steps."""
+"""Limits the search for the longest common beginning. Remembered orders contain no permutations of each other, so it
+takes far fewer steps."""
 
 
 class _Node(Generic[K]):
@@ -22,11 +22,11 @@ class _Node(Generic[K]):
     def __init__(self) -> None:
         self.children: dict[K, _Node[K]] = {}
         self.num_orders = 0
-        """Remembered orders that pass through here."""
+        """Remembered orders that pass through this node."""
 
 
 class PrefixOrder(Generic[K]):
-    """Orders that were sent lately, as a tree of documents. Deterministic; O(k) for k documents. Thread-safe."""
+    """The most recent orders, as a tree of documents. Deterministic; O(k) for k documents. Thread-safe."""
 
     def __init__(self, max_orders: int = 4096) -> None:
         self._max_orders = max_orders
@@ -35,10 +35,10 @@ class PrefixOrder(Generic[K]):
         self._lock = Lock()
 
     def arrange(self, ranked: Sequence[K]) -> tuple[K, ...]:
-        """The documents, best first, in the order in which to send them, which is remembered.
+        """Return the documents, given best first, in the order in which to send them; remember that order.
 
-        First the longest beginning of a remembered order that consists of these documents, of several the one with
-        the better ranks; then the others by rank.
+        First the longest beginning of a remembered order that consists of these documents (of several, the one with
+        the better ranks), then the others by rank.
         """
         with self._lock:
             prefix = self._longest_beginning(ranked)
@@ -47,7 +47,7 @@ class PrefixOrder(Generic[K]):
         return order
 
     def _longest_beginning(self, ranked: Sequence[K]) -> tuple[K, ...]:
-        """Depth first, better ranks first, at most so many steps."""
+        """Depth-first search, better ranks first, with a limited number of steps."""
         best: tuple[K, ...] = ()
         num_steps_left = _STEPS_PER_DOCUMENT * len(ranked)
         stack: list[tuple[tuple[K, ...], _Node[K]]] = [((), self._root)]
@@ -85,7 +85,7 @@ class PrefixOrder(Generic[K]):
             node = child
 
     def check_integrity(self) -> None:
-        """Every node is there for the orders that pass through it, and for nothing else."""
+        """Check that every node counts exactly the orders that pass through it."""
         with self._lock:
             counted: dict[tuple[K, ...], int] = {}
             for order in self._orders:

@@ -1,4 +1,4 @@
-"""Our own runtime as the backend: a loaded model with a running engine. Built once, on first use."""
+"""`LocalBackend`: a model loaded in this process with its running engine; and what measures its costs."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 from stillroom.backends.assembly import KVCache, build_cache, build_device
 from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.backends.calibration import (
-    Bench,
+    CalibrationTarget,
     calibrate,
     check_numbers,
     load_profile,
@@ -55,12 +55,12 @@ from stillroom.telemetry import catalogue
 from stillroom.telemetry.catalogue import Readings
 
 _NUM_CONTEXT = 8
-"""Tokens before an answer that the text of its first one may depend on."""
+"""Tokens before an answer that the text of its first token may depend on."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBackend:
-    """Prompts as segments of tokens, continued by the engine of this process."""
+    """Builds prompts as segments of tokens; the engine of this process continues them."""
 
     model: LoadedModel
     engine: AsyncEngine
@@ -68,10 +68,10 @@ class LocalBackend:
     prompts: PromptBuilder
     constraints: JsonConstraints
     salt: str = ""
-    """Of all its requests: nothing is reused across two salts."""
+    """Cache salt of all requests: KV is not shared between salts."""
     owns_engine: bool = True
     knows_all_tokens: bool = True
-    """Whether the model has an embedding for every token that its tokenizer can make."""
+    """Whether the model has an embedding for every token of its tokenizer."""
 
     @property
     def name(self) -> str:
@@ -127,7 +127,6 @@ class LocalBackend:
         return self._prepared(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), schema, len(ids))
 
     def for_tenant(self, salt: str) -> "LocalBackend":
-        """The same model and engine for another tenant."""
         return replace(self, salt=salt, owns_engine=False)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -190,7 +189,7 @@ class LocalBackend:
         self.engine.submit(*first, *others)
 
     def _check_tokens(self, prompt: SegmentedPrompt) -> None:
-        """Some checkpoints have added tokens without an embedding, which their prompts do not hold."""
+        """Raises ModelError: a token has no embedding. Some checkpoints have such tokens, but do not use them."""
         vocab_size = self.model.decoder.spec.vocab_size
         if (last := max(prompt.token_ids, default=0)) >= vocab_size:
             raise ModelError(
@@ -216,23 +215,24 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
     """Load the model and start its engine.
 
     Args:
-        kb_folder: where KV can be kept on disk; None keeps none.
+        kb_folder: knowledge base in which KV is stored on disk; None stores none.
 
     Raises:
         ModelError: the checkpoint cannot be used.
-        ConfigError: the device does not exist, or the KV budget is too small for the model or too large for it.
+        ConfigError: the device does not exist, or the KV budget is too small for the model or too large for the
+            device.
     """
     model, engine, cache, num_threads = in_a_thread_that_ends(lambda: _built(config, clock, kb_folder))
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
     running = AsyncEngine(engine, config.runtime.max_waiting)
-    running.run(lambda _: torch.set_num_threads(num_threads))  # torch has a number for each thread
+    running.run(lambda _: torch.set_num_threads(num_threads))  # torch keeps this setting per thread
     knows_all = max(model.tokenizer.hf_tokenizer.get_vocab().values()) < model.decoder.spec.vocab_size
     return LocalBackend(model, running, cache, prompts, constraints, knows_all_tokens=knows_all)
 
 
 def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tuple[LoadedModel, Engine, KVCache, int]:
-    """With the number of threads that it is to compute on."""
+    """Model, engine, cache and the number of threads to compute with."""
     model = load_configured(config.runtime)
     engine, cache = build_engine(
         model.decoder,
@@ -254,21 +254,21 @@ def calibrate_model(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Clock | None = None,
 ) -> tuple[CostProfile, Path]:
-    """Measure the configured model's costs on this machine and keep them; returns them, and the file they are in.
+    """Measure the configured model's costs on this machine and save them; returns the profile and its file.
 
     Args:
-        kb_folder: on the disk that its KV would be kept on; need not exist yet.
+        kb_folder: on the disk that KV is stored on; need not exist yet.
 
     Raises:
         ModelError: the checkpoint cannot be used.
-        ConfigError, UsageError: there is no such device, or too little memory to measure with.
+        ConfigError, UsageError: the device does not exist, or there is too little memory to measure.
     """
     model = load_configured(config.runtime)
     pool, device = build_device(model.decoder, config.runtime)
     limits = _limits(model.decoder, config.runtime)
-    bench = _bench(TorchRunner(model.decoder, device), pool, limits, clock or SystemClock())
-    _use_threads(config.runtime, bench)
-    profile = calibrate(bench, kb_folder, repeat=repeat, on_progress=on_progress)
+    target = _target(TorchRunner(model.decoder, device), pool, limits, clock or SystemClock())
+    _use_threads(config.runtime, target)
+    profile = calibrate(target, kb_folder, repeat=repeat, on_progress=on_progress)
     path = profile_path(cache_root(), model.fingerprint, model.decoder.device)
     save_profile(path, profile)
     return profile, path
@@ -276,25 +276,25 @@ def calibrate_model(
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """A loaded model, and what it costs on this machine."""
+    """A loaded model and its costs on this machine."""
 
     model: LoadedModel
     profile: CostProfile
     is_calibrated: bool
-    """Whether it was kept, or a few points were measured just now."""
+    """True: the profile was saved by a calibration. False: a few points were measured now."""
     sequence_seconds: float
     """See `calibration.sequence_seconds`."""
 
 
 def measured_costs(config: StillroomConfig, kb_folder: Path, clock: Clock) -> ModelCosts:
-    """The configured model with its kept profile, or a quick one. Raises as `calibrate_model`."""
+    """The configured model with its saved profile, or a quick one. Raises as `calibrate_model`."""
     model = load_configured(config.runtime)
     pool, device = build_device(model.decoder, config.runtime)
-    bench = _bench(TorchRunner(model.decoder, device), pool, _limits(model.decoder, config.runtime), clock)
-    _use_threads(config.runtime, bench)
+    target = _target(TorchRunner(model.decoder, device), pool, _limits(model.decoder, config.runtime), clock)
+    _use_threads(config.runtime, target)
     kept = load_profile(profile_path(cache_root(), model.fingerprint, model.decoder.device))
-    profile = kept or quick_profile(bench, kb_folder)
-    return ModelCosts(model, profile, kept is not None, sequence_seconds(bench))
+    profile = kept or quick_profile(target, kb_folder)
+    return ModelCosts(model, profile, kept is not None, sequence_seconds(target))
 
 
 def build_engine(  # noqa: PLR0913  the parts, once
@@ -308,25 +308,25 @@ def build_engine(  # noqa: PLR0913  the parts, once
     kv_folder: Path | None = None,
     tunes_threads: bool = False,
 ) -> tuple[Engine, KVCache]:
-    """Scheduler, KV and runner for a decoder; not running yet. Raises as `build_backend`.
+    """Build scheduler, KV cache and runner for a decoder; starts no thread. Raises as `build_backend`.
 
     Args:
         reuse: None reuses nothing.
-        fingerprint: of the model; KV on disk is kept under it.
-        profile: what computing and loading costs; None takes the kept one, or measures in about a second.
-        tunes_threads: set their number for the whole process: the configured one, or the fastest.
+        fingerprint: of the model; names its KV on disk.
+        profile: costs of computing and loading; None takes the saved one, or measures for about a second.
+        tunes_threads: set the number of threads of the process: the configured one, or the fastest.
     """
     pool, device = build_device(decoder, config)
     runner = TorchRunner(decoder, device)
     limits = _limits(decoder, config, reuse)
-    bench = _bench(runner, pool, limits, clock)
-    check_numbers(bench)
+    target = _target(runner, pool, limits, clock)
+    check_numbers(target)
     if tunes_threads:
-        _use_threads(config, bench)
+        _use_threads(config, target)
     reuse = reuse or ReuseConfig(mode="off")
     if profile is None and reuse.keeps_kv:
         kept = load_profile(profile_path(cache_root(), fingerprint, decoder.device))
-        profile = kept or quick_profile(bench, kv_folder if reuse.disk_bytes else None)
+        profile = kept or quick_profile(target, kv_folder if reuse.disk_bytes else None)
     inv_freq_LP = None
     if reuse.allows_any_position:
         check_placement(decoder, config.block_size)
@@ -357,7 +357,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
 
 
 def load_configured(runtime: RuntimeConfig) -> LoadedModel:
-    """Load the model with all settings of `runtime` that it depends on. Raises as `load_model`."""
+    """Load the model with the settings of `runtime`. Raises as `load_model`."""
     return load_model(
         runtime.model,
         device=runtime.device,
@@ -378,12 +378,14 @@ def _limits(decoder: Decoder, config: RuntimeConfig, reuse: ReuseConfig | None =
     )
 
 
-def _bench(runner: TorchRunner, pool: BlockPool, limits: SchedulerLimits, clock: Clock) -> Bench:
-    return Bench(runner, runner.store, pool.num_blocks, limits.max_model_len, limits.max_num_batched_tokens, clock)
+def _target(runner: TorchRunner, pool: BlockPool, limits: SchedulerLimits, clock: Clock) -> CalibrationTarget:
+    return CalibrationTarget(
+        runner, runner.store, pool.num_blocks, limits.max_model_len, limits.max_num_batched_tokens, clock
+    )
 
 
-def _use_threads(config: RuntimeConfig, bench: Bench) -> None:
+def _use_threads(config: RuntimeConfig, target: CalibrationTarget) -> None:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     else:
-        tune_threads(bench)
+        tune_threads(target)

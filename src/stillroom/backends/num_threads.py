@@ -1,7 +1,7 @@
-"""How many threads compute: by measurement, because it depends on what else the machine does.
+"""Chooses the number of compute threads by measurement, because it depends on the machine's other load.
 
-After every kernel threads wait for each other. On a quiet machine all cores together are fastest; beside other work the
-thread that the system has put aside holds up all, and fewer threads are faster, by far (docs/log.md).
+Threads wait for each other after every kernel. On an idle machine all cores are fastest; on a busy one, a descheduled
+thread delays all others, and fewer threads are much faster (docs/log.md).
 """
 
 import logging
@@ -11,37 +11,36 @@ from collections.abc import Callable
 
 import torch
 
-from stillroom.backends.calibration import Bench, step_seconds
+from stillroom.backends.calibration import CalibrationTarget, step_seconds
 
 logger = logging.getLogger(__name__)
 
 _ENOUGH = 0.95
-"""Fewer threads are taken if they need at most this share of the time."""
+"""Fewer threads are chosen only if they take less than this share of the time."""
 
 
-def tune_threads(bench: Bench) -> int:
-    """Choose torch's number of threads (our kernels follow it) for a decoder on a CPU; returns it.
+def tune_threads(target: CalibrationTarget) -> int:
+    """Choose and return torch's number of threads for a decoder on a CPU; Stillroom's kernels use the same number.
 
-    An `OMP_NUM_THREADS` in the environment is somebody's decision and is left alone, as is a device that is no CPU.
+    Does nothing if `OMP_NUM_THREADS` is set, or the device is not a CPU.
     """
     most = torch.get_num_threads()
-    if bench.device.k_LSGD.device.type != "cpu" or most == 1 or "OMP_NUM_THREADS" in os.environ:
+    if target.device.k_LSGD.device.type != "cpu" or most == 1 or "OMP_NUM_THREADS" in os.environ:
         return most
-    chosen = choose(candidates(most), lambda count: _seconds(bench, count))
+    chosen = choose(candidates(most), lambda count: _seconds(target, count))
     torch.set_num_threads(chosen)
     if chosen != most:
-        logger.info("%d of %d threads are fastest now, beside what else this machine does", chosen, most)
+        logger.info("computing with %d of %d threads, the fastest under the machine's present load", chosen, most)
     return chosen
 
 
 def candidates(most: int) -> list[int]:
-    """All of them, then half as often as it can be halved."""
+    """`most`, then half of it, and so on down to 1."""
     return [max(most >> shift, 1) for shift in range(most.bit_length())]
 
 
 def choose(counts: list[int], measure: Callable[[int], list[float]]) -> int:
-    """The count with the least time, on geometric average over what is measured; the first unless another is clearly
-    faster."""
+    """The count with the least geometric mean of its times; the first unless another is clearly faster."""
     times = {count: measure(count) for count in counts}
 
     def average(count: int) -> float:
@@ -51,8 +50,8 @@ def choose(counts: list[int], measure: Callable[[int], list[float]]) -> int:
     return best if average(best) < _ENOUGH * average(counts[0]) else counts[0]
 
 
-def _seconds(bench: Bench, count: int) -> list[float]:
-    """A token's step and a short prompt's, the best of three each."""
+def _seconds(target: CalibrationTarget, count: int) -> list[float]:
+    """Seconds for one token and for a short prompt, the best of three each."""
     torch.set_num_threads(count)
-    lengths = (1, min(64, bench.num_slots))
-    return [min(step_seconds(bench, 0, new) for _ in range(3)) for new in lengths]
+    lengths = (1, min(64, target.num_slots))
+    return [min(step_seconds(target, 0, new) for _ in range(3)) for new in lengths]

@@ -1,4 +1,4 @@
-"""A server elsewhere as the backend: prompts as text, documents in an order that its prefix cache likes."""
+"""`OpenAIBackend`: writes prompts for a server elsewhere, with documents in an order that suits its prefix cache."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,14 +24,13 @@ from stillroom.models.tokenizer import Tokenizer
 from stillroom.telemetry.catalogue import Readings
 
 Written = tuple[RemotePrompt, tuple[ChunkId, ...]]
-"""A prompt, and the chunks in it, in order."""
+"""A prompt, and the ids of its chunks, in order."""
 Writer = Callable[[Sequence[Chunk], str, History, int | None], Written]
-"""Chunks in order, a question and what was said before, as a prompt of at most so many tokens; only who has the
-tokenizer can keep to that."""
+"""(chunks in order, question, history, most tokens) -> prompt. Without a tokenizer the limit is ignored."""
 
 
 class OpenAIBackend:
-    """Writes prompts for a server and hands them to its engine."""
+    """Writes prompts for a server and submits them."""
 
     tokenizer = None
     max_model_len = None
@@ -45,8 +44,8 @@ class OpenAIBackend:
     ) -> None:
         """
         Args:
-            order: without one, documents stand by rank.
-            tokenize: text that is continued as it is, for a server that is sent tokens.
+            order: orders documents; None leaves them by rank.
+            tokenize: for a server that takes tokens, encodes a raw prompt; None sends text.
         """
         self._engine = engine
         self._write = write
@@ -81,9 +80,9 @@ class OpenAIBackend:
         schema: Mapping[str, Any] | None = None,
         history: History = NOTHING,
     ) -> PreparedPrompt:
-        """Without `max_tokens` every chunk is sent: what the server has room for, it says itself."""
+        """As `Backend.prepare_prompt`. Without `max_tokens` every chunk is sent; the server may refuse."""
         _refuse(schema)
-        if max_tokens is not None:  # who is left out, the rank decides
+        if max_tokens is not None:  # drop the lowest ranks before the order changes
             _, kept = self._write(chunks, question, history, max_tokens)
             chunks = [chunk for chunk in chunks if chunk.chunk_id in kept]
         if self._order is not None:
@@ -107,7 +106,7 @@ class OpenAIBackend:
             self._engine.submit(prompt, sample, listener)
 
     def documents_changed(self, corpus: CorpusView) -> None:
-        """The server forgets by itself what is not asked for any more."""
+        """Nothing to drop: the server evicts its own cache."""
 
     def readings(self) -> Readings:
         return {}
@@ -138,12 +137,14 @@ def _refuse(schema: Mapping[str, Any] | None) -> None:
 
 
 def connect(config: EngineConfig, model: str, clock: Clock) -> OpenAIBackend:
-    """The backend for a server. `model` names the checkpoint whose format and tokenizer write the prompts, where the
-    server does not do it.
+    """Connect to a server.
+
+    Args:
+        model: checkpoint whose format and tokenizer write the prompts, unless the server takes chat messages.
 
     Raises:
-        EngineUnavailableError: the server cannot be reached to ask for its model.
-        EngineRefusedError: it refuses the key, or lists no model.
+        EngineUnavailableError: the server cannot be reached.
+        EngineRefusedError: the server refuses the key, or lists no model.
         ModelError: the checkpoint has no tokenizer.
     """
     write, tokenize = _writer(config.prompt, model)
@@ -157,12 +158,12 @@ def connect(config: EngineConfig, model: str, clock: Clock) -> OpenAIBackend:
 
 
 def _writer(kind: EnginePrompt, model: str) -> tuple[Writer, Callable[[str], RemotePrompt] | None]:
-    """With what makes tokens of other text, where the server is sent tokens."""
+    """The writer of prompts, and the encoder of raw prompts for a server that takes tokens."""
     if kind == "chat":
         return _chat, None
     tokenizer = Tokenizer.load(resolve(model))
     prompt_format = format_for(tokenizer)
-    if kind == "text":  # the server puts the begin token in front
+    if kind == "text":  # the server adds the begin token
         begin = tokenizer.bos_token
 
         def write_text(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:

@@ -1,8 +1,8 @@
-"""Whether a model's KV may be used at another place: measured at load, before `reuse.mode = anywhere` is allowed.
+"""Checks at load whether a model's KV can be reused at another position, which `reuse.mode = anywhere` needs.
 
-The same tokens are computed alone at two places. If all that their KV knows of the place is the rotation of its keys,
-turning the keys of one gives the KV of the other, in every layer. Position schemes for which that does not hold, and
-mistakes of ours, show here as differences of the size of the keys themselves.
+The same tokens are computed alone at two positions. If their KV depends on the position only by the rotation of its
+keys (RoPE), rotating the keys of one gives the KV of the other, in every layer. With other position schemes, the
+difference is as large as the keys themselves.
 """
 
 import torch
@@ -17,12 +17,12 @@ from stillroom.ops.rope import turn
 
 _NUM_TOKENS = 16
 _TOLERANCE = 0.02
-"""Relative, of a whole layer: far above rounding, even in half precision and over long distances, and far below what a
-wrong turn does."""
+"""Largest relative error of a layer: far above rounding, even in half precision and over long distances, and far below
+that of a wrong rotation."""
 
 
 def check_placement(decoder: Decoder, block_size: int) -> None:
-    """Compare KV that is turned with KV that is computed, from the first position to the last one possible and back.
+    """Compare rotated KV with computed KV, from the first possible position to the last and back.
 
     Raises:
         ConfigError: they differ.
@@ -41,7 +41,7 @@ def check_placement(decoder: Decoder, block_size: int) -> None:
 
 
 def computed_alone(decoder: Decoder, first_position: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of some tokens that stand at this position with nothing before them, each [L, T, G, D]."""
+    """K and V of some tokens from this position on, with nothing before them, each [L, T, G, D]."""
     num_blocks = -(-_NUM_TOKENS // block_size)
     store = DeviceStore(kv_shape(decoder), num_blocks, block_size, decoder.device)
     numbers = torch.arange(_NUM_TOKENS, device=decoder.device)
@@ -53,7 +53,7 @@ def computed_alone(decoder: Decoder, first_position: int, block_size: int) -> tu
 
 
 def relative_error(found_LTGD: torch.Tensor, wanted_LTGD: torch.Tensor) -> float:
-    """Of the layer that differs most; not a number where either holds one that is not."""
+    """Relative error of the layer that differs most; NaN if either holds NaN."""
     found, wanted = found_LTGD.float().flatten(1), wanted_LTGD.float().flatten(1)
     errors_L = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-12)
     return float(errors_L.max())

@@ -1,8 +1,8 @@
-"""How a question, its chunks and what was said before become a `SegmentedPrompt`. Every segment is tokenised alone.
+"""Builds a `SegmentedPrompt` from a question, its chunks and its history. Every segment is tokenised on its own.
 
-A format is seven pieces of text around what comes from outside. Nothing in a chunk's segment depends on its place in a
-prompt (no numbering), so its tokens are the same wherever it stands; text from documents and users is encoded as plain
-text, so it cannot imitate the template.
+A `PromptFormat` is the template text around content. A chunk's segment does not depend on its position in the prompt
+(no numbering), so its tokens are always the same. Documents' and users' text is encoded as plain text, so it cannot
+imitate the template.
 """
 
 import math
@@ -28,20 +28,20 @@ _NEXT_SLOT = "@@STILLROOM-NEXT@@"
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """The text around system, chunks and question. Special tokens in it are meant as such."""
+    """Template text around system message, chunks and question. Special tokens in it are recognised."""
 
     system: str
-    """Up to where a caller's own system message goes."""
+    """Text before the caller's system message."""
     opening: str
-    """From there to the first chunk."""
+    """Text from there to the first chunk."""
     chunk_start: str
     chunk_end: str
     question_start: str
     question_end: str
     next_turn: str
-    """From the end of an answer to the first new chunk, or the next question."""
+    """Text from the end of an answer to the next turn's first chunk, or its question."""
     shows_headings: bool = True
-    """Whether a chunk's text is preceded by its title and headings."""
+    """Whether title and headings precede a chunk's text."""
 
 
 PLAIN_CHAT = PromptFormat(
@@ -57,7 +57,7 @@ PLAIN_CHAT = PromptFormat(
 
 
 def format_for(tokenizer: Tokenizer) -> PromptFormat:
-    """The format a checkpoint was made for: our own markers, else its chat template, else plain text."""
+    """The format of a checkpoint: Stillroom's markers if it has them, else its chat template, else plain text."""
     if tokenizer.special_tokens >= _MARKERS:
         return marker_format(tokenizer.bos_token)
     if tokenizer.has_chat_template:
@@ -66,7 +66,7 @@ def format_for(tokenizer: Tokenizer) -> PromptFormat:
 
 
 def marker_format(bos_token: str) -> PromptFormat:
-    """For models trained on Stillroom's own prompts, recognised by their special tokens."""
+    """For models trained on Stillroom's prompts, recognised by their special tokens."""
     return PromptFormat(
         system=f"{bos_token} Answer the question using only the chunks below .",
         opening="",
@@ -80,10 +80,10 @@ def marker_format(bos_token: str) -> PromptFormat:
 
 
 def chat_format(tokenizer: Tokenizer) -> PromptFormat:
-    """The checkpoint's chat template, rendered once around slots and cut there.
+    """Render the checkpoint's chat template once with placeholders, and cut it there.
 
     Raises:
-        ModelError: it fails, or leaves out what the user says.
+        ModelError: it fails, or omits the user's message.
     """
     slot = [{"role": "user", "content": _SLOT}]
     try:
@@ -97,7 +97,9 @@ def chat_format(tokenizer: Tokenizer) -> PromptFormat:
         start, found, after = tokenizer.render_chat(slot).partition(_SLOT)
         rest = "\n\n"
     if not found:
-        raise ModelError("the checkpoint's chat template leaves out what the user says; correct it, or take another")
+        raise ModelError(
+            "the checkpoint's chat template leaves out what the user says; correct it or use another checkpoint"
+        )
     return replace(
         PLAIN_CHAT,
         system=f"{start}{INSTRUCTIONS}",
@@ -108,7 +110,7 @@ def chat_format(tokenizer: Tokenizer) -> PromptFormat:
 
 
 def _next_turn(tokenizer: Tokenizer) -> str:
-    """What the template writes between an answer and the user's next message."""
+    """Template text between an answer and the user's next message."""
     slots = [("user", _SLOT), ("assistant", _ANSWER_SLOT), ("user", _NEXT_SLOT)]
     try:
         rendered = tokenizer.render_chat([{"role": role, "content": content} for role, content in slots])
@@ -133,7 +135,8 @@ def plain_format(bos_token: str) -> PromptFormat:
 
 
 def render(prompt_format: PromptFormat, chunks: Sequence[Chunk], question: str, history: History = NOTHING) -> str:
-    """The whole prompt as text. A tokenizer may read special tokens in the documents; `PromptBuilder` prevents that."""
+    """The whole prompt as text. A tokenizer may recognise special tokens in the documents, which `PromptBuilder`
+    prevents."""
     form = prompt_format
     *earlier, last = new_chunks(history.turns, chunks)
     parts = [form.system, *(["\n\n", history.system] if history.system else ()), form.opening]
@@ -143,14 +146,13 @@ def render(prompt_format: PromptFormat, chunks: Sequence[Chunk], question: str, 
 
 
 def raw_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Of text that is continued as it is, in which special tokens count as such; without the model's begin token it
-    gets one, as everywhere."""
+    """Encode a raw prompt, in which special tokens are recognised; the begin token is added if it is missing."""
     begin = tokenizer.bos_token
     return tuple(tokenizer.encode_template(text if text.startswith(begin) else begin + text))
 
 
 def user_messages(chunks: Sequence[Chunk], question: str, history: History) -> list[str]:
-    """What the user says in each turn of a chat, without a template around it."""
+    """The user's message of each turn of a chat, without a template."""
     *earlier, last = new_chunks(history.turns, chunks)
     turns = zip(history.turns, earlier, strict=True)
     said = [_user_text(PLAIN_CHAT, added, turn.exchange.question) for turn, added in turns]
@@ -168,7 +170,7 @@ def _text_of(chunk: Chunk, prompt_format: PromptFormat) -> str:
 
 
 class PromptBuilder:
-    """Segments for one model's tokenizer and format."""
+    """Builds prompts with one model's tokenizer and format."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_format: PromptFormat) -> None:
         self._tokenizer = tokenizer
@@ -180,11 +182,11 @@ class PromptBuilder:
     def build(
         self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, history: History = NOTHING
     ) -> SegmentedPrompt:
-        """System, earlier turns, chunks in the given order, question. Where more than `max_tokens` would result, the
-        oldest turns are left out until the chunks have half of the room or all that they need, then the last chunks;
-        None is no limit.
+        """Build system, earlier turns, chunks in the given order, and question.
 
-        Without any chunk the prompt may still be longer: the scheduler then says so.
+        A prompt of more than `max_tokens` (None: no limit) loses its oldest turns until the chunks have half of the
+        room, or all that they need; then its last chunks. Even without chunks it may be too long; the scheduler
+        refuses it then.
         """
         system, last = self._system_with(history.system), self._question(question, history.answer_start)
         room = math.inf if max_tokens is None else max_tokens - len(system.token_ids) - len(last.token_ids)
@@ -201,7 +203,7 @@ class PromptBuilder:
         return SegmentedPrompt((system, *earlier, *self._fitting(new, room - _num_tokens(earlier)), last))
 
     def _turns(self, history: History, chunks: Sequence[Chunk]) -> tuple[list[Segment], list[Chunk]]:
-        """The segments of earlier turns, and what is new in these chunks."""
+        """The segments of earlier turns, and the chunks that no earlier turn has."""
         *earlier, new = new_chunks(history.turns, chunks)
         found: list[Segment] = []
         for turn, added in zip(history.turns, earlier, strict=True):

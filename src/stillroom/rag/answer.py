@@ -1,4 +1,4 @@
-"""What a question comes back with. The field names are those of `stillroom ask --json`."""
+"""Options of a question, and its answer: text, sources, timing, reuse. `stillroom ask --json` has the same fields."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,55 +12,55 @@ from stillroom.core.ids import RequestId
 from stillroom.errors import UsageError
 
 NO_LIMIT = -1
-"""As `max_tokens`: the answer ends where the model ends it, or where there is no more room."""
+"""As `max_tokens`: the answer ends where the model ends it, or where model or KV pool have no more room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskOptions:
-    """What one question may set; None takes the configuration's default.
+    """Options of one question; None takes the configured default.
 
     Raises:
-        UsageError: a value is of the wrong type. What is wrong with settings of sampling, and what is out of range,
-            is said when the question is asked.
+        UsageError: a value is of the wrong type. Sampling settings and ranges are checked when the question is asked.
     """
 
     mode: SearchMode | None = None
     top_k: int | None = None
     where: str = ""
-    """Only documents that this filter allows, such as `year >= 2020 and team = legal` (docs/filters.md)."""
+    """A filter on documents, such as `year >= 2020 and team = legal` (docs/filters.md)."""
     max_tokens: int | None = None
     """`NO_LIMIT` (-1): as many as model and KV pool have room for."""
     temperature: float | None = None
     top_p: float | None = None
     sample_top_k: int | None = None
-    """Sample from this many of the most likely tokens; 0 or -1: all. `top_k` counts chunks."""
+    """Sample from this many of the most likely tokens; 0 or -1: all. (`top_k` is the number of chunks.)"""
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    """-1: a random one each time."""
+    """-1: random for each question."""
     priority: int = 0
-    """Of two questions that wait for the engine, the one with the lower number goes first."""
+    """Among questions that wait for the engine, the lowest number goes first."""
     deadline_seconds: float | None = None
-    """How long the question may take from its arrival to its last token; then it is given up, wherever it is."""
+    """Longest time from the question's arrival to its last token; a question that takes longer is cancelled."""
     min_tokens: int = 0
-    """The model cannot end its answer before this many tokens; stop strings can."""
+    """The model cannot end its answer before this many tokens; a stop string can."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
     stop: str | Sequence[str] = ()
-    """Texts before which the answer ends."""
+    """Stop strings: the answer ends before the first of them."""
     json_schema: Mapping[str, Any] | None = None
-    """The answer is JSON of this schema, unless `max_tokens` cuts it. The model is not told: say it in the question."""
+    """Makes the answer JSON of this schema, unless `max_tokens` cuts it. The prompt does not mention the schema; the
+    question should."""
     history: Sequence[Exchange] = ()
-    """What was asked and answered before, oldest first. Each stands before the question with what it finds
+    """Earlier questions and answers, oldest first. Each stands in the prompt with the documents found for it
     (docs/conversations.md)."""
     system: str = ""
-    """Stands behind our own instructions."""
+    """A system message; stands in the prompt after Stillroom's own instructions."""
     answer_start: str = ""
-    """How the answer begins: the model continues it, and the answer's text is what comes behind it."""
+    """Beginning of the answer: the model continues it. The answer's text does not repeat it."""
     logprobs: int | None = None
-    """Report each token's log probability, and those of this many most likely tokens (up to 20)."""
+    """Report each token's log probability and those of this many most likely tokens (0 to 20)."""
 
     def __post_init__(self) -> None:
         if self.mode is not None:
@@ -81,7 +81,7 @@ class AskOptions:
 
     def _check_lists(self) -> None:
         if not isinstance(self.stop, Sequence):
-            raise UsageError(f"stop={self.stop!r}; it must be text, or several in a list")
+            raise UsageError(f"stop={self.stop!r}; it must be a text or a list of texts")
         for one in self.stop:
             text("stop", one)
         if not isinstance(self.history, Sequence) or not all(isinstance(one, Exchange) for one in self.history):
@@ -92,7 +92,7 @@ class AskOptions:
 
 
 def checked_options(question: object, options: AskOptions | None, num_samples: object) -> AskOptions:
-    """What a question sets, or the defaults. Raises UsageError: one of the three is of the wrong type."""
+    """The options, or the defaults. Raises UsageError: an argument is of the wrong type."""
     text("the question", question)
     integer("n", num_samples)
     if options is None:
@@ -105,24 +105,24 @@ def checked_options(question: object, options: AskOptions | None, num_samples: o
 def checked_query(
     query: object, mode: SearchMode | None, top_k: int | None, defaults: SearchConfig
 ) -> tuple[str, SearchMode, int]:
-    """What to search for, with the defaults. Raises UsageError: something is of the wrong type."""
+    """A query with the default mode and `top_k` filled in. Raises UsageError: an argument is of the wrong type."""
     return text("the query", query), mode or defaults.mode, integer("top_k", defaults.top_k if top_k is None else top_k)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One chunk that was put into the prompt."""
+    """A chunk of the prompt."""
 
     document: str
     """Document id: the file's path, with `#record` for one record of a JSONL file."""
     chunk_id: str
     text: str
     score: float
-    """The score that ranked it; higher is better."""
+    """The score by which it was ranked; higher is better."""
     scores: dict[str, float]
-    """The score from each retriever that found it."""
+    """Scores by retriever, of those that found it."""
     position: int
-    """Place in the prompt, from 1."""
+    """Position among the chunks of the prompt, from 1."""
     heading: str
     """`Title > Section`; empty where the document has none."""
     start_line: int
@@ -132,12 +132,12 @@ class Source:
     """First page of the file, from 1; 0 where the format has no pages."""
     end_page: int = 0
     turns_ago: int = 0
-    """0: found for this question. In a conversation: for one so many questions before, and in the prompt since."""
+    """0: found for this question. In a conversation, the number of questions since the one that it was found for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time went, in seconds. TTFT counts from the question's arrival and so includes retrieval."""
+    """Seconds by phase. TTFT counts from the question's arrival, so it includes retrieval."""
 
     retrieval_seconds: float
     ttft_seconds: float
@@ -146,50 +146,50 @@ class Timing:
     """Time per output token after the first: (total - TTFT) / (tokens - 1); 0 for a single token."""
     total_seconds: float
     queue_seconds: float | None = None
-    """From the end of the search until the engine took it on: prompt tokenised, waiting for others. Null, like the next
-    two, where an engine elsewhere does not say."""
+    """From the end of the search to admission by the engine: tokenising the prompt, and waiting. Null, like the next
+    two, if the engine is a server elsewhere, which does not report it."""
     load_seconds: float | None = None
-    """Until computing began: kept KV loaded, of this question and of those taken on with it."""
+    """From admission until computing began: loading KV of this question and of those admitted in the same step."""
     prefill_seconds: float | None = None
-    """Until the first token: search, queue, load and prefill add up to TTFT; the rest of the total is decoding."""
+    """From then until the first token. Retrieval, queue, load and prefill add up to TTFT; the rest is decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class VariantReport:
-    """The copy that a document was placed from (docs/chunk-reuse.md)."""
+    """The stored copy whose KV was reused for a document at another position (docs/chunk-reuse.md)."""
 
     behind: tuple[str | None, ...]
-    """Ids of the chunks that stood before it when it was computed; null for one of which nothing is kept any more."""
+    """Ids of the chunks that stood before it when it was computed; null for a chunk that is no longer stored."""
     first_position: int
-    """Where it stood."""
+    """The position of its first token when it was computed."""
     overlap: float
-    """beta': how alike old and new context are for it, in [0, 1]."""
+    """beta': overlap of its old and its new context, in [0, 1]."""
     impact: float | None
-    """CCI: how much it owes to its old context, from 0.5 to 1; null if nobody measured it."""
+    """CCI: influence of its old context on it, from 0.5 to 1; null if not measured."""
     overhead: float
-    """CFO: share of its tokens to compute again by these."""
+    """CFO: share of its tokens to recompute, from overlap and impact."""
     is_focused: bool | None
-    """Whether the question looks at it; null if nobody asked (`reuse.focus_window`)."""
+    """Whether the question attends to it; null if not measured (`reuse.focus_window`)."""
     saved_seconds: float
-    """Expected by the cost profile: computing it, less loading it and computing some of it again."""
+    """By the cost profile: seconds to compute it, less those to load it and to recompute some of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
-    """One segment of the prompt, and where its KV came from."""
+    """A segment of the prompt, and where its KV came from."""
 
     kind: str
     """`system`, `chunk`, `question`, or `turn`: an earlier question and its answer."""
     chunk_id: str | None
     num_tokens: int
     source: str
-    """`device`, `host` or `disk`, or `computed`."""
+    """`device`, `host`, `disk` or `computed`."""
     reason: str
-    """Why: see `core.reuse.Reason`."""
+    """The reason, a value of `core.reuse.Reason`."""
     num_recomputed: int = 0
-    """Of the tokens of a document that was reused at another place: computed again to repair it."""
+    """Tokens that were recomputed, for a document whose KV was reused at another position."""
     variant: VariantReport | None = None
-    """Of such a document."""
+    """The copy used for such a document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,66 +197,67 @@ class ReuseReport:
     """How much of the prompt's KV came from a cache."""
 
     num_prompt_tokens: int
-    """0 if an engine elsewhere did not say."""
+    """0 if a server elsewhere did not report it."""
     num_cached_tokens: int
-    """Prompt tokens whose KV was taken from a cache and not computed."""
+    """Prompt tokens whose KV came from a cache."""
     num_recomputed_tokens: int = 0
-    """Tokens of cached chunks that were computed again to repair them (selective recompute)."""
+    """Tokens of cached chunks that were recomputed (selective recompute)."""
     num_device_tokens: int = 0
-    """Of the cached ones: on the device already."""
+    """Cached tokens whose KV was on the device."""
     num_host_tokens: int = 0
     num_disk_tokens: int = 0
     load_seconds: float = 0.0
-    """What loading them was expected to take."""
+    """Seconds to load them, by the cost profile."""
     saved_seconds: float = 0.0
-    """What it saved by the cost model, loading deducted."""
+    """Seconds saved by the cost profile, loading deducted."""
     recompute_ratio: float = 0.0
-    """Share of the tokens of documents reused at another place that was to be computed again; 0 if there were none."""
+    """Share of the tokens of documents reused at another position that was to be recomputed; 0 if there were none."""
     segments: tuple[SegmentReport, ...] = ()
-    """In order; empty from an engine elsewhere."""
+    """In the prompt's order; empty from a server elsewhere."""
 
 
 class SpeculationOutcome(StrEnum):
-    """What became of beginning to read before the search had ended (docs/pipelining.md)."""
+    """Outcome of speculative prefill, which begins before the search has ended (docs/pipelining.md)."""
 
     OFF = "off"
-    """It is switched off, or the engine is elsewhere."""
+    """Switched off, or the engine is a server elsewhere."""
     PLAIN = "plain"
-    """The search ran in one go: it is too fast to gain by it, or to measure that."""
+    """The search ran without stages, because speculation does not pay here, or to measure a plain search."""
     NONE = "none"
-    """Nothing was begun: the engine was busy, no stage promising, or the first list the last."""
+    """No prefill was started: the engine was busy, no stage was promising, or the first list was the final one."""
     WRONG = "wrong"
-    """What was begun was not what the search ended with."""
+    """The speculative prefill was not of the final list."""
     RIGHT = "right"
+    """The speculative prefill was of the final list."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationReport:
-    """How far search and prefill overlapped."""
+    """How far search and prefill of a question overlapped."""
 
     outcome: SpeculationOutcome
     num_stages: int = 1
-    """Lists that the search gave."""
+    """Lists that the search returned."""
     num_started: int = 0
-    """Prompts begun with provisional lists."""
+    """Prompts started from provisional lists."""
     ahead_seconds: float = 0.0
-    """How long the model had worked on the right prompt when the search ended: gained by the overlap."""
+    """Seconds that the right prompt had been in the engine when the search ended."""
     break_even_seconds: float | None = None
-    """Searches of at least this time gain by it, as far as has been measured; null where nothing is known."""
+    """Search time from which speculation pays, by the measurements so far; null if nothing was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token and its log probability as the model gave it: before penalties, temperature and cuts."""
+    """A token and its log probability before penalties, temperature and truncation."""
 
     token_id: int
     text: str
-    """What it reads as on its own; a replacement character stands for part of a character."""
+    """The token decoded on its own; U+FFFD stands for part of a character."""
     utf8: tuple[int, ...]
     """Its bytes."""
     logprob: float
     top: tuple["TokenScore", ...] = ()
-    """The most likely tokens at its place, most likely first."""
+    """The most likely tokens at its position, most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,22 +267,22 @@ class Answer:
     request_id: RequestId
     text: str
     token_ids: tuple[int, ...]
-    """Generated tokens, without the end-of-sequence token; the last ones may reach into a stop string. None from an
-    engine elsewhere, which sends text."""
+    """Generated tokens without the end-of-sequence token; the last ones may belong to a stop string. Empty from a
+    server elsewhere, which sends text."""
     finish_reason: str
     """`stop`: the model ended the answer, or a stop string did. `length`: `max_tokens` was reached."""
     sources: tuple[Source, ...]
     timing: Timing
     reuse: ReuseReport
     num_generated_tokens: int
-    """As the engine counted them."""
+    """As counted by the engine."""
     logprobs: tuple[TokenScore, ...] | None = None
-    """One per token of `token_ids`, if asked for."""
+    """One per token of `token_ids`, if requested."""
     speculation: SpeculationReport = SpeculationReport(SpeculationOutcome.OFF)
 
 
 def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
-    """What `stillroom explain` will know of a question: everything but the text of its documents."""
+    """The record of a question for `stillroom explain`: everything except the text of its documents."""
     sources = [asdict(source) for source in answer.sources]
     for source in sources:
         del source["text"]

@@ -1,9 +1,8 @@
-"""When it pays that the model begins to read before the search has ended: what that gained here and what it cost.
+"""Measures when speculative prefill pays: the time gained by overlapping prefill with the search, less its costs.
 
-Searching in stages costs something itself, a search beside a model that computes is slower, and a wrong guess holds the
-right documents up until the step under way is over. All three are measured, and so is how often and how long before
-its end each stage of a search has the final list. Some questions are searched the other way than would be best, or
-nothing would be known of it.
+The costs are the staged search itself, the search's slowdown while the model computes, and the delay of the right
+prompt until the step of a cancelled one is over. Also measured: how often, and how long before the end, each stage has
+the final list. Every 16th question is searched the way that looks worse, so that both stay measured.
 """
 
 from collections import deque
@@ -13,36 +12,36 @@ from statistics import fmean, median
 from threading import Lock
 
 _REMEMBERED = 32
-"""Questions of either kind."""
+"""Searches remembered, plain and staged each."""
 _TRIED_FIRST = 3
-"""Questions of either kind before one is judged."""
+"""Searches of each kind before the two are compared."""
 _TRY_OTHER_EVERY = 16
 
 
 @dataclass(slots=True)
 class Overlap:
-    """A question whose search ran in stages."""
+    """Times of a staged search."""
 
     search_seconds: float
-    """From its arrival to the final list."""
+    """From its start to the final list."""
     gained_seconds: float
-    """How long the model had worked on the right prompt by then."""
+    """How long the right prompt had been in the engine by then."""
     stalled_seconds: float = 0.0
-    """How long wrong ones kept the engine after they had been cancelled."""
+    """How long cancelled prompts still occupied the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A provisional list, when all is known."""
+    """A provisional list, judged after the search."""
 
     is_final: bool
-    """It was the final one already."""
+    """Whether it equals the final list."""
     remaining_seconds: float
     """From it to the end of the search."""
 
 
 class BreakEven:
-    """The books of one kind of search. Thread-safe."""
+    """Measurements of one search mode. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -53,7 +52,7 @@ class BreakEven:
         self._num_asked = 0
 
     def decide(self) -> bool:
-        """Whether the next question is to be searched in stages."""
+        """Whether to search the next question in stages."""
         with self._lock:
             self._num_asked += 1
             if min(len(self._plain), len(self._staged)) < _TRIED_FIRST:
@@ -61,8 +60,8 @@ class BreakEven:
             return (self._net_seconds() > 0) != (self._num_asked % _TRY_OTHER_EVERY == 0)
 
     def is_promising(self, stage: int) -> bool:
-        """Whether to begin with the list of this stage (from 0): what that gains if it is the final one, against what
-        a wrong one holds up, each as likely as it was."""
+        """Whether to start a prefill with the list of this stage (from 0): whether the expected gain if the list is
+        final exceeds the expected delay if it is not."""
         with self._lock:
             known = self._stages[stage] if stage < len(self._stages) else ()
             if not known or not self._stalls:
@@ -73,7 +72,7 @@ class BreakEven:
 
     @property
     def break_even_seconds(self) -> float | None:
-        """The search time from which it pays, if the same share of it were gained; None where nothing is."""
+        """The search time from which speculation pays, if the same share of it were gained; None if none was."""
         with self._lock:
             if not self._plain or not self._staged:
                 return None
@@ -81,12 +80,12 @@ class BreakEven:
             return self._cost() * median(self._plain) / gained if gained > 0 else None
 
     def note_plain(self, search_seconds: float) -> None:
-        """A search in one go."""
+        """Record a search without stages."""
         with self._lock:
             self._plain.append(search_seconds)
 
     def note_staged(self, overlap: Overlap, stages: Sequence[Stage]) -> None:
-        """A search in stages, its last one left out of `stages`."""
+        """Record a staged search; `stages` excludes the last one."""
         with self._lock:
             self._staged.append(overlap)
             for number, stage in enumerate(stages):
@@ -95,7 +94,7 @@ class BreakEven:
                 self._stages[number].append(stage)
 
     def note_stall(self, overlap: Overlap, seconds: float) -> None:
-        """A wrong prompt of this question left the engine so long after it had been cancelled."""
+        """Record how long a cancelled prompt of this search still occupied the engine."""
         with self._lock:
             overlap.stalled_seconds += seconds
             self._stalls.append(seconds)

@@ -1,11 +1,11 @@
-"""Drops kept KV of documents and tenants that no longer exist from the folder of a knowledge base. Needs no torch.
+"""Drops KV records of removed documents and tenants from the KV folder of a knowledge base. Needs no torch.
 
-It runs before a model's KV is opened, and in `stillroom cache verify`. Whose KV lies there, the notes of
-`kvstore.owners` say. The rule for an owner:
+It runs before a model's KV is opened, and in `stillroom cache verify`. The notes of `kvstore.owners` name the owner of
+each record. What is dropped depends on the owner's knowledge base:
 
-- its knowledge base is there: what has seen a removed document is dropped;
-- its knowledge base is gone, another one stands in its place, or no note says where it was: all is dropped;
-- its knowledge base cannot be read just now (rights, a failing disk): nothing is dropped, and the log says so.
+- it exists: records that have seen a removed document are dropped;
+- it is gone or replaced, or no note says where it was: all its records are dropped;
+- it cannot be read now (rights, a failing disk): nothing is dropped, and a warning is logged.
 """
 
 import functools
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class KvSweep:
-    """What a sweep found and did."""
+    """Result of a sweep."""
 
     report: SweepReport = SweepReport()
     tenants: dict[str, ClosedCorpus] = field(default_factory=dict)
-    """Of the tenants that have a note, the documents of those that can be read, by the salt of their requests."""
+    """Readable document stores of the tenants that have a note, by the salt of the tenant's requests."""
 
 
 def sweep_kv(knowledge_base: Path) -> KvSweep:
-    """Drop what is gone from the KV folder of a knowledge base. Never raises for what a disk does."""
+    """Drop KV of removed documents and tenants. A failing disk is logged, not raised."""
     root = knowledge_base / KV_FOLDER
     found = KvSweep()
 
@@ -48,7 +48,7 @@ def sweep_kv(knowledge_base: Path) -> KvSweep:
         return None if corpus is None else functools.partial(_existing, corpus)
 
     found.report = sweep(root, existing_of)
-    for owner in noted_owners(root):  # also of owners without records
+    for owner in noted_owners(root):  # includes owners without records
         if existing_of(owner) is None:
             remove_note(root, owner)
     if found.report.num_removed:
@@ -66,13 +66,13 @@ def _existing(corpus: ClosedCorpus, chunks: set[ChunkId]) -> set[ChunkId]:
 
 
 def _all_exist(error: StillroomError) -> Existing:
-    """Of a knowledge base that cannot be read just now."""
+    """Treats every chunk as existing, because the knowledge base cannot be read now."""
     logger.warning("the KV of a knowledge base that cannot be read stays on disk for now: %s", error)
     return lambda chunks: chunks
 
 
 def _documents_of(knowledge_base: Path, owner: OwnerTag, found: KvSweep) -> ClosedCorpus | None:
-    """The documents of an owner; None if they are gone, or cannot be told. Raises StillroomError: not readable now."""
+    """The documents of an owner; None if they are gone or unknown. Raises StillroomError: they cannot be read now."""
     try:
         if owner == NO_TENANT:
             return ClosedCorpus(knowledge_base / CORPUS)

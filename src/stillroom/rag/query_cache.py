@@ -17,7 +17,7 @@ from stillroom.core.document import SearchResult
 from stillroom.core.token_cache import TokenCache
 
 _MAX_CHARS = 8192
-"""Longest question with its filter that is kept; longer ones are seldom repeated and are searched each time."""
+"""Longest question, with its filter, that is cached; longer ones are seldom repeated."""
 _CHARS_PER_TOKEN = 4
 
 

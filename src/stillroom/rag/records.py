@@ -1,7 +1,4 @@
-"""What a face shows of past questions: the diary of `telemetry.trace`, with the text of documents that are still there.
-
-Reads only. What the diary does not hold, because it was not kept or was removed, is an error that says so.
-"""
+"""Past questions from the request log (`telemetry.trace`), with the text of documents that still exist. Read-only."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,14 +13,14 @@ from stillroom.telemetry.trace import TraceLog
 
 @dataclass(frozen=True, slots=True)
 class RecordSummary:
-    """One past question in a list."""
+    """A past question in a list."""
 
     request_id: str
     at: float
     """Seconds since 1970, when it was answered."""
     model: str
     question: str
-    """Empty where a prompt was continued without a question."""
+    """Empty if a prompt was continued without a question."""
     finish_reason: str
     num_sources: int
     num_prompt_tokens: int
@@ -39,31 +36,31 @@ class Records:
     def __init__(self, log: TraceLog, chunks: Callable[[Sequence[ChunkId]], dict[ChunkId, Chunk]]) -> None:
         """
         Args:
-            chunks: those of some ids that are still there.
+            chunks: chunk ids -> the chunks among them that still exist.
         """
         self._log = log
         self._chunks = chunks
 
     def stop(self) -> None:
-        """No later question is remembered; what is stays."""
+        """Record no more questions; recorded ones stay."""
         self._log.close()
 
     def recent(self, limit: int = 50) -> list[RecordSummary]:
         """The last questions, latest first.
 
         Raises:
-            KnowledgeBaseBusyError, StorageError: the diary cannot be read now.
+            KnowledgeBaseBusyError, StorageError: the request log cannot be read now.
             CorruptKnowledgeBaseError: it is damaged.
         """
         with _damage_reported():
             return [_summary(*found) for found in self._log.recent(limit)]
 
     def get(self, request_id: str) -> dict[str, Any]:
-        """All that is remembered of a question: what `stillroom explain --json` prints, and each source's `text`, null
-        where the document has changed or is gone.
+        """The record of a question: what `stillroom explain --json` prints, and each source's `text`, null if the
+        document has changed or is gone.
 
         Raises:
-            UnknownRequestError: it is not remembered.
+            UnknownRequestError: it is not in the request log.
             KnowledgeBaseBusyError, StorageError, CorruptKnowledgeBaseError: as `recent`.
         """
         with _damage_reported():

@@ -1,14 +1,13 @@
-"""Dynamic speculative pipelining (RAGCache 5.3, Algorithm 2): the model begins to read the likely documents while the
-search goes on.
+"""Dynamic speculative pipelining (RAGCache 5.3, Algorithm 2): prefill of the likely documents during the search.
 
-After each stage of a search the prompt of its provisional list is submitted, if the list has changed and the engine is
-not busy; the one before is cancelled, and leaves the engine after the step under way. Events of such a prompt are held
-back until the search has ended. Then it is either the right one, and its tokens so far are released at once, or it is
-cancelled and the right one submitted. So a wrong guess changes no token; and what was computed of documents at the
-beginning of a wrong prompt is kept like that of any other, and serves the right one.
+After each stage of a search, the prompt of its provisional list is submitted if the list has changed and the engine is
+not busy. The previous prompt is cancelled and leaves the engine after the current step. Events of a speculative prompt
+are held back until the search has ended. If the prompt is that of the final list, its events are then released;
+otherwise it is cancelled and the right prompt submitted. So speculation changes no token, and KV computed for the
+documents at the beginning of a wrong prompt is cached like any other.
 
-Beyond the paper: a stage is skipped that is seldom right, and where searching in stages does not pay at all, the search
-runs in one go (`break_even`).
+Beyond the paper: stages that are seldom right are skipped, and where staged search does not pay, the search runs
+without stages (`break_even`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +28,11 @@ from stillroom.rag.break_even import BreakEven, Overlap, Stage
 from stillroom.telemetry.metrics import Metrics
 
 Stages = Callable[[int], Iterator[SearchResult]]
-"""Number of stages -> at most so many lists, of which the last is the answer."""
+"""Number of stages -> at most that many lists, of which the last is final."""
 
 
 class Speculable(Protocol):
-    """Of a `Backend`: what decides."""
+    """The part of `Backend` that speculation needs."""
 
     @property
     def may_speculate(self) -> bool: ...
@@ -49,7 +48,7 @@ class Speculable(Protocol):
 
 
 class _HeldEvents:
-    """A listener that keeps events until it is known where they go. Thread-safe."""
+    """A listener that holds events back until they are released to another one. Thread-safe."""
 
     def __init__(self) -> None:
         self.has_token = False
@@ -66,7 +65,8 @@ class _HeldEvents:
         self._listener(event)
 
     def release(self, listener: Listener, now: float) -> None:
-        """Whoever waits sees nothing before `now`, so the events say."""
+        """Pass the held events and all later ones to a listener. Held events are dated `now` or later, because the
+        caller sees them only now."""
         with self._lock:
             for event in self._events:
                 listener(replace(event, at=max(event.at, now)))
@@ -120,40 +120,40 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class CompletedSearch:
-    """A search that has ended, and the prompt for what it found."""
+    """A search that has ended, and the prompt of its final list."""
 
     result: SearchResult
     ended_at: float
-    """When the search had ended, on the engine's clock."""
+    """On the engine's clock."""
     attempt: Attempt
     report: SpeculationReport
 
 
 class Speculator:
-    """Decides what is begun early, for all questions of one engine. Thread-safe."""
+    """Searches questions and starts speculative prefills, for one engine. Thread-safe."""
 
     def __init__(self, backend: Speculable, config: SpeculationConfig, clock: Clock, metrics: Metrics) -> None:
         self._backend = backend
         self._config = config
         self._clock = clock
         self._metrics = metrics
-        self._books: dict[SearchMode, BreakEven] = {mode: BreakEven() for mode in ("hybrid", "dense", "sparse")}
+        self._break_evens: dict[SearchMode, BreakEven] = {mode: BreakEven() for mode in ("hybrid", "dense", "sparse")}
 
     def find(
         self, stages: Stages, mode: SearchMode, attempt_with: Callable[[Sequence[ScoredChunk]], Attempt]
     ) -> CompletedSearch:
-        """Search, and begin with the answer meanwhile where that pays.
+        """Search; where it pays, start prefills during the search.
 
         Args:
-            attempt_with: the prompt for a list of chunks; each gets request ids of its own.
+            attempt_with: chunks -> their prompt, with new request ids in each call.
         """
-        accounting = self._books[mode]
+        break_even = self._break_evens[mode]
         if self._config.mode == "off" or not self._backend.may_speculate:
             found = self._search(stages, attempt_with, SpeculationOutcome.OFF)
-        elif self._config.mode == "auto" and not accounting.decide():
-            found = self._search(stages, attempt_with, SpeculationOutcome.PLAIN, accounting)
+        elif self._config.mode == "auto" and not break_even.decide():
+            found = self._search(stages, attempt_with, SpeculationOutcome.PLAIN, break_even)
         else:
-            found = _SpeculationRun(self._backend, self._config, self._clock, accounting, attempt_with).search(stages)
+            found = _SpeculationRun(self._backend, self._config, self._clock, break_even, attempt_with).search(stages)
         self._metrics.count_speculation(found.report.outcome, found.report.ahead_seconds)
         return found
 
@@ -162,15 +162,15 @@ class Speculator:
         stages: Stages,
         attempt_with: Callable[[Sequence[ScoredChunk]], Attempt],
         outcome: SpeculationOutcome,
-        accounting: BreakEven | None = None,
+        break_even: BreakEven | None = None,
     ) -> CompletedSearch:
         began = self._clock.monotonic()
         *_, result = stages(1)
         ended = self._clock.monotonic()
-        if accounting is not None and result.search_seconds:  # none of the query cache
-            accounting.note_plain(ended - began)
+        if break_even is not None and result.search_seconds:  # 0 if the query cache had it
+            break_even.note_plain(ended - began)
         report = SpeculationReport(
-            outcome, break_even_seconds=None if accounting is None else accounting.break_even_seconds
+            outcome, break_even_seconds=None if break_even is None else break_even.break_even_seconds
         )
         return CompletedSearch(result, ended, attempt_with(result.results), report)
 
@@ -183,20 +183,20 @@ class _SpeculationRun:
         backend: Speculable,
         config: SpeculationConfig,
         clock: Clock,
-        accounting: BreakEven,
+        break_even: BreakEven,
         attempt_with: Callable[[Sequence[ScoredChunk]], Attempt],
     ) -> None:
         self._backend = backend
         self._config = config
         self._clock = clock
-        self._books = accounting
+        self._break_even = break_even
         self._attempt_with = attempt_with
         self._current: Attempt | None = None
         self._stages_started: list[int] = []
         self._overlap = Overlap(0.0, 0.0)
 
     def search(self, stages: Stages) -> CompletedSearch:
-        """All stages, then what is known by their end."""
+        """Run all stages, starting prefills between them."""
         began = self._clock.monotonic()
         lists: list[tuple[SearchResult, float]] = []
         try:
@@ -215,43 +215,43 @@ class _SpeculationRun:
         ahead = 0.0 if self._current.started_at is None else ended - self._current.started_at
         if result.search_seconds:
             self._overlap.search_seconds, self._overlap.gained_seconds = ended - began, ahead
-            self._books.note_staged(
+            self._break_even.note_staged(
                 self._overlap, [Stage(_ids(found) == _ids(result), ended - at) for found, at in lists[:-1]]
             )
         return CompletedSearch(result, ended, self._current, self._report(len(lists), ahead))
 
     def _replace(self, found: SearchResult, stage: int) -> None:
-        """Lines 6 to 10: the old prompt is cancelled, the new one begun if fewer than `max_prefill_batch` wait."""
+        """Lines 6 to 10: cancel the old prompt; start the new one if fewer than `max_prefill_batch` are pending."""
         num_own = self._drop()
         num_pending = self._backend.load.num_pending - num_own
-        if num_pending >= self._config.max_prefill_batch or not self._books.is_promising(stage):
+        if num_pending >= self._config.max_prefill_batch or not self._break_even.is_promising(stage):
             return
         try:
             attempt = self._attempt_with(found.results)
             attempt.start(self._clock.monotonic())
-        except StillroomError:  # it is the final list's to say so
+        except StillroomError:  # raised again if the final list's prompt fails too
             return
         self._current = attempt
         self._stages_started.append(stage)
 
     def _drop(self) -> int:
-        """Cancel the prompt under way; returns how many then are pending no more."""
+        """Cancel the current prompt. Returns how many prompts (0 or 1) are thereby no longer pending."""
         attempt, self._current = self._current, None
         if attempt is None:
             return 0
         was_pending = attempt.is_pending
         cancelled_at = self._clock.monotonic()
-        attempt.cancel(lambda event: self._books.note_stall(self._overlap, max(event.at - cancelled_at, 0.0)))
+        attempt.cancel(lambda event: self._break_even.note_stall(self._overlap, max(event.at - cancelled_at, 0.0)))
         return int(was_pending)
 
     def _report(self, num_stages: int, ahead: float) -> SpeculationReport:
-        early = [stage for stage in self._stages_started if stage < num_stages - 1]  # the last list is no guess
+        early = [stage for stage in self._stages_started if stage < num_stages - 1]  # the final list is none
         assert self._current is not None
         is_right = bool(early) and self._stages_started == early and self._current.started_at is not None
         outcome = SpeculationOutcome.NONE
         if early:
             outcome = SpeculationOutcome.RIGHT if is_right else SpeculationOutcome.WRONG
-        return SpeculationReport(outcome, num_stages, len(early), ahead, self._books.break_even_seconds)
+        return SpeculationReport(outcome, num_stages, len(early), ahead, self._break_even.break_even_seconds)
 
 
 def _ids(found: SearchResult) -> list[int]:
@@ -259,4 +259,4 @@ def _ids(found: SearchResult) -> list[int]:
 
 
 def _ignore(event: TokenEvent) -> None:
-    """Nobody wants it."""
+    """Listener of a cancelled prompt."""

@@ -1,7 +1,7 @@
-"""An answer as it comes: `AnswerStream` for threads, `AsyncAnswerStream` for event loops, one collector behind both.
+"""Streams of an answer's text: `AnswerStream` for threads, `AsyncAnswerStream` for event loops.
 
-The engine's thread pushes token events; the stream turns them into text and, with the last one, into an `Answer`.
-Leaving a stream early cancels its request.
+The engine's thread pushes token events; an `AnswerCollector` turns them into text and, with the last event, into an
+`Answer`. Closing a stream early cancels its request.
 """
 
 import asyncio
@@ -32,29 +32,29 @@ from stillroom.rag.answer import (
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What is known of an answer before its first token."""
+    """Facts of an answer that are known before its first token."""
 
     request_id: RequestId
     arrival: float
-    """Seconds on the engine's clock when the question came in."""
+    """When the question arrived, on the engine's clock."""
     retrieval_seconds: float
     sources: tuple[Source, ...]
     num_prompt_tokens: int | None
-    """None: the last event says."""
+    """None: the last event tells it."""
     speculation: SpeculationReport = SpeculationReport(SpeculationOutcome.OFF)
 
 
 class AnswerProgress:
-    """What an engine has told of an answer so far."""
+    """Counts and times of an answer, from its events so far."""
 
     def __init__(self, started: Started) -> None:
         self._started = started
         self.num_pieces = 0
-        """Tokens, or texts from an engine elsewhere."""
+        """Tokens, or pieces of text from a server elsewhere."""
         self.reuse: PromptReuse | None = None
-        """From our own engine, with the first token."""
+        """Set with the first token; stays None if the engine is a server elsewhere."""
         self.first_at: float | None = None
-        """When the prompt was read, on the engine's clock."""
+        """Time of the first token, on the engine's clock."""
         self._last_at = started.arrival
         self._admission: Admission | None = None
 
@@ -69,12 +69,12 @@ class AnswerProgress:
         self._admission = self._admission or event.admission
 
     def usage(self) -> RemoteUsage:
-        """Our own count. A text from elsewhere is usually a token."""
+        """Counts for engines that send no usage. A piece of text from a server is usually one token."""
         num_cached = self.reuse.num_cached_tokens if self.reuse else 0
         return RemoteUsage(self._started.num_prompt_tokens or 0, num_cached, self.num_pieces)
 
     def timing(self, num_generated_tokens: int) -> Timing:
-        """Until the last event that brought something."""
+        """Times until the last event, `aborted` excluded."""
         started, at = self._started, self._last_at
         first = at if self.first_at is None else self.first_at
         return Timing(
@@ -127,7 +127,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class AnswerCollector:
-    """Token events in, pieces of text out, and the `Answer` at the end."""
+    """Turns token events into pieces of text and, at the end, into an `Answer`."""
 
     def __init__(
         self,
@@ -155,10 +155,10 @@ class AnswerCollector:
         self._progress = AnswerProgress(started)
 
     def feed(self, event: TokenEvent) -> str:
-        """The text this event completes. At a stop string the answer is complete, before the engine says so.
+        """Return the text that this event completes. At a stop string the answer is complete.
 
         Raises:
-            EngineError: the engine gave the request up, or it was cancelled.
+            EngineError: the request failed or was cancelled.
         """
         if event.finish_reason is FinishReason.ABORTED:
             raise event.error or RequestAbortedError(f"{event.request_id} was cancelled")
@@ -209,7 +209,7 @@ class AnswerCollector:
 
 
 def _phases(admission: Admission | None, searched_at: float, first_at: float) -> dict[str, float]:
-    """What lies between search and first token. What was begun before the search had ended counts from its end."""
+    """Phases between search and first token. Phases that began during the search count from its end."""
     if admission is None:
         return {}
     admitted_at = max(admission.admitted_at, searched_at)
@@ -256,7 +256,7 @@ def _variant_report(variant: Variant) -> VariantReport:
 
 
 class _Stream:
-    """What both kinds of stream share."""
+    """Common part of both streams."""
 
     def __init__(self, collector: AnswerCollector, cancel: Callable[[], None]) -> None:
         self._collector = collector
@@ -264,7 +264,7 @@ class _Stream:
         self._is_over = False
         self._num_scores_taken = 0
         self.stillroom: object = None
-        """Stays open as long as somebody has the stream."""
+        """Keeps the `Stillroom` from being collected, and so closed, before the stream."""
 
     @property
     def request_id(self) -> RequestId:
@@ -272,7 +272,7 @@ class _Stream:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What the answer is made from; known before its first token."""
+        """Chunks of the prompt; known before the first token."""
         return self._collector.started.sources
 
     @property
@@ -287,13 +287,13 @@ class _Stream:
         return self._collector.answer
 
     def cancel(self) -> None:
-        """Stop generating; the blocks are free after the current step. Harmless when the answer is complete."""
+        """Stop generating; the KV blocks are freed after the current step. No effect if the answer is complete."""
         self._is_over = True
         if self._collector.answer is None:
             self._cancel()
 
     def take_logprobs(self) -> list[TokenScore]:
-        """Log probabilities of the tokens that came since this was asked last; empty where they are not wanted."""
+        """Log probabilities of the tokens since the last call; empty unless requested."""
         first, self._num_scores_taken = self._num_scores_taken, len(self._collector.scores)
         return self._collector.scores[first:]
 
@@ -302,12 +302,12 @@ class _Stream:
         piece = self._collector.feed(event)
         if self._collector.answer is not None and not self._is_over:
             self._is_over = True
-            self._cancel()  # the answer ended at a stop string: the engine need not go on
+            self._cancel()  # the answer ended at a stop string, which the engine does not know
         return piece
 
 
 class AnswerStream(_Stream):
-    """Iterate over pieces of text."""
+    """Iterates over pieces of text."""
 
     def __init__(
         self, collector: AnswerCollector, events: "queue.SimpleQueue[TokenEvent]", cancel: Callable[[], None]
@@ -329,7 +329,7 @@ class AnswerStream(_Stream):
         raise StopIteration
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces as they come. Leaving them early cancels the request. Raises as `next`."""
+        """Pieces as they come. Closing the iterator early cancels the request. Raises as `next`."""
         try:
             while (piece := next(self, None)) is not None:
                 yield piece
@@ -338,7 +338,7 @@ class AnswerStream(_Stream):
 
 
 class AsyncAnswerStream(_Stream):
-    """Iterate over pieces of text with `async for`, in the event loop that it was made in."""
+    """Iterates over pieces of text with `async for`, in the event loop that created it."""
 
     def __init__(
         self, collector: AnswerCollector, events: "asyncio.Queue[TokenEvent]", cancel: Callable[[], None]
@@ -352,17 +352,17 @@ class AsyncAnswerStream(_Stream):
 
         Raises:
             EngineError: generation failed, or was cancelled.
-            UsageError: it runs in another event loop than the one that the pieces go to.
+            UsageError: the running event loop is not the one that created the stream.
         """
         if asyncio.get_running_loop() is not self._loop:
-            raise UsageError("this stream was made in another event loop; read it in that one")
+            raise UsageError("this stream was created in another event loop; read it there")
         while not self._is_over:
             if piece := self._feed(await self._events.get()):
                 return piece
         raise StopAsyncIteration
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Pieces as they come. Leaving them early cancels the request. Raises as `anext`."""
+        """Pieces as they come. Closing the iterator early cancels the request. Raises as `anext`."""
         try:
             while (piece := await anext(self, None)) is not None:
                 yield piece

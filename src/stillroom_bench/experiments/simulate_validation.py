@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from stillroom.backends.assembly import kv_shape
-from stillroom.backends.calibration import Bench, calibrate
+from stillroom.backends.calibration import CalibrationTarget, calibrate
 from stillroom.core.clock import SystemClock
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvstore.device import DeviceStore
@@ -128,6 +128,6 @@ def _costs(folder: Path, work_dir: Path, num_tokens: int, repeat: int) -> tuple[
     num_blocks = max(num_tokens // _BLOCK, 4096 // _BLOCK)
     device = DeviceStore(kv, num_blocks, _BLOCK, decoder.device)
     length = decoder.spec.max_positions
-    bench = Bench(TorchRunner(decoder, device), device, num_blocks, length, _STEP_TOKENS, SystemClock())
+    bench = CalibrationTarget(TorchRunner(decoder, device), device, num_blocks, length, _STEP_TOKENS, SystemClock())
     profile = calibrate(bench, work_dir, repeat=repeat)
     return profile, kv.bytes_per_token, length
