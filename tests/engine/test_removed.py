@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.backends.conversation import NOTHING, History
+from stillroom.backends.conversation import NO_HISTORY, History
 from stillroom.backends.local import build_engine
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import ReuseConfig, RuntimeConfig, TokenSelector
@@ -88,7 +88,7 @@ class Desk:
         assert self.cache.tree is not None
         return self.cache.tree
 
-    def request(self, text: str, *chunks: Chunk, history: History = NOTHING) -> Request:
+    def request(self, text: str, *chunks: Chunk, history: History = NO_HISTORY) -> Request:
         self._num_asked += 1
         return Request(
             request_id=RequestId(f"r{self._num_asked}"),

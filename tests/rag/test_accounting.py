@@ -16,7 +16,7 @@ from stillroom.errors import DeadlineExceededError, EngineError
 from stillroom.rag.accounting import Account
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.stillroom import Stillroom
-from stillroom.rag.stream import AnswerCollector, Started
+from stillroom.rag.stream import AnswerCollector, AnswerStart
 from stillroom.telemetry.metrics import Metrics
 from tests.server.fakes import until
 from tests.server.knowledge import QUESTION, write_knowledge
@@ -38,7 +38,7 @@ def event(at: float, reason: FinishReason | None = None, *, token: int | None = 
 
 def accounted(*events: TokenEvent, is_first: bool = True, has_searched: bool = True) -> dict[str, float]:
     metrics = Metrics()
-    started = Started(RequestId("req-1"), 10.0, 0.5, (), 100)
+    started = AnswerStart(RequestId("req-1"), 10.0, 0.5, (), 100)
     collector = AnswerCollector(started, None, (), lambda answer: None)
     account = Account(metrics, collector, is_first=is_first, has_searched=has_searched)
     for one in events:

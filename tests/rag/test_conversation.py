@@ -12,8 +12,8 @@ from stillroom.backends.conversation import (
     Exchange,
     History,
     Turn,
-    alternate,
     history_of,
+    interleave,
     new_chunks,
     num_turns_to_drop,
 )
@@ -198,9 +198,9 @@ def test_a_long_conversation_is_cut_where_it_stays_cut() -> None:
 
 
 def test_the_question_goes_first_and_both_searches_take_turns() -> None:
-    found = alternate(scored(1, 2, 3), scored(4, 1, 5), 4)
+    found = interleave(scored(1, 2, 3), scored(4, 1, 5), 4)
     assert [one.chunk.chunk_id for one in found] == [1, 4, 2, 3]
-    assert alternate(scored(1, 2), (), 1) == scored(1)
+    assert interleave(scored(1, 2), (), 1) == scored(1)
 
 
 def test_a_chunk_stands_where_it_was_first_found() -> None:

@@ -8,7 +8,7 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import Admission, FinishReason
 from stillroom.engine.events import TokenEvent
 from stillroom.rag.answer import Answer, Timing
-from stillroom.rag.stream import AnswerCollector, Started
+from stillroom.rag.stream import AnswerCollector, AnswerStart
 
 NAME = RequestId("req-1")
 
@@ -41,7 +41,7 @@ def test_phases_follow_the_search_and_add_up_to_the_first_token(case: Case) -> N
 
 def _timing(admission: Admission | None) -> Timing:
     answers: list[Answer] = []
-    started = Started(NAME, arrival=10.0, retrieval_seconds=2.0, sources=(), num_prompt_tokens=3)
+    started = AnswerStart(NAME, arrival=10.0, retrieval_seconds=2.0, sources=(), num_prompt_tokens=3)
     collector = AnswerCollector(started, None, (), answers.append)
     collector.feed(TokenEvent(NAME, None, None, 20.0, text="Yes", admission=admission))
     collector.feed(TokenEvent(NAME, None, FinishReason.STOP, 25.0))

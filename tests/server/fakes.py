@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.backends.conversation import NOTHING
+from stillroom.backends.conversation import NO_HISTORY
 from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
@@ -259,7 +259,7 @@ class FakeStillroom:
         if "nothing" in options.where:
             raise NothingFoundError("no document was found for the question")
         found = self.search(question, mode=options.mode, top_k=options.top_k).results
-        sources = sources_of([scored.chunk.chunk_id for scored in found], found, NOTHING)
+        sources = sources_of([scored.chunk.chunk_id for scored in found], found, NO_HISTORY)
         return FakeStream(self, question, options, sources)
 
     async def astreams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> list[FakeStream]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from stillroom.backends.conversation import NOTHING, History
+from stillroom.backends.conversation import NO_HISTORY, History
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import SegmentedPrompt
@@ -98,7 +98,7 @@ class Backend(Protocol):
         question: str,
         max_tokens: int | None,
         schema: Mapping[str, Any] | None = None,
-        history: History = NOTHING,
+        history: History = NO_HISTORY,
     ) -> PreparedPrompt:
         """Build the prompt for a question, its chunks (best first) and its history. Leaves out the oldest turns and the
         last chunks if it would exceed `max_tokens`. With a schema the answer is JSON.

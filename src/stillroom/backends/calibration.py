@@ -167,7 +167,7 @@ def _decoding_seconds(target: CalibrationTarget, num_sequences: int) -> float:
     return target.clock.monotonic() - started
 
 
-def check_numbers(target: CalibrationTarget) -> None:
+def check_logits(target: CalibrationTarget) -> None:
     """Compute a few tokens.
 
     Raises:

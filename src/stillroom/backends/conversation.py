@@ -53,21 +53,21 @@ class History:
         return replace(self, turns=self.turns[num_turns:])
 
 
-NOTHING = History()
+NO_HISTORY = History()
 
 
 Search = Callable[[str], Sequence[ScoredChunk]]
 
 
-def around(earlier: Sequence[Exchange], question: str, search: Search) -> Sequence[ScoredChunk]:
+def search_with_previous(earlier: Sequence[Exchange], question: str, search: Search) -> Sequence[ScoredChunk]:
     """Search for a question together with the one before it, which often resolves a pronoun; nothing for the first
     question."""
     return search(f"{earlier[-1].question}\n{question}") if earlier else ()
 
 
-def alternate(found: Sequence[ScoredChunk], found_around: Sequence[ScoredChunk], top_k: int) -> tuple[ScoredChunk, ...]:
+def interleave(found: Sequence[ScoredChunk], others: Sequence[ScoredChunk], top_k: int) -> tuple[ScoredChunk, ...]:
     """Interleave two results, the question's own first; at most `top_k` chunks."""
-    both = (scored for pair in zip_longest(found, found_around) for scored in pair if scored is not None)
+    both = (scored for pair in zip_longest(found, others) for scored in pair if scored is not None)
     kept: dict[ChunkId, ScoredChunk] = {}
     for scored in both:
         kept.setdefault(scored.chunk.chunk_id, scored)
@@ -81,8 +81,8 @@ def history_of(exchanges: Sequence[Exchange], system: str, search: Search, top_k
     for index, one in enumerate(exchanges[first:], start=first):
         found: tuple[ScoredChunk, ...] = ()
         if one.question.strip():
-            found_around = around(exchanges[:index], one.question, search)
-            found = alternate(search(one.question), found_around, top_k)
+            found_with_previous = search_with_previous(exchanges[:index], one.question, search)
+            found = interleave(search(one.question), found_with_previous, top_k)
         turns.append(Turn(one, found))
     return History(tuple(turns), system.strip())
 

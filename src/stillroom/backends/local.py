@@ -15,14 +15,14 @@ from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.backends.calibration import (
     CalibrationTarget,
     calibrate,
-    check_numbers,
+    check_logits,
     load_profile,
     profile_path,
     quick_profile,
     save_profile,
     sequence_seconds,
 )
-from stillroom.backends.conversation import NOTHING, History
+from stillroom.backends.conversation import NO_HISTORY, History
 from stillroom.backends.num_threads import tune_threads
 from stillroom.backends.placement_check import check_placement
 from stillroom.backends.prompt_builder import PromptBuilder, format_for, raw_tokens
@@ -110,7 +110,7 @@ class LocalBackend:
         question: str,
         max_tokens: int | None,
         schema: Mapping[str, Any] | None = None,
-        history: History = NOTHING,
+        history: History = NO_HISTORY,
     ) -> PreparedPrompt:
         prompt = self.prompts.build(chunks, question, max_tokens, history)
         if not self.knows_all_tokens:
@@ -320,7 +320,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
     runner = TorchRunner(decoder, device)
     limits = _limits(decoder, config, reuse)
     target = _target(runner, pool, limits, clock)
-    check_numbers(target)
+    check_logits(target)
     if tunes_threads:
         _use_threads(config, target)
     reuse = reuse or ReuseConfig(mode="off")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stillroom.backends.base import Load, PreparedPrompt
-from stillroom.backends.conversation import NOTHING, History, new_chunks
+from stillroom.backends.conversation import NO_HISTORY, History, new_chunks
 from stillroom.backends.document_order import PrefixOrder
 from stillroom.backends.prompt_builder import INSTRUCTIONS, PromptBuilder, format_for, raw_tokens, render, user_messages
 from stillroom.config.settings import EngineConfig, EnginePrompt
@@ -23,9 +23,9 @@ from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.telemetry.catalogue import Readings
 
-Written = tuple[RemotePrompt, tuple[ChunkId, ...]]
+WrittenPrompt = tuple[RemotePrompt, tuple[ChunkId, ...]]
 """A prompt, and the ids of its chunks, in order."""
-Writer = Callable[[Sequence[Chunk], str, History, int | None], Written]
+PromptWriter = Callable[[Sequence[Chunk], str, History, int | None], WrittenPrompt]
 """(chunks in order, question, history, most tokens) -> prompt. Without a tokenizer the limit is ignored."""
 
 
@@ -38,7 +38,7 @@ class OpenAIBackend:
     def __init__(
         self,
         engine: OpenAIEngine,
-        write: Writer,
+        write: PromptWriter,
         order: PrefixOrder[ChunkId] | None,
         tokenize: Callable[[str], RemotePrompt] | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class OpenAIBackend:
         question: str,
         max_tokens: int | None,
         schema: Mapping[str, Any] | None = None,
-        history: History = NOTHING,
+        history: History = NO_HISTORY,
     ) -> PreparedPrompt:
         """As `Backend.prepare_prompt`. Without `max_tokens` every chunk is sent; the server may refuse."""
         _refuse(schema)
@@ -157,7 +157,7 @@ def connect(config: EngineConfig, model: str, clock: Clock) -> OpenAIBackend:
     return OpenAIBackend(engine, write, PrefixOrder() if config.document_order == "prefix" else None, tokenize)
 
 
-def _writer(kind: EnginePrompt, model: str) -> tuple[Writer, Callable[[str], RemotePrompt] | None]:
+def _writer(kind: EnginePrompt, model: str) -> tuple[PromptWriter, Callable[[str], RemotePrompt] | None]:
     """The writer of prompts, and the encoder of raw prompts for a server that takes tokens."""
     if kind == "chat":
         return _chat, None
@@ -166,13 +166,15 @@ def _writer(kind: EnginePrompt, model: str) -> tuple[Writer, Callable[[str], Rem
     if kind == "text":  # the server adds the begin token
         begin = tokenizer.bos_token
 
-        def write_text(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:
+        def write_text(
+            chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None
+        ) -> WrittenPrompt:
             return render(prompt_format, chunks, question, history).removeprefix(begin), _in_order(chunks, history)
 
         return write_text, None
     builder = PromptBuilder(tokenizer, prompt_format)
 
-    def write_tokens(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:
+    def write_tokens(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> WrittenPrompt:
         prompt = builder.build(chunks, question, max_tokens, history)
         return prompt.token_ids, prompt.chunk_ids
 
@@ -183,7 +185,7 @@ def _in_order(chunks: Sequence[Chunk], history: History) -> tuple[ChunkId, ...]:
     return tuple(chunk.chunk_id for added in new_chunks(history.turns, chunks) for chunk in added)
 
 
-def _chat(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> Written:
+def _chat(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> WrittenPrompt:
     if history.answer_start:
         raise UsageError(
             "an engine elsewhere that is sent messages cannot continue an answer; end with a message of the user, or "

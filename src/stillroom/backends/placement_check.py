@@ -30,7 +30,7 @@ def check_placement(decoder: Decoder, block_size: int) -> None:
     last = decoder.spec.max_positions - _NUM_TOKENS
     if last <= 0:
         raise _refused(f"it has room for {decoder.spec.max_positions} tokens only")
-    near, far = (computed_alone(decoder, first, block_size) for first in (0, last))
+    near, far = (kv_at(decoder, first, block_size) for first in (0, last))
     for (k_LTGD, v_LTGD), (other_k_LTGD, other_v_LTGD), start, end in ((near, far, 0, last), (far, near, last, 0)):
         turned_LTGD = turn(k_LTGD, decoder.inv_freq_LP, start, end)
         worst = max(relative_error(turned_LTGD, other_k_LTGD), relative_error(v_LTGD, other_v_LTGD))
@@ -40,7 +40,7 @@ def check_placement(decoder: Decoder, block_size: int) -> None:
             )
 
 
-def computed_alone(decoder: Decoder, first_position: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def kv_at(decoder: Decoder, first_position: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of some tokens from this position on, with nothing before them, each [L, T, G, D]."""
     num_blocks = -(-_NUM_TOKENS // block_size)
     store = DeviceStore(kv_shape(decoder), num_blocks, block_size, decoder.device)

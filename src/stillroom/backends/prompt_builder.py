@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from stillroom.backends.conversation import NOTHING, History, new_chunks, num_turns_to_drop
+from stillroom.backends.conversation import NO_HISTORY, History, new_chunks, num_turns_to_drop
 from stillroom.core.document import Chunk
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.errors import ModelError
@@ -134,7 +134,7 @@ def plain_format(bos_token: str) -> PromptFormat:
     )
 
 
-def render(prompt_format: PromptFormat, chunks: Sequence[Chunk], question: str, history: History = NOTHING) -> str:
+def render(prompt_format: PromptFormat, chunks: Sequence[Chunk], question: str, history: History = NO_HISTORY) -> str:
     """The whole prompt as text. A tokenizer may recognise special tokens in the documents, which `PromptBuilder`
     prevents."""
     form = prompt_format
@@ -180,7 +180,7 @@ class PromptBuilder:
         )
 
     def build(
-        self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, history: History = NOTHING
+        self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, history: History = NO_HISTORY
     ) -> SegmentedPrompt:
         """Build system, earlier turns, chunks in the given order, and question.
 

@@ -2,8 +2,9 @@
 
 The walk of `POST /v1/chat/completions`:
 
-1. `Stillroom.astreams` (rag/stillroom.py) takes the deadline and the pipeline of `PipelineLoader` (rag/loader.py).
-2. `Pipeline.astreams` runs `Pipeline._prepare` in a thread; it checks the question and the options (rag/question.py).
+1. The route (server/app.py) calls `Stillroom.astreams` (rag/stillroom.py), which applies the deadline and loads
+   the pipeline with the first question (rag/pipeline_loader.py).
+2. `Pipeline.astreams` runs `Pipeline._prepare` in a thread, which checks the question and its options.
 3. `Speculator.find` (rag/speculation.py) iterates over `QuestionSearch.stages` (rag/question.py).
 4. `QueryCache.search_staged` (rag/query_cache.py) returns a cached result, or calls `KnowledgeBase.search_staged`
    (retrieval/knowledge_base.py), which calls `HybridSearch.search_staged` (retrieval/hybrid.py).
@@ -39,7 +40,7 @@ from stillroom.rag.question import (
     stop_strings,
 )
 from stillroom.rag.speculation import Attempt, Speculator
-from stillroom.rag.stream import AnswerCollector, AnswerStream, AsyncAnswerStream, Started
+from stillroom.rag.stream import AnswerCollector, AnswerStart, AnswerStream, AsyncAnswerStream
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TraceLog
@@ -277,7 +278,7 @@ class Pipeline:
         stops = stop_strings(options)
 
         def collector(sample: SampleRequest) -> AnswerCollector:
-            started = Started(
+            started = AnswerStart(
                 request_id=sample.request_id,
                 arrival=arrival,
                 retrieval_seconds=retrieved_at - arrival,

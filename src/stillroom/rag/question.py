@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from stillroom.backends.base import PreparedPrompt
-from stillroom.backends.conversation import History, alternate, around, history_of
+from stillroom.backends.conversation import History, history_of, interleave, search_with_previous
 from stillroom.config.settings import GenerationConfig, SearchMode
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, RequestId, format_chunk_id
@@ -48,13 +48,13 @@ class QuestionSearch:
             history_of(options.history, options.system, self._chunks, top_k), answer_start=options.answer_start
         )
         """The earlier turns, each with what its own search finds now."""
-        self._found_around = around(options.history, question, self._chunks)
+        self._found_with_previous = search_with_previous(options.history, question, self._chunks)
 
     def stages(self, num_stages: int) -> Iterator[SearchResult]:
         """Search for the question: at most `num_stages` results, of which the last is final."""
-        extra, top_k = self._found_around, self._top_k
+        extra, top_k = self._found_with_previous, self._top_k
         for found in self._search.search_staged(self._question, self._mode, top_k, num_stages, self._options.where):
-            yield replace(found, results=alternate(found.results, extra, top_k)) if extra else found
+            yield replace(found, results=interleave(found.results, extra, top_k)) if extra else found
 
     def _chunks(self, text: str) -> Sequence[ScoredChunk]:
         return self._search.search(text, self._mode, self._top_k, self._options.where).results

@@ -25,7 +25,7 @@ from stillroom.engine.deadlines import deadline_error
 from stillroom.errors import UsageError
 from stillroom.kvstore.owners import OwnerNote
 from stillroom.rag.answer import Answer, AskOptions, checked_options, checked_query
-from stillroom.rag.loader import Closing, PipelineLoader, SharedBackend
+from stillroom.rag.pipeline_loader import Closing, PipelineLoader, SharedBackend
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest

@@ -31,7 +31,7 @@ from stillroom.rag.answer import (
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class AnswerStart:
     """Facts of an answer that are known before its first token."""
 
     request_id: RequestId
@@ -47,7 +47,7 @@ class Started:
 class AnswerProgress:
     """Counts and times of an answer, from its events so far."""
 
-    def __init__(self, started: Started) -> None:
+    def __init__(self, started: AnswerStart) -> None:
         self._started = started
         self.num_pieces = 0
         """Tokens, or pieces of text from a server elsewhere."""
@@ -131,7 +131,7 @@ class AnswerCollector:
 
     def __init__(
         self,
-        started: Started,
+        started: AnswerStart,
         tokenizer: Tokenizer | None,
         stops: Sequence[str],
         on_finish: Callable[[Answer], None],
