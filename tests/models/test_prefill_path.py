@@ -14,7 +14,7 @@ from stillroom.models.loader import load_decoder
 from stillroom.models.packed import PackedInput
 from stillroom.models.prefill_path import PrefillPath
 from stillroom.ops.attention import AttentionSpan
-from stillroom.ops.attention_watch import AttentionWatch
+from stillroom.ops.attention_observers import AttentionWatch
 from tests.fakes import random_checkpoint
 
 NUM_BLOCKS, BLOCK = 12, 8

@@ -2,11 +2,11 @@
 
 import numpy as np
 import torch
-from stillroom.ops.attention_watch import AttentionWatch, MassWatch
 
 from stillroom.core.batch import MassRequest
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.attention_mass import attention_weights_reference
+from stillroom.ops.attention_observers import AttentionWatch, MassWatch
 
 
 def slow_weights(q_QHD: torch.Tensor, k_KGD: torch.Tensor, places_Q: torch.Tensor | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from stillroom.core.clock import SystemClock
 from stillroom.models.loader import load_decoder
 from stillroom.rag.stillroom import Stillroom
 from tests.fakes import random_checkpoint
-from tests.ops.test_teams import needs_teams, num_system_threads
+from tests.ops.test_thread_pools import needs_teams, num_system_threads
 from tests.server.fakes import until
 
 

@@ -11,7 +11,7 @@ from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.hnsw import HnswIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.vector_index import VectorIndex
-from tests.ops.test_teams import needs_teams, num_system_threads
+from tests.ops.test_thread_pools import needs_teams, num_system_threads
 from tests.server.fakes import until
 
 DIMENSION = 32

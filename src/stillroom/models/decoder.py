@@ -16,7 +16,7 @@ from stillroom.models.prefill_path import PrefillPath
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops import cpu_kernels
-from stillroom.ops.attention_watch import Watch
+from stillroom.ops.attention_observers import Watch
 from stillroom.ops.cpu_compiler import in_turn
 from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate_and_store
 from stillroom.ops.rows import rms_norm

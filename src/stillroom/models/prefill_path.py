@@ -14,7 +14,7 @@ from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import LayerWeights
 from stillroom.ops import cpu_kernels
-from stillroom.ops.attention_watch import Watch
+from stillroom.ops.attention_observers import Watch
 from stillroom.ops.cpu_compiler import Floats
 from stillroom.ops.linear import is_float32_faster, least_rows_for_torch
 from stillroom.ops.rows import rms_norm

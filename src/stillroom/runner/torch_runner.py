@@ -20,7 +20,7 @@ from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionPlan, AttentionSpan
-from stillroom.ops.attention_watch import AttentionWatch, MassWatch, Watch, Watches
+from stillroom.ops.attention_observers import AttentionWatch, MassWatch, Watch, Watches
 from stillroom.ops.sampling import logprobs, non_finite_rows, sample
 from stillroom.ops.transfer import to_device
 from stillroom.runner.decode_graphs import DecodeGraphs, StaticDecoding
