@@ -504,13 +504,13 @@ def test_keys_that_are_not_turned_are_wrong(decoder: Decoder, oracle: Oracle) ->
     house = new_house(decoder, ratio=0.0)
     house.run(question("a", 1))
     scores = {}
-    for turns_keys in (True, False):
-        house.cache.manager.allow_anywhere(AnywhereOptions(0.0, "first", turns_keys=turns_keys))
-        one = question(f"b{turns_keys}", 2, 1)
+    for rotates_keys in (True, False):
+        house.cache.manager.allow_anywhere(AnywhereOptions(0.0, "first", rotates_keys=rotates_keys))
+        one = question(f"b{rotates_keys}", 2, 1)
         house.engine.submit(replace(one, sampling=SamplingParams(max_tokens=1, logprobs=5)))
         while house.engine.has_work:
             for event in house.engine.step():
-                scores[turns_keys] = event.logprobs
+                scores[rotates_keys] = event.logprobs
     assert scores[True] != scores[False]
 
 

@@ -15,7 +15,7 @@ from stillroom.core.prompt import SegmentKind
 from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler, mass_sample_every
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.pieces import Piece
-from tests.kvcache.kitchen import SIZE, TreeFixture
+from tests.kvcache.tree_fixture import SIZE, TreeFixture
 
 
 def pieces_of(lengths: list[int]) -> list[Piece]:
@@ -111,15 +111,15 @@ def test_who_ranks_tokens_needs_all_of_them() -> None:
 
 
 def test_a_request_that_had_to_make_room_is_measured_anew() -> None:
-    kitchen = TreeFixture()
-    assert kitchen.manager.reuse is not None
-    kitchen.manager.reuse = replace(kitchen.manager.reuse, mass_sample_every=1)
-    lease = kitchen.lease(1)
+    fixture = TreeFixture()
+    assert fixture.manager.reuse is not None
+    fixture.manager.reuse = replace(fixture.manager.reuse, mass_sample_every=1)
+    lease = fixture.lease(1)
     for _ in range(2):
-        kitchen.manager.release(lease)
-        assert kitchen.admit(lease) == 0
+        fixture.manager.release(lease)
+        assert fixture.admit(lease) == 0
         seen = AttentionMasses(np.ones((SIZE, 1), np.float32), np.ones(SIZE, np.float32), np.ones(2 * SIZE, np.float32))
-        kitchen.manager.take_masses(lease, np.arange(2 * SIZE), seen)
-    kitchen.compute(lease)
+        fixture.manager.take_masses(lease, np.arange(2 * SIZE), seen)
+    fixture.compute(lease)
     assert (mass := lease.nodes[1].mass) is not None and mass.received is not None
     assert mass.received.tolist() == [1.0] * SIZE

@@ -6,7 +6,7 @@ import pytest
 
 from stillroom.core.kv import Tier
 from stillroom.kvcache.blocks.pool import BlockPool
-from tests.kvcache.kitchen import SIZE, TreeFixture
+from tests.kvcache.tree_fixture import SIZE, TreeFixture
 
 DEPTH = sys.getrecursionlimit() + 100
 NUM_TOKENS = DEPTH * SIZE
@@ -14,36 +14,36 @@ NUM_TOKENS = DEPTH * SIZE
 
 def deep(*, host_bytes: int = 0, disk_bytes: int = 0) -> TreeFixture:
     """One prompt of that many pieces was served."""
-    kitchen = TreeFixture(DEPTH + 10, host_bytes=host_bytes, disk_bytes=disk_bytes)
-    kitchen.serve(question=NUM_TOKENS - SIZE + 1)
-    assert len(kitchen.tree) == DEPTH
-    return kitchen
+    fixture = TreeFixture(DEPTH + 10, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    fixture.serve(question=NUM_TOKENS - SIZE + 1)
+    assert len(fixture.tree) == DEPTH
+    return fixture
 
 
 @pytest.mark.parametrize("host_bytes", [0, SIZE, NUM_TOKENS // 2])
 def test_a_path_leaves_the_device_for_host_and_disk(host_bytes: int) -> None:
-    kitchen = deep(host_bytes=host_bytes, disk_bytes=NUM_TOKENS)
-    assert kitchen.tree.make_room(DEPTH + 10)
-    kitchen.check()
-    assert kitchen.tree.num_nodes(Tier.HOST) == host_bytes // SIZE
-    assert sum(node.tier is Tier.DISK for node in kitchen.tree) == DEPTH - host_bytes // SIZE
+    fixture = deep(host_bytes=host_bytes, disk_bytes=NUM_TOKENS)
+    assert fixture.tree.make_room(DEPTH + 10)
+    fixture.check()
+    assert fixture.tree.num_nodes(Tier.HOST) == host_bytes // SIZE
+    assert sum(node.tier is Tier.DISK for node in fixture.tree) == DEPTH - host_bytes // SIZE
 
 
 def test_a_path_whose_first_record_is_damaged_goes_as_a_whole() -> None:
-    kitchen = deep(disk_bytes=NUM_TOKENS)
-    kitchen.tree.flush()
-    kitchen.pool = BlockPool(DEPTH + 10, SIZE)
-    kitchen.open()
-    kitchen.tree.restore(kitchen.memory.records.values())
-    kitchen.memory.damaged = {kitchen.lease().pieces[0].key}
-    again = kitchen.serve(question=NUM_TOKENS - SIZE + 1)
+    fixture = deep(disk_bytes=NUM_TOKENS)
+    fixture.tree.flush()
+    fixture.pool = BlockPool(DEPTH + 10, SIZE)
+    fixture.open()
+    fixture.tree.restore(fixture.memory.records.values())
+    fixture.memory.damaged = {fixture.lease().pieces[0].key}
+    again = fixture.serve(question=NUM_TOKENS - SIZE + 1)
     assert again.reuse is not None and again.reuse.num_cached_tokens == 0
-    assert kitchen.tree.stats.lost == DEPTH
+    assert fixture.tree.stats.lost == DEPTH
 
 
 def test_a_path_sinks_to_disk_with_the_device() -> None:
-    kitchen = deep(disk_bytes=NUM_TOKENS)
-    kitchen.tree.flush()
-    kitchen.manager.lose_device()
-    kitchen.check()
-    assert {node.tier for node in kitchen.tree} == {Tier.DISK}
+    fixture = deep(disk_bytes=NUM_TOKENS)
+    fixture.tree.flush()
+    fixture.manager.lose_device()
+    fixture.check()
+    assert {node.tier for node in fixture.tree} == {Tier.DISK}

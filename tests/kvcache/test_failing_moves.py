@@ -8,8 +8,8 @@ import pytest
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeCopy, NodeKey, Tier
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
-from tests.kvcache.kitchen import SIZE, TreeFixture
 from tests.kvcache.prefix_memory import PrefixMemory
+from tests.kvcache.tree_fixture import SIZE, TreeFixture
 
 
 class Narrow(PrefixMemory):
@@ -40,61 +40,61 @@ class Narrow(PrefixMemory):
 
 
 def narrow() -> tuple[TreeFixture, Narrow]:
-    kitchen = TreeFixture(8, host_bytes=20 * SIZE, disk_bytes=20 * SIZE)
-    kitchen.memory = memory = Narrow(SIZE)
-    kitchen.open()
-    return kitchen, memory
+    fixture = TreeFixture(8, host_bytes=20 * SIZE, disk_bytes=20 * SIZE)
+    fixture.memory = memory = Narrow(SIZE)
+    fixture.open()
+    return fixture, memory
 
 
 @pytest.mark.parametrize("move", ["offload", "load"])
 def test_a_request_whose_move_fails_holds_nothing(move: str) -> None:
-    kitchen, memory = narrow()
-    kitchen.serve(1, 2)
+    fixture, memory = narrow()
+    fixture.serve(1, 2)
     if move == "load":
-        assert kitchen.tree.make_room(8)
+        assert fixture.tree.make_room(8)
     memory.moves = (move,)
-    lease = kitchen.lease(1, 2) if move == "load" else kitchen.lease(3, 4, 5, 6, 7)
+    lease = fixture.lease(1, 2) if move == "load" else fixture.lease(3, 4, 5, 6, 7)
     with pytest.raises(MemoryError):
-        kitchen.admit(lease)
-    kitchen.check(lease)
-    assert not lease.table.block_ids and all(node.num_users == 0 for node in kitchen.tree)
+        fixture.admit(lease)
+    fixture.check(lease)
+    assert not lease.table.block_ids and all(node.num_users == 0 for node in fixture.tree)
     memory.moves = ()
-    kitchen.serve(1, 2)
-    kitchen.manager.lose_device()
-    kitchen.check()
+    fixture.serve(1, 2)
+    fixture.manager.lose_device()
+    fixture.check()
 
 
 def test_a_request_whose_placement_fails_holds_nothing() -> None:
-    kitchen, memory = narrow()
-    assert kitchen.manager.reuse is not None
-    kitchen.manager.reuse = replace(kitchen.manager.reuse, always_loads=True, anywhere=AnywhereOptions(0.1, "first"))
-    kitchen.serve(1, 2)
+    fixture, memory = narrow()
+    assert fixture.manager.reuse is not None
+    fixture.manager.reuse = replace(fixture.manager.reuse, always_loads=True, anywhere=AnywhereOptions(0.1, "first"))
+    fixture.serve(1, 2)
     memory.moves = ("place",)
-    lease = kitchen.lease(2, 1)
+    lease = fixture.lease(2, 1)
     with pytest.raises(MemoryError):
-        kitchen.admit(lease)
-    kitchen.check(lease)
-    assert not lease.table.block_ids and all(node.num_users == 0 for node in kitchen.tree)
-    assert kitchen.tree.make_room(8)
+        fixture.admit(lease)
+    fixture.check(lease)
+    assert not lease.table.block_ids and all(node.num_users == 0 for node in fixture.tree)
+    assert fixture.tree.make_room(8)
 
 
 @pytest.mark.parametrize("is_placed", [False, True])
 def test_a_request_for_which_reading_ahead_fails_holds_nothing(is_placed: bool) -> None:
-    kitchen = TreeFixture(8, disk_bytes=20 * SIZE)
-    kitchen.memory = memory = Narrow(SIZE)
-    kitchen.open()
-    assert kitchen.manager.reuse is not None
-    kitchen.manager.reuse = replace(kitchen.manager.reuse, always_loads=True, anywhere=AnywhereOptions(0.1, "first"))
-    kitchen.serve(1, 2)
-    while kitchen.tree.store_next():
+    fixture = TreeFixture(8, disk_bytes=20 * SIZE)
+    fixture.memory = memory = Narrow(SIZE)
+    fixture.open()
+    assert fixture.manager.reuse is not None
+    fixture.manager.reuse = replace(fixture.manager.reuse, always_loads=True, anywhere=AnywhereOptions(0.1, "first"))
+    fixture.serve(1, 2)
+    while fixture.tree.store_next():
         pass
-    assert kitchen.tree.make_room(8)
-    lease = kitchen.lease(2, 1) if is_placed else kitchen.lease(1, 2)
+    assert fixture.tree.make_room(8)
+    lease = fixture.lease(2, 1) if is_placed else fixture.lease(1, 2)
     memory.moves = ("second expect",)
     with pytest.raises(MemoryError):
-        kitchen.manager.protect(lease)
-    kitchen.manager.release(lease)
+        fixture.manager.protect(lease)
+    fixture.manager.release(lease)
     with pytest.raises(MemoryError):
-        kitchen.admit(lease)
-    kitchen.check(lease)
-    assert not +memory.expected and all(node.num_users == 0 for node in kitchen.tree)
+        fixture.admit(lease)
+    fixture.check(lease)
+    assert not +memory.expected and all(node.num_users == 0 for node in fixture.tree)

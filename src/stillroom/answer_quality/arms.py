@@ -63,8 +63,8 @@ def quality_arms(
                 options = AnywhereOptions(1.0, name, alpha, focus_window)
                 arms.append(QualityArm(f"{alpha_name(name, alpha)}, focused", options))
     if has_unturned:
-        arms.append(QualityArm("keys not turned, no recompute", AnywhereOptions(0.0, "first", turns_keys=False)))
+        arms.append(QualityArm("keys not turned, no recompute", AnywhereOptions(0.0, "first", rotates_keys=False)))
         for ratio in ratios:
-            options = AnywhereOptions(ratio, OURS, turns_keys=False)
+            options = AnywhereOptions(ratio, OURS, rotates_keys=False)
             arms.append(QualityArm(f"keys not turned, {arm_name(OURS, ratio)}", options))
     return arms

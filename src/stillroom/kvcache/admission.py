@@ -15,8 +15,8 @@ from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for, runs_afte
 from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Placement
 from stillroom.kvcache.lease import Lease
-from stillroom.kvcache.reuse_plan import plan_reuse
 from stillroom.kvcache.reuse_report import AdmissionReuse, Placed, count_sources, report_admission
+from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import PrefixKeys
@@ -62,6 +62,34 @@ def plan_admission(reuse: Reuse, lease: Lease, num_tokens: int) -> AdmissionPlan
     return AdmissionPlan(matched, matched[:end], placements)
 
 
+def plan_reuse(
+    path: Sequence[Node], num_tokens: int, profile: CostProfile, bytes_per_token: int, *, always_loads: bool = False
+) -> int:
+    """Return how many nodes of a path to use; the rest of the prompt is computed.
+
+    Chooses the cut of the path that ends prefill soonest by measured cost; of equally fast cuts the longest. Nodes on
+    the device are always used.
+
+    Args:
+        path: a path of the tree that the prompt begins with.
+        num_tokens: of the prompt.
+        always_loads: use the whole path.
+    """
+    if always_loads or not path or path[-1].block_ids is not None:  # no node is on a faster tier than its parent
+        return len(path)
+    on_device = list(takewhile(lambda node: node.block_ids is not None, path))
+    num_cached, loads = sum(node.num_tokens for node in on_device), 0.0
+    best, least = len(on_device), profile.prefill_seconds(num_cached, num_tokens - num_cached)
+    for num_nodes, node in enumerate(path[len(on_device) :], start=len(on_device) + 1):
+        assert node.tier is not None
+        num_cached += node.num_tokens
+        loads += profile.load_seconds(node.tier, node.num_tokens * bytes_per_token)
+        seconds = loads + profile.prefill_seconds(num_cached, num_tokens - num_cached)
+        if seconds <= least:
+            best, least = num_nodes, seconds
+    return best
+
+
 def prefetch(tree: KnowledgeTree, lease: Lease, plan: AdmissionPlan) -> None:
     """Start reading the planned nodes that are on disk only."""
     if tree.num_nodes(Tier.DISK):
@@ -72,7 +100,7 @@ def prefetch(tree: KnowledgeTree, lease: Lease, plan: AdmissionPlan) -> None:
 def try_admit(reuse: Reuse, lease: Lease, segment_lengths: Sequence[int]) -> int | None:
     """Fill an empty lease: kept KV as far as it reaches, fresh blocks for the rest.
 
-    After an exception the lease holds what it has got so far; the caller releases it.
+    After an exception the caller releases the lease.
 
     Args:
         segment_lengths: of the prompt; the last one includes the tokens generated so far.

@@ -1,4 +1,4 @@
-"""What becomes of a lease whose chunks are placed: planned, copied, repaired, and what is kept of it afterwards."""
+"""Applies placements to a lease: plans them, copies KV, starts the recomputing, keeps computed chunks afterwards."""
 
 from collections.abc import Sequence
 
@@ -15,27 +15,27 @@ from stillroom.kvcache.tree.provenance import MAX_SEEN, Context, saw_other_messa
 def plan_for(
     tree: KnowledgeTree, lease: Lease, num_exact: int, options: AnywhereOptions | None, *, always_loads: bool
 ) -> list[Placement]:
-    """What to place of a prompt behind its first `num_exact` pieces.
+    """Return what to place behind the first `num_exact` pieces of a prompt.
 
-    Nothing for who has begun with exact KV, and had to make room: who reads that in the report can rely on it.
+    A preempted request that began with exact KV resumes with exact KV, as its report says: nothing is placed.
     """
-    began_exactly = lease.reuse is not None and not lease.reuse.has_placed
-    if options is None or began_exactly or not lease.may_place:
+    began_exact = lease.reuse is not None and not lease.reuse.has_placed
+    if options is None or began_exact or not lease.may_place:
         return []
-    return plan_placements(tree, lease.pieces, lease.view, num_exact, options, always_loads=always_loads)
+    return plan_placements(tree, lease.pieces, lease.placeable, num_exact, options, always_loads=always_loads)
 
 
 def place(
     tree: KnowledgeTree, lease: Lease, placements: Sequence[Placement], options: AnywhereOptions | None
 ) -> list[Placement]:
-    """Copy nodes into the lease's own blocks; returns what was placed. What was damaged will be computed."""
+    """Copy nodes into the lease's own blocks. Return what was placed; chunks with damaged copies are computed."""
     placed, chunks = [], []
     for placement in placements:
         assert options is not None
         piece, node = lease.pieces[placement.piece_index], placement.node
         blocks = lease.table.blocks_of(piece.start, piece.num_tokens)
-        at = piece.start if options.turns_keys else node.first_position
-        if tree.place(node, blocks, at, placement.reusability.overhead):
+        position = piece.start if options.rotates_keys else node.first_position
+        if tree.place(node, blocks, position, placement.reusability.overhead):
             placed.append(placement)
             if lease.mass_sampler is not None:
                 lease.mass_sampler.skip(placement.piece_index)
@@ -52,12 +52,12 @@ def place(
 
 
 def describe(tree: KnowledgeTree, placement: Placement, options: AnywhereOptions) -> Variant:
-    """For the report, before it is known what the question looks at."""
+    """Describe a placement for the report, before it is known what the question attends to."""
     reusability = placement.reusability
-    seen = placement.node.seen  # the same text may be kept of a document that the request may not see
-    behind = [[one.chunk_id for one in tree.variants(content)] for content in placement.node.before]
+    seen = placement.node.seen  # a variant may belong to a document that the request may not see
+    behind = [[variant.chunk_id for variant in tree.variants(content)] for content in placement.node.before]
     return Variant(
-        behind=tuple(next((one for one in same if one in seen), None) for same in behind),
+        behind=tuple(next((chunk_id for chunk_id in same if chunk_id in seen), None) for same in behind),
         first_position=placement.node.first_position,
         overlap=reusability.overlap,
         impact=reusability.impact,
@@ -67,7 +67,7 @@ def describe(tree: KnowledgeTree, placement: Placement, options: AnywhereOptions
 
 
 def record_recompute(tree: KnowledgeTree, lease: Lease) -> None:
-    """What is computed again of the placed chunks is known now."""
+    """Count the tokens of placed chunks that are recomputed, now that they are chosen, and add them to the report."""
     assert lease.recompute is not None and lease.reuse is not None
     num_chosen, is_focused = lease.recompute.num_chosen(), lease.recompute.is_focused()
     tree.stats.recomputed_tokens += sum(num_chosen)
@@ -75,11 +75,11 @@ def record_recompute(tree: KnowledgeTree, lease: Lease) -> None:
     lease.reuse = lease.reuse.repaired(num_chosen, is_focused)
 
 
-def keep_to_be_placed(tree: KnowledgeTree, lease: Lease) -> None:
-    """Keep chunks that were computed behind placed ones, to be placed themselves, where the request found no copy.
+def keep_computed_chunks(tree: KnowledgeTree, lease: Lease) -> None:
+    """Keep chunks computed behind placed chunks as detached nodes, where the request found no copy that it may place.
 
-    They have seen every chunk before them and all that the placed ones had seen. What has seen turns of a conversation,
-    or too many chunks, is not kept: turns may quote any document.
+    Such a chunk has seen every chunk before it and all that the placed chunks had seen. It is not kept if it has seen
+    turns of a conversation, which may quote any document, or too many chunks.
     """
     placed = {placement.piece_index: placement.node for placement in lease.placements}
     first, system = lease.placements[0].piece_index, system_of(lease.pieces)
@@ -94,16 +94,16 @@ def keep_to_be_placed(tree: KnowledgeTree, lease: Lease) -> None:
         seen |= {piece.chunk_id} if node is None else {piece.chunk_id, *node.seen}
         if len(seen) > MAX_SEEN:
             break
-        if index > first and node is None and not any(map(lease.view.may_place, tree.variants(piece.content))):
+        if index > first and node is None and not any(map(lease.placeable.may_place, tree.variants(piece.content))):
             context = Context(tuple(before), frozenset(seen), system)
-            _keep_alone(tree, lease, index, context)
+            _keep_detached(tree, lease, index, context)
         before.append(piece.content)
 
 
-def _keep_alone(tree: KnowledgeTree, lease: Lease, index: int, context: Context) -> None:
+def _keep_detached(tree: KnowledgeTree, lease: Lease, index: int, context: Context) -> None:
     piece = lease.pieces[index]
     own = lease.table.blocks_of(piece.start, piece.num_tokens)
     node = tree.insert_detached(piece, own, context, lease.cost_per_token)
     node.mass = None if lease.mass_sampler is None else lease.mass_sampler.mass_of(index)
-    tree.acquire([node])  # its blocks are not free for others while the lease has them
+    tree.acquire([node])  # its blocks cannot be evicted while the lease holds them
     lease.nodes.append(node)

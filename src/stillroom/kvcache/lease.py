@@ -1,4 +1,4 @@
-"""What one sequence holds of the KV cache: its block table, and the path in the knowledge tree that it stands on."""
+"""What one sequence holds of the KV cache: its block table and its path in the knowledge tree."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,57 +14,55 @@ from stillroom.kvcache.chunk_reuse.plan import Placement
 from stillroom.kvcache.chunk_reuse.recompute import SelectiveRecompute
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import Piece
-from stillroom.kvcache.tree.provenance import View
+from stillroom.kvcache.tree.provenance import PlaceableNodes
 
 
 @dataclass(slots=True)
 class Lease:
-    """Empty for a sequence that waits.
+    """Empty while the sequence waits.
 
-    Pieces [0, num_committed) of the prompt are nodes of the tree, `nodes`, or were given up on; those from
-    num_committed on are not computed yet, or nobody keeps them.
+    Pieces [0, num_committed) of the prompt are nodes of the tree, in `nodes`, or will not become nodes. Pieces from
+    num_committed on are not computed yet or are not kept.
     """
 
     prompt: SegmentedPrompt
     table: BlockTable
     pieces: tuple[Piece, ...] = ()
-    """Of the prompt; none where nothing is reused."""
+    """Of the prompt; empty while reuse is off."""
     watched: tuple[bytes, ...] = ()
-    """Keys of its pieces, and their contents if they may be placed: when copies of such nodes come or go, more or less
-    of it may have to be computed. Each once."""
+    """Keys of its pieces, and their contents if they may be placed, each once. When such nodes gain or lose copies, the
+    number of tokens to compute may change."""
     nodes: list[Node] = field(default_factory=list)
-    """Used by this sequence: neither they nor those above them are evicted. Behind the pieces that are its path come
-    those that it has computed to be placed."""
+    """Nodes that this sequence uses, which are not evicted: its path, then detached nodes that it has computed."""
     num_committed: int = 0
     num_keepable: int = 2**31
-    """Pieces from here on are not handed to the tree: a document of theirs was removed meanwhile."""
+    """Pieces from this index on are not kept, because a document was removed while they were computed."""
     cost_per_token: float = 0.0
-    """Seconds: what a computed token of the prompt costs, by the cost model (RAGCache Eq. 3)."""
+    """Seconds per computed token of the prompt, by the cost model (RAGCache Eq. 3)."""
     reuse: PromptReuse | None = None
-    """As it was first admitted, or last if chunks were placed; None before."""
+    """Report of the first admission, or of the last if chunks were placed; None before."""
     may_place: bool = True
-    """Whether KV of other places may be used."""
+    """Whether KV of other positions may be used."""
     may_see: MaySee | None = None
-    """Of which chunks outside the prompt; None: of all of its tenant's."""
-    view: View = field(init=False)
-    """Which copies that leaves."""
+    """Which chunks outside the prompt such KV may have seen; None: every chunk of the tenant."""
+    placeable: PlaceableNodes = field(init=False)
+    """Which nodes that allows to place."""
     placements: tuple[Placement, ...] = ()
-    """Pieces whose KV was taken from another place; behind the first of them nothing is exact."""
+    """Pieces whose KV was taken from another position; KV behind the first of them is not exact."""
     recompute: SelectiveRecompute | None = None
-    """How the prompt is completed then; None when it is."""
+    """How the rest of a prompt with placements is computed; None once it is."""
     mass_sampler: AttentionMassSampler | None = None
-    """If it is measured how its chunks attend to each other: since it was last admitted."""
+    """Measures how its chunks attend to each other since it was last admitted; None: not measured."""
     is_protected: bool = False
-    """Whether the tree was told that its pieces will be used."""
+    """Whether the tree evicts its pieces last."""
     prefetched: list[NodeKey] = field(default_factory=list)
-    """Nodes that are read from disk for it while it waits."""
+    """Nodes read from disk while it waits."""
 
     def __post_init__(self) -> None:
-        self.view = View(self.pieces, self.may_see)
+        self.placeable = PlaceableNodes(self.pieces, self.may_see)
 
     def seen(self) -> Iterator[tuple[int, set[ChunkId]]]:
-        """Which chunks each piece has seen by itself, as text of the prompt or through a copy that was placed, by its
-        index; in no order."""
+        """Yield pieces by index with the chunks each has seen: its own, and those of its placed copy; unordered."""
         for index, piece in enumerate(self.pieces):
             if piece.chunk_id is not None:
                 yield index, {piece.chunk_id}

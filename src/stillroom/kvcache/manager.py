@@ -16,7 +16,7 @@ from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
 from stillroom.kvcache.admission import Reuse, plan_admission, prefetch, try_admit, try_allocate, try_take
-from stillroom.kvcache.apply_placements import keep_to_be_placed, record_recompute
+from stillroom.kvcache.apply_placements import keep_computed_chunks, record_recompute
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
@@ -235,7 +235,7 @@ class KVCacheManager:
     def end_recompute(self, lease: Lease) -> None:
         """End the recomputing of a prompt that has all its KV now, and keep its computed chunks. Raises as `commit`."""
         assert self.reuse is not None
-        keep_to_be_placed(self.reuse.tree, lease)
+        keep_computed_chunks(self.reuse.tree, lease)
         lease.recompute = None
 
     @property

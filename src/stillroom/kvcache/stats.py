@@ -1,4 +1,4 @@
-"""What the knowledge tree did, counted. Only grows; metrics, `explain` and the benches read it."""
+"""Counters of the knowledge tree, which only grow; metrics, `explain` and the benches read them."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,29 +12,27 @@ def _by_tier() -> Counter[Tier]:
 
 @dataclass(slots=True)
 class KVCacheStats:
-    """Pieces of prompts, and copies of nodes."""
-
     hits: Counter[Tier] = field(default_factory=_by_tier)
-    """Pieces that were used, by the tier they were in."""
+    """Pieces used, by the tier they were in."""
     hit_tokens: Counter[Tier] = field(default_factory=_by_tier)
     misses: int = 0
-    """Pieces that had to be computed."""
+    """Pieces computed."""
     missed_tokens: int = 0
     cheaper: int = 0
-    """Of the misses: there was a copy, and computing was cheaper than loading it."""
+    """Misses for which a copy existed and computing was cheaper than loading it."""
     placed: Counter[Tier] = field(default_factory=_by_tier)
-    """Chunks that were used at another place than their own, by the tier they were in."""
+    """Chunks used at another position than their own, by the tier they were in."""
     placed_tokens: int = 0
     recomputed_tokens: int = 0
-    """Of the placed ones: computed again to repair them."""
+    """Tokens of placed chunks that were recomputed."""
     placed_overlap: float = 0.0
-    """beta' of the placed chunks (Cache-Craft Eq. 8), added up: how alike their old and new contexts were."""
+    """Sum of beta' of the placed chunks (Cache-Craft Eq. 8): how alike their old and new contexts were."""
     placed_overhead: float = 0.0
-    """CFO of the placed chunks (Eq. 12), added up."""
+    """Sum of CFO of the placed chunks (Eq. 12)."""
     unfocused: int = 0
-    """Of the placed chunks: not repaired, as the question does not look at them."""
+    """Placed chunks not recomputed because the question does not attend to them."""
     loads: Counter[Tier] = field(default_factory=_by_tier)
-    """Copies brought to the device, by where they came from."""
+    """Copies loaded to the device, by source."""
     failed_loads: Counter[Tier] = field(default_factory=_by_tier)
     """Copies that were damaged or gone."""
     offloads: int = 0
@@ -42,8 +40,8 @@ class KVCacheStats:
     stores: int = 0
     """Copies made to disk."""
     rejected: int = 0
-    """Copies not made to disk because what they would have displaced is asked for more often."""
+    """Copies not made to disk because the nodes they would have displaced are asked for more often."""
     evictions: Counter[Tier] = field(default_factory=_by_tier)
     """Copies dropped to make room, by tier."""
     lost: int = 0
-    """Nodes of which no copy is left, for whatever reason."""
+    """Nodes whose last copy was dropped, for any reason."""

@@ -1,9 +1,9 @@
-"""Which KV blocks are free and which are in use, and by how many. No tensors here.
+"""Block pool: which KV blocks are free, and the reference count of each. Holds no tensors.
 
-Free blocks are handed out lowest first: the memory of a block that nobody ever wrote to does not exist yet, so KV takes
-as much as was in use at a time; and blocks side by side are read in place.
+Free blocks are allocated lowest first. The operating system provides the memory of a block when it is first written, so
+KV takes only the peak of what was in use; and adjacent blocks are read in place.
 
-Invariant: a block is free exactly when its ref count is 0; `check_integrity` adds it up.
+Invariant: a block is free exactly when its reference count is 0; `check_integrity` verifies it.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ _USED, _FREE = 0, 1
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens; each is handed out with one reference and freed with its last."""
+    """`num_blocks` blocks of `block_size` tokens. A block is allocated with one reference and freed with its last."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks > 0 and block_size > 0
@@ -39,9 +39,9 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def try_allocate(self, num_blocks: int) -> list[BlockId] | None:
-        """`num_blocks` blocks with one reference each, or None (and nothing taken) if too few are free.
+        """Take `num_blocks` blocks with one reference each; None, and nothing is taken, if too few are free.
 
-        Takes as long as there are runs of free blocks among them, whatever their number.
+        Time grows with the number of runs of adjacent free blocks, not of blocks.
         """
         if num_blocks > self._num_free:
             return None
@@ -60,14 +60,14 @@ class BlockPool:
         return blocks
 
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
-        """One more user of blocks that are in use already."""
+        """Add a reference to blocks that are in use."""
         counts = self._ref_counts
         for block_id in block_ids:
             assert counts[block_id] > 0, f"acquire of free block {block_id}"
             counts[block_id] += 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
-        """One user less; a block without users is free at once."""
+        """Remove a reference; a block without references is free at once."""
         counts = self._ref_counts
         for block_id in block_ids:
             assert counts[block_id] > 0, f"release of free block {block_id}"
@@ -79,7 +79,7 @@ class BlockPool:
                     self._lowest = block_id
 
     def check_integrity(self) -> None:
-        """Free and used blocks add up, and free means ref count 0."""
+        """Check that free blocks are those with reference count 0, and that they add up."""
         assert all(count >= 0 for count in self._ref_counts), "negative ref count"
         free = {i for i, state in enumerate(self._states) if state == _FREE}
         unreferenced = {i for i, count in enumerate(self._ref_counts) if count == 0}

@@ -1,8 +1,8 @@
-"""One sequence's map from token position to slot. Segments start on a fresh block; nothing else does.
+"""Block table: one sequence's map from token position to slot. Each segment starts on a fresh block.
 
 Invariant: `slots[p]` is the slot of position p for p < `num_slots`; slots are distinct, and each lies in one of
-`block_ids`. A segment may leave its last block part-empty: those slots are addressed by nobody, so no padding is
-ever attended to, and a chunk's blocks can be shared at any depth. Design: docs/runtime.md
+`block_ids`. A segment may leave its last block part-empty. Nothing addresses those slots, so padding is never attended
+to, and a chunk's blocks can be shared at any depth. Design: docs/runtime.md
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from stillroom.core.ids import BlockId
 
 
 def num_blocks_for(segment_lengths: Sequence[int], block_size: int) -> int:
-    """Blocks that segments of these lengths take, each starting on a fresh block."""
+    """Return how many blocks segments of these lengths take."""
     return sum(-(-length // block_size) for length in segment_lengths)
 
 
 def runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
-    """Lengths of what is left of segments from a position on, which lies at a block boundary."""
+    """Return the lengths of what is left of segments from a position on, which lies at a block boundary."""
     runs, end = [], 0
     for length in segment_lengths:
         end += length
@@ -30,8 +30,6 @@ def runs_after(position: int, segment_lengths: Sequence[int]) -> list[int]:
 
 
 class BlockTable:
-    """Blocks of one sequence in order of position, and the slot of each of its tokens."""
-
     def __init__(self, block_size: int, max_tokens: int) -> None:
         self.block_size = block_size
         self.block_ids: list[BlockId] = []
@@ -42,25 +40,25 @@ class BlockTable:
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """Shape [num_slots]: a view, in order of position."""
+        """A view of shape [num_slots], in order of position."""
         return self._slots[: self.num_slots]
 
     @property
     def is_full(self) -> bool:
-        """No slot is left in the last block: the next token needs a fresh one."""
+        """Whether the next token needs a fresh block."""
         return self._room == 0
 
     def blocks_of(self, start: int, num_tokens: int) -> list[BlockId]:
-        """The blocks of tokens that begin at a block boundary."""
+        """Return the blocks of these tokens, which begin at a block boundary."""
         firsts = self._slots[start : start + num_tokens : self.block_size]
         return [BlockId(slot) for slot in (firsts // self.block_size).tolist()]
 
     def append_segment(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
-        """Slots for `num_tokens` more tokens, starting at the beginning of the first of these blocks."""
+        """Append slots for `num_tokens` tokens from the beginning of the first of these blocks."""
         self.append_segments(block_ids, (num_tokens,))
 
     def append_segments(self, block_ids: Sequence[BlockId], lengths: Sequence[int]) -> None:
-        """Slots for segments of these lengths, each starting at the beginning of one of these blocks."""
+        """Append slots for segments of these lengths, each from the beginning of one of these blocks."""
         size, first = self.block_size, 0
         slots = _slots_of(block_ids, len(block_ids) * size, size)
         for length in lengths:
@@ -72,14 +70,14 @@ class BlockTable:
         self.block_ids.extend(block_ids)
 
     def append_token(self) -> None:
-        """A slot for one more token in the last block, which must not be full."""
+        """Append a slot for one token. Precondition: the last block is not full."""
         assert self._room > 0, "the last block is full"
         self._slots[self.num_slots] = (self.block_ids[-1] + 1) * self.block_size - self._room
         self.num_slots += 1
         self._room -= 1
 
     def copy_from(self, other: "BlockTable") -> None:
-        """The same blocks and slots as another table; the caller acquires the blocks."""
+        """Take the blocks and slots of another table; the caller acquires the blocks. Precondition: this is empty."""
         assert not self.block_ids, "a table that holds blocks cannot take over others"
         self.block_ids = list(other.block_ids)
         self.num_slots = other.num_slots
@@ -87,21 +85,21 @@ class BlockTable:
         self._room = other._room
 
     def replace_last_block(self, block_id: BlockId) -> None:
-        """The tokens of the last block are in this one now, at the same offsets."""
+        """Point the tokens of the last block to another block, at the same offsets."""
         num_tokens = self.block_size - self._room
         self.block_ids[-1] = block_id
         first = block_id * self.block_size
         self._slots[self.num_slots - num_tokens : self.num_slots] = np.arange(first, first + num_tokens)
 
     def replace_run(self, start: int, old: Sequence[BlockId], new: Sequence[BlockId], num_tokens: int) -> None:
-        """The `num_tokens` tokens from position `start` on, which filled `old` in order, are in `new` now."""
+        """Point the `num_tokens` tokens from position `start` on, which filled `old` in order, to `new`."""
         first_block = self.block_ids.index(old[0])
         assert self.block_ids[first_block : first_block + len(old)] == list(old) and len(old) == len(new)
         self.block_ids[first_block : first_block + len(old)] = new
         self._slots[start : start + num_tokens] = _slots_of(new, num_tokens, self.block_size)
 
     def clear(self) -> list[BlockId]:
-        """Forget everything; returns the blocks for the caller to release."""
+        """Empty the table; return its blocks for the caller to release."""
         block_ids, self.block_ids = self.block_ids, []
         self.num_slots = 0
         self._room = 0
@@ -109,9 +107,9 @@ class BlockTable:
 
 
 def _slots_of(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> NDArray[np.int64]:
-    """The first `num_tokens` slots of these blocks."""
+    """Return the first `num_tokens` slots of these blocks."""
     first = block_ids[0]
-    if block_ids == list(range(first, first + len(block_ids))):  # as they are handed out, if there is nobody between
+    if block_ids == list(range(first, first + len(block_ids))):  # adjacent blocks, the usual case
         return np.arange(first * block_size, first * block_size + num_tokens)
     firsts = np.array(block_ids, dtype=np.int64) * block_size
     return (firsts[:, None] + _offsets(block_size)).ravel()[:num_tokens]

@@ -1,6 +1,6 @@
-"""Which chunks a question is about, seen from the attention of its first layers. Cache-Craft 3.2.2, Algorithm 1.
+"""Finds the chunks that a question is about from the attention of its first layers (Cache-Craft 3.2.2, Algorithm 1).
 
-Tokens of the other chunks need no recomputing in the layers that follow.
+Tokens of the other chunks are not recomputed.
 """
 
 import numpy as np
@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 
 def num_focused(scores: NDArray[np.float64]) -> int:
-    """How many of the highest scores stand apart from the rest (Algorithm 1, lines 4 to 8).
+    """Return how many of the highest scores stand apart from the rest (Algorithm 1, lines 4 to 8).
 
-    As written, with indices from 1: h_(i+1) - h_i is -p log p of gap i + 1, and the i of the largest, of equals the
-    first, is how many chunks are in focus; so from three chunks on it is 1 to k - 2 of them. With fewer there are no
-    two entropies to compare, and where all scores are equal there is no gap: then all are in focus, none is given up.
+    With indices from 1, h_(i+1) - h_i is -p log p of gap i + 1. The index i of the largest, the first of equals, is the
+    number of chunks in focus: 1 to k - 2 of k >= 3 chunks. With fewer than three chunks, or if all scores are equal,
+    all chunks are in focus.
 
     Args:
         scores: [k] cumulated attention of the question to each chunk.
@@ -23,30 +23,30 @@ def num_focused(scores: NDArray[np.float64]) -> int:
         return len(scores)
     p = (gaps / total)[1:]
     steps = -p * np.log(p, where=p > 0, out=np.zeros_like(p))
-    return int(np.argmax(steps.round(12))) + 1  # rounded: what is equal but for its last bits is equal
+    return int(np.argmax(steps.round(12))) + 1  # rounded: differences in the last bits do not count
 
 
 class FocusFinder:
-    """Algorithm 1 as layers are computed, for one question."""
+    """Runs Algorithm 1 layer by layer for one question."""
 
     def __init__(self, num_chunks: int, window: int) -> None:
         """
         Args:
-            window: w, so many layers in a row must agree; at least 1.
+            window: w, the number of consecutive layers that must agree; at least 1.
         """
         assert num_chunks > 0 and window > 0
         self.num_layers = 0
-        """Layers observed; once there is an answer, L*: recomputing may be cut down from the next layer on."""
+        """Layers observed; once there is a result, L*: recomputing can shrink from the next layer on."""
         self._window = window
         self._scores = np.zeros(num_chunks, dtype=np.float64)
         self._focused: frozenset[int] = frozenset()
         self._num_equal = 0
-        """Layers in a row with these in focus, the last one included."""
+        """Consecutive layers with these chunks in focus."""
 
     def observe(self, inter_of_layer: NDArray[np.floating]) -> frozenset[int] | None:
-        """Indices of the chunks in focus, or None while the last `window` layers do not agree (lines 3 to 13).
+        """Return the indices of the chunks in focus; None while the last `window` layers do not agree (lines 3 to 13).
 
-        The first answer is final: later layers are not looked at.
+        The first result is final: later layers are ignored.
 
         Args:
             inter_of_layer: [k] attention of the question's tokens to each chunk in the next layer, cumulated here

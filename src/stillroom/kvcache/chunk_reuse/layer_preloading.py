@@ -1,7 +1,7 @@
-"""How many layers of KV to load ahead of the layer that computes. Cache-Craft 3.4.2, Equation 16 and Algorithm 2.
+"""Computes how many layers of KV to load ahead of the computing layer (Cache-Craft 3.4.2, Eq. 16 and Algorithm 2).
 
-Loads share one channel and follow each other. The buffer holds the layer that computes and `depth` more, which is
-Algorithm 2's inclusive `i + L_p`; with one fewer, waiting for the first layer's release would open a gap again.
+Loads share one channel and run one after the other. The buffer holds the computing layer and `depth` more, which is
+Algorithm 2's inclusive `i + L_p`; with one fewer, the wait for the first layer's release would open a gap.
 """
 
 import math
@@ -18,27 +18,27 @@ def preload_depth(num_layers: int, prefill_seconds: float, load_seconds: float) 
     """
     if load_seconds <= prefill_seconds:
         return 1
-    # layers that are loaded while others compute; a quotient that is whole but for its last bits is not rounded down
+    # layers loaded while others compute; rounding errors in the last bits do not lower it
     num_overlapped = (num_layers - 1) * prefill_seconds / load_seconds
     return num_layers - math.floor(num_overlapped * (1 + 1e-12))
 
 
 class PreloadStep(NamedTuple):
-    """Begin these loads, compute this layer, then release its buffer."""
+    """Loads to begin, then the layer to compute; afterwards its buffer is released."""
 
     loads: range
-    """Layers that nothing has begun to load; in order, and they go on while the layer computes."""
+    """Layers to load, in order; the loads continue while the layer computes."""
     layer: int
 
 
 def preload_schedule(num_layers: int, depth: int) -> tuple[PreloadStep, ...]:
-    """Algorithm 2, lines 2 to 6, each layer loaded once; layers count from 0."""
+    """Return the steps of Algorithm 2, lines 2 to 6; layers count from 0 and are loaded once each."""
     ends = [0, *(min(layer + depth + 1, num_layers) for layer in range(num_layers))]
     return tuple(PreloadStep(range(ends[layer], ends[layer + 1]), layer) for layer in range(num_layers))
 
 
 class Timeline(NamedTuple):
-    """Seconds after the first load began, per layer."""
+    """Times of each layer, in seconds after the first load began."""
 
     loaded: tuple[float, ...]
     started: tuple[float, ...]
@@ -48,15 +48,15 @@ class Timeline(NamedTuple):
 def timeline(
     load_seconds: Sequence[float], compute_seconds: Sequence[float], depth: int, *, is_eager: bool = False
 ) -> Timeline:
-    """When each layer is loaded and computed, if loads are begun as `preload_schedule` says.
+    """Return when each layer is loaded and computed under `preload_schedule`.
 
-    A layer is computed once it is loaded and the layer before it is done; the first one once `depth` layers are loaded,
-    so that with Eq. 16's depth the processor, once taken, never waits.
+    A layer is computed once it is loaded and the layer before it is done. The first layer waits until `depth` layers
+    are loaded, so that with Eq. 16's depth the processor never waits after that.
 
     Args:
         load_seconds: of each layer.
         compute_seconds: of each layer.
-        is_eager: the first layer is computed as soon as it is loaded: never finishes later, but may wait in between.
+        is_eager: compute the first layer as soon as it is loaded: never finishes later, but may wait in between.
     """
     loaded: list[float] = []
     started: list[float] = []

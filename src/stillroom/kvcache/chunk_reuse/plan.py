@@ -1,4 +1,4 @@
-"""Which kept copy of a chunk to use at another place than its own, what repairing it takes, and whether it is worth it.
+"""Plans placements: which kept copy of a chunk to use at another position, what it costs, and whether that pays.
 
 Any node of the knowledge tree can be placed: its keys are rotated to the new position, and a few of its tokens are
 recomputed (`recompute`) to correct what it still carries of its old context. So both kinds of reuse share one store,
@@ -15,29 +15,29 @@ from stillroom.kvcache.tree.chunk_scores import adjusted_overlap, fix_overhead, 
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import Piece
-from stillroom.kvcache.tree.provenance import View
+from stillroom.kvcache.tree.provenance import PlaceableNodes
 
 UNKNOWN_IMPACT = 0.75
-"""CCI of a copy that nobody measured: half way between owing nothing to its context and owing it everything."""
+"""CCI of a copy that was not measured: the middle of its range, [0.5, 1]."""
 _LARGEST_RATIO, _LARGEST_ALPHA = 0.6, 4.0
-"""Above this, computing everything is as fast."""
+"""Above these, computing everything is as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnywhereOptions:
-    """How far reuse may go beyond exact prefixes."""
+    """How KV is reused at other positions."""
 
     recompute_ratio: float
-    """Share of the placed chunks' tokens that is computed again, in [0, 1]; 1 gives the KV of a full prefill."""
+    """Share of the placed chunks' tokens that is recomputed, in [0, 1]; 1 gives the KV of a full prefill."""
     selector: TokenSelector
-    """Which tokens."""
+    """Chooses these tokens."""
     alpha: float | None = None
-    """The share is each chunk's own CFO instead, scaled by this (Cache-Craft Eq. 12)."""
+    """Recompute each chunk's own CFO, scaled by this, in place of the ratio (Cache-Craft Eq. 12)."""
     focus_window: int = 0
-    """Chunks that the question does not look at, as so many layers in a row agree, are not repaired (Cache-Craft
-    Algorithm 1); 0: all are."""
-    turns_keys: bool = True
-    """False leaves them as they stood, which is wrong: for Cache-Craft's Table 3."""
+    """Recompute nothing of chunks that the question does not attend to, as this many consecutive layers agree
+    (Cache-Craft Algorithm 1); 0: recompute in all chunks."""
+    rotates_keys: bool = True
+    """False leaves keys at their old position, which is wrong: for Cache-Craft's Table 3."""
 
     @property
     def ranks_kept_tokens(self) -> bool:
@@ -45,11 +45,11 @@ class AnywhereOptions:
         return self.selector in ("context", "received")
 
     def share(self, reusability: "Reusability") -> float:
-        """Of a chunk's tokens that is computed again if the question looks at it, in [0, 1]."""
+        """Return the share of a chunk's tokens to recompute if the question attends to it, in [0, 1]."""
         return self.recompute_ratio if self.alpha is None else min(1.0, self.alpha * reusability.overhead)
 
     def next_safer(self) -> "AnywhereOptions | None":
-        """Twice as much computed again; None where computing everything is as fast."""
+        """Return options that recompute twice as much; None where computing everything is as fast."""
         if self.alpha is not None:
             alpha = 2 * self.alpha or 1.0
             return None if alpha > _LARGEST_ALPHA else replace(self, alpha=alpha)
@@ -67,12 +67,12 @@ class AnywhereOptions:
 
 @dataclass(frozen=True, slots=True)
 class Reusability:
-    """How far a copy can be used behind other chunks than those it was computed behind (Cache-Craft 3.1, 3.2)."""
+    """How well a copy fits behind other chunks than those it was computed behind (Cache-Craft 3.1, 3.2)."""
 
     overlap: float
     """beta' (Eq. 8)."""
     impact: float | None
-    """CCI (Eq. 11); None if nobody measured it."""
+    """CCI (Eq. 11); None if not measured."""
 
     @property
     def overhead(self) -> float:
@@ -82,29 +82,28 @@ class Reusability:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A piece of a prompt that takes its KV from a node of another place."""
+    """A piece of a prompt that takes its KV from a node at another position."""
 
     piece_index: int
     node: Node
     tier: Tier
-    """Where the node was when that was decided."""
+    """The node's fastest tier when that was decided."""
     reusability: Reusability
 
 
 def plan_placements(
     tree: KnowledgeTree,
     pieces: Sequence[Piece],
-    view: View,
+    placeable: PlaceableNodes,
     num_exact: int,
     options: AnywhereOptions,
     *,
     always_loads: bool,
 ) -> list[Placement]:
-    """The chunks behind the first `num_exact` pieces that are kept and worth placing, each with its best copy among
-    those that the request may place.
+    """Return the chunks behind the first `num_exact` pieces worth placing, each with its best placeable copy.
 
-    Worth it is what loads faster than the share of its tokens computes that need not be computed then; by the measured
-    cost of its tokens as part of a longer prefill.
+    Placing pays if loading the copy is faster than computing the tokens that are then not recomputed, by their measured
+    cost as part of a longer prefill.
     """
     found = []
     before = [piece.content for piece in pieces[:num_exact] if piece.kind is SegmentKind.CHUNK]
@@ -112,9 +111,9 @@ def plan_placements(
         piece = pieces[index]
         if piece.kind is not SegmentKind.CHUNK:
             continue
-        seeable = filter(view.may_place, tree.variants(piece.content))
-        copies = (node for node in seeable if _can_be_repaired(node, options))
-        node = best_variant(copies, before, piece.start)
+        variants = filter(placeable.may_place, tree.variants(piece.content))
+        usable = (node for node in variants if _can_be_ranked(node, options))
+        node = best_variant(usable, before, piece.start)
         if node is not None:
             tier = node.tier
             assert tier is not None
@@ -125,26 +124,26 @@ def plan_placements(
     return found
 
 
-def _can_be_repaired(node: Node, options: AnywhereOptions) -> bool:
-    """False for a copy whose tokens the selector cannot rank: it was computed when only a sample was measured."""
+def _can_be_ranked(node: Node, options: AnywhereOptions) -> bool:
+    """Whether the selector can rank a copy's tokens; not if only a sample was measured when it was computed."""
     return not options.ranks_kept_tokens or (node.mass is not None and node.mass.token_inter is not None)
 
 
 def load_seconds(tree: KnowledgeTree, placement: Placement) -> float:
-    """To bring the copy to the device."""
+    """Return the seconds to load the copy to the device."""
     if placement.tier is Tier.DEVICE:
         return 0.0
     return tree.profile.load_seconds(placement.tier, placement.node.num_tokens * tree.options.bytes_per_token)
 
 
 def saved_seconds(placement: Placement, options: AnywhereOptions) -> float:
-    """Of computing, if the share that is computed again is; loading is not deducted."""
+    """Return the seconds of computing that a placement saves; loading is not deducted."""
     node = placement.node
     return (1.0 - options.share(placement.reusability)) * node.cost_here * node.num_tokens
 
 
 def best_variant(variants: Iterable[Node], before: Sequence[bytes], position: int) -> Node | None:
-    """The copy that takes least to repair (lowest CFO), then the nearest tier, then the shortest way to turn."""
+    """Return the copy with the lowest CFO; of equal copies the one in the fastest tier, then the nearest position."""
 
     def order(node: Node) -> tuple[float, int, int]:
         assert node.tier is not None
@@ -154,19 +153,17 @@ def best_variant(variants: Iterable[Node], before: Sequence[bytes], position: in
 
 
 def reusability(node: Node, before: Sequence[bytes]) -> Reusability:
-    """Of a node behind other chunks.
-
-    Args:
-        before: contents of the chunks that will stand before it, in order.
-    """
+    """Return how well a node fits behind these chunks, given by their contents in order."""
     if node.mass is None:
         return Reusability(context_overlap(node.before, before), None)
     return Reusability(adjusted_overlap(node.mass, before), node.mass.impact)
 
 
 def context_overlap(old: Sequence[bytes], new: Sequence[bytes]) -> float:
-    """How much of what a chunk has seen stands before it now, in [0, 1]: Cache-Craft's beta' (Eq. 6 to 8) with every
-    chunk of the old context weighing the same, where nobody measured what it paid to each."""
+    """Return Cache-Craft's beta' (Eq. 6 to 8) with equal weights for all chunks of the old context, in [0, 1].
+
+    Used where the attention to each chunk was not measured.
+    """
     if not old:
         return 0.0 if new else 1.0
     chunks = set(old)

@@ -1,8 +1,7 @@
-"""Which tokens of reused chunks are computed again: a selector scores them, the highest scores are taken.
+"""Selectors: which tokens of placed chunks are recomputed. A selector scores the tokens; the highest scores are taken.
 
-Each chunk brings a budget. Selectors by `ranks` spend it in the chunk; the others pool the budgets and spend them where
-scores are highest. A look shows the selector how the question, over the reused KV as it is, attends to every token of
-it. `question` is ours, the others are what it is compared with (docs/chunk-reuse.md).
+Each chunk brings a budget. Selectors by `ranks` spend it within the chunk; the others pool the budgets and spend them
+where scores are highest. `question` is this project's, the others are compared with it (docs/chunk-reuse.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,83 +13,82 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import TokenSelector
 
-# N tokens of all placed chunks, one chunk after the other
+# N tokens of all placed chunks, chunk after chunk
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What is known when tokens are chosen."""
+class SelectorInput:
+    """What is known when tokens are selected."""
 
     lengths: Sequence[int]
-    """Tokens of each placed chunk, in order; together N."""
+    """Tokens of each placed chunk, in order; N in all."""
     budgets: Sequence[int]
-    """Of each, how many tokens may be computed again."""
+    """Most tokens of each chunk to recompute."""
     is_open: Sequence[bool]
-    """Of each, whether anything of it is worth repairing."""
+    """Whether any token of each chunk may be recomputed."""
     attention_2N: NDArray[np.float32] | None = None
-    """From the prompt's last token, and from all of the question in the mean; None if nobody looked."""
+    """From the prompt's last token, and the mean over the question's tokens; None without a query pass."""
     deviation_N: NDArray[np.float32] | None = None
-    """How far the values of each token are from those that it has here, in an early layer; None if nobody probed."""
+    """Distance between each token's kept and computed values in an early layer; None without a deviation pass."""
     context_N: NDArray[np.float32] | None = None
-    """Attention of each token to the chunks before it, when its KV was computed; 0 where that is not known."""
+    """Attention of each token to the chunks before it when its KV was computed; 0 where that is not known."""
     received_N: NDArray[np.float32] | None = None
-    """Attention that each token received then."""
+    """Attention that each token received when its KV was computed; 0 where that is not known."""
 
 
-Selector = Callable[[Seen], NDArray[np.float64]]
-"""Gives each of the N tokens a score."""
+Selector = Callable[[SelectorInput], NDArray[np.float64]]
+"""Returns a score for each of the N tokens."""
 
 
-def question(seen: Seen) -> NDArray[np.float64]:
-    """What the answer will be read from: attention of the last token, which is the one that answers, and half as much
-    that of the whole question."""
-    assert seen.attention_2N is not None
-    last_N, mean_N = seen.attention_2N.astype(np.float64)
+def question(given: SelectorInput) -> NDArray[np.float64]:
+    """Attention of the last token, which generates the answer, plus half the mean attention of the whole question."""
+    assert given.attention_2N is not None
+    last_N, mean_N = given.attention_2N.astype(np.float64)
     scores: NDArray[np.float64] = last_N + 0.5 * mean_N
     return scores
 
 
-def question_mean(seen: Seen) -> NDArray[np.float64]:
-    """Attention of all of the question's tokens alike (ProphetKV, InfoFlow KV)."""
-    assert seen.attention_2N is not None
-    scores: NDArray[np.float64] = seen.attention_2N[1].astype(np.float64)
+def question_mean(given: SelectorInput) -> NDArray[np.float64]:
+    """Mean attention of the question's tokens (ProphetKV, InfoFlow KV)."""
+    assert given.attention_2N is not None
+    scores: NDArray[np.float64] = given.attention_2N[1].astype(np.float64)
     return scores
 
 
-def deviation(seen: Seen) -> NDArray[np.float64]:
-    """Those whose values differ most from the right ones in an early layer (CacheBlend)."""
-    assert seen.deviation_N is not None
-    scores: NDArray[np.float64] = seen.deviation_N.astype(np.float64)
+def deviation(given: SelectorInput) -> NDArray[np.float64]:
+    """Distance between kept and computed values in an early layer (CacheBlend)."""
+    assert given.deviation_N is not None
+    scores: NDArray[np.float64] = given.deviation_N.astype(np.float64)
     return scores
 
 
-def context(seen: Seen) -> NDArray[np.float64]:
+def context(given: SelectorInput) -> NDArray[np.float64]:
     """The most contextualised tokens of each chunk (Cache-Craft Eq. 14)."""
-    assert seen.context_N is not None
-    return ranks(seen, seen.context_N)
+    assert given.context_N is not None
+    return ranks(given, given.context_N)
 
 
-def received(seen: Seen) -> NDArray[np.float64]:
+def received(given: SelectorInput) -> NDArray[np.float64]:
     """The most attended tokens of each chunk when its KV was computed (H2O's heavy hitters)."""
-    assert seen.received_N is not None
-    return ranks(seen, seen.received_N)
+    assert given.received_N is not None
+    return ranks(given, given.received_N)
 
 
-def first(seen: Seen) -> NDArray[np.float64]:
+def first(given: SelectorInput) -> NDArray[np.float64]:
     """The first tokens of each chunk (EPIC)."""
-    return ranks(seen, np.zeros(sum(seen.lengths), np.float32))
+    return ranks(given, np.zeros(sum(given.lengths), np.float32))
 
 
-def random(seen: Seen) -> NDArray[np.float64]:
-    """Any, but always the same ones for the same lengths."""
-    return np.random.default_rng(list(seen.lengths)).random(sum(seen.lengths))
+def random(given: SelectorInput) -> NDArray[np.float64]:
+    """Random tokens, the same for the same lengths."""
+    return np.random.default_rng(list(given.lengths)).random(sum(given.lengths))
 
 
-def ranks(seen: Seen, values_N: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Scores that spend each chunk's budget on its own highest values, of equals on the first."""
+def ranks(given: SelectorInput, values_N: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return scores that spend each chunk's budget on its own highest values; of equal values the first."""
     found = []
-    ends = np.cumsum(seen.lengths)
-    for end, length, budget in zip(ends, seen.lengths, seen.budgets, strict=True):
+    ends = np.cumsum(given.lengths)
+    for end, length, budget in zip(ends, given.lengths, given.budgets, strict=True):
         rank = np.empty(length)
         rank[np.argsort(-values_N[end - length : end], kind="stable")] = np.arange(length)
         found.append(-rank / budget if budget else np.full(length, -np.inf))
@@ -110,20 +108,22 @@ SELECTORS: dict[TokenSelector, Selector] = {
 assert set(SELECTORS) == set(get_args(TokenSelector))
 
 
-def select(name: TokenSelector, seen: Seen) -> NDArray[np.int64]:
-    """Indices into the N tokens, ascending: as many as the open chunks' budgets say together, all in these; of equal
-    scores the earlier token."""
-    count = sum(budget for budget, is_open in zip(seen.budgets, seen.is_open, strict=True) if is_open)
+def select(name: TokenSelector, given: SelectorInput) -> NDArray[np.int64]:
+    """Return the selected indices into the N tokens, ascending: as many as the budgets of the open chunks allow.
+
+    Only tokens of open chunks are selected; of equal scores the earlier token.
+    """
+    count = sum(budget for budget, is_open in zip(given.budgets, given.is_open, strict=True) if is_open)
     if count == 0:
         return np.zeros(0, np.int64)
-    if count == sum(seen.lengths):
+    if count == sum(given.lengths):
         return np.arange(count)
-    scores = np.where(np.repeat(seen.is_open, seen.lengths), SELECTORS[name](seen), -np.inf)
+    scores = np.where(np.repeat(given.is_open, given.lengths), SELECTORS[name](given), -np.inf)
     return np.sort(np.argsort(-scores, kind="stable")[:count])
 
 
 def in_proportion(ratio: float, lengths: Sequence[int]) -> list[int]:
-    """Budgets of ceil(ratio * N) tokens together, each chunk's as near to its share as whole tokens allow."""
+    """Split ceil(ratio * N) tokens into budgets, each as near to its chunk's share as whole tokens allow."""
     ends = np.cumsum([0, *lengths])
     totals = np.minimum(np.ceil(ratio * ends - 1e-9).astype(np.int64), ends)
     budgets: list[int] = np.diff(totals).tolist()

@@ -1,9 +1,8 @@
-"""How far KV of a chunk can be reused behind other chunks than those it was computed behind, and which of its tokens to
-recompute. Cache-Craft 3.1 and 3.2, Equations 3 to 14.
+"""Scores of a chunk's KV behind other chunks than those it was computed behind (Cache-Craft 3.1, 3.2, Eq. 3 to 14).
 
-Everything follows from where the chunk's tokens looked when its KV was computed (`ContextMass`). The paper writes
-inter(i, j) with its indices in either order; here it is always what tokens of the later chunk pay to the earlier one.
-All functions are pure; each says what it answers where the paper leaves 0 / 0.
+All scores follow from what the chunk's tokens attended to when its KV was computed (`ContextMass`). The paper writes
+inter(i, j) with its indices in either order; here it is always the attention that tokens of the later chunk pay to the
+earlier chunk. All functions are pure and define the result where the paper leaves 0 / 0.
 """
 
 import math
@@ -22,19 +21,19 @@ _NAME = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContextMass:
-    """What the tokens of one chunk attended to when its KV was computed, mean over heads and layers."""
+    """Attention of the tokens of one chunk when its KV was computed, mean over heads and layers."""
 
     num_tokens: int
     prefix: tuple[bytes, ...]
-    """Content hashes of the chunks before it, in order; one may come twice."""
+    """Content hashes of the chunks before it, in order; may repeat."""
     prefix_lengths: tuple[int, ...]
     """Tokens of each, at least 1."""
     inter: NDArray[np.float32]
     """[len(prefix)] attention of all its tokens to all tokens of each chunk before it (Eq. 3)."""
     intra: float
-    """Attention of its tokens to earlier ones of its own (Eq. 4, k < l: what a token pays to itself is not in it)."""
+    """Attention of its tokens to earlier tokens of the chunk (Eq. 4, k < l: attention to itself is left out)."""
     token_inter: NDArray[np.float32] | None = None
-    """[num_tokens] attention of each token to all chunks before it together (the sum in Eq. 14)."""
+    """[num_tokens] attention of each token to all chunks before the chunk (the sum in Eq. 14)."""
     received: NDArray[np.float32] | None = None
     """[num_tokens] attention that each token received from all tokens computed with it (H2O)."""
 
@@ -42,7 +41,7 @@ class ContextMass:
         assert len(self.prefix) == len(self.prefix_lengths) == len(self.inter)
 
     def to_bytes(self) -> bytes:
-        """For a record on disk, whose checksum guards it."""
+        """Return the notes of a record on disk, whose checksum covers them."""
         tokens = b""
         if self.token_inter is not None and self.received is not None:
             tokens = self.token_inter.astype("<f4").tobytes() + self.received.astype("<f4").tobytes()
@@ -76,10 +75,10 @@ class ContextMass:
 
 
 def prefix_overlap(mass: ContextMass, new_prefix: Sequence[bytes]) -> float:
-    """beta, the share of its attention to chunks before it that went to chunks which are there again (Eq. 6).
+    """beta: share of its attention to earlier chunks that went to chunks of the new prefix (Eq. 6).
 
-    Sets are compared: neither order nor repetition counts. A chunk that paid nothing to any chunk before it, or that
-    had none, leaves nothing to share out: 1 if the new prefix has the same chunks, else 0.
+    Neither order nor repetition counts. Without attention to earlier chunks: 1 if the new prefix has the same chunks,
+    else 0.
     """
     total = float(mass.inter.sum(dtype=np.float64))
     again = set(new_prefix)
@@ -90,9 +89,9 @@ def prefix_overlap(mass: ContextMass, new_prefix: Sequence[bytes]) -> float:
 
 
 def order_penalty(old_prefix: Sequence[bytes], new_prefix: Sequence[bytes]) -> float:
-    """gamma, Kendall's tau distance of the chunks in both prefixes: the share of pairs whose order changed (Eq. 7).
+    """gamma: Kendall's tau distance of the common chunks, the share of pairs whose order changed (Eq. 7).
 
-    0 with fewer than two common chunks. A chunk that comes twice stands where it comes first.
+    0 with fewer than two common chunks. A repeated chunk counts at its first position.
     """
     place = {chunk: index for index, chunk in reversed(list(enumerate(new_prefix)))}
     places = [place[chunk] for chunk in dict.fromkeys(old_prefix) if chunk in place]
@@ -109,20 +108,20 @@ def adjusted_overlap(mass: ContextMass, new_prefix: Sequence[bytes]) -> float:
 
 
 def outside_influence(mass: ContextMass) -> float:
-    """a, its attention to the chunks before it, per pair of tokens and summed over chunks (Eq. 9)."""
+    """a: attention to earlier chunks per pair of tokens, summed over chunks (Eq. 9)."""
     shares = zip(mass.inter, mass.prefix_lengths, strict=True)
     return math.fsum(float(paid) / (mass.num_tokens * length) for paid, length in shares)
 
 
 def own_influence(mass: ContextMass) -> float:
-    """b, its attention to itself per pair of tokens (Eq. 9)."""
+    """b: attention within the chunk per pair of tokens (Eq. 9)."""
     return float(mass.intra) / mass.num_tokens**2
 
 
 def context_impact(outside: float, own: float) -> float:
-    """CCI = sigmoid(a / b), from 0.5: its KV owes nothing to other chunks, to 1: it owes them everything (Eq. 11).
+    """CCI = sigmoid(a / b), from 0.5 (KV independent of other chunks) to 1 (fully dependent) (Eq. 11).
 
-    With b = 0, as of a chunk of one token, it is the limit: 1, or 0.5 if a = 0 too.
+    With b = 0, as for a chunk of one token, the limit: 1, or 0.5 if a = 0.
     """
     if own <= 0:
         return 1.0 if outside > 0 else 0.5
@@ -130,29 +129,29 @@ def context_impact(outside: float, own: float) -> float:
 
 
 def fix_overhead(impact: float, overlap: float, alpha: float) -> float:
-    """CFO = alpha CCI (1 - beta'), clipped to [0, 1]: the share of its tokens to recompute (Eq. 12)."""
+    """CFO = alpha CCI (1 - beta'), clipped to [0, 1]: the share of tokens to recompute (Eq. 12)."""
     return min(1.0, max(0.0, alpha * impact * (1 - overlap)))
 
 
 def num_to_recompute(overhead: float, num_tokens: int) -> int:
-    """N = ceil(CFO |C|) (3.2.1); a product that is whole but for its last bits is not rounded up."""
+    """N = ceil(CFO |C|) (3.2.1); rounding errors in the last bits do not raise it."""
     return math.ceil(overhead * num_tokens * (1 - 1e-12))
 
 
 class AlphaCell(NamedTuple):
-    """What one alpha gave on a validation set."""
+    """Result of one alpha on a validation set."""
 
     alpha: float
     mean_overhead: float
-    """Mean CFO over its requests."""
+    """Mean CFO over the requests."""
     quality: float
-    """Mean score of its answers, such as F1."""
+    """Mean score of the answers, such as F1."""
 
 
 def choose_alpha(cells: Iterable[AlphaCell], desired: float) -> float | None:
-    """The alpha that recomputes least among those of at least the desired quality (Eq. 13); None if none has it.
+    """Return the alpha that recomputes least among those of the desired quality (Eq. 13); None if there is none.
 
-    Of equal overheads the better quality, then the smaller alpha.
+    Of equal overheads the better quality wins, then the smaller alpha.
     """
     good = [cell for cell in cells if cell.quality >= desired]
     if not good:

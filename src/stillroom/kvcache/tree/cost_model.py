@@ -1,8 +1,7 @@
-"""What computing and loading KV costs on this machine, measured once (`stillroom calibrate`).
+"""Cost profile: seconds to compute and to load KV on one machine, measured once by `stillroom calibrate`.
 
-T(cached, new) is the time to prefill `new` tokens after `cached` ones whose KV is there, between grid points by
-bilinear interpolation (RAGCache 5.1, Algorithm 1 lines 6 to 9). Beyond the grid the last cell goes on in a straight
-line.
+T(cached, new) is the time to prefill `new` tokens behind `cached` tokens whose KV is present. It is interpolated
+bilinearly between grid points (RAGCache 5.1, Algorithm 1 lines 6 to 9) and extrapolated from the last cell.
 """
 
 from bisect import bisect_right
@@ -14,7 +13,7 @@ from stillroom.core.kv import Tier
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Moving bytes from a tier to the device."""
+    """Transfer from a tier to the device."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -25,16 +24,16 @@ class Link:
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Measured times of one model on one machine."""
+    """Times of one model on one machine."""
 
     cached: tuple[int, ...]
-    """Grid: tokens that are there already, increasing, from 0; at least two."""
+    """Grid of tokens that have KV: at least two values, increasing, from 0."""
     new: tuple[int, ...]
-    """Grid: tokens to compute, increasing, from at least 1; at least two."""
+    """Grid of tokens to compute: at least two values, increasing, from at least 1."""
     seconds: tuple[tuple[float, ...], ...]
     """[len(cached)][len(new)]."""
     links: Mapping[Tier, Link] = field(default_factory=dict)
-    """For host and disk; where there is none, loading is taken to cost nothing."""
+    """Of host and disk; loading from a tier without a link costs nothing."""
 
     def __post_init__(self) -> None:
         assert len(self.cached) > 1 and len(self.new) > 1
@@ -43,7 +42,7 @@ class CostProfile:
         assert all(len(row) == len(self.new) and all(value > 0 for value in row) for row in self.seconds)
 
     def prefill_seconds(self, num_cached: int, num_new: int) -> float:
-        """T(cached, new); 0 for no new tokens."""
+        """Return T(cached, new); 0 without new tokens."""
         if num_new <= 0:
             return 0.0
         row, row_share = _cell(self.cached, num_cached)
@@ -54,7 +53,7 @@ class CostProfile:
         return max(low + column_share * (high - low), 1e-9)
 
     def load_seconds(self, tier: Tier, num_bytes: int) -> float:
-        """From this tier to the device."""
+        """Return the seconds to load this many bytes from a tier to the device."""
         link = self.links.get(tier)
         return 0.0 if link is None else link.seconds(num_bytes)
 
@@ -62,7 +61,7 @@ class CostProfile:
 def linear_profile(
     seconds_per_step: float, seconds_per_token: float, seconds_per_pair: float, links: Mapping[Tier, Link] | None = None
 ) -> CostProfile:
-    """A profile from three numbers: a step, each new token, and each pair of a new token and one it attends to."""
+    """Return a profile from seconds per step, per new token, and per pair of a new and an attended token."""
     cached, new = (0, 512, 2048, 8192), (1, 64, 256, 1024, 4096)
 
     def seconds(before: int, count: int) -> float:
@@ -74,6 +73,6 @@ def linear_profile(
 
 
 def _cell(grid: tuple[int, ...], value: int) -> tuple[int, float]:
-    """The cell a value lies in, or the nearest one, and how far into it."""
+    """Return the index of a value's grid cell, or of the nearest, and the value's relative offset in it."""
     index = bisect_right(grid, value, 1, len(grid) - 1) - 1
     return index, (value - grid[index]) / (grid[index + 1] - grid[index])

@@ -158,7 +158,7 @@ class Demoter:
 
     def _missing_on_disk(self, node: Node) -> list[Node]:
         """The node and its ancestors up to the first that is on disk, from the bottom."""
-        return list(takewhile(lambda one: not one.is_lower[Tier.DISK], chain((node,), node.ancestors())))
+        return list(takewhile(lambda above: not above.is_lower[Tier.DISK], chain((node,), node.ancestors())))
 
     def _copy_one_to_disk(self, node: Node) -> bool:
         source = Tier.DEVICE if node.block_ids is not None else Tier.HOST

@@ -1,7 +1,7 @@
-"""Who leaves a full tier first: a policy is a sort key over what is known of a node, smallest first.
+"""Eviction policies: sort keys over the statistics of a node; a full tier evicts the smallest first.
 
 `pgdsf` is RAGCache's (5.1, Algorithm 1); `gdsf`, `lru` and `lfu` are its baselines, `tamm` is llmds's, `reusability` is
-Cache-Craft's. `prefix_heat` is ours. Compared on the same tree by `stillroom bench policies`: docs/policies-bench.md
+Cache-Craft's, `prefix_heat` is this project's. `stillroom bench policies` compares them: docs/policies-bench.md
 """
 
 import math
@@ -12,24 +12,24 @@ from stillroom.core.kv import NodeKey
 
 
 class NodeUse(NamedTuple):
-    """A node at its last use, as one tier sees it."""
+    """Statistics of a node in one tier at its last use."""
 
     key: NodeKey
     num_tokens: int
     clock: float
-    """Of the tier: the largest priority that was ever evicted from it (RAGCache Eq. 2)."""
+    """The largest priority that this tier ever evicted (RAGCache Eq. 2)."""
     frequency: float
-    """Uses within the time window, this one included."""
+    """Uses within the time window, this use included."""
     avg_cost: float
-    """Seconds of computing per token, mean over the requests that had to compute it (RAGCache Eq. 3)."""
+    """Seconds per token, mean over the requests that computed it (RAGCache Eq. 3)."""
     cost_alone: float
     """Seconds per token to compute it with nothing before it."""
     cost_here: float
-    """Seconds per token to compute it where it stands, as part of a longer prefill: what keeping it saves."""
+    """Seconds per token to compute it at its position as part of a longer prefill: what keeping it saves."""
     recency: int
-    """Number of this use, counted over the whole tree."""
+    """Sequence number of this use among the uses of all nodes."""
     heat: float
-    """log2 of its uses with a half-life, those before an eviction included (`Node.heat`)."""
+    """log2 of its uses with a half-life, uses before an eviction included (`Node.heat`)."""
     depth: int
     """Chunks on its path (`Node.depth`)."""
     reusability: float = 0.0
@@ -45,17 +45,17 @@ def pgdsf(use: NodeUse) -> float:
 
 
 def gdsf(use: NodeUse) -> float:
-    """The same without an eye for prefixes: the cost is what the node alone would take."""
+    """clock + cost_alone * frequency: PGDSF without regard to the prefix."""
     return use.clock + use.cost_alone * use.frequency
 
 
 def lru(use: NodeUse) -> float:
-    """The least recently used."""
+    """Least recently used."""
     return float(use.recency)
 
 
 def lfu(use: NodeUse) -> float:
-    """The least used within the time window."""
+    """Least frequently used within the time window."""
     return use.frequency
 
 
@@ -67,15 +67,15 @@ def tamm(use: NodeUse) -> float:
 def prefix_heat(use: NodeUse) -> float:
     """log2 of uses * cost ** 0.2 / (1 + depth).
 
-    PGDSF's product with four changes: uses fade with a half-life and not with a clock; an eviction does not end their
-    memory; of two paths that were used alike the deeper end leaves first; and cost is the node's own and no mean over
-    requests. Its exponent is a compromise: with 1 fewer tokens are found, with 0 fewer seconds are saved.
+    PGDSF's product with four changes: uses fade with a half-life, not with a clock; they are remembered across an
+    eviction; of two paths used alike the deeper end is evicted first; and cost is the node's own, not a mean over
+    requests. The exponent 0.2 is a compromise: with 1 fewer tokens hit, with 0 fewer seconds are saved.
     """
     return use.heat + 0.2 * math.log2(use.cost_here) - math.log2(1 + use.depth)
 
 
 def reusability(use: NodeUse) -> float:
-    """f_r, 1 / CFO added up over its uses (Cache-Craft 3.3)."""
+    """f_r, the sum of 1 / CFO over its uses (Cache-Craft 3.3)."""
     return use.reusability
 
 

@@ -1,4 +1,4 @@
-"""A node of the knowledge tree: one piece of a prompt after one exact sequence of earlier ones, and where its KV is."""
+"""A node of the knowledge tree: one piece of a prompt after one exact sequence of pieces, and where its KV is."""
 
 import math
 from collections.abc import Iterator
@@ -9,9 +9,10 @@ from stillroom.kvcache.tree.chunk_scores import ContextMass
 
 
 class WindowedCount:
-    """Uses within the last `window_seconds`, nearly: this window's, and the last one's as far as it still counts.
+    """Approximate number of uses within the last `window_seconds`.
 
-    Exact at window borders; in between it takes the last window's uses as evenly spread. An infinite window counts all.
+    Counts this window, and the previous one by the share that still lies within reach, as if its uses were evenly
+    spread. An infinite window counts all uses.
     """
 
     __slots__ = ("_before", "_now", "_start", "_window")
@@ -23,15 +24,15 @@ class WindowedCount:
         self._now = 0.0
 
     def add(self, now: float, count: float = 1.0) -> None:
-        self._turn(now)
+        self._roll(now)
         self._now += count
 
     def value(self, now: float) -> float:
-        self._turn(now)
+        self._roll(now)
         share = 1.0 - (now - self._start) / self._window
         return self._now + self._before * share
 
-    def _turn(self, now: float) -> None:
+    def _roll(self, now: float) -> None:
         if now - self._start < self._window:
             return
         is_next = now - self._start < 2 * self._window
@@ -41,7 +42,7 @@ class WindowedCount:
 
 
 class Node:
-    """Only the knowledge tree changes it."""
+    """Changed by the knowledge tree only."""
 
     __slots__ = (
         "avg_cost",
@@ -92,42 +93,41 @@ class Node:
         self.parent = parent
         self.children: dict[NodeKey, Node] = {}
         self.content = content
-        """Hash of model, tenant and its tokens, wherever they stand."""
+        """Hash of model, tenant and its tokens, independent of position."""
         self.before = before
-        """Contents of the chunks that stood before it when its KV was computed, in order, as far as is known."""
+        """Contents of the chunks before it when its KV was computed, in order, as far as is known."""
         self.detached_seen = detached_seen
-        """Chunks whose text its KV has seen, its own included, where it hangs from no path; empty where its path says
-        so."""
+        """Chunks whose text the KV of a detached node has seen, its own included; empty for a node on a path."""
         self.first_position = first_position
         self.num_tokens = num_tokens
         self.chunk_id = chunk_id
         self.owner = owner
         self.block_ids: list[BlockId] | None = None
-        """Its blocks on the device, which the tree holds one reference to; None if it is not there."""
+        """Its blocks on the device, to which the tree holds one reference; None if it is not there."""
         self.is_lower = {Tier.HOST: False, Tier.DISK: False}
         """Whether there is a copy on host and disk."""
         self.disk_bytes = 0
         """Size of the copy on disk, while there is one."""
         self.num_users = 0
-        """Running sequences whose prompt begins with this path. Nothing of a node in use is evicted."""
+        """Running sequences whose prompt begins with this path. No copy of a node in use is evicted."""
         self.num_children_in = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 0}
         self.depth: int = (0 if parent is None else parent.depth) + (chunk_id is not None)
-        """Chunks on its path, itself included: each was one more choice of the search. Pieces of one text are none."""
+        """Chunks on its path, itself included; pieces without a chunk do not count."""
         self.heat = -math.inf
-        """log2 of its uses, each weighing twice as much as one that is a half-life older; see `add_use`."""
+        """log2 of its uses, where a use counts twice as much as a use that is a half-life older; see `add_use`."""
         self.mass: ContextMass | None = None
-        """What its tokens attended to when it was computed; None if nobody measured it."""
+        """What its tokens attended to when it was computed; None if that was not measured."""
         self.reusability = 0.0
-        """f_r: 1 / CFO of all its placements, added up (Cache-Craft 3.3)."""
+        """f_r: the sum of 1 / CFO over its placements (Cache-Craft 3.3)."""
         self.frequency = frequency
         self.avg_cost = cost_alone
         self.num_computed = 0
-        """Requests that `avg_cost` is the mean of."""
+        """Requests over which `avg_cost` is the mean."""
         self.cost_alone = cost_alone
         self.cost_here = cost_here
         self.recency = 0
         self.priority = {Tier.DEVICE: 0.0, Tier.HOST: 0.0, Tier.DISK: 0.0}
-        """By tier, as of its last use."""
+        """By tier, at its last use."""
 
     def is_in(self, tier: Tier) -> bool:
         """Whether a copy is in this tier."""
@@ -135,7 +135,7 @@ class Node:
 
     @property
     def tier(self) -> Tier | None:
-        """The fastest tier with a copy; None if there is none left."""
+        """The fastest tier with a copy; None without copies."""
         if self.block_ids is not None:
             return Tier.DEVICE
         if self.is_lower[Tier.HOST]:
@@ -149,23 +149,26 @@ class Node:
         return path | self.detached_seen
 
     def ancestors(self) -> "Iterator[Node]":
-        """The nodes of its path before it, nearest first."""
+        """Yield the nodes above it on its path, nearest first."""
         node = self.parent
         while node is not None:
             yield node
             node = node.parent
 
     def add_use(self, half_lives: float) -> None:
-        """
+        """Count a use in `heat`.
+
+        Later uses count more, by 2 ** half_lives, so heat changes only when the node is used and can be a sort key
+        (LRFU, Lee et al. 2001).
+
         Args:
-            half_lives: now. Instead of letting old uses fade, later ones weigh more, 2 ** now: so heat changes only
-                when the node is used, and is a sort key (LRFU, Lee et al. 2001).
+            half_lives: elapsed until now.
         """
         high, low = max(self.heat, half_lives), min(self.heat, half_lives)
         self.heat = high + math.log2(1.0 + 2.0 ** (low - high))
 
     def add_cost(self, seconds_per_token: float) -> None:
-        """One more request had to compute it (RAGCache Algorithm 1, lines 10 to 12)."""
+        """Add a request that computed it to the mean cost (RAGCache Algorithm 1, lines 10 to 12)."""
         self.num_computed += 1
         self.avg_cost += (seconds_per_token - self.avg_cost) / self.num_computed
 

@@ -1,12 +1,12 @@
-"""A prompt as pieces that can be kept, each named by a SHA-256 chain over everything before it (llmds 3.2).
+"""Cuts a prompt into pieces that can be kept; the key of each is a SHA-256 chain over everything before it (llmds 3.2).
 
-A piece begins at a block boundary. A segment before the last is one piece, which is a node of the knowledge tree
-(RAGCache 5.1: one document). The last segment holds what is asked; it is cut into pieces of `tail_tokens`, so that a
-long conversation or a raw prompt is shared as far as it agrees, and a short question is not kept at all. What is left
-of it, and at least the prompt's last token, is always computed.
+A piece begins at a block boundary. Each segment but the last is one piece and one node of the knowledge tree (RAGCache
+5.1: one document). The last segment holds the question and is cut into pieces of `tail_tokens`: long conversations and
+raw prompts share KV as far as they agree, and a short question is not kept. The rest of the last segment, at least the
+prompt's last token, is always computed.
 
-Two pieces have equal keys exactly if model, tenant, all earlier tokens, the way they are cut and their own tokens are
-the same (SHA-256 taken as injective). Keys say nothing about documents: two that read the same share KV.
+Two pieces have equal keys exactly if model, tenant, all earlier tokens, their cuts and their own tokens are equal
+(SHA-256 taken as injective). Documents with equal tokens share KV.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class Piece:
     key: NodeKey
     parent: NodeKey
     content: bytes
-    """Hash of model, tenant and its tokens, wherever they stand."""
+    """Hash of model, tenant and its tokens, independent of position."""
     start: int
     num_tokens: int
     segment: int
@@ -43,8 +43,7 @@ class Piece:
 
 
 def piece_ends(prompt: SegmentedPrompt, tail_tokens: int) -> list[int]:
-    """Where the pieces of a prompt end: each segment but the last is one piece, and the last is cut into pieces of
-    `tail_tokens`, which leave at least its last token uncovered."""
+    """Return the positions where the pieces of a prompt end."""
     ends, start = [], 0
     for segment in prompt.segments[:-1]:
         start += len(segment.token_ids)
@@ -54,23 +53,23 @@ def piece_ends(prompt: SegmentedPrompt, tail_tokens: int) -> list[int]:
 
 
 class PrefixKeys:
-    """Names pieces for one model."""
+    """Cuts prompts into pieces and computes their keys, for one model."""
 
     def __init__(self, fingerprint: bytes, tail_tokens: int) -> None:
         """
         Args:
-            fingerprint: of the model: weights, dtype, everything that KV depends on but tokens.
+            fingerprint: hash of everything but tokens that KV depends on: weights, dtype and so on.
             tail_tokens: length of a piece of the last segment; a multiple of the block size.
         """
         self.fingerprint = fingerprint
         self.tail_tokens = tail_tokens
 
     def root(self, salt: str = "") -> NodeKey:
-        """What the first piece of every prompt of a tenant hangs from; tenants of different salt share nothing."""
+        """Return the parent key of a tenant's first pieces; tenants of different salts share no KV."""
         return NodeKey(hashlib.sha256(b"\0".join((_ROOT, self.fingerprint, salt.encode()))).digest())
 
     def pieces(self, prompt: SegmentedPrompt, salt: str = "") -> tuple[Piece, ...]:
-        """In order of position; what they leave uncovered is the end of the last segment."""
+        """Return the pieces of a prompt in order of position; the end of the last segment is in none."""
         found: list[Piece] = []
         root, owner, start = self.root(salt), owner_of(salt), 0
         parent = root

@@ -1,8 +1,8 @@
-"""What kept KV has seen: the chunks and messages that its tokens attended to, and which requests may use it therefore.
+"""Provenance of kept KV: the chunks and messages that its tokens attended to ("seen"), and which requests may use it.
 
-A node on an exact path has seen that path and nothing else. A node that hangs from none has seen every chunk before it
-in its prompt, and all that the placed nodes among those had seen. Its key is a hash of that set, so two copies of
-different provenance never share a name, and a set that does not belong to a copy is not accepted for it.
+A node on an exact path has seen that path and nothing else. A detached node, which has no parent, has seen every chunk
+before it in its prompt, and all that the placed nodes among those had seen. Its key hashes that set, so nodes of
+different provenance have different keys, and a set that does not match the key is refused.
 """
 
 import hashlib
@@ -17,51 +17,51 @@ from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import Piece
 
 MAX_SEEN = 256
-"""Chunks that a node which hangs from none may have seen; one that has seen more is not kept. It bounds what the
-removal of one document takes along."""
+"""Most chunks that a detached node may have seen; KV that has seen more is not kept. Bounds what the removal of one
+document drops."""
 
-_ALONE = b"anywhere"
+_DETACHED = b"anywhere"
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the KV of a node that hangs from none depends on, besides its own tokens."""
+    """What the KV of a detached node depends on besides its own tokens."""
 
     before: tuple[bytes, ...]
-    """Contents of the chunks that stood before it, in order."""
+    """Contents of the chunks before it, in order."""
     seen: frozenset[ChunkId]
-    """Chunks whose text it has seen, its own included."""
+    """Chunks it has seen, its own included."""
     system: bytes = NO_CONTENT
     """Content of the prompt's system message."""
 
 
 def detached_key(content: bytes, first_position: int, seen: Iterable[ChunkId], system: bytes) -> NodeKey:
-    """The key of a node that hangs from none."""
+    """Return the key of a detached node."""
     ids = b"".join(chunk_id.to_bytes(8, "little") for chunk_id in sorted(seen))
-    return NodeKey(hashlib.sha256(_ALONE + content + first_position.to_bytes(8, "little") + system + ids).digest())
+    return NodeKey(hashlib.sha256(_DETACHED + content + first_position.to_bytes(8, "little") + system + ids).digest())
 
 
 def system_of(pieces: Sequence[Piece]) -> bytes:
-    """The content of a prompt's system message; `NO_CONTENT` if it has none."""
+    """Return the content of a prompt's system message; `NO_CONTENT` without one."""
     return pieces[0].content if pieces and pieces[0].kind is SegmentKind.SYSTEM else NO_CONTENT
 
 
 def saw_other_messages(node: Node, system: bytes) -> bool:
-    """Whether its KV has seen a message other than this system message."""
-    return any(one.chunk_id is None and one.content != system for one in node.ancestors())
+    """Whether the KV of a node has seen a message other than this system message."""
+    return any(ancestor.chunk_id is None and ancestor.content != system for ancestor in node.ancestors())
 
 
-class View:
-    """Which nodes one request may place: those whose KV has seen nothing that the request may not see.
+class PlaceableNodes:
+    """Decides which nodes a request may place: those whose KV has seen nothing that the request may not see.
 
-    A request may see its own prompt and the chunks that its filter allows. Messages (the system message, earlier turns
-    of a conversation) may quote any document, so KV that has seen one is used only where the prompt holds it too.
+    A request may see its own prompt and the chunks that its filter allows. A message (the system message, an earlier
+    turn) may quote any document, so KV that has seen a message is used only if the prompt contains it too.
     """
 
     def __init__(self, pieces: Sequence[Piece], may_see: MaySee | None) -> None:
         """
         Args:
-            may_see: of chunks outside the prompt; None allows every chunk of the request's tenant.
+            may_see: decides on chunks outside the prompt; None allows every chunk of the request's tenant.
         """
         self._messages = {piece.content for piece in pieces if piece.chunk_id is None}
         self._own = {piece.chunk_id for piece in pieces if piece.chunk_id is not None}
@@ -70,18 +70,19 @@ class View:
         self._known: dict[NodeKey, bool] = {}
 
     def may_place(self, node: Node) -> bool:
-        """Asks about each node once."""
+        """Whether the request may place a node; decided once for each node."""
         known = self._known.get(node.key)
         if known is None:
             known = self._known[node.key] = self._may_place(node)
         return known
 
     def _may_place(self, node: Node) -> bool:
-        if not all(one.chunk_id is not None or one.content in self._messages for one in node.ancestors()):
+        messages = (ancestor.content for ancestor in node.ancestors() if ancestor.chunk_id is None)
+        if not self._messages.issuperset(messages):
             return False
         if node.detached_seen:
             key = detached_key(node.content, node.first_position, node.detached_seen, self._system)
-            if key != node.key:  # behind another system message, or of unknown provenance
+            if key != node.key:  # after another system message, or of unknown provenance
                 return False
         others = node.seen - self._own
         return self._may_see is None or not others or self._may_see(others)

@@ -180,7 +180,7 @@ class TierState:
         self._update_queues(node, (tier,))
 
     def shield(self, node: Node | None) -> None:
-        """Protect this one node from eviction from disk until another node, or None, is shielded."""
+        """Do not evict this node from disk until another node, or None, is shielded."""
         before, self._shielded = self._shielded, node
         for changed in (before, node):
             if changed is not None:

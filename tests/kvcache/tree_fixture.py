@@ -51,14 +51,14 @@ class TreeFixture:
     def admit(self, lease: Lease) -> int | None:
         return self.manager.try_admit(lease, [len(segment.token_ids) for segment in lease.prompt.segments])
 
-    def serve(self, *documents: int, question: int = 2, beside: Sequence[Lease] = ()) -> Lease:
+    def serve(self, *documents: int, question: int = 2, running: Sequence[Lease] = ()) -> Lease:
         """A request from beginning to end; the lease is returned empty, with its report."""
         lease = self.lease(*documents, question=question)
         cached = self.admit(lease)
         assert cached is not None
         self.compute(lease)
         self.manager.release(lease)
-        self.check(*beside)
+        self.check(*running)
         return lease
 
     def compute(self, lease: Lease) -> None:
