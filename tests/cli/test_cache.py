@@ -85,7 +85,7 @@ def test_verify_says_why_it_removes_nothing(run: Run, records: list[Path], tmp_p
     assert barred.code == 0 and "cannot be written" in barred.err and "another process" not in barred.err
     assert "a server" not in barred.err and "only reported" in barred.err
     server = DiskStore(Path("kb") / KV_FOLDER, MODEL)
-    assert "another process or room keeps the KV cache" in run("cache", "verify", "--kb", "kb").err
+    assert "another process or instance writes the KV cache" in run("cache", "verify", "--kb", "kb").err
     server.close()
 
 

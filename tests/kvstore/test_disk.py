@@ -16,7 +16,7 @@ import pytest
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey
 from stillroom.kvstore import disk
-from stillroom.kvstore.disk import DiskStore, make_room_beside
+from stillroom.kvstore.disk import DiskStore, shrink_other_models
 from stillroom.kvstore.files import folder_of, path_of, remove_file, size_on_disk
 from stillroom.kvstore.record import PAGE_SIZE, VERSION, Defect, header_size_of
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record, sealed
@@ -256,7 +256,7 @@ def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog:
     reader = DiskStore(tmp_path, MODEL)
     assert (writer.is_writer, reader.is_writer) == (True, False)
     assert [level for _, level, _ in caplog.record_tuples] == [logging.WARNING]
-    assert "another process or room keeps the KV cache of this knowledge base" in caplog.text
+    assert "another process or instance writes the KV cache of this knowledge base" in caplog.text
     assert not reader.write(record(9), *sealed(9))
     reader.remove(key(0))
     assert [read(reader, key(n)) for n in range(3)] == [payload(n) for n in range(3)]
@@ -288,8 +288,8 @@ def test_a_writer_whose_folder_was_removed_stops_where_another_process_writes_no
     assert not first.write(record(1), *sealed(1)) and not first.is_writer
     assert not first.records() and first.num_bytes == 0
     assert read(second, key(1)) == payload(5) and len(files_in(tmp_path)) == 1
-    assert caplog.text.count("was removed or replaced under this process") == 1
-    assert "another process or room keeps the KV cache" in caplog.text
+    assert caplog.text.count("was removed or replaced while this process used it") == 1
+    assert "another process or instance writes the KV cache" in caplog.text
 
 
 def test_a_writer_whose_folder_was_removed_makes_and_locks_it_again(
@@ -300,7 +300,7 @@ def test_a_writer_whose_folder_was_removed_makes_and_locks_it_again(
     assert store.write(record(7), *sealed(7)) and store.is_writer
     assert [one.key for one, _ in store.records()] == [key(7)] and read(store, key(7)) == payload(7)
     assert not DiskStore(tmp_path / "kv", MODEL).is_writer
-    assert caplog.text.count("was removed or replaced under this process") == 1
+    assert caplog.text.count("was removed or replaced while this process used it") == 1
 
 
 def test_a_writer_whose_lock_file_was_removed_keeps_its_own_records_only(tmp_path: Path) -> None:
@@ -328,12 +328,12 @@ def test_other_models_make_room_the_one_stored_longest_ago_first(tmp_path: Path)
             os.utime(path_of(store.folder, key(n)), (100 * seconds + n, 100 * seconds + n))
         store.close()
     own = filled(tmp_path)
-    assert make_room_beside(tmp_path, MODEL, 6 * size) == 6 * size
-    assert make_room_beside(tmp_path, MODEL, 5 * size - 1) == 4 * size
+    assert shrink_other_models(tmp_path, MODEL, 6 * size) == 6 * size
+    assert shrink_other_models(tmp_path, MODEL, 5 * size - 1) == 4 * size
     older, newer = DiskStore(tmp_path, b"a" * 32), DiskStore(tmp_path, b"b" * 32)
     assert [older.has(key(n)) for n in range(3)] == [True, False, False]
     older.close()
-    assert make_room_beside(tmp_path, MODEL, 0) == 3 * size, "who writes now keeps its own"
+    assert shrink_other_models(tmp_path, MODEL, 0) == 3 * size, "who writes now keeps its own"
     assert all(newer.has(key(n)) and own.has(key(n)) for n in range(3)) and len(files_in(tmp_path)) == 6
 
 
@@ -349,5 +349,5 @@ def test_who_starts_while_others_make_room_becomes_the_writer(tmp_path: Path, mo
 
     monkeypatch.setattr(disk, "remove_file", removing)
     with ThreadPoolExecutor(1) as pool:
-        make_room_beside(tmp_path, OTHER_MODEL, 0)
+        shrink_other_models(tmp_path, OTHER_MODEL, 0)
     assert opened[0].result().is_writer

@@ -50,7 +50,7 @@ def test_a_second_process_reads_and_is_told(tmp_path: Path) -> None:
     assert store.write(record(1), *sealed(1))
     output, errors = start(READS, tmp_path).communicate(timeout=60)
     assert output.split() == ["False", "1", "True", "False"], errors
-    assert "another process or room keeps the KV cache of this knowledge base" in errors
+    assert "another process or instance writes the KV cache of this knowledge base" in errors
     store.close()
     output, errors = start(READS, tmp_path).communicate(timeout=60)
     assert output.split() == ["True", "1", "True", "True"] and not errors

@@ -1,11 +1,11 @@
-"""The KV bytes on the compute device: one K and one V tensor per layer, addressed by slot.
+"""KV on the compute device: one K and one V tensor per layer, addressed by slot.
 
-Slot `block_id * block_size + offset` belongs to the block of that id; who may write it is `kvcache`'s decision. Slots
-that were never written hold garbage, and nobody may attend to them. After the last block come the slots of one more,
-which no pool knows of: rows that only pad a step write there.
+Slot `block_id * block_size + offset` belongs to the block of that id; `kvcache` decides what writes to it. Slots that
+were never written hold garbage and must not be attended to. After the last block come the slots of one more block,
+which is in no pool: the padding rows of a step write there.
 
-With `preload_layers` what comes from elsewhere is copied by another thread, and everything here waits for it as far as
-it needs it; see `layer_copies`.
+With `preload_layers`, `scatter` and `place` copy in another thread, and every method waits for the copies it depends
+on; see `layer_copies`.
 """
 
 import logging
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token's KV looks like in a model."""
+    """Shape of one token's KV in a model."""
 
     num_layers: int
     num_kv_heads: int
@@ -43,12 +43,12 @@ class KVShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def of_node(self, num_tokens: int) -> tuple[int, int, int, int, int]:
-        """Shape of a node's KV away from its slots: [2, L, T, G, D], K first."""
+        """Shape of a node's KV outside its slots: [2, L, T, G, D], K first."""
         return (2, self.num_layers, num_tokens, self.num_kv_heads, self.head_dim)
 
 
 class DeviceStore:
-    """Room for `num_blocks` blocks of `block_size` tokens."""
+    """KV of `num_blocks` blocks of `block_size` tokens."""
 
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.shape = shape
@@ -57,22 +57,22 @@ class DeviceStore:
         self._device = device
         self.k_LSGD, self.v_LSGD = self._allocated()
         self.is_lost = False
-        """Whether what was written here is gone; see `lose`."""
+        """Whether the contents are lost; see `lose`."""
         self._is_on_host = device.type == "cpu"
         self._copies: LayerCopies | None = None
 
     def preload_layers(self) -> None:
-        """From now on, copy in another thread what is scattered and placed, layer by layer, where kernels do it."""
+        """Let `scatter` and `place` copy layer by layer in another thread, where kernels support it."""
         if self._is_on_host and self._has_kernels:
             self._copies = LayerCopies(self.shape.num_layers)
 
     @property
     def preloads_layers(self) -> bool:
-        """Whether what is scattered and placed is read after the return, and must stay as it is."""
+        """Whether `scatter` and `place` read their source after they return, so that it must not change."""
         return self._copies is not None
 
     def settle(self) -> None:
-        """Wait until everything is there that was scattered or placed. If that fails, all that is here is lost."""
+        """Wait until `scatter` and `place` are complete. If one failed, the contents are lost."""
         if self._copies is None:
             return
         try:
@@ -81,13 +81,13 @@ class DeviceStore:
             self._fail()
 
     def close(self) -> None:
-        """End the other thread."""
+        """End the copying thread."""
         if self._copies is not None:
             self._copies.close()
             self._copies = None
 
     def lose(self) -> None:
-        """As if the device had failed (a drill for RAGCache 6): nothing here can be read, and the next step notices."""
+        """Simulate a failed device (a drill for RAGCache 6): overwrite the contents; the next step notices."""
         if self._copies is not None:
             self._copies.drop()
         self.k_LSGD.fill_(float("nan"))
@@ -95,13 +95,12 @@ class DeviceStore:
         self.is_lost = True
 
     def reset(self) -> None:
-        """Ready for use again, empty, in memory that is allocated anew. If there is none, this raises and all stays
-        lost."""
+        """Allocate new, empty memory after a loss. Raises, and the contents stay lost, if there is none."""
         if self._copies is not None:
             self._copies.drop()
         self.is_lost = True
         nothing = torch.empty(0, dtype=self.shape.dtype)
-        self.k_LSGD, self.v_LSGD = nothing, nothing  # so that their memory can be had again
+        self.k_LSGD, self.v_LSGD = nothing, nothing  # frees the old memory first
         self.k_LSGD, self.v_LSGD = self._allocated()
         self.is_lost = False
 
@@ -113,7 +112,7 @@ class DeviceStore:
         """K and V of one layer, each [S, G, D]; writes go through to the store.
 
         Raises:
-            DeviceLostError: what should be in it could not be copied there.
+            DeviceLostError: KV could not be copied to it.
         """
         if self._copies is not None:
             try:
@@ -138,10 +137,10 @@ class DeviceStore:
         """Copy the first `num_tokens` slots of these blocks, in order.
 
         Args:
-            out: where to, contiguous [2, L, T, G, D], on this device or on the host; None for a new tensor here.
+            out: target, contiguous [2, L, T, G, D], on this device or on the host; None for a new tensor here.
 
         Returns:
-            `out`, when all of it is there.
+            The target, complete.
         """
         self.settle()
         runs = _runs(block_ids, num_tokens, self.block_size)
@@ -168,16 +167,16 @@ class DeviceStore:
         """
         self.settle()
         runs = _runs(block_ids, num_tokens, self.block_size)
-        wanted = [run.slots for run in runs] if self._is_on_host or len(runs) == 1 else [self._slots(runs)]
-        sums = [kv[:, slots].sum(dtype=torch.float32) for kv in (self.k_LSGD, self.v_LSGD) for slots in wanted]
+        slot_sets = [run.slots for run in runs] if self._is_on_host or len(runs) == 1 else [self._slots(runs)]
+        sums = [kv[:, slots].sum(dtype=torch.float32) for kv in (self.k_LSGD, self.v_LSGD) for slots in slot_sets]
         return bool(torch.stack(sums).isfinite().all())
 
     def scatter(self, block_ids: Sequence[BlockId], kv_2LTGD: torch.Tensor) -> None:
-        """Copy a node's KV into the first slots of these blocks; other slots keep what they have.
+        """Copy a node's KV into the first slots of these blocks; other slots do not change.
 
         Args:
-            kv_2LTGD: contiguous, on this device or on the host, which may be overwritten after the return, unless
-                layers are preloaded.
+            kv_2LTGD: contiguous, on this device or on the host; may be overwritten after the return unless
+                `preloads_layers`.
         """
         assert kv_2LTGD.is_contiguous() and kv_2LTGD.dtype == self.shape.dtype, kv_2LTGD.dtype
         runs = _runs(block_ids, kv_2LTGD.shape[2], self.block_size)
@@ -205,10 +204,10 @@ class DeviceStore:
         block_ids: Sequence[BlockId],
         turns: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Copy a node's KV into the first slots of these blocks, its keys turned on the way.
+        """Copy a node's KV into the first slots of these blocks with its keys rotated.
 
         Args:
-            source: this store, where the node is in `source_block_ids`; or its KV, as for `scatter`.
+            source: this store, with the node in `source_block_ids`; or the node's KV, as for `scatter`.
             turns: of `ops.rope.turns`, for its T tokens.
         """
         num_tokens = turns[0].shape[1]
@@ -238,7 +237,7 @@ class DeviceStore:
         self._carry_out(copy)
 
     def _allocated(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for K and V, each [L, S, G, D]."""
+        """Allocate K and V, each [L, S, G, D]."""
         num_slots = self.scratch_slot + self.block_size
         size = (self.shape.num_layers, num_slots, self.shape.num_kv_heads, self.shape.head_dim)
         k_LSGD, v_LSGD = (torch.empty(size, dtype=self.shape.dtype, device=self._device) for _ in range(2))
@@ -249,14 +248,14 @@ class DeviceStore:
         return self.shape.dtype in (torch.float32, torch.bfloat16)
 
     def _carry_out(self, copy: Callable[[slice], None]) -> None:
-        """Now, or layer by layer in another thread."""
+        """Run a copy now, or queue it for the copying thread."""
         if self._copies is None:
             copy(slice(None))
         else:
             self._copies.add(copy)
 
     def _fail(self) -> None:
-        logger.warning("copying KV to the device failed; all that is there counts as lost", exc_info=True)
+        logger.warning("copying KV to the device failed; all KV there counts as lost", exc_info=True)
         self.is_lost = True
 
     def _slots(self, runs: list["_SlotRun"]) -> torch.Tensor:
@@ -266,14 +265,14 @@ class DeviceStore:
 
 @dataclass(frozen=True, slots=True)
 class _SlotRun:
-    """Tokens of a node whose slots follow each other."""
+    """Tokens of a node in consecutive slots."""
 
     slots: slice
     tokens: slice
 
 
 def _runs(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> list[_SlotRun]:
-    """The longest runs that the first `num_tokens` slots of these blocks make."""
+    """Return the longest runs of consecutive slots among the first `num_tokens` slots of these blocks."""
     assert (len(block_ids) - 1) * block_size < num_tokens <= len(block_ids) * block_size, (block_ids, num_tokens)
     breaks = [i for i in range(1, len(block_ids)) if block_ids[i] != block_ids[i - 1] + 1]
     runs = []
@@ -285,7 +284,7 @@ def _runs(block_ids: Sequence[BlockId], num_tokens: int, block_size: int) -> lis
 
 
 def _bytes(kv_LTGD: torch.Tensor) -> NDArray[np.uint8]:
-    """The same memory as bytes, [L, T, B]; NumPy, which has no bfloat16, copies them on this thread alone."""
+    """View as bytes, [L, T, B], for NumPy, which has no bfloat16 and copies on the calling thread only."""
     return kv_LTGD.view(torch.uint8).flatten(2).numpy()
 
 

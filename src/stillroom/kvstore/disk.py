@@ -1,9 +1,9 @@
-"""KV on disk: one file per node, immutable, verified at every read. No torch.
+"""KV on disk: one immutable file per node, verified at every read. No torch.
 
-Invariant: `read` gives exactly the bytes that `write` was given for that key and model, or says no. One process writes
-to a model's folder, any number read it; whoever is killed, and wherever, leaves whole records and at most one temporary
-file, which the next writer removes. Nothing is synced to the disk: after a power cut a file may be torn, and then its
-checksum says so. Design: docs/kv-records.md
+Invariant: `read` returns exactly the bytes that `write` stored for that key and model, or fails. One process writes to
+a model's folder, any number read it. A process killed at any point leaves whole records and at most one temporary file,
+which the next writer removes. Files are not synced: a file torn by a power cut fails its checksum. Design:
+docs/kv-records.md
 """
 
 import contextlib
@@ -45,40 +45,40 @@ logger = logging.getLogger(__name__)
 
 _LOCK = "writer.lock"
 _PATIENCE_SECONDS = 0.5
-"""How long a store tries to become the writer: whoever makes room beside holds the lock for a record at a time."""
+"""How long a store tries to become the writer; `shrink_other_models` holds the lock for a record at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordCheck:
-    """What `DiskStore.verify` found."""
+    """Result of `DiskStore.verify`."""
 
     num_records: int
     """Records that verified."""
     num_bytes: int
     """Their size on disk."""
     failures: Mapping[NodeKey, Defect]
-    """Records that did not, since the store was opened; a writer has removed them."""
+    """Records that failed since the store was opened; a writer has removed them."""
 
 
 class DiskStore:
     """The records of one model in a knowledge base's folder of KV.
 
-    Used by one thread. Problems of the disk are never raised: what cannot be read is a miss, what cannot be written is
-    not stored, and both are counted.
+    Used by one thread. Disk errors are never raised: a record that cannot be read is a miss, a record that cannot be
+    written is not stored, and both are counted.
     """
 
     def __init__(self, root: Path, fingerprint: bytes) -> None:
-        """Opens the folder, as its writer if nobody else is, and reads the header of every record.
+        """Open the folder, as its writer if it has none, and read the header of every record.
 
         Args:
             root: folder of all models' KV; made if missing.
-            fingerprint: 32 bytes that name the model, its weights, and the type and layout of its KV.
+            fingerprint: 32 bytes that identify the model, its weights, and the type and layout of its KV.
         """
         assert len(fingerprint) == FINGERPRINT_SIZE, fingerprint
         self.folder = folder_of(root, fingerprint)
         self.fingerprint = fingerprint
         self.verify_failures: Counter[Defect] = Counter()
-        """Records that did not verify, by reason."""
+        """Records that failed verification, by reason."""
         self.num_write_failures = 0
         """Records that could not be written."""
         self._entries: dict[NodeKey, tuple[NodeRecord, int]] = {}
@@ -90,27 +90,27 @@ class DiskStore:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process stores and removes records; otherwise it only reads them."""
+        """Whether this process may store and remove records; otherwise it only reads them."""
         return self._lock is not None
 
     @property
     def num_bytes(self) -> int:
-        """Size on disk of all records that this store knows."""
+        """Size on disk of all known records."""
         return self._num_bytes
 
     def records(self) -> list[tuple[NodeRecord, int]]:
-        """Every record known to be there and its size on disk in bytes. Payloads are verified when they are read."""
+        """Return every known record and its size on disk in bytes. Payloads are verified when they are read."""
         return list(self._entries.values())
 
     def has(self, key: NodeKey) -> bool:
-        """Whether the record is known to be there."""
+        """Whether the record is known."""
         return key in self._entries
 
     def write(self, record: NodeRecord, payload: Buffer, checksum: bytes) -> bool:
-        """Store a node's KV in place of what there is of it. False if that failed, and then nothing of it is left.
+        """Store a node's KV and replace what is stored of it; False, and nothing of it is left, if that fails.
 
         Args:
-            checksum: of the payload, computed when it was gathered from the device; stored as it is.
+            checksum: of the payload, computed when it was gathered from the device.
         """
         if not self._may_write():
             return False
@@ -132,10 +132,10 @@ class DiskStore:
         return True
 
     def read(self, key: NodeKey, into: memoryview) -> bool:
-        """Read a node's KV into a buffer of exactly its size. If False, the buffer holds nothing of use.
+        """Read a node's KV into a buffer of exactly its size; False, and the buffer is garbage, if that fails.
 
-        A record that does not verify is counted and removed; one that is gone is only a miss. One that cannot be opened
-        just now, for want of file descriptors, say, stays.
+        A record that fails verification is counted and removed. A missing record is a miss. A record that cannot be
+        opened just now, for example for lack of file descriptors, stays.
         """
         try:
             found = read_payload(path_of(self.folder, key), self.fingerprint, into)
@@ -148,20 +148,20 @@ class DiskStore:
         if isinstance(found, Header):
             return True
         self._reject(key, found)
-        logger.warning("stored KV %s does not verify (%s) and will be computed again", key.hex()[:16], found.value)
+        logger.warning("stored KV %s failed verification (%s) and will be computed again", key.hex()[:16], found.value)
         return False
 
     def remove(self, key: NodeKey) -> None:
-        """Forget a node. Does nothing if it is not there, or if somebody else is the writer."""
+        """Remove a record. Does nothing if it is missing or another process is the writer."""
         if self._may_write():
             self._forget(key)
             remove_file(path_of(self.folder, key))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> RecordCheck:
-        """Read and check every record.
+        """Read and verify every record.
 
         Args:
-            progress: told how many records were read, and how many there are, after each.
+            progress: called after each record with the number of records read and of all records.
         """
         num_records = num_bytes = 0
         buffer = bytearray()
@@ -178,7 +178,7 @@ class DiskStore:
         return RecordCheck(num_records, num_bytes, dict(self._rejected))
 
     def close(self) -> None:
-        """Let another process be the writer. Reading goes on."""
+        """Release the writer lock; reads continue to work."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -190,18 +190,20 @@ class DiskStore:
             lock.acquire()
             return lock
         except Timeout:
-            reason = "another process or room keeps the KV cache of this knowledge base; this one only reads it"
+            reason = "another process or instance writes the KV cache of this knowledge base; this one only reads it"
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-            reason = f"the KV cache of this knowledge base cannot be written ({error}); it is read, nothing is stored"
+            reason = f"the KV cache of this knowledge base cannot be written ({error}); it is only read"
         logger.warning(reason)
         return None
 
     def _may_write(self) -> bool:
-        """Whether this process writes to the folder. One that was removed meanwhile is made and locked again, unless
-        another process writes to the new one."""
+        """Whether this process writes to the folder.
+
+        A folder that was removed meanwhile is created and locked again, unless another process locks the new folder.
+        """
         if self._lock is None or self._lock.is_held:
             return self._lock is not None
-        logger.warning("the KV folder was removed or replaced under this process; what it held is computed again")
+        logger.warning("the KV folder was removed or replaced while this process used it; its KV is computed again")
         known = set(self._entries)
         self._entries.clear()
         self._num_bytes = 0
@@ -210,7 +212,7 @@ class DiskStore:
         for path in list(record_paths(self.folder)) if self._lock is not None else ():
             if key_of(path) in known:
                 self._admit(path)
-            else:  # of another process; nothing here would ever make room by removing it
+            else:  # of another process; this process would never evict it
                 remove_file(path)
         return self._lock is not None
 
@@ -222,10 +224,12 @@ class DiskStore:
             self._admit(path)
         if self._rejected:
             counts = ", ".join(f"{defect.value} {count}" for defect, count in sorted(self.verify_failures.items()))
-            logger.warning("%d stored KV records do not verify (%s) and are left out", len(self._rejected), counts)
+            logger.warning(
+                "%d stored KV records failed verification (%s) and are not used", len(self._rejected), counts
+            )
 
     def _admit(self, path: Path) -> None:
-        """Know the record in this file, if there is one and its header verifies."""
+        """Remember the record in this file, if its header verifies."""
         header = read_header(path, self.fingerprint)
         if isinstance(header, Header):
             self._remember(header.record, header.file_size)
@@ -247,15 +251,17 @@ class DiskStore:
         self._forget(key)
         self.remove(key)
 
-    def _warn_once(self, error: OSError, what: str) -> None:
-        if (error.errno, what) not in self._warned:
-            self._warned.add((error.errno, what))
-            logger.warning("%s: %s", what, error)
+    def _warn_once(self, error: OSError, consequence: str) -> None:
+        if (error.errno, consequence) not in self._warned:
+            self._warned.add((error.errno, consequence))
+            logger.warning("%s: %s", consequence, error)
 
 
-def make_room_beside(root: Path, fingerprint: bytes, max_bytes: int) -> int:
-    """Remove KV of other models until it is at most so much: of the one first for which longest nothing was stored, and
-    what was stored last first, since it stands behind the rest. Models that somebody writes to now keep theirs.
+def shrink_other_models(root: Path, fingerprint: bytes, max_bytes: int) -> int:
+    """Remove KV of other models until at most this many bytes of it are left.
+
+    Starts with the model that was stored to least recently, and with its last records, which depend on earlier ones.
+    Models that a process writes to keep theirs.
 
     Returns:
         Bytes of other models that are left.
@@ -271,12 +277,12 @@ def make_room_beside(root: Path, fingerprint: bytes, max_bytes: int) -> int:
             if left <= max_bytes or (lock := _locked(folder)) is None:
                 break
             left -= size if remove_file(path) else 0
-            lock.release()  # who starts with that model now becomes its writer
+            lock.release()  # a process that starts with that model can become its writer
     return left
 
 
 def _sized(paths: Iterable[Path]) -> Iterator[tuple[float, int, Path]]:
-    """When each was written, and its size."""
+    """Yield modification time, size on disk and path of each file."""
     for path in paths:
         with contextlib.suppress(OSError):
             status = path.stat()
@@ -284,7 +290,7 @@ def _sized(paths: Iterable[Path]) -> Iterator[tuple[float, int, Path]]:
 
 
 def _locked(folder: Path) -> FolderLock | None:
-    """Nobody else writes to it until this is released; None if somebody does, or it cannot be written."""
+    """Lock a folder for writing; None if another process writes to it, or it cannot be written."""
     lock = FolderLock(folder / _LOCK)
     try:
         lock.acquire()

@@ -1,8 +1,8 @@
-"""Where record files lie, and what can be done with them without a model. No torch.
+"""Paths of record files, and operations on them that need no model. No torch.
 
-`<root>/<fingerprint>/<first two digits of the key>/<key>.kv`, all in hexadecimal. A file appears whole, under its name,
-or not at all, and never changes; so everything here is safe while other processes read and write the same folders:
-a file that somebody removed is a miss for everybody else. Files of other names are left alone.
+A record is `<root>/<fingerprint>/<first two digits of the key>/<key>.kv`, in hexadecimal. A file appears whole under
+its name and never changes, so these functions are safe while other processes use the same folders: to them a removed
+file is a miss. Files of other names are left alone.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from stillroom.core.kv import NO_TENANT, NodeKey, OwnerTag
 from stillroom.kvstore.record import PAGE_SIZE, Defect, Header, header_size, header_size_for, inspect, is_intact
 
 KV_FOLDER = "kv"
-"""The root's name in a knowledge base's folder."""
+"""Name of the root in a knowledge base's folder."""
 SUFFIX = ".kv"
 TEMPORARY_SUFFIX = ".tmp"
 _BLOCK_BYTES = 4096
-"""As file systems allocate, or a multiple of it."""
+"""Allocation unit of common file systems, or a multiple of it."""
 _RECORD = re.compile(r"[0-9a-f]{64}\.kv")
 _TEMPORARY = re.compile(r"[0-9a-f]{64}\.tmp")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
@@ -31,7 +31,7 @@ _SHARD = re.compile(r"[0-9a-f]{2}")
 
 @dataclass(frozen=True, slots=True)
 class FolderUsage:
-    """What is kept of one model's KV."""
+    """Stored KV of one model."""
 
     fingerprint: bytes
     num_records: int
@@ -39,44 +39,43 @@ class FolderUsage:
 
 
 def size_on_disk(payload_size: int, num_seen: int = 1, notes_size: int = 0) -> int:
-    """Bytes that a record's file takes: header and payload, in whole blocks of the file system."""
+    """Return the bytes of a record's file, header and payload, in whole blocks of the file system."""
     return in_blocks(header_size_for(num_seen, notes_size) + payload_size)
 
 
 def in_blocks(num_bytes: int) -> int:
-    """As many bytes in whole blocks of the file system."""
+    """Round up to whole blocks of the file system."""
     return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def folder_of(root: Path, fingerprint: bytes) -> Path:
-    """Where the records of one model are."""
+    """Return the folder of one model's records."""
     return root / fingerprint.hex()
 
 
 def path_of(folder: Path, key: NodeKey) -> Path:
-    """The file of a node's record."""
+    """Return the path of a node's record."""
     name = key.hex()
     return folder / name[:2] / (name + SUFFIX)
 
 
 def key_of(path: Path) -> NodeKey:
-    """The inverse of `path_of`."""
+    """Return the key of a record by its path."""
     return NodeKey(bytes.fromhex(path.stem))
 
 
 def record_paths(folder: Path) -> Iterator[Path]:
-    """Every file that is named like a record, in no order."""
+    """Yield every file that is named like a record, unordered."""
     return _paths(folder, _RECORD)
 
 
 def temporary_paths(folder: Path) -> Iterator[Path]:
-    """Every file that somebody began to write."""
+    """Yield every file whose writing was not completed."""
     return _paths(folder, _TEMPORARY)
 
 
 def read_header(path: Path, fingerprint: bytes) -> Header | Defect | None:
-    """What the file's beginning tells: one page is read, and more only if the header is longer. None if there is no
-    such file, or it cannot be opened."""
+    """Read and verify a record's header, of one page or more; None if the file is missing or cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -90,10 +89,10 @@ def read_header(path: Path, fingerprint: bytes) -> Header | Defect | None:
 
 
 def read_payload(path: Path, fingerprint: bytes, into: memoryview) -> Header | Defect:
-    """Fill a buffer of exactly its size with a record's payload; returns the header if all of it verifies.
+    """Read a record's payload into a buffer of exactly its size; return the header if all of it verifies.
 
     Raises:
-        OSError: there is no such file, or it cannot be opened.
+        OSError: the file is missing or cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -110,12 +109,12 @@ def read_payload(path: Path, fingerprint: bytes, into: memoryview) -> Header | D
 
 
 def fingerprints(root: Path) -> list[bytes]:
-    """The models that have a folder here."""
+    """Return the fingerprints of the models that have a folder."""
     return [bytes.fromhex(name) for name in sorted(_names(root)) if _FINGERPRINT.fullmatch(name)]
 
 
 def usage(root: Path) -> list[FolderUsage]:
-    """Records and bytes on disk of each model; nothing is verified."""
+    """Return the number of records and bytes of each model, without verification."""
     found = []
     for fingerprint in fingerprints(root):
         sizes = []
@@ -127,23 +126,23 @@ def usage(root: Path) -> list[FolderUsage]:
 
 
 def forget_chunks(
-    root: Path, is_alive: Callable[[ChunkId], bool], owner: OwnerTag = NO_TENANT, but: bytes | None = None
+    root: Path, is_alive: Callable[[ChunkId], bool], owner: OwnerTag = NO_TENANT, except_for: bytes | None = None
 ) -> int:
     """Remove a tenant's records, of every model, that have seen chunks which are not alive.
 
-    A record names the chunks that it has seen, and what was computed after one in a prompt is also found by parent. A
-    record that does not say what it has seen, being damaged or of another version, is removed whosever it is: it is of
-    no use to anybody.
+    A record names the chunks that it has seen; records computed behind it in a prompt are found by their parent. A
+    record that is damaged or of another version does not say what it has seen and is useless; it is removed for every
+    tenant.
 
     Args:
-        but: the fingerprint of the model whose records somebody else takes care of.
+        except_for: fingerprint of a model whose records are left alone.
 
     Returns:
-        Records removed.
+        The number of records removed.
     """
     is_alive, num_removed = cache(is_alive), 0
     for fingerprint in fingerprints(root):
-        if fingerprint == but:
+        if fingerprint == except_for:
             continue
         folder = folder_of(root, fingerprint)
         headers = {key_of(path): read_header(path, fingerprint) for path in record_paths(folder)}
@@ -161,10 +160,10 @@ def forget_chunks(
 
 
 def clear_all(root: Path) -> tuple[int, list[OSError]]:
-    """Remove every model's records. Those that are being written meanwhile may stay.
+    """Remove every model's records. Records written meanwhile may stay.
 
     Returns:
-        Records removed, and what kept others from it.
+        The number of records removed, and the errors of records that could not be removed.
     """
     num_removed, failures = 0, []
     for fingerprint in fingerprints(root):
@@ -173,14 +172,14 @@ def clear_all(root: Path) -> tuple[int, list[OSError]]:
                 os.unlink(path)
                 num_removed += 1
             except FileNotFoundError:
-                pass  # somebody else removed it
+                pass  # another process removed it
             except OSError as error:
                 failures.append(error)
     return num_removed, failures
 
 
 def remove_file(path: Path) -> bool:
-    """False if it was not there, or could not be removed."""
+    """Remove a file; False if it was missing or could not be removed."""
     try:
         os.unlink(path)
     except OSError:
@@ -189,7 +188,7 @@ def remove_file(path: Path) -> bool:
 
 
 def _inspect(descriptor: int, key: NodeKey, fingerprint: bytes) -> Header | Defect:
-    """Read the header; what comes next is the payload."""
+    """Read and verify the header, up to the beginning of the payload."""
     file_size = os.fstat(descriptor).st_size
     data = os.read(descriptor, PAGE_SIZE)
     size = header_size(data)
@@ -202,7 +201,7 @@ def _inspect(descriptor: int, key: NodeKey, fingerprint: bytes) -> Header | Defe
 
 
 def _fill(descriptor: int, buffer: memoryview) -> bool:
-    """False if the file ends before the buffer is full."""
+    """Fill a buffer; False if the file ends before."""
     while buffer:
         num_read = os.readv(descriptor, [buffer])
         if num_read == 0:

@@ -1,8 +1,8 @@
-"""KV of nodes in host memory: one contiguous tensor each, [2, L, T, G, D] as `DeviceStore.gather` gives it.
+"""KV of nodes in host memory: one contiguous tensor each, [2, L, T, G, D], as `DeviceStore.gather` returns it.
 
-Each copy has the checksum that was computed when it was gathered, so that damage is found before it is used. Memory is
-page-locked where the device is CUDA, so that copies run at the speed of the bus. How much may be kept is `kvcache`'s
-decision; this says no only when the machine has no memory left.
+Each copy has the checksum that was computed when it was gathered, so that damage is found before use. Memory is
+page-locked where the device is CUDA, so that copies run at the speed of the bus. `kvcache` decides how much is kept;
+`allocate` fails only when the machine is out of memory.
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,16 @@ class HostCopy:
     """Empty until the copy is sealed."""
 
     def is_intact(self) -> bool:
-        """Whether the bytes are those that were sealed."""
+        """Whether the bytes match the checksum."""
         return is_intact(payload_of(self.kv_2LTGD), self.checksum)
 
 
 class HostStore:
-    """The host's copies of nodes."""
-
     def __init__(self, shape: KVShape, device: torch.device) -> None:
-        """Args: device: of the `DeviceStore` that is copied from and to."""
+        """
+        Args:
+            device: of the `DeviceStore`.
+        """
         self.shape = shape
         self.is_pinned = device.type == "cuda"
         self._nodes: dict[NodeKey, HostCopy] = {}
@@ -49,8 +50,8 @@ class HostStore:
         return key in self._nodes
 
     def allocate(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
-        """Room for a node's KV, in place of what there is of it; the caller fills it and calls `seal`. None if there is
-        no memory."""
+        """Allocate a node's copy in place of an existing one; the caller fills it and calls `seal`. None if there is no
+        memory."""
         self.drop(key)
         try:
             kv_2LTGD = torch.empty(self.shape.of_node(num_tokens), dtype=self.shape.dtype, pin_memory=self.is_pinned)
@@ -61,26 +62,25 @@ class HostStore:
         return kv_2LTGD
 
     def seal(self, key: NodeKey) -> None:
-        """The copy is filled: compute its checksum. It is not written to again."""
+        """Compute the checksum of a filled copy, which must not be written to again."""
         copy = self._nodes[key]
         copy.checksum = checksum_of(payload_of(copy.kv_2LTGD))
 
     def get(self, key: NodeKey) -> HostCopy | None:
-        """The copy, not verified; None if there is none."""
+        """Return the copy, not verified; None if there is none."""
         return self._nodes.get(key)
 
     def drop(self, key: NodeKey) -> None:
-        """Forget a node; does nothing if it is not there."""
+        """Drop a node's copy, if there is one."""
         copy = self._nodes.pop(key, None)
         if copy is not None:
             self._num_bytes -= copy.kv_2LTGD.nbytes
 
     def clear(self) -> None:
-        """Forget everything."""
         self._nodes.clear()
         self._num_bytes = 0
 
 
 def payload_of(kv_2LTGD: torch.Tensor) -> memoryview:
-    """The bytes of KV in host memory, flat; the same memory."""
+    """View KV in host memory as flat bytes."""
     return kv_2LTGD.view(torch.uint8).view(-1).numpy().data

@@ -1,40 +1,39 @@
-"""Copies into the device's slots, made layer after layer by another thread while earlier layers compute (Cache-Craft
-3.4.2, Algorithm 2).
+"""Copies KV into the device's slots layer by layer in another thread, while earlier layers compute (Cache-Craft 3.4.2,
+Algorithm 2).
 
-Invariant: in each layer copies are made in the order in which they were added, and whoever reads or writes a layer's
-slots waits for them first; so nobody can tell that they were not made at once. Nothing is looked up, read or verified
-here: what can fail has happened before.
+Invariant: in each layer copies are made in the order in which they were added, and a layer's slots are read and written
+only after `wait`. Nothing is looked up, read from disk or verified here.
 
-Each layer waits for its own copies only. Eq. 16's depth (`kvcache.preloading`) would let the first layer wait for
-more, so that the processor, once taken, is never idle; but nobody else wants it, and nothing ends sooner by that.
+Each layer waits for its own copies only. With Eq. 16's depth (`kvcache/chunk_reuse/layer_preloading.py`) the first
+layer would wait for more layers, so that later layers never wait; prefill would not end sooner.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 Copy = Callable[[slice], None]
-"""Copies these layers; in any thread."""
+"""Copies a range of layers; runs in any thread."""
 
 
 class LayerCopies:
-    """Used by one thread; the other only runs copies."""
+    """Used by one thread; its own thread only runs copies."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._executor = ThreadPoolExecutor(1, "stillroom-layers")
         self._added: list[Copy] = []
         self._layers: list[Future[None]] = []
-        """Of what was begun, by layer; none when all of it is known to be done."""
+        """The running copies by layer; empty when all are known to be complete."""
 
     def add(self, copy: Copy) -> None:
-        """To be made, behind all that were added before. Begins when somebody waits."""
+        """Queue a copy behind all earlier copies; it starts at the next `wait`."""
         self._added.append(copy)
 
     def wait(self, layer: int) -> None:
-        """Until all copies are made in this layer; the next layers go on.
+        """Wait until all copies are made in this layer; later layers continue in the background.
 
         Raises:
-            Exception: a copy failed. So does every later call, until all is dropped.
+            Exception: a copy failed. Every later call raises too, until `drop`.
         """
         if self._added:
             self._finish()
@@ -46,11 +45,11 @@ class LayerCopies:
                 self._finish()
 
     def settle(self) -> None:
-        """Until all copies are made; raises as `wait`."""
+        """Wait until all copies are made; raises as `wait`."""
         self.wait(self._num_layers - 1)
 
     def drop(self) -> None:
-        """Make no more copies; those that are being made have ended on return."""
+        """Cancel all copies and wait for those in progress to end."""
         self._added = []
         for done in self._layers:
             done.cancel()
@@ -58,7 +57,7 @@ class LayerCopies:
         self._layers = []
 
     def close(self) -> None:
-        """Make no more copies, and wait for the thread to end."""
+        """Cancel all copies and wait for the thread to end."""
         self.drop()
         self._executor.shutdown()
 

@@ -1,7 +1,7 @@
-"""Notes of whose KV lies in a folder: for each tenant, where the knowledge base is that its records are made of.
+"""Owner notes in a folder of KV: the tenant of each owner tag, and where its knowledge base is.
 
-`<root>/owners/<tag>.json`, written before the first record of that owner. A record names its owner by a tag only, so
-without the note no other process could tell whether the documents behind a record still exist.
+`<root>/owners/<tag>.json` is written before the first record of that owner. A record names its owner by a tag only;
+with the note, another process can tell whether the documents behind a record still exist.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _FOLDER = "owners"
 
 @dataclass(frozen=True, slots=True)
 class OwnerNote:
-    """Where an owner's documents are."""
+    """The tenant of an owner tag and the place of its documents."""
 
     tenant: str
     knowledge_base: Path
@@ -30,9 +30,9 @@ class OwnerNote:
 
 
 def note_owner(root: Path, owner: OwnerTag, note: OwnerNote) -> None:
-    """Write the note of an owner, unless it is there already. Does nothing where no KV is kept on disk.
+    """Write the note of an owner if it is missing. Does nothing where no KV is kept on disk.
 
-    A note that cannot be written is logged: the next sweep then drops the owner's records.
+    If the note cannot be written, a warning is logged; the next sweep then removes the owner's records.
     """
     if not root.is_dir() or owner_note(root, owner) == note:
         return
@@ -46,11 +46,11 @@ def note_owner(root: Path, owner: OwnerTag, note: OwnerNote) -> None:
         os.replace(temporary, path)
     except OSError as error:
         remove_file(temporary)
-        logger.warning("the owner of kept KV cannot be noted (%s); a restart drops that KV", error)
+        logger.warning("the owner of kept KV cannot be written to disk (%s); a restart removes that KV", error)
 
 
 def owner_note(root: Path, owner: OwnerTag) -> OwnerNote | None:
-    """The note of an owner; None if there is none that can be read."""
+    """Return the note of an owner; None if it is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads(_path(root, owner).read_text(encoding="utf-8"))
         return OwnerNote(str(content["tenant"]), Path(content["knowledge_base"]))
@@ -58,7 +58,7 @@ def owner_note(root: Path, owner: OwnerTag) -> OwnerNote | None:
 
 
 def noted_owners(root: Path) -> list[OwnerTag]:
-    """Every owner that has a note, in no order."""
+    """Return every owner that has a note, unordered."""
     found = []
     for path in (root / _FOLDER).glob("*.json"):
         with contextlib.suppress(ValueError):

@@ -1,8 +1,8 @@
-"""Records that waiting requests will need, read and verified by another thread before anybody asks for them.
+"""Prefetching: another thread reads and verifies the records that waiting requests will need.
 
-Invariant: `get` gives KV that verified when it was read, with its checksum, and never of a record that was cancelled
-since it was requested. It may have been in memory for long, so whatever uses it verifies it again. The thread runs one
-function that depends on nothing but the files; all else here is used by the engine's thread alone.
+Invariant: `get` returns KV that verified when it was read, with its checksum, and never a record that was cancelled
+since it was requested. The caller verifies it again, as it may have been in memory for long. The thread runs one
+function that depends on the files only; the engine thread alone uses everything else here.
 """
 
 from collections.abc import Callable
@@ -32,16 +32,16 @@ class ReadPayload:
 
 
 Reader = Callable[[NodeKey, int], ReadPayload | None]
-"""Gives so many bytes of a record's verified KV, or None if it cannot; in any thread."""
+"""Reads this many bytes of a record's verified KV; None if it cannot. Runs in any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchStats:
-    """What became of records that were read before they were needed."""
+    """Bytes of prefetched records."""
 
     used_bytes: int = 0
     wasted_bytes: int = 0
-    """Of those that nobody needed after all."""
+    """Prefetched and never used."""
 
 
 @dataclass(slots=True)
@@ -49,35 +49,34 @@ class _ReadEntry:
     future: Future[ReadPayload | None]
     num_bytes: int
     num_waiting: int = 0
-    """Who requested it and has not released it."""
+    """Requests that have not been released."""
     is_used: bool = False
 
 
 class Prefetcher:
-    """Reads one record after the other, in the order of requests, and keeps each until nobody waits for it."""
+    """Reads records in the order of requests, and keeps each until all its requests are released."""
 
     def __init__(self, read: Reader, capacity_bytes: int) -> None:
         """
         Args:
-            capacity_bytes: of all records that are kept or under way; what would exceed it is refused.
+            capacity_bytes: of all records that are kept or being read; requests beyond it are refused.
         """
         self.stats = PrefetchStats()
         self._read = read
         self._capacity = capacity_bytes
         self._executor = ThreadPoolExecutor(1, "stillroom-prefetch")
         self._entries: dict[NodeKey, _ReadEntry] = {}
-        self._abandoned: list[_ReadEntry] = []  # cancelled while they were read, which takes memory until it ends
+        self._abandoned: list[_ReadEntry] = []  # cancelled while being read; they take memory until the read ends
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Of all records that are kept or under way."""
+        """Bytes of all records that are kept or being read."""
         self._forget_ended()
         return self._num_bytes
 
     def request(self, key: NodeKey, num_bytes: int) -> bool:
-        """Somebody will need this record. False if there is no room for it, or no thread to be had, and then there is
-        nothing to release."""
+        """Start reading a record; False, and there is nothing to release, if memory or a thread is lacking."""
         entry = self._entries.get(key)
         if entry is None and self.num_bytes + num_bytes > self._capacity:
             return False
@@ -94,9 +93,9 @@ class Prefetcher:
         return True
 
     def get(self, key: NodeKey) -> ReadPayload | None:
-        """The record's KV, not to be written to; None if the caller must read it.
+        """Return the record's KV, which must not be written to; None if the caller must read it.
 
-        Waits for a read that is under way; one that has not begun is left to the caller, who is here already.
+        Waits for a read in progress. A read that has not begun is cancelled, and the caller reads instead.
         """
         entry = self._entries.get(key)
         if entry is None or entry.future.cancel():
@@ -108,7 +107,7 @@ class Prefetcher:
         return kv
 
     def release(self, key: NodeKey) -> None:
-        """Who requested it does not need it any more."""
+        """Undo one `request`."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.num_waiting -= 1
@@ -116,7 +115,7 @@ class Prefetcher:
                 self.cancel(key)
 
     def cancel(self, key: NodeKey) -> None:
-        """The record is gone, or another now: nobody gets what was read of it."""
+        """Drop what was read of a record that was removed or replaced."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -128,24 +127,24 @@ class Prefetcher:
             self.stats = replace(self.stats, wasted_bytes=self.stats.wasted_bytes + entry.num_bytes)
 
     def close(self) -> None:
-        """Forget everything, and wait for the thread to end. Nothing may be requested any more."""
+        """Drop everything and wait for the thread to end. No request is allowed afterwards."""
         for key in list(self._entries):
             self.cancel(key)
         self._executor.shutdown()
         self._forget_ended()
 
     def _forget_ended(self) -> None:
-        under_way = [entry for entry in self._abandoned if not entry.future.done()]
-        self._num_bytes -= sum(entry.num_bytes for entry in self._abandoned) - sum(one.num_bytes for one in under_way)
-        self._abandoned = under_way
+        running = [entry for entry in self._abandoned if not entry.future.done()]
+        self._num_bytes -= sum(entry.num_bytes for entry in self._abandoned) - sum(entry.num_bytes for entry in running)
+        self._abandoned = running
 
 
 def read_record(folder: Path, fingerprint: bytes, is_pinned: bool, key: NodeKey, num_bytes: int) -> ReadPayload | None:
-    """A record's payload of so many bytes, verified; None if that fails for whatever reason.
+    """Read and verify a record's payload of this many bytes; None if that fails for any reason.
 
     Args:
         folder: of the model's records.
-        is_pinned: whether to put it into page-locked memory.
+        is_pinned: use page-locked memory.
     """
     try:
         payload = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)

@@ -1,9 +1,8 @@
-"""The bytes of one stored node: header, then payload. Format, not files; no torch.
+"""Record format of one stored node: header, then payload. No file access, no torch.
 
-Invariant: only a file whose every byte is as it was written passes `inspect` and `is_intact`. The header's checksum
-covers the header; the payload's checksum is one of its fields, and is that of the KV as it left the device. Both guard
-against accidents (torn writes, bad memory, bad disks, mixed-up files), not against forged records.
-Design: docs/kv-records.md
+Invariant: only a file whose every byte is as written passes `inspect` and `is_intact`. The header's checksum covers the
+header; the payload's checksum is a field of the header and was computed when the KV left the device. Both guard against
+accidents (torn writes, bad memory, bad disks, mixed-up files), not against forged records. Design: docs/kv-records.md
 """
 
 import struct
@@ -22,9 +21,9 @@ MAGIC = b"STILLKV\0"
 VERSION = 5
 FINGERPRINT_SIZE = 32
 PAGE_SIZE = 4096
-"""A header takes whole pages, so that the payload begins at a page."""
+"""Headers are multiples of this, so that payloads are page-aligned."""
 MAX_HEADER_SIZE = 4096 * PAGE_SIZE
-"""16 MiB: the notes of 2 million tokens. A file that says it has a longer header is damaged."""
+"""16 MiB: the notes of 2 million tokens. A file that states a longer header is damaged."""
 
 # magic, version, header size, key, parent, content, fingerprint, first position, tokens, chunk id or -1, avg cost,
 # frequency, payload size, payload checksum, owner, number of chunk ids seen, length of the notes; then the chunk ids,
@@ -37,33 +36,33 @@ _NO_CHUNK = -1
 
 
 class Defect(StrEnum):
-    """Why a record does not verify."""
+    """Why a record failed verification."""
 
     MAGIC = "magic"
-    """It is no record."""
+    """The file is not a record."""
     VERSION = "version"
     """Another version of the format."""
     IDENTITY = "identity"
-    """The record of another node."""
+    """It is the record of another node."""
     MODEL = "model"
-    """KV of another model."""
+    """It holds KV of another model."""
     SIZE = "size"
-    """Shorter or longer than it says, or than was asked for."""
+    """It is shorter or longer than its header states or the caller expects."""
     CHECKSUM = "checksum"
-    """Some bytes are not those that were written."""
+    """Some bytes differ from those written."""
     UNREADABLE = "unreadable"
-    """The disk did not give its bytes."""
+    """The disk failed to read it."""
     NON_FINITE = "non_finite"
-    """KV on the device that holds NaN or an infinity. No record of it is made."""
+    """KV on the device holds NaN or an infinity; no record is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is known of a record before its payload is read."""
+    """A record without its payload."""
 
     record: NodeRecord
     fingerprint: bytes
-    """32 bytes that name the model, its weights and the type of its KV."""
+    """32 bytes that identify the model, its weights and the type of its KV."""
     payload_size: int
     """Bytes."""
     checksum: bytes
@@ -76,23 +75,23 @@ class Header:
 
 
 def checksum_of(payload: Buffer) -> bytes:
-    """XXH3 of these bytes, 128 bits. Computed once, when KV is gathered from the device, and kept with every copy."""
+    """Return the 128-bit XXH3 of a payload; computed once, when KV leaves the device, and kept with every copy."""
     return xxhash.xxh3_128_digest(payload)
 
 
 def header_size_of(record: NodeRecord) -> int:
-    """Bytes of its header: a whole number of pages."""
+    """Return the bytes of a record's header, a whole number of pages."""
     return header_size_for(len(record.seen), len(record.notes))
 
 
 def header_size_for(num_seen: int, notes_size: int) -> int:
-    """Bytes of the header of a record that has seen so many chunks and has notes of so many bytes."""
+    """Return the bytes of the header of a record with this many chunks seen and bytes of notes."""
     size = _FIELDS.size + _ID_SIZE * num_seen + notes_size + _CHECKSUM_SIZE
     return -(-size // PAGE_SIZE) * PAGE_SIZE
 
 
 def encode(record: NodeRecord, fingerprint: bytes, payload_size: int, checksum: bytes) -> bytes:
-    """The header, which goes before the payload in a file.
+    """Return the header of a record.
 
     Precondition: `header_size_of(record) <= MAX_HEADER_SIZE`.
 
@@ -128,10 +127,10 @@ def encode(record: NodeRecord, fingerprint: bytes, payload_size: int, checksum: 
 
 
 def header_size(data: bytes) -> int | Defect:
-    """How long the header of a record is that begins with these bytes, as it says itself.
+    """Return the length that a record's header states, or why it is invalid.
 
     Args:
-        data: the first page of the file, or all of it if it is shorter.
+        data: the first page of the file, or all of a shorter file.
     """
     if data[: len(MAGIC)] != MAGIC:
         return Defect.MAGIC
@@ -146,7 +145,7 @@ def header_size(data: bytes) -> int | Defect:
 
 
 def decode_header(data: bytes) -> Header | Defect:
-    """The header at the beginning of a record, or what is wrong with it."""
+    """Return the header at the beginning of a record, or why it is invalid."""
     size = header_size(data)
     if isinstance(size, Defect):
         return size
@@ -175,13 +174,13 @@ def decode_header(data: bytes) -> Header | Defect:
 
 
 def inspect(data: bytes, file_size: int, key: NodeKey, fingerprint: bytes) -> Header | Defect:
-    """All that can be told without the payload: is this the node's record, our model's, and all there?
+    """Verify all but the payload: that it is a whole record of this node and model.
 
     Args:
-        data: the whole header, or all of the file if it is shorter.
+        data: the whole header, or all of a shorter file.
         file_size: in bytes.
-        key: of the node whose record it should be.
-        fingerprint: of the model whose KV it should be.
+        key: of the expected node.
+        fingerprint: of the expected model.
     """
     header = decode_header(data)
     if isinstance(header, Defect):
@@ -196,5 +195,5 @@ def inspect(data: bytes, file_size: int, key: NodeKey, fingerprint: bytes) -> He
 
 
 def is_intact(payload: Buffer, checksum: bytes) -> bool:
-    """Whether these are the bytes that the checksum was computed of."""
+    """Whether a payload matches its checksum."""
     return checksum_of(payload) == checksum

@@ -1,7 +1,4 @@
-"""Drop the records of documents and owners that no longer exist, for every model in a folder. No torch.
-
-The rule takes the owner of a record and the documents' chunks that its KV has seen, and nothing else.
-"""
+"""Removes the records of documents and owners that no longer exist, for every model in a folder. No torch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,27 +10,27 @@ from stillroom.kvstore.files import fingerprints, folder_of, path_of, read_heade
 from stillroom.kvstore.record import Header
 
 Existing = Callable[[set[ChunkId]], set[ChunkId]]
-"""Returns those of some chunks that still exist."""
+"""Returns those of the given chunks that still exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """What a sweep dropped."""
+    """Result of a sweep."""
 
     num_removed: int = 0
-    """Records."""
+    """Records removed."""
     num_left: int = 0
-    """Records that should be gone and could not be removed."""
+    """Records that could not be removed."""
 
 
 def sweep(root: Path, existing_of: Callable[[OwnerTag], Existing | None]) -> SweepReport:
-    """Remove the records whose owner is gone, and those whose KV has seen a chunk that is gone.
+    """Remove the records whose owner is gone, or whose KV has seen a chunk that is gone.
 
-    Safe while other processes use the folder: to them a record that is gone is a miss. The records are listed before
-    the owners are asked, so that what another process adds meanwhile is not taken for something that is gone.
+    Safe while other processes use the folder: to them a removed record is a miss. Records are listed before existing
+    chunks are queried, so records and chunks added meanwhile are not taken for removed.
 
     Args:
-        existing_of: the chunks of an owner that exist; None if the owner is gone.
+        existing_of: returns the query for an owner's chunks; None if the owner is gone.
     """
     records = {fingerprint: _records(root, fingerprint) for fingerprint in fingerprints(root)}
     seen = {fingerprint: _seen(found) for fingerprint, found in records.items()}
@@ -52,7 +49,7 @@ def sweep(root: Path, existing_of: Callable[[OwnerTag], Existing | None]) -> Swe
 
 
 def _is_kept(living: set[ChunkId] | None, seen: frozenset[ChunkId] | None) -> bool:
-    """The rule: the owner exists, and so does every chunk that the record has seen, as far as that is known at all."""
+    """Whether the owner exists and every chunk that the record has seen, which must be known, exists."""
     return living is not None and seen is not None and seen <= living
 
 
@@ -61,15 +58,15 @@ def _living(existing: Existing | None, chunks: set[ChunkId]) -> set[ChunkId] | N
 
 
 def _records(root: Path, fingerprint: bytes) -> list[NodeRecord]:
-    """Of one model; those that do not verify are left to the store, which counts them."""
+    """Return the records of one model; invalid ones are left to `DiskStore`, which counts them."""
     headers = (read_header(path, fingerprint) for path in record_paths(folder_of(root, fingerprint)))
     return [header.record for header in headers if isinstance(header, Header)]
 
 
 def _seen(records: Iterable[NodeRecord]) -> dict[NodeKey, frozenset[ChunkId]]:
-    """The chunks that each record's KV has seen: those that it names, and those before it in the prompt.
+    """Return the chunks that each record's KV has seen: those that it names and those that its parent has seen.
 
-    A record whose parent is gone is left out: what it has seen is not known.
+    A record whose parent is missing is left out, as what it has seen is not known.
     """
     found: dict[NodeKey, frozenset[ChunkId]] = {}
     for record in sorted(records, key=lambda record: record.first_position):  # a parent comes before its children

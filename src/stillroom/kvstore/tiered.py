@@ -1,9 +1,9 @@
-"""Moves KV between device, host and disk, as the knowledge tree says, and keeps count of it.
+"""Moves KV between device, host and disk as the knowledge tree decides, and counts the transfers.
 
-Invariant: bytes from host or disk reach the device, and bytes from the host the disk, only after all of them verified
-against the checksum that was computed when they were gathered from the device. Nothing is gathered that is not finite.
-Bytes from disk are read into a staging buffer, never into slots. A move that fails leaves nothing behind, as `KVMover`
-promises. Design: docs/kv-records.md
+Invariant: bytes go from host or disk to the device, and from the host to disk, only after all of them verified against
+the checksum that was computed when they were gathered from the device. KV that is not finite is not gathered. Bytes
+from disk are read into a staging buffer, never into slots. A failed move leaves nothing behind. Design:
+docs/kv-records.md
 """
 
 import logging
@@ -30,28 +30,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TransferFlow:
-    """What went from one tier to another so far."""
+    """Transfers from one tier to another so far."""
 
     num_copies: int = 0
     num_failed: int = 0
-    """Copies that could not be made, or did not verify."""
+    """Copies that could not be made or failed verification."""
     num_bytes: int = 0
-    """Of the copies that were made."""
+    """Bytes of the copies made."""
     seconds: float = 0.0
-    """Spent on all of them, the failed ones included."""
+    """Duration of all transfers, failed ones included."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """All moves so far, and the disk's troubles."""
+    """All transfers so far, and disk errors."""
 
     flows: Mapping[tuple[Tier, Tier], TransferFlow]
-    """By source and target: device to host is an offload, to the device a load, to disk a store. Copies that were made
-    for another position count with the loads, and as device to device."""
+    """By source and target: device to host is an offload, to the device a load, to disk a store. A placement counts as
+    a load, or as device to device."""
     verify_failures: Mapping[tuple[Tier, Defect], int]
-    """Copies that did not verify, by where they were and why; on the device, KV that was not finite."""
+    """Copies that failed verification, by tier and reason; on the device, KV that was not finite."""
     num_write_failures: int
-    """Records that the disk did not take."""
+    """Records that could not be written."""
     prefetch: PrefetchStats = PrefetchStats()
 
 
@@ -79,9 +79,9 @@ class TieredStore:
     ) -> None:
         """
         Args:
-            disk: None to keep nothing on disk: every store then fails.
-            inv_freq_LP: of the decoder; None if nothing is ever placed at another position.
-            prefetch_bytes: host memory for what is read ahead; 0: nothing is.
+            disk: None to keep nothing on disk; every `store` then fails.
+            inv_freq_LP: of the decoder; None if nothing is ever placed.
+            prefetch_bytes: host memory for prefetched records; 0: no prefetching.
         """
         self.device = device
         self.host = host
@@ -108,13 +108,13 @@ class TieredStore:
         )
 
     def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
-        """Read a node from disk ahead of its load or placement; False if nothing is done about it."""
+        """Start reading a node from disk before it is loaded or placed; False if it is not read."""
         if self._prefetcher is None:
             return False
         return self._prefetcher.request(key, self.device.shape.bytes_per_token * num_tokens)
 
     def cancel_prefetch(self, key: NodeKey) -> None:
-        """Who expected it does not need it any more."""
+        """Undo one `prefetch`."""
         if self._prefetcher is not None:
             self._prefetcher.release(key)
 
@@ -129,18 +129,18 @@ class TieredStore:
         """Copy the first `num_tokens` slots of these device blocks to the host."""
         start = self._clock.monotonic()
         self.host.drop(key)
-        room = self.host.allocate(key, num_tokens) if self.is_finite(block_ids, num_tokens) else None
-        if room is not None:
+        copy = self.host.allocate(key, num_tokens) if self.is_finite(block_ids, num_tokens) else None
+        if copy is not None:
             try:
-                self.device.gather(block_ids, num_tokens, out=room)
+                self.device.gather(block_ids, num_tokens, out=copy)
                 self.host.seal(key)
             except Exception:
                 self.host.drop(key)
                 raise
             if self.device.is_lost:
                 self.host.drop(key)
-                room = None
-        return self._count(Tier.DEVICE, Tier.HOST, None if room is None else room.nbytes, start)
+                copy = None
+        return self._count(Tier.DEVICE, Tier.HOST, None if copy is None else copy.nbytes, start)
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         """Copy a node from host or disk into these device blocks, verified."""
@@ -156,10 +156,10 @@ class TieredStore:
         block_ids: Sequence[BlockId],
         first_position: int,
     ) -> bool:
-        """Copy a node from wherever it is into these device blocks, its keys turned to another position (Cache-Craft
-        3.4.3). The copy itself stays as it is."""
+        """Copy a node from its tier into these device blocks, with its keys rotated to another position (Cache-Craft
+        3.4.3). The source does not change."""
         start = self._clock.monotonic()
-        assert self._inv_freq_LP is not None, "a store that places nothing"
+        assert self._inv_freq_LP is not None, "placement needs inv_freq_LP"
         source: DeviceStore | torch.Tensor | None = self.device
         if copy.tier is Tier.HOST:
             source = self._from_host(copy.key, copy.num_tokens)
@@ -174,7 +174,7 @@ class TieredStore:
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
         """Copy a node to disk, from the host, or from these device blocks if `source` is the device.
 
-        A copy on the host that does not verify is dropped, and nothing of it is written.
+        A host copy that fails verification is dropped, and nothing of it is written.
         """
         start = self._clock.monotonic()
         num_bytes = None
@@ -189,11 +189,11 @@ class TieredStore:
         return self._count(source, Tier.DISK, num_bytes, start)
 
     def has(self, key: NodeKey, tier: Tier) -> bool:
-        """Whether the host's or the disk's copy is there, as far as is known."""
+        """Whether the host's or the disk's copy exists, as far as is known."""
         return key in self.host if tier is Tier.HOST else self.disk is not None and self.disk.has(key)
 
     def drop(self, key: NodeKey, tier: Tier) -> None:
-        """Forget the host's or the disk's copy."""
+        """Remove the host's or the disk's copy."""
         assert tier is not Tier.DEVICE, "slots belong to the block pool"
         if tier is Tier.HOST:
             self.host.drop(key)
@@ -202,7 +202,7 @@ class TieredStore:
             self.disk.remove(key)
 
     def close(self) -> None:
-        """Forget the host's copies, and let another process write to the disk's folder."""
+        """Drop the host's copies, stop the threads, and let another process write to the disk's folder."""
         self.host.clear()
         self.device.close()
         if self._prefetcher is not None:
@@ -211,7 +211,7 @@ class TieredStore:
             self.disk.close()
 
     def _from_host(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
-        """Verified KV; not to be written to. A copy that does not verify is dropped and counted."""
+        """Return verified KV, which must not be written to. A copy that fails verification is dropped and counted."""
         copy = self.host.get(key)
         if copy is None:
             return None
@@ -223,12 +223,12 @@ class TieredStore:
         return None
 
     def _sealed(self, record: NodeRecord) -> tuple[memoryview, bytes] | None:
-        """The host's copy of a node, verified, and the checksum that it has had since it left the device."""
+        """Return the bytes of the host's copy, verified, and the checksum computed when it left the device."""
         kv_2LTGD, copy = self._from_host(record.key, record.num_tokens), self.host.get(record.key)
         return None if kv_2LTGD is None or copy is None else (payload_of(kv_2LTGD), copy.checksum)
 
     def _gathered(self, block_ids: Sequence[BlockId], num_tokens: int) -> tuple[memoryview, bytes] | None:
-        """KV of these device blocks in the staging buffer, and its checksum."""
+        """Gather KV of these device blocks in the staging buffer; return its bytes and checksum."""
         kv_2LTGD = self._stage(num_tokens) if self.is_finite(block_ids, num_tokens) else None
         if kv_2LTGD is None:
             return None
@@ -238,10 +238,12 @@ class TieredStore:
     def _reject(self, tier: Tier, defect: Defect, key: NodeKey | None = None) -> None:
         self._defects[tier, defect] += 1
         name = "" if key is None else f" {key.hex()[:16]}"
-        logger.warning("KV%s on the %s does not verify (%s) and will be computed again", name, tier.label, defect.value)
+        logger.warning(
+            "KV%s on the %s failed verification (%s) and will be computed again", name, tier.label, defect.value
+        )
 
     def _from_disk(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
-        """Verified KV, until the staging buffer is used again; not to be written to."""
+        """Return verified KV, valid until the staging buffer is used again; it must not be written to."""
         read = self._prefetcher.get(key) if self._prefetcher is not None else None
         if read is not None and read.is_intact():
             return self._as_node(read.payload, num_tokens)
@@ -252,12 +254,12 @@ class TieredStore:
         if self.disk is None or kv_2LTGD is None or not self.disk.read(key, payload_of(kv_2LTGD)):
             self._cancel(key)
             return None
-        if self.device.preloads_layers:  # it will be read later
+        if self.device.preloads_layers:  # another thread reads it later
             self._staging = torch.empty(0, dtype=torch.uint8)
         return kv_2LTGD
 
     def _stage(self, num_tokens: int) -> torch.Tensor | None:
-        """The staging buffer as room for one node, [2, L, T, G, D]; None if there is no memory."""
+        """Return the staging buffer shaped for one node, [2, L, T, G, D]; None if there is no memory."""
         shape = self.device.shape
         num_bytes = shape.bytes_per_token * num_tokens
         if len(self._staging) < num_bytes:
@@ -268,7 +270,7 @@ class TieredStore:
         return self._as_node(self._staging[:num_bytes], num_tokens)
 
     def _as_node(self, payload: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Flat bytes as [2, L, T, G, D]."""
+        """View flat bytes as [2, L, T, G, D]."""
         return payload.view(self.device.shape.dtype).view(self.device.shape.of_node(num_tokens))
 
     def _cancel(self, key: NodeKey) -> None:
@@ -276,7 +278,7 @@ class TieredStore:
             self._prefetcher.cancel(key)
 
     def _count(self, source: Tier, target: Tier, num_bytes: int | None, start: float) -> bool:
-        """Book a move of so many bytes that began at `start`, failed if None; returns whether it succeeded."""
+        """Count a transfer of this many bytes that began at `start`, failed if None; return whether it succeeded."""
         flow = self._flows[source, target]
         seconds = flow.seconds + self._clock.monotonic() - start
         if num_bytes is None:
