@@ -46,10 +46,6 @@ def test_the_tests_that_count_threads_pass_with_two() -> None:
         tests / "retrieval" / "test_teams.py",
         tests / "rag" / "test_threads.py",
     ]
-        tests / "ops" / "test_thread_pools.py",
-        tests / "retrieval" / "test_teams.py",
-        tests / "rag" / "test_threads.py",
-    ]
     command = [
         sys.executable,
         "-m",

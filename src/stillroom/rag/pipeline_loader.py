@@ -149,7 +149,9 @@ class PipelineLoader:
         backend = self._loaded
         handled = None if backend is None else backend.documents_changed(self._kb)
         owner = NO_TENANT if self._shared is None else owner_of(self._shared.salt)
-        forget_chunks(self.kv_folder, lambda chunk_id: bool(self._kb.existing_chunks({chunk_id})), owner, but=handled)
+        forget_chunks(
+            self.kv_folder, lambda chunk_id: bool(self._kb.existing_chunks({chunk_id})), owner, except_for=handled
+        )
 
     @property
     def kv_folder(self) -> Path:
