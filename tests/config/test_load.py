@@ -1,4 +1,4 @@
-"""Which of four places a setting comes from, and what an impossible one is told."""
+"""Loading of settings: the four sources, and the errors of impossible values."""
 
 import logging
 from pathlib import Path
@@ -22,11 +22,11 @@ def write(text: str, name: str = "stillroom.toml") -> Path:
     return file
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_without_any_source_settings_are_the_defaults() -> None:
     assert load_config(env={}) == StillroomConfig()
 
 
-def test_later_places_win_and_others_stay() -> None:
+def test_later_sources_override_earlier_ones() -> None:
     write("[search]\ntop_k = 2\nmode = 'dense'\nnum_candidates = 9\n")
     env = {"STILLROOM_SEARCH__TOP_K": "3", "STILLROOM_SEARCH__MODE": "sparse", "PATH": "/bin"}
 
@@ -45,13 +45,13 @@ def test_named_file_replaces_the_one_of_the_folder() -> None:
     assert (config.search.top_k, config.server.port) == (StillroomConfig().search.top_k, 0)
 
 
-def test_a_file_may_begin_with_a_byte_order_mark() -> None:
+def test_file_may_begin_with_a_byte_order_mark() -> None:
     write("\ufeff[search]\ntop_k = 2\n")
 
     assert load_config(env={}).search.top_k == 2
 
 
-def test_a_folder_of_that_name_is_not_passed_over() -> None:
+def test_folder_in_place_of_the_file_is_an_error() -> None:
     Path("stillroom.toml").mkdir()
 
     with pytest.raises(ConfigError, match=r"stillroom\.toml cannot be read"):
@@ -68,7 +68,7 @@ def test_process_environment_is_read_when_none_is_given(monkeypatch: pytest.Monk
     ("text", "expected"),
     [("512MiB", 512 * 2**20), ("2 GiB", 2 * 2**30), ("1.5KiB", 1536), ("3MB", 3_000_000), ("7", 7), ("9B", 9)],
 )
-def test_sizes_take_units_in_every_place(text: str, expected: int) -> None:
+def test_sizes_take_units_in_every_source(text: str, expected: int) -> None:
     file = write(f'[runtime]\nkv_bytes = "{text}"\n')
 
     assert load_config(file, env={}).runtime.kv_bytes == expected
@@ -76,7 +76,7 @@ def test_sizes_take_units_in_every_place(text: str, expected: int) -> None:
     assert load_config(env={}, overrides={"runtime.kv_bytes": text}).runtime.kv_bytes == expected
 
 
-def test_a_path_may_begin_with_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/anna")
     file = write("[server]\nkeys_file = '~/keys.json'\n")
 
@@ -98,7 +98,7 @@ def test_a_size_can_be_a_share_of_memory() -> None:
     assert whole > 2**28 and abs(half - whole / 2) <= 1
 
 
-def test_whole_number_may_stand_for_a_float() -> None:
+def test_integer_is_accepted_for_a_float() -> None:
     temperature = load_config(write("[generation]\ntemperature = 1\n"), env={}).generation.temperature
 
     assert (temperature, type(temperature)) == (1.0, float)
@@ -132,7 +132,7 @@ def test_whole_number_may_stand_for_a_float() -> None:
         ("index.m", 1),
     ],
 )
-def test_impossible_values_are_refused_with_what_is_allowed(setting: str, value: Any) -> None:
+def test_impossible_values_are_refused_with_the_allowed_ones(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(env={}, overrides={setting: value})
 
@@ -181,7 +181,7 @@ def test_unknown_environment_variables_are_explained() -> None:
 
 
 def test_environment_variable_with_one_underscore_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
-    # an error would be wrong: Kubernetes sets this one by itself
+    # not an error: Kubernetes sets this variable
     config = load_config(env={"STILLROOM_SERVER_PORT": "tcp://10.0.0.1:80", "STILLROOM_KB": "kb"})
 
     assert config == StillroomConfig()
@@ -247,22 +247,22 @@ def test_secret_comes_from_the_environment_and_is_never_shown() -> None:
     ("base_url", "hint"),
     [
         ("", "needs an address"),
-        ("localhost:8000", "must be like"),
-        ("ftp://host/v1", "must be like"),
-        ("http://", "must be like"),
-        ("http://host/v1?key=1", "must be like"),
-        ("http://host:99999", "is no address"),
+        ("localhost:8000", "is not an address"),
+        ("ftp://host/v1", "is not an address"),
+        ("http://", "is not an address"),
+        ("http://host/v1?key=1", "is not an address"),
+        ("http://host:99999", "is not an address"),
         ("http://me:sk-do-not-show@host/v1", "holds a name or password"),
     ],
 )
-def test_impossible_addresses(base_url: str, hint: str) -> None:
+def test_impossible_addresses_are_refused_without_showing_passwords(base_url: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint) as caught:
         EngineConfig(kind="openai", base_url=base_url)
     assert "sk-do-not-show" not in str(caught.value)
 
 
-def test_key_with_a_line_break_is_told_without_showing_it() -> None:
-    with pytest.raises(ConfigError, match="holds a blank, a line break") as caught:
+def test_key_with_a_line_break_is_refused_without_showing_it() -> None:
+    with pytest.raises(ConfigError, match="holds a space, a line break") as caught:
         EngineConfig(kind="openai", base_url="http://host", api_key="sk-do-not\nshow")
     assert "sk-do" not in str(caught.value)
 
@@ -270,19 +270,19 @@ def test_key_with_a_line_break_is_told_without_showing_it() -> None:
 @pytest.mark.parametrize(
     ("values", "hint"),
     [
-        ({"url": "localhost:6333"}, "qdrant.url='localhost:6333'; it must be like"),
+        ({"url": "localhost:6333"}, "qdrant.url='localhost:6333' is not an address"),
         ({"url": "http://me:sk-do-not-show@host"}, "qdrant.url holds a name or password"),
-        ({"api_key": "sk-do-not\nshow"}, "STILLROOM_QDRANT__API_KEY holds a blank, a line break"),
-        ({"prefix": "a/b"}, "may have letters, digits"),
+        ({"api_key": "sk-do-not\nshow"}, "STILLROOM_QDRANT__API_KEY holds a space, a line break"),
+        ({"prefix": "a/b"}, "must consist of letters, digits"),
     ],
 )
-def test_impossible_places_of_a_collection(values: dict[str, str], hint: str) -> None:
+def test_impossible_qdrant_settings_are_refused_without_showing_keys(values: dict[str, str], hint: str) -> None:
     with pytest.raises(ConfigError, match=hint) as caught:
         QdrantConfig(**values)  # type: ignore[arg-type]
     assert "sk-do" not in str(caught.value)
 
 
-def test_a_collection_needs_a_place_and_has_no_goals() -> None:
+def test_qdrant_index_needs_an_address_and_takes_no_search_goals() -> None:
     with pytest.raises(ConfigError, match="needs qdrant.url"):
         StillroomConfig(index=IndexConfig(kind="qdrant"))
     with pytest.raises(ConfigError, match="searched with index.ef_search"):

@@ -1,4 +1,4 @@
-"""The committed page of settings is the generated one, and nothing in it is missing."""
+"""docs/configuration.md is the generated page and lists every setting."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Settings of answers: where they are generated, their defaults, and what is remembered of them.
+"""Settings of answers: the engine, defaults of sampling, and the request log.
 
 Users import them from `config.settings`.
 """
@@ -17,35 +17,35 @@ DocumentOrder = Literal["prefix", "rank"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Where answers are generated: here, or by a server with OpenAI's routes. See docs/engines.md."""
+    """The engine that generates answers: in this process, or an OpenAI-compatible server (docs/engines.md)."""
 
     kind: EngineKind = "builtin"
-    """`builtin`: the runtime of this process. `openai`: the server at `base_url`; no model is loaded here."""
+    """`builtin`: the runtime of this process. `openai`: the server at `base_url`; no model is loaded in this
+    process."""
     base_url: str = ""
-    """The server's address, such as `http://127.0.0.1:8000/v1`; `/v1` is added where there is no path."""
+    """The server's address, such as `http://127.0.0.1:8000/v1`; `/v1` is added if there is no path."""
     model: str = ""
-    """The model to ask the server for. Empty: the first that it lists."""
+    """Model to request from the server. Empty: the first that it lists."""
     api_key: str = field(default="", repr=False)
-    """Sent as a bearer token. Taken from the environment only, so that it is in no file and on no command line."""
+    """Bearer token. Read from the environment only, never from files or flags."""
     prompt: EnginePrompt = "chat"
-    """`chat`: messages, which the server puts into its model's own template. `text`, `tokens`: `/v1/completions` with
-    the prompt rendered for `runtime.model`, whose tokenizer is loaded for it; `tokens` keeps text from documents from
-    being read as special tokens."""
+    """`chat`: sends messages, and the server applies its model's template. `text`, `tokens`: `/v1/completions` with a
+    prompt rendered by the tokenizer of `runtime.model`; with `tokens`, text of documents is never read as special
+    tokens."""
     document_order: DocumentOrder = "prefix"
-    """`prefix`: documents that an earlier prompt began with stand first, so that the server's prefix cache has them.
-    `rank`: best first."""
+    """`prefix`: documents that began an earlier prompt come first, so that the server's prefix cache is hit. `rank`:
+    best first."""
     extra_sampling: bool = True
-    """Whether to send sampling parameters that OpenAI does not have (`top_k`, `min_p`, `repetition_penalty`), at values
-    that change nothing unless asked for: servers have defaults of their own. `false` for servers that refuse fields
-    they do not know, such as OpenAI's."""
+    """Send the sampling parameters that OpenAI lacks (`top_k`, `min_p`, `repetition_penalty`), at neutral values unless
+    set: servers have defaults of their own. Use `false` for servers that refuse unknown fields, such as OpenAI's."""
     connect_timeout_s: AboveZero = 5.0
     """Seconds to wait for a connection."""
     read_timeout_s: AboveZero = 300.0
-    """Longest silence of the server, in seconds; a long prompt on a slow machine is silent until its first token."""
+    """Longest silence of the server, in seconds. A long prompt on a slow machine is silent until its first token."""
     max_retries: AtLeastZero = 4
-    """How often a request is repeated that failed before its first token: no connection, HTTP 429 or 5xx."""
+    """Retries of a request that failed before its first token: no connection, HTTP 429 or 5xx."""
     max_retry_wait_s: float = 30.0
-    """Longest wait before a repetition, in seconds; a server that asks for more is given up."""
+    """Longest wait before a retry, in seconds; the request fails if the server asks for more."""
 
     def __post_init__(self) -> None:
         if self.kind == "builtin":
@@ -58,15 +58,15 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """Defaults for an answer; each can be set per question."""
+    """Defaults of an answer; each can be set per question."""
 
     max_tokens: int = 256
     """Most tokens in an answer."""
     max_prompt_tokens: AtLeastZero = 0
-    """Most tokens in a prompt, whoever asks: documents that do not fit are left out, and what does not fit without any
-    is refused. 0: as many as the model takes."""
+    """Most tokens in a prompt. Documents that do not fit are left out; a question that does not fit without documents
+    is refused. 0: the limit of the model."""
     temperature: float = 0.0
-    """0: greedy, the most likely token each time."""
+    """0: greedy, always the most likely token."""
     top_p: Annotated[float, Range(0, 1, is_low_open=True)] = 1.0
     """Sample from the smallest set of tokens whose probabilities add up to this."""
     sample_top_k: AtLeastZero = 0
@@ -74,20 +74,20 @@ class GenerationConfig:
     min_p: Share = 0.0
     """Sample from tokens at least this likely relative to the most likely one."""
     repetition_penalty: AboveZero = 1.0
-    """Above 1: tokens of the prompt and of the answer so far become less likely, so quotes do too."""
+    """Above 1: tokens of the prompt and the answer become less likely, quotes included."""
     presence_penalty: float = 0.0
-    """Above 0: tokens that the answer has become less likely."""
+    """Above 0: tokens of the answer become less likely."""
     frequency_penalty: float = 0.0
-    """Above 0: tokens become less likely each time the answer has them."""
+    """Above 0: tokens become less likely with each occurrence in the answer."""
     seed: Int63 = 0
-    """Same seed, question and documents: same answer, whatever else runs in the batch. In half precision a near tie
-    between two tokens may go the other way in another batch."""
+    """The same seed, question and documents give the same answer in any batch. In half precision, a near tie between
+    two tokens may be decided differently in another batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
-    """What is remembered of past questions, for `stillroom explain`."""
+    """The request log, which `stillroom explain` reads."""
 
     keep: Int63 = 1000
-    """Questions remembered in the knowledge base's folder, with their text; older ones are forgotten. 0: none,
-    and those of before are removed when the next process begins to answer."""
+    """Questions kept in the knowledge base's folder, with their text; older ones are deleted. 0: none, and the existing
+    ones are deleted when the next process starts to answer."""

@@ -1,10 +1,10 @@
-"""Where a user's own caches lie: what is there can be removed at any time and is made again."""
+"""The user's cache folder. Its content can be removed at any time and is recreated."""
 
 import os
 from pathlib import Path
 
 
 def cache_root() -> Path:
-    """Stillroom's folder in the user's cache folder, as the XDG base directory specification names it."""
+    """Return Stillroom's folder in the user's cache folder (XDG base directory specification)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "stillroom"

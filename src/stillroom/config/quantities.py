@@ -29,7 +29,7 @@ class Range:
     """Whether `low` itself is excluded."""
 
     def holds(self, value: float) -> bool:
-        """Whether the value is allowed; infinities and NaN never are."""
+        """Whether the value is in the range; infinities and NaN never are."""
         is_above = value > self.low if self.is_low_open else value >= self.low
         return math.isfinite(value) and is_above and value <= self.high
 
@@ -70,7 +70,11 @@ def check_ranges(section: str, config: Any) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `512MiB`, `4GiB`, `1.5GB`, `1048576`, or `25%` of the machine's memory; ValueError if it is none."""
+    """Return the bytes of `512MiB`, `1.5GB`, `1048576`, or `25%` of the machine's memory.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
     text = text.strip()
     if text.endswith("%"):
         share = float(text[:-1]) / 100
@@ -86,8 +90,11 @@ def parse_size(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of `300ms`, `1.5s`, `500us`, `2min` or `1h`, more than 0; ValueError if it is none: a number without a
-    unit could mean either of two."""
+    """Return the seconds of `300ms`, `1.5s`, `500us`, `2min` or `1h`.
+
+    Raises:
+        ValueError: the text is not a duration above 0 with a unit.
+    """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+|[0-9]+\.)\s*(us|ms|s|min|h)\s*", text)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if seconds <= 0.0:
@@ -96,7 +103,7 @@ def parse_seconds(text: str) -> float:
 
 
 def memory_bytes() -> int:
-    """Of the machine, or of its container where there is a smaller limit."""
+    """Return the memory of the machine, or of its container if that is smaller."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()

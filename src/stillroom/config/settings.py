@@ -1,7 +1,7 @@
-"""Every setting, frozen, under one roof: the sections, which stand in modules of their own, and all of them together.
+"""All settings: the sections, defined in modules of their own, and `StillroomConfig`, which holds them.
 
-A field's docstring gives unit and consequence; `config.load` fills the fields in. What is discovered at start-up
-(number of blocks, embedding dimension) is a return value elsewhere, never written back.
+A field's docstring gives unit and consequence; `config.load` fills the fields. Values found at start-up (number of
+blocks, embedding dimension) are never written back.
 """
 
 from dataclasses import dataclass, field
@@ -108,6 +108,6 @@ class StillroomConfig:
             )
         if self.generation.max_prompt_tokens and self.engine.kind == "openai" and self.engine.prompt != "tokens":
             raise ConfigError(
-                "generation.max_prompt_tokens needs engine.prompt = 'tokens' where the engine is elsewhere: otherwise "
-                "only the server there counts tokens, so set its own limit"
+                "generation.max_prompt_tokens needs engine.prompt = 'tokens' with a remote engine: otherwise "
+                "only the remote server counts tokens; set its own limit instead"
             )
