@@ -1,6 +1,6 @@
-"""How log records look: one line each, on stderr, as text or as JSON. Called once, by whoever owns the process.
+"""Configures logging: one line per record on stderr, as text or JSON. Called once, by the process's entry point.
 
-Modules log with `logging.getLogger(__name__)` and nothing else.
+Modules log with `logging.getLogger(__name__)` only.
 """
 
 import json
@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("stillroom_request_id", default=None)
-"""Of the HTTP request that something is done for; set by the server, for itself and the threads that it starts."""
+"""Id of the current HTTP request; the server sets it for itself and the threads that it starts."""
 
 _TALKATIVE = (
     "asyncio",
@@ -29,20 +29,20 @@ _TALKATIVE = (
     "uvicorn.access",
     "uvicorn.error",
 )
-"""Libraries whose records below WARNING say nothing that a user of Stillroom asked for."""
+"""Libraries whose records below WARNING are not logged."""
 
 _ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
-"""What could steer a terminal, in the name of a file, say."""
+"""Control characters, which could steer a terminal, for example in a file name."""
 
 
 def configure_logging(
     level: str | int = "WARNING", *, as_json: bool = False, before: Callable[[], None] = lambda: None
 ) -> None:
-    """Send the records of this process to stderr. Calling it again replaces the earlier settings.
+    """Send the records of this process to stderr. A further call replaces the earlier configuration.
 
     Args:
-        level: of Stillroom's own records; those of libraries start at WARNING, unless this is DEBUG.
-        as_json: one JSON object a line, with the stack trace of an exception; text shows its last frame only.
+        level: lowest level of Stillroom's records; that of libraries is at least WARNING, unless this is DEBUG.
+        as_json: one JSON object per line, with the stack trace of an exception; text shows its last frame only.
         before: called before each record is written.
     """
     number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
@@ -64,7 +64,7 @@ def configure_logging(
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at that moment, which a progress display or a test may have replaced."""
+    """Writes to the current `sys.stderr`, which a progress display or a test may have replaced."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         logging.Handler.__init__(self)
@@ -94,8 +94,8 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """The same as an object: time, level, logger, message, the HTTP request that it was written for, the record's
-    `fields`, and, with an exception, traceback."""
+    """A JSON object: time, level, logger, message, request_id of the HTTP request, the record's `fields`, and the
+    traceback of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {

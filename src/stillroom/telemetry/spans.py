@@ -1,8 +1,7 @@
-"""Traces for OpenTelemetry: a span for each HTTP request, and below it one for each phase of its answers.
+"""OpenTelemetry traces: a span for each HTTP request, with a child span for each phase of its answers.
 
-The phases are known when an answer is complete, and become spans with their times then, so nothing is measured twice
-and nothing is paid where no traces are asked for. The caller's `traceparent` (W3C) is the parent. Needs the extra
-`otel`; without it nothing here is used.
+Spans of phases are made from the measured times when an answer is complete, so nothing is measured twice. The client's
+`traceparent` (W3C) is the parent. Needs the extra `otel`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 PHASES = ("retrieval", "queue", "load", "prefill", "decode")
-"""In order; each begins where the one before it ends."""
+"""In order; each begins where the previous one ends."""
 
 
 class RequestSpan:
-    """The span of the request under way."""
+    """The span of the current request."""
 
     def __init__(self, tracing: "Tracing", span: "Span") -> None:
         self._tracing = tracing
@@ -29,7 +28,7 @@ class RequestSpan:
 
     @property
     def trace_id(self) -> str:
-        """As in `traceparent`."""
+        """Trace id as in `traceparent`."""
         return format(self._span.get_span_context().trace_id, "032x")
 
     def rename(self, name: str) -> None:
@@ -39,11 +38,11 @@ class RequestSpan:
         self._span.set_attributes(attributes)
 
     def add_phases(self, began: float, seconds: Mapping[str, float], attributes: Mapping[str, Any]) -> None:
-        """Spans of an answer's phases.
+        """Add spans of an answer's phases.
 
         Args:
-            began: seconds since 1970.
-            seconds: of some of `PHASES`.
+            began: start of the first phase, in seconds since 1970.
+            seconds: durations, by phase; phases may be missing.
         """
         from opentelemetry.trace import set_span_in_context
 
@@ -62,7 +61,7 @@ _CURRENT: ContextVar[RequestSpan | None] = ContextVar("stillroom_request_span", 
 
 
 def current_span() -> RequestSpan | None:
-    """The span of the request that this is done for; None where there are no traces."""
+    """Return the span of the current request; None without traces."""
     return _CURRENT.get()
 
 
@@ -70,7 +69,7 @@ class Tracing:
     """Makes spans of requests. Thread-safe."""
 
     def __init__(self, provider: "TracerProvider") -> None:
-        """The provider stays the caller's."""
+        """The caller shuts the provider down."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self.tracer = provider.get_tracer("stillroom")
@@ -78,7 +77,7 @@ class Tracing:
 
     @contextmanager
     def request(self, name: str, headers: Mapping[str, str]) -> Iterator[RequestSpan]:
-        """A span for as long as the block lasts."""
+        """Span the block."""
         from opentelemetry.trace import SpanKind
 
         context = self._propagator.extract(headers)
@@ -94,10 +93,10 @@ class Tracing:
 
 @contextmanager
 def exporting(endpoint: str) -> Iterator[Tracing | None]:
-    """Traces that go to a collector as long as the block lasts; none where the address is empty.
+    """Export traces to a collector during the block; None if `endpoint` is empty.
 
     Raises:
-        ConfigError: the libraries are not there.
+        ConfigError: the extra `otel` is not installed.
     """
     if not endpoint:
         yield None

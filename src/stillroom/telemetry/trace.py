@@ -1,8 +1,8 @@
-"""What is remembered of past questions: why these chunks, what was reused, what it saved. Read by `stillroom explain`.
+"""The request log: sources, reuse and timing of past questions, read by `stillroom explain`.
 
-One SQLite file beside the knowledge base, so that another process can ask. It is a diary, not the truth: losing it, or
-the last lines of it, loses nothing else, and whoever cannot write to it goes on without. A thread of its own writes, so
-that nobody who answers waits for the disk or for another process.
+One SQLite file in the knowledge base's folder, readable by other processes. It is not part of the knowledge base's
+state: losing it loses nothing else, and failing to write it fails no answer. A thread of its own writes, so that
+answers never wait for the disk or for another process.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ TRACE_FILE = "traces.sqlite"
 _COLUMNS = "(request_id TEXT PRIMARY KEY, at REAL NOT NULL, trace TEXT NOT NULL)"
 _BUSY_TIMEOUT_S = 2.0
 _MAX_PENDING = 1024
-"""Traces that wait to be written; the next ones are lost."""
+"""Most records that wait to be written; further ones are dropped."""
 _PATIENCE_S = 5.0
-"""How long a reader waits for what was added before."""
+"""Longest wait of a reader for pending writes."""
 
 
 class TraceLog:
-    """The last `keep` traces. Thread-safe; several processes may write to one file."""
+    """The last `keep` questions. Thread-safe; several processes may write to one file."""
 
     def __init__(self, path: Path, keep: int) -> None:
         """
         Args:
-            keep: 0 writes nothing, and `trim` removes all that there is.
+            keep: most questions to keep; with 0 nothing is written, and `trim` deletes all.
         """
         self._path = path
         self._keep = keep
@@ -50,25 +50,24 @@ class TraceLog:
         self._adding = threading.Lock()
 
     def add(self, request_id: str, at: float, trace: Mapping[str, Any]) -> None:
-        """Remember a finished question, soon; none once it is closed. Never raises, never waits: a trace is not worth
-        an answer.
+        """Queue the record of a finished question; ignored after `close`. Never raises and never waits.
 
         Args:
             at: seconds since 1970.
-            trace: plain JSON values; not to be changed afterwards.
+            trace: plain JSON values. Precondition: the caller does not change them afterwards.
         """
         if self._keep:
-            self._soon(partial(self._write, request_id, at, trace))
+            self._queue(partial(self._write, request_id, at, trace))
 
     def trim(self) -> None:
-        """Remove what is older than the last `keep`, soon, and its text from the file. Never raises, never waits.
+        """Queue the deletion of records beyond the last `keep`, and of their text from the file. Never raises or waits.
 
-        For a process that answers: who only reads may have been told another `keep` than the one that writes.
+        Called only by processes that answer: the `keep` of a reading process may differ.
         """
         if self._path.is_file():
-            self._soon(self._trim)
+            self._queue(self._trim)
 
-    def _soon(self, task: Callable[[], None]) -> None:
+    def _queue(self, task: Callable[[], None]) -> None:
         with self._adding, contextlib.suppress(queue.Full):
             if self._is_closed:
                 return
@@ -91,9 +90,11 @@ class TraceLog:
             except (sqlite3.Error, OSError, TypeError, ValueError) as error:
                 if not self._is_failing:
                     reason = reason_of(error) if isinstance(error, sqlite3.Error) else error
-                    logger.warning("%s cannot be written (%s); stillroom explain will not know all", self._path, reason)
+                    logger.warning(
+                        "%s cannot be written (%s); stillroom explain will miss questions", self._path, reason
+                    )
                 self._is_failing = True
-                has_given_up = self._is_closed  # nobody shall wait for a file that does not take it
+                has_given_up = self._is_closed  # `close` must not wait for a file that cannot be written
 
     def _write(self, request_id: str, at: float, trace: Mapping[str, Any]) -> None:
         with self._lock, self._open() as connection:
@@ -104,7 +105,7 @@ class TraceLog:
         with self._lock, self._open() as connection:
             self._remove_old(connection)
             if not self._keep:
-                connection.execute("VACUUM")  # pages that were freed without being overwritten
+                connection.execute("VACUUM")  # removes pages that were freed but not overwritten
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _remove_old(self, connection: sqlite3.Connection) -> None:
@@ -120,12 +121,12 @@ class TraceLog:
             is_written.wait(_PATIENCE_S)
 
     def get(self, request_id: str | None = None) -> tuple[str, float, dict[str, Any]] | None:
-        """Request id, time and trace of a question, the last one without an id; None if it is not there.
+        """Return id, time and record of a question, of the last one without an id; None if absent.
 
         Raises:
-            KnowledgeBaseBusyError: another process holds the file.
-            StorageError: it may not be read, or its disk fails.
-            CorruptKnowledgeBaseError: it is damaged.
+            KnowledgeBaseBusyError: another process locks the file.
+            StorageError: the file is not readable, or its disk failed.
+            CorruptKnowledgeBaseError: the file is damaged.
         """
         where, values = ("WHERE request_id = ?", (request_id,)) if request_id else ("", ())
         with self._reading() as connection:
@@ -133,22 +134,22 @@ class TraceLog:
             return None if row is None else (row[0], row[1], json.loads(row[2]))
 
     def recent(self, limit: int) -> list[tuple[str, float, dict[str, Any]]]:
-        """Request id, time and trace of the last questions, latest first. Raises as `get`."""
+        """Return id, time and record of the last questions, latest first. Raises as `get`."""
         with self._reading() as connection:
             rows = connection.execute("SELECT * FROM traces ORDER BY at DESC, rowid DESC LIMIT ?", (limit,)).fetchall()
             return [(request_id, at, json.loads(trace)) for request_id, at, trace in rows]
 
     def questions(self) -> list[tuple[str, int]]:
-        """Every remembered question with the number of tokens of its answer, oldest first, but prompts that were
-        continued without a question. Raises as `get`."""
+        """Return every question with the tokens of its answer, oldest first; raw prompts are left out. Raises as
+        `get`."""
         with self._reading() as connection:
             rows = connection.execute("SELECT trace FROM traces ORDER BY at").fetchall()
             found = [json.loads(row) for (row,) in rows]
             return [(one["question"], int(one["num_generated_tokens"])) for one in found if one["question"]]
 
     def sources_of(self, chunk_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """What was said of these chunks when one was last among a question's sources; those that never were are not in
-        it. Raises as `get`."""
+        """Return the latest recorded source of each chunk; chunks that never were a source are absent. Raises as
+        `get`."""
         found = {}
         with self._reading() as connection:
             for chunk_id in chunk_ids:
@@ -161,7 +162,7 @@ class TraceLog:
         return found
 
     def close(self) -> None:
-        """What was added is written, if it can be. Idempotent."""
+        """Write pending records, if possible, and close. Idempotent."""
         with self._adding:
             self._is_closed = True
             writer, self._writer = self._writer, None
@@ -175,14 +176,14 @@ class TraceLog:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection that changes nothing; to no questions where there is no diary yet. Raises as `get`, also where
-        what is read in here is no trace."""
+        """Open a read-only connection, to an empty table if there is no file. Raises as `get`, also if the block reads
+        a malformed record."""
         self._wait_until_written()
         try:
             with contextlib.closing(_opened_for_reading(self._path)) as connection:
                 yield connection
         except sqlite3.Error as error:
-            raise _explained(self._path, error) from None  # its message may quote a question
+            raise _explained(self._path, error) from None  # SQLite's message may quote a question
         except (ValueError, KeyError, TypeError) as error:
             raise _damaged(self._path, type(error).__name__) from None
 
@@ -195,7 +196,7 @@ class TraceLog:
             )
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = OFF")
-            connection.execute("PRAGMA secure_delete = ON")  # what is forgotten does not stay in the file
+            connection.execute("PRAGMA secure_delete = ON")  # deleted text is overwritten
             connection.execute(f"CREATE TABLE IF NOT EXISTS traces {_COLUMNS}")
             connection.execute("CREATE INDEX IF NOT EXISTS by_time ON traces (at)")
             self._connection = connection
@@ -203,8 +204,11 @@ class TraceLog:
 
 
 def _opened_for_reading(path: Path) -> sqlite3.Connection:
-    """Without making the file. In a folder that cannot be written SQLite can make no log, and without one it reads a
-    file only as it lies: that is all of the diary while nobody writes to it."""
+    """Open the file without creating it.
+
+    In a read-only folder SQLite cannot create its write-ahead log and reads the file as immutable, which is complete
+    while no process writes.
+    """
     if not path.is_file():
         return _connected(":memory:")
     uri = path.absolute().as_uri()
@@ -217,11 +221,11 @@ def _opened_for_reading(path: Path) -> sqlite3.Connection:
 
 
 def _connected(name: str) -> sqlite3.Connection:
-    """To a file whose first page was read."""
+    """Connect, and read the first page so that errors show here."""
     connection = sqlite3.connect(name, timeout=_BUSY_TIMEOUT_S, isolation_level=None, uri=True)
     try:
         if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'traces'").fetchone() is None:
-            connection.execute(f"CREATE TEMP TABLE traces {_COLUMNS}")  # nobody has written yet
+            connection.execute(f"CREATE TEMP TABLE traces {_COLUMNS}")  # nothing was written yet
     except sqlite3.Error:
         connection.close()
         raise
@@ -235,11 +239,11 @@ def _explained(path: Path, error: sqlite3.Error) -> KnowledgeBaseError:
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
         return _damaged(path, reason_of(error))
     return StorageError(
-        f"{path} cannot be read: {reason_of(error)}; see to the disk, and the rights of the file and its folder"
+        f"{path} cannot be read: {reason_of(error)}; check the disk, and the rights of the file and its folder"
     )
 
 
 def _damaged(path: Path, reason: str) -> CorruptKnowledgeBaseError:
     return CorruptKnowledgeBaseError(
-        f"{path} is damaged ({reason}); remove it, it holds nothing but explanations of past questions", part=path.name
+        f"{path} is damaged ({reason}); delete it: it holds only explanations of past questions", part=path.name
     )
