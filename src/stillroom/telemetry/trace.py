@@ -245,5 +245,5 @@ def _explained(path: Path, error: sqlite3.Error) -> KnowledgeBaseError:
 
 def _damaged(path: Path, reason: str) -> CorruptKnowledgeBaseError:
     return CorruptKnowledgeBaseError(
-        f"{path} is damaged ({reason}); delete it: it holds only explanations of past questions", part=path.name
+        f"{path} is damaged ({reason}); remove it, it holds only explanations of past questions", part=path.name
     )
