@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
-from stillroom.retrieval.tiers.tiered_ivf import TieredLists, written
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
 from stillroom_bench.experiments.options import TieredScope
 from stillroom_bench.experiments.reuse_search import Asked
 from stillroom_bench.experiments.tiered import SkewedQuestions, made_lists
@@ -58,7 +58,7 @@ def test_a_tighter_target_needs_no_fewer_lists_in_ram(profile: SearchProfile) ->
 
 @pytest.mark.parametrize("dispatches", [True, False])
 def test_all_that_wait_are_searched_as_one_batch(questions: SkewedQuestions, tmp_path: Path, dispatches: bool) -> None:
-    tiers = TieredLists(written(made_lists(SCOPE), tmp_path / "lists"), np.arange(20))
+    tiers = TieredLists(write_bare_list_file(made_lists(SCOPE), tmp_path / "lists"), np.arange(20))
     asked: queue.SimpleQueue[Asked] = queue.SimpleQueue()
     for number in range(5):
         asked.put((number, [[number]]))

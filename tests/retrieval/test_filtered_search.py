@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig, QdrantConfig, SearchMode, StillroomConfig
 from stillroom.core.ids import ChunkId
 from stillroom.errors import FilterError
-from stillroom.retrieval.filters import lists_among
+from stillroom.retrieval.filters import allowed_lists
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index import bm25, hnsw, qdrant_index
 from stillroom.retrieval.index.bm25 import Bm25Index
@@ -119,7 +119,7 @@ def test_recall_is_kept_without_comparing_all(
     tmp_path: Path, kind: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hnsw, "COMPARED_PER_CANDIDATE", 0)
-    monkeypatch.setattr(lists_among, "ENTRIES_PER_COMPARED", 10**9)
+    monkeypatch.setattr(allowed_lists, "ENTRIES_PER_COMPARED", 10**9)
     index, flat, ids, vectors = filled(tmp_path, kind, 1500)
     queries, shares = clustered(30, 5), []
     everything = AllowedIds(np.sort(ids))
@@ -137,7 +137,7 @@ def test_recall_is_kept_without_comparing_all(
 @pytest.mark.parametrize("kind", INDEXES)
 def test_what_is_allowed_only_far_away_is_found(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A filter that leaves other subjects than that of the question: what is near is of no use."""
-    monkeypatch.setattr(lists_among, "ENTRIES_PER_COMPARED", 10**9)
+    monkeypatch.setattr(allowed_lists, "ENTRIES_PER_COMPARED", 10**9)
     index, flat, ids, vectors = filled(tmp_path, kind, 1500)
     shares = []
     subject = np.argmax(vectors @ SUBJECTS.T, axis=1)
@@ -198,7 +198,7 @@ def collection(tmp_path: Path) -> Iterator[tuple[QdrantIndex, NDArray[np.int64],
     vectors = clustered(60, 1)
     corpus.commit([dataclasses.replace(document, vectors=vectors)])
     index.catch_up()
-    index.follow()
+    index.refresh()
     yield index, np.array([chunk.chunk_id for chunk in document.chunks]), vectors
     index.close()
     corpus.close()

@@ -14,7 +14,7 @@ import pytest
 
 from stillroom.config.settings import IndexConfig, StillroomConfig
 from stillroom.errors import KnowledgeBaseBusyError, StorageError
-from stillroom.retrieval import index_file, repairing
+from stillroom.retrieval import atomic_files, repairing
 from stillroom.retrieval.store.corpus import Corpus
 from tests.retrieval.conftest import MODES, OpenKb, names
 from tests.retrieval.test_corpus import stored
@@ -113,7 +113,7 @@ def test_postings_for_which_the_disk_has_no_room_are_made_elsewhere_until_it_has
     def write(path: Path, content: bytes) -> None:
         if path.is_relative_to(tmp_path / "kb"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        index_file.write_atomically(path, content)
+        atomic_files.write_atomically(path, content)
 
     kb = open_kb()
     with monkeypatch.context() as patch:

@@ -22,7 +22,7 @@ from stillroom.planner.workload import PlannedWorkload, QuestionCounts
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.tiers.device_lists import devices_named
+from stillroom.retrieval.tiers.device_lists import parse_devices
 from stillroom.retrieval.tiers.partition import Lists
 from stillroom.retrieval.tiers.search_profile import (
     Effort,
@@ -217,7 +217,7 @@ def _with_devices(  # noqa: PLR0913
     own = config.index
     if kb.index_config.nbits != 8 or not (own.device_bytes or model_device.type == "cuda"):
         return index
-    devices = devices_named(own.devices)
+    devices = parse_devices(own.devices)
     shares_device = any(_is_same(torch.device(device), model_device) for device in devices)
     num_bytes = own.device_bytes or config.runtime.kv_bytes
     if not (own.device_bytes or shares_device):

@@ -24,7 +24,7 @@ from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.words import WordAnalyzer, searched_text
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.manifest import HERE, SEARCHING, Manifest
-from stillroom.retrieval.tiers.tiered_ivf import all_entries, emptied
+from stillroom.retrieval.tiers.tiered_ivf import all_entries, without_entries
 from stillroom.retrieval.vector_index import VectorIndex
 
 faiss: Any = _faiss  # its type information lacks what is made at import
@@ -102,7 +102,7 @@ def _in_order(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     found = dict(arrays)
     if len(found.get("ivf_pq", ())):
         lists = faiss.deserialize_index(found.pop("ivf_pq"))
-        found["quantizers"] = faiss.serialize_index(emptied(lists))
+        found["quantizers"] = faiss.serialize_index(without_entries(lists))
         for number, (ids, codes) in enumerate(all_entries(lists)):
             order = np.argsort(ids)
             found[f"list {number:09}"] = np.concatenate([ids[order, None].view(np.uint8), codes[order]], axis=1)

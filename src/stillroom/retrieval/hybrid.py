@@ -85,9 +85,9 @@ class FilteredChunks:
         Raises:
             FilterError: the filter is malformed, or allows nothing and names a field that no document has.
         """
-        allowed, complaint = self._found(where, parse_filter(where))
-        if complaint:
-            raise FilterError(complaint)
+        allowed, message = self._found(where, parse_filter(where))
+        if message:
+            raise FilterError(message)
         return allowed
 
     def _found(self, where: str, parsed: Filter) -> tuple[AllowedIds, str]:
@@ -98,15 +98,15 @@ class FilteredChunks:
                 self._kept.move_to_end(where)
                 return kept[1:]
         generation, ids = self._corpus.matching(condition_of(parsed, hides_folders=self.hides_folders))
-        found, complaint = AllowedIds(ids), "" if len(ids) else self._complaint(parsed)
+        found, message = AllowedIds(ids), "" if len(ids) else self._unknown_fields_message(parsed)
         with self._lock:
-            self._kept[where] = (generation, found, complaint)
+            self._kept[where] = (generation, found, message)
             self._kept.move_to_end(where)
             while len(self._kept) > 1 and sum(1000 + len(one) for _, one, _ in self._kept.values()) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        return found, complaint
+        return found, message
 
-    def _complaint(self, parsed: Filter) -> str:
+    def _unknown_fields_message(self, parsed: Filter) -> str:
         """Return an error message that names unknown fields and similar known ones; empty if there are none."""
         known = [*BUILT_IN, *self._corpus.field_names(_MAX_FIELDS)]
         unknown = sorted(fields_of(parsed) - set(known))

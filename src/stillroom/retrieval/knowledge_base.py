@@ -449,7 +449,7 @@ class KnowledgeBase:
     def _digest(self, may_write: bool) -> IndexDigest:
         if may_write:
             self._indexes.write()
-        elif not self._indexes.make_words_apart():
+        elif not self._indexes.build_private_postings():
             raise StorageError(
                 f"{self._path} cannot be written, and its postings are behind; search it where it can be"
             )

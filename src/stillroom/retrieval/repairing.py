@@ -59,7 +59,7 @@ class Repairs:
                     raise
         elif now >= self._next_look:
             self._next_look = now + _PAUSE_S
-            if self._indexes.are_words_behind() or self._indexes.are_word_files_damaged():
+            if self._indexes.is_sparse_behind() or self._indexes.are_sparse_files_damaged():
                 self._spawn(self._repair_beside)
 
     def mend_words(self) -> None:
@@ -69,17 +69,17 @@ class Repairs:
             StorageError: there is no room for them, nor among the system's temporary files.
         """
         with self._mending:
-            if not self._indexes.are_words_damaged:
+            if not self._indexes.is_sparse_damaged:
                 return
             logger.warning("%s: the postings are damaged and are made anew; searches wait for them", self._folder)
             with contextlib.suppress(IndexUnavailableError):  # words need no server
                 self._repair()
-            if self._indexes.are_words_damaged:  # another process writes, or the folder cannot be written
+            if self._indexes.is_sparse_damaged:  # another process writes, or the folder cannot be written
                 self._make_words_apart()
 
     def _make_words_apart(self) -> None:
         try:
-            self._indexes.make_words_apart()
+            self._indexes.build_private_postings()
         except OSError as error:
             raise StorageError(
                 f"{self._folder}: the postings are damaged, and there is no room to make them anew: "
@@ -112,6 +112,6 @@ class Repairs:
     def _make_do(self) -> str:
         """Search without writing to the folder. Returns what that means."""
         with contextlib.suppress(OSError):
-            if self._indexes.make_words_apart():
+            if self._indexes.build_private_postings():
                 return "each process brings the indexes up to date for itself"
         return "words find nothing" if not self._indexes.sparse_generation else "words may lack the last changes"

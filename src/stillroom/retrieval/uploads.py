@@ -24,7 +24,7 @@ from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
 from stillroom.core.private_files import make_folder, open_file
 from stillroom.errors import ChangeCancelledError, StillroomError, StorageError, UnknownDocumentError, UsageError
-from stillroom.retrieval.index_file import make_folder_durably, replace_durably
+from stillroom.retrieval.atomic_files import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.store.document_names import UPLOADS, is_upload

@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
         faiss.omp_set_num_threads(num_threads)
 
 
-def compared(storage: Any, query: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
+def exact_scores(storage: Any, query: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return scores [r] of a query [d] against rows [r] of an index of full vectors, computed as faiss' search does."""
     scores, query = np.empty(len(rows), dtype=np.float32), np.ascontiguousarray(query, dtype=np.float32)
     if len(rows):

@@ -206,7 +206,7 @@ def _walker(index: HnswIndex) -> Callable[[Vectors], Any]:
 
     def search(query: Vectors) -> Any:
         walk = GraphWalk(graph, query, _DEPTH, ef_search)
-        walk.go_on(len(index))
+        walk.advance(len(index))
         return ranked_arrays(*walk.best())
 
     return search

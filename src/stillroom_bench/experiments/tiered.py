@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.errors import UsageError
-from stillroom.retrieval.tiers.partition import by_heat
-from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, accesses, written
+from stillroom.retrieval.tiers.partition import hottest_first
+from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, accesses, write_bare_list_file
 from stillroom_bench.experiments.options import TieredScope
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
@@ -171,7 +171,9 @@ class DividedBench:
         self, skew: str, share: float, lists: Any, asked: SkewedQuestions, file: Path, scope: TieredScope
     ) -> None:
         self._skew, self._share, self._scope, self._asked, self._file = skew, share, scope, asked, file
-        self._tiered = TieredLists(written(lists, file), by_heat(asked.counts)[: round(share * scope.nlist)])
+        self._tiered = TieredLists(
+            write_bare_list_file(lists, file), hottest_first(asked.counts)[: round(share * scope.nlist)]
+        )
 
     def arms(self) -> Iterator[Arm]:
         where = {0.0: "all on disk", 1.0: "all in RAM"}.get(self._share, f"{share_name(self._share)} of lists in RAM")

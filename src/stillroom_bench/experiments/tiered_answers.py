@@ -24,7 +24,7 @@ from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.driving import drive
 from stillroom.retrieval.tiers.partition import Lists, hottest
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile, rate_at
-from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, written
+from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, write_bare_list_file
 from stillroom_bench.experiments.options import TieredScope
 from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_search import Asked, Searched
@@ -111,7 +111,7 @@ def run_answers(
         plans = [plan_for(slo * alone.seconds, alone, profile, scope.nprobe) for slo in asked.slos]
         slos = [plan.slo for plan in plans]
         try:
-            tiers = TieredLists(written(lists, file))
+            tiers = TieredLists(write_bare_list_file(lists, file))
             arms = [
                 Arm(name, _AnswersRun(house, tiers, held, dispatches, questions, scope.nprobe, alone, slos))
                 for name, held, dispatches in _arms(plans, scope.nlist)

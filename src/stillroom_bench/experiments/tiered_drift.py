@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from stillroom.retrieval.tiers.hot_lists import DriftRules, HotLists
-from stillroom.retrieval.tiers.tiered_ivf import TieredLists, written
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
 from stillroom_bench.experiments.options import TieredScope
 from stillroom_bench.experiments.tiered import SKEWS, SkewedQuestions, check_scope, made_lists
 from stillroom_bench.instrument.environment import record_environment
@@ -81,7 +81,9 @@ def run_drift(
     } | {"first choice stays": DriftRules(is_exchanging=False)}
     courses: dict[str, list[Window]] = {}
     try:
-        tiers = TieredLists(written(lists, file))  # one for all: whoever maps a page keeps it from being dropped
+        tiers = TieredLists(
+            write_bare_list_file(lists, file)
+        )  # one for all: whoever maps a page keeps it from being dropped
         runs = [_DriftRun(name, tiers, topics, one, scope, drift, courses) for name, one in rules.items()]
         samples = run_arms(
             [Arm(run.name, run) for run in runs],
@@ -160,7 +162,7 @@ class _DriftRun:
                     self._tiers.drop_pages()
                 began = time.perf_counter()
                 nearness, probed = self._tiers.probe(query[None], self._scope.nprobe)
-                hot.note(probed[0])
+                hot.record(probed[0])
                 self._tiers.scan(query, _NUM_FOUND, probed[0], nearness[0])
                 seconds.append(time.perf_counter() - began)
             windows.append(Window((hot.num_hits - hits) / (hot.num_probes - probes), float(np.mean(seconds))))

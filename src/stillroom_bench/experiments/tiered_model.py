@@ -18,12 +18,12 @@ import numpy as np
 
 from stillroom.errors import UsageError
 from stillroom.retrieval.tiers.division import Division
-from stillroom.retrieval.tiers.partition import Lists, Partition, by_heat
+from stillroom.retrieval.tiers.partition import Lists, Partition, hottest_first
 from stillroom.retrieval.tiers.search_model import (
     Prediction,
+    fit_line,
     hits_of,
     rate_by_hits,
-    straight_line,
     worst_error_of_line,
 )
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
@@ -118,7 +118,7 @@ def _told(
 ) -> list[PredictedCell]:
     """As `DividedBench` divides them."""
     shard_of = np.full(scope.nlist, DISK)
-    shard_of[by_heat(asked.counts)[: round(ram * scope.nlist)]] = RAM
+    shard_of[hottest_first(asked.counts)[: round(ram * scope.nlist)]] = RAM
     division = Division(profile.sizes, profile.bytes_per_vector, Partition(shard_of, 2))
     hits, times = hits_of(division, profile.probed), profile.model.times
     cells = []
@@ -178,7 +178,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _fitted_row(name: str, profile: SearchProfile) -> dict[str, Any]:
     model = profile.model
-    slope, start = straight_line(model.times.batch_sizes, model.times.scan_seconds)
+    slope, start = fit_line(model.times.batch_sizes, model.times.scan_seconds)
     return {
         "questions like": name,
         "us per batch": 1e6 * model.per_batch,

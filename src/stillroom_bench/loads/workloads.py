@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from stillroom.config.settings import EmbedderConfig
 from stillroom.errors import DocumentError, UsageError
 from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.retrieval.atomic_files import load_arrays, save_arrays
 from stillroom.retrieval.embedder import Embedder
-from stillroom.retrieval.index_file import load_arrays, save_arrays
 
 Vectors = NDArray[np.float32]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import UsageError
-from stillroom.retrieval.filters import lists_among
+from stillroom.retrieval.filters import allowed_lists
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index import hnsw
 from stillroom.retrieval.index.flat import FlatIndex
@@ -120,13 +120,13 @@ def _arm(
 @contextlib.contextmanager
 def _way(way: str) -> Iterator[None]:
     """The rule that chooses, replaced: one compared vector costs nothing, or more than anything."""
-    rule = hnsw.COMPARED_PER_CANDIDATE, lists_among.ENTRIES_PER_COMPARED
+    rule = hnsw.COMPARED_PER_CANDIDATE, allowed_lists.ENTRIES_PER_COMPARED
     if way != "chosen":
-        hnsw.COMPARED_PER_CANDIDATE, lists_among.ENTRIES_PER_COMPARED = (10**9, 0) if way == "compare" else (0, 10**9)
+        hnsw.COMPARED_PER_CANDIDATE, allowed_lists.ENTRIES_PER_COMPARED = (10**9, 0) if way == "compare" else (0, 10**9)
     try:
         yield
     finally:
-        hnsw.COMPARED_PER_CANDIDATE, lists_among.ENTRIES_PER_COMPARED = rule
+        hnsw.COMPARED_PER_CANDIDATE, allowed_lists.ENTRIES_PER_COMPARED = rule
 
 
 def _allowed(vectors: Vectors, kind: str, share: float, seed: int) -> AllowedIds:

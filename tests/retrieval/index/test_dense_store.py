@@ -104,7 +104,7 @@ def found_together(indexes: Indexes) -> list[Ranking]:
     """The same by threads that have all come while the index was busy."""
     with ThreadPoolExecutor(10) as pool, indexes._lock:
         asking = [pool.submit(indexes.search_dense, query, 20) for query in vectors(10, 5)]
-        while indexes._together.num_waiting < 10:
+        while indexes._batcher.num_waiting < 10:
             threading.Event().wait(0.001)
     return [one.result() for one in asking]
 

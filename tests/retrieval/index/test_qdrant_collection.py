@@ -39,7 +39,7 @@ def test_a_server_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         IndexUnavailableError, match=r"stillroom-c0ffee \(http://127.0.0.1:9\) cannot be used: .*refused"
     ):
-        collection.shown()
+        collection.read_mark()
     collection.close()
 
 
@@ -50,7 +50,7 @@ def test_silence_is_told(tmp_path: Path) -> None:
     collection = on_server(tmp_path, QdrantConfig(url="http://127.0.0.1:9"))
     answering(collection, silent)
     with pytest.raises(IndexUnavailableError, match="cannot be used"):
-        collection.shown()
+        collection.read_mark()
     collection.close()
 
 
@@ -59,7 +59,7 @@ def test_a_refused_key_is_told_without_showing_it(tmp_path: Path) -> None:
     collection = on_server(tmp_path, QdrantConfig(url="http://127.0.0.1:9", api_key="sk-secret"))
     asked = answering(collection, lambda _: httpx.Response(403, text="forbidden: sk-secret"))
     with pytest.raises(IndexUnavailableError, match="STILLROOM_QDRANT__API_KEY") as caught:
-        collection.shown()
+        collection.read_mark()
     assert asked[0].headers["api-key"] == "sk-secret" and "sk-secret" not in str(caught.value)
     answering(collection, lambda _: httpx.Response(500, text="failed for sk-secret"))
     with pytest.raises(IndexUnavailableError, match="500") as caught:
@@ -71,7 +71,7 @@ def test_a_refused_key_is_told_without_showing_it(tmp_path: Path) -> None:
 def test_a_collection_that_a_server_does_not_have_is_missing(tmp_path: Path) -> None:
     collection = on_server(tmp_path, QdrantConfig(url="http://127.0.0.1:9"))
     answering(collection, lambda _: httpx.Response(404, json={"status": {"error": "Not found"}}))
-    assert collection.shown() is None
+    assert collection.read_mark() is None
     collection.close()
 
 

@@ -85,7 +85,7 @@ class World:
 
     def check(self, seed: int = 9, ks: tuple[int, ...] = (1, 7, 1000)) -> None:
         """Searches show what the corpus holds: the same ids in the same order, and the same scores."""
-        assert self.index.follow() == self.corpus.generation
+        assert self.index.refresh() == self.corpus.generation
         flat = self.flat()
         assert len(self.index) == len(flat)
         for query in unit(np.random.default_rng(seed), 5):
@@ -119,7 +119,7 @@ def test_it_finds_what_a_flat_index_finds(world: World) -> None:
     world.index.catch_up()
     assert not world.index.is_behind()
     world.check()
-    assert len(world.index._hidden) == 0 and len(world.index._beside) == 0, "everything is in the collection"
+    assert len(world.index._hidden) == 0 and len(world.index._recent) == 0, "everything is in the collection"
 
 
 def test_equal_scores_come_in_the_order_of_chunk_id(world: World) -> None:
@@ -297,7 +297,7 @@ def test_a_collection_that_vanishes_under_a_reader_is_told(world: World) -> None
     rng = np.random.default_rng(6)
     world.put("a", wide(rng, 5), unit(rng, 5))
     world.index.catch_up()
-    world.index.follow()
+    world.index.refresh()
     world.index._collection.delete()
     with pytest.raises(IndexUnavailableError, match="is gone.*stillroom add"):
         world.index.search(unit(rng, 1)[0], 3)
@@ -310,12 +310,12 @@ def test_a_reader_of_a_collection_far_behind_says_so(world: World, monkeypatch: 
     for number in range(4):
         world.put(str(number), wide(rng, 10), unit(rng, 10))
     with pytest.raises(KnowledgeBaseBusyError, match="20 chunks behind.*stillroom add"):
-        world.index.follow()
+        world.index.refresh()
     world.index.catch_up()
     world.check()
     world.corpus.commit(removed=[DocumentId(str(number)) for number in range(3)])
     with pytest.raises(KnowledgeBaseBusyError, match="20 chunks behind"):
-        world.index.follow()
+        world.index.refresh()
 
 
 def test_knowledge_bases_never_share_a_collection(tmp_path: Path) -> None:
@@ -330,13 +330,13 @@ def test_an_embedded_collection_serves_one_process(world: World) -> None:
     world.index.catch_up()
     second = QdrantIndex(world.collection(), world.corpus, D, 64)
     with pytest.raises(KnowledgeBaseBusyError, match="one process at a time, for searching too.*qdrant.url"):
-        second.follow()
+        second.refresh()
     world.index.close()
-    assert second.follow() == 0
+    assert second.refresh() == 0
     second.close()
 
 
 def test_without_the_package_the_error_says_how_to_get_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
     with pytest.raises(ConfigError, match=r"pip install 'stillroom\[qdrant\]'"):
-        world.index.follow()
+        world.index.refresh()

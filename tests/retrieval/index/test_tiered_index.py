@@ -71,7 +71,7 @@ def figures_of(index: TieredIvfPqIndex) -> ListFigures:
 
 def saved_and_shown(index: TieredIvfPqIndex, path: Path) -> None:
     index.snapshot().write(path, "a corpus", 1)
-    index.show(ListFile(path))
+    index.use_file(ListFile(path))
 
 
 # One step of a history: what is done, and a seed for how
@@ -121,7 +121,7 @@ def test_any_history_finds_what_the_index_in_ram_finds(
             saved_and_shown(disk, folder / "dense.lists")
             if what == "reopen":
                 disk = tiered(folder, config, rules)
-                disk.show(ListFile(folder / "dense.lists"))
+                disk.use_file(ListFile(folder / "dense.lists"))
         queries = clustered(3, seed + 1)
         assert_same(ram, disk, queries, k)
         lists = list(disk.search_staged(queries[0], k, 3, disk.nlist or None))
@@ -186,7 +186,7 @@ def test_what_is_written_while_it_changes_is_what_there_was(tmp_path: Path) -> N
     disk.remove(range(9000, 9010))
     snapshot.write(tmp_path / "dense.lists", "a corpus", 7)
     other = tiered(tmp_path)
-    other.show(ListFile(tmp_path / "dense.lists"))
+    other.use_file(ListFile(tmp_path / "dense.lists"))
     assert_same(ram, other, clustered(20, 5))
 
 
@@ -195,7 +195,7 @@ def test_a_replaced_file_lives_on_for_who_has_it_mapped(tmp_path: Path) -> None:
     path = tmp_path / "dense.lists"
     saved_and_shown(index, path)
     reader = tiered(tmp_path)
-    reader.show(ListFile(path))
+    reader.use_file(ListFile(path))
     index.remove(range(4000))
     index.snapshot().write(path, "a corpus", 2)
     assert_same(ram, reader, clustered(20, 5))
@@ -230,7 +230,7 @@ def test_a_flipped_bit_is_never_served(tmp_path_factory: pytest.TempPathFactory,
     damaged = tiered(folder)
     query = clustered(1, 2)[0]
     try:
-        damaged.show(ListFile(path))
+        damaged.use_file(ListFile(path))
         found = damaged.search(query, 200, damaged.nlist)
     except (CorruptKnowledgeBaseError, ValueError):
         return
@@ -243,9 +243,9 @@ def test_an_unfitting_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "dense.lists"
     index.snapshot().write(path, "a corpus", 1)
     with pytest.raises(ValueError, match="does not fit"):
-        tiered(tmp_path).show(ListFile(path))  # wants full vectors
+        tiered(tmp_path).use_file(ListFile(path))  # wants full vectors
     with pytest.raises(ValueError, match="does not fit"):
-        TieredIvfPqIndex(8, config, tmp_path, here_and_now).show(ListFile(path))
+        TieredIvfPqIndex(8, config, tmp_path, here_and_now).use_file(ListFile(path))
 
 
 def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
-from stillroom.retrieval.filters import lists_among
+from stillroom.retrieval.filters import allowed_lists
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.tiers import device_lists
-from stillroom.retrieval.tiers.device_lists import DeviceLists, devices_named, spread
+from stillroom.retrieval.tiers.device_lists import DeviceLists, parse_devices, spread
 from stillroom.retrieval.tiers.device_shard import DeviceShard
 from stillroom.retrieval.tiers.hot_lists import DriftRules
 from stillroom.retrieval.tiers.list_file import ListFile
-from stillroom.retrieval.tiers.tiered_ivf import TieredLists, written
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
 from tests.retrieval.index.test_tiered_index import here_and_now
 from tests.retrieval.tiers.test_device_shard import NLIST, trained
 
@@ -68,16 +68,16 @@ def test_no_device_has_more_than_its_share_and_none_moves(
 
 
 def test_devices_follow_what_is_asked_for(tmp_path: Path) -> None:
-    tiers = TieredLists(written(trained(), tmp_path / "lists"))
+    tiers = TieredLists(write_bare_list_file(trained(), tmp_path / "lists"))
     sizes = tiers.file.sizes * tiers.file.code_size
     on_devices = DeviceLists(tiers, ["cpu", "cpu"], int(sizes.sum() // 6))
     first = np.arange(NLIST, 0, -1).astype(float)
-    num = on_devices.follow(first, 0.02)
+    num = on_devices.exchange(first, 0.02)
     held = np.flatnonzero(tiers.device_of >= 0)
     assert num == len(held) > 4 and held.max() < NLIST // 2, "the hottest that fit"
     assert on_devices.num_bytes == sizes[held].sum() <= sizes.sum() // 3
-    assert on_devices.follow(first + 0.01, 0.02) == 0, "nothing to gain"
-    assert on_devices.follow(first[::-1].copy(), 0.02) > 4
+    assert on_devices.exchange(first + 0.01, 0.02) == 0, "nothing to gain"
+    assert on_devices.exchange(first[::-1].copy(), 0.02) > 4
     assert np.flatnonzero(tiers.device_of >= 0).min() > NLIST // 2
     tiers.close()
 
@@ -85,7 +85,7 @@ def test_devices_follow_what_is_asked_for(tmp_path: Path) -> None:
 def test_a_device_without_room_is_left_out_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tiers = TieredLists(written(trained(), tmp_path / "lists"))
+    tiers = TieredLists(write_bare_list_file(trained(), tmp_path / "lists"))
     num_bytes = int((tiers.file.sizes * tiers.file.code_size).sum() // 6)
     num_tried = []
 
@@ -99,13 +99,13 @@ def test_a_device_without_room_is_left_out_and_the_others_go_on(
     on_devices = DeviceLists(tiers, ["meta", "cpu"], num_bytes)
     heat = np.arange(NLIST, 0, -1).astype(float)
     for counts in (heat, heat[::-1].copy()):
-        assert on_devices.follow(counts, 0.02) > 0
+        assert on_devices.exchange(counts, 0.02) > 0
         assert set(tiers.device_of.tolist()) == {-1, 1} and 0 < on_devices.num_bytes <= num_bytes
     assert num_tried == ["meta", "cpu", "cpu"]
     assert [record.getMessage() for record in caplog.records if "meta cannot hold" in record.getMessage()] != []
     assert "much more" not in caplog.text
     gone = DeviceLists(tiers, ["meta"], num_bytes)
-    assert [gone.follow(heat, 0.02) for _ in range(2)] == [0, 0] and num_tried.count("meta") == 2
+    assert [gone.exchange(heat, 0.02) for _ in range(2)] == [0, 0] and num_tried.count("meta") == 2
     tiers.close()
 
 
@@ -113,7 +113,7 @@ def test_a_device_without_room_is_left_out_and_the_others_go_on(
 def test_a_filter_leaves_the_same_of_lists_on_devices(
     tmp_path: Path, one_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lists_among, "ENTRIES_PER_COMPARED", 10**9)  # never compare all that is allowed
+    monkeypatch.setattr(allowed_lists, "ENTRIES_PER_COMPARED", 10**9)  # never compare all that is allowed
     config = dataclasses.replace(CONFIG, device_bytes=3000, hot_bytes=30_000, refine=20)
     plain, index = IvfPqIndex(D, config), TieredIvfPqIndex(D, config, tmp_path, here_and_now)
     for each in (plain, index):
@@ -141,7 +141,7 @@ def test_an_index_with_lists_on_devices_finds_what_the_one_in_ram_finds(tmp_path
     for each in (plain, index):
         each.add(ids, vectors(11_000, 1))
     index.snapshot().write(tmp_path / "dense.lists", "a corpus", 1)
-    index.show(ListFile(tmp_path / "dense.lists"))
+    index.use_file(ListFile(tmp_path / "dense.lists"))
     figures = index.figures
     assert figures is not None and figures.num_lists_on_devices >= 2 and figures.device_bytes <= 6000
     assert (figures.disk_bytes == 0) is (hot_bytes == 0)
@@ -161,9 +161,9 @@ def test_an_index_with_lists_on_devices_finds_what_the_one_in_ram_finds(tmp_path
 
 
 def test_devices_are_named() -> None:
-    assert devices_named("cpu, cpu") == ("cpu", "cpu")
+    assert parse_devices("cpu, cpu") == ("cpu", "cpu")
     for wrong, message in (("nonsense", "nonsense"), ("cuda:99", "cuda:99"), (" ", "names no device")):
         with pytest.raises(ConfigError, match=message):
-            devices_named(wrong)
+            parse_devices(wrong)
     with pytest.raises(ConfigError, match="nbits = 8"):
         dataclasses.replace(CONFIG, device_bytes=1, nbits=4)

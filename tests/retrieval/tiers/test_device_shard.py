@@ -27,8 +27,8 @@ from stillroom.retrieval.tiers.tiered_ivf import (
     TieredLists,
     accesses,
     all_entries,
-    emptied,
     scan,
+    without_entries,
 )
 
 faiss: Any = _faiss
@@ -73,7 +73,7 @@ def probes(index: Any, queries: Any, nprobe: int) -> tuple[Any, Any]:
 
 def divided(index: Any, shard_of: NDArray[np.int64], path: Path, devices: list[str]) -> TieredLists:
     ids = np.arange(index.ntotal, dtype=np.int64)
-    write_list_file(path, Origin("a corpus", 1, index.ntotal), emptied(index), all_entries(index), ids)
+    write_list_file(path, Origin("a corpus", 1, index.ntotal), without_entries(index), all_entries(index), ids)
     file = ListFile(path)
     held = [np.flatnonzero(shard_of == FIRST_DEVICE + number) for number in range(len(devices))]
     shards = [DeviceShard(file.shell, own, device, file.entries) for own, device in zip(held, devices, strict=True)]

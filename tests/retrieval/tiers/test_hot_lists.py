@@ -22,7 +22,7 @@ def test_heat_is_the_sum_of_halved_accesses(queries: list[set[int]], half_life: 
     """At the shortest half-lives the counts are scaled down on the way."""
     heat = ListHeat(6, half_life)
     for lists in queries:
-        heat.note(np.array(sorted(lists)))
+        heat.record(np.array(sorted(lists)))
     expected = np.zeros(6)
     for age, lists in enumerate(reversed(queries)):
         expected[list(lists)] += 0.5 ** (age / half_life)
@@ -31,8 +31,8 @@ def test_heat_is_the_sum_of_halved_accesses(queries: list[set[int]], half_life: 
 
 def test_heat_of_before_goes_on_fading() -> None:
     heat = ListHeat(2, 1.0, np.array([8.0, 0.0]))
-    heat.note(np.array([1]))
-    heat.note(np.array([1]))
+    heat.record(np.array([1]))
+    heat.record(np.array([1]))
     assert heat.counts().tolist() == [2.0, 1.5]
 
 
@@ -98,7 +98,7 @@ def test_the_budget_holds_at_every_step_and_the_best_lists_win(
     rng = np.random.default_rng(seed)
     for topic in topics:
         for _ in range(50):
-            hot.note(rng.permutation(len(sizes))[:2] if rng.random() < 0.3 else np.array([topic % len(sizes)]))
+            hot.record(rng.permutation(len(sizes))[:2] if rng.random() < 0.3 else np.array([topic % len(sizes)]))
     hot.start(hit_rate=-1.0)
     assert tiers.most_bytes <= num_bytes and all(step <= 2 for step in tiers.steps)
     assert tiers.is_in_ram[best_lists(hot.counts(), np.array(sizes), num_bytes)].all()
@@ -110,11 +110,11 @@ def test_a_little_less_than_the_best_is_left_alone() -> None:
     hot.start()
     assert np.flatnonzero(tiers.is_in_ram).tolist() == [0, 1, 2, 3, 4] and hot.num_exchanged == 0
     for number in itertools.islice(itertools.cycle([0, 1, 5, 6, 7]), 10):
-        hot.note(np.array([number]))
+        hot.record(np.array([number]))
     assert hot.hit_rate == pytest.approx(0.4) and (hot.num_hits, hot.num_probes) == (4, 10)
     assert hot.num_exchanged == 0, "0.4 is no more than 0.2 below what the best would have, about 0.5"
     for _ in range(10):
-        hot.note(np.array([9]))
+        hot.record(np.array([9]))
     assert hot.hit_rate == 0.0 and tiers.is_in_ram[9] and hot.num_exchanged > 0
 
 
@@ -122,7 +122,7 @@ def test_without_exchanging_the_first_choice_stays() -> None:
     tiers = Tiers([1, 1])
     hot = hot_lists(tiers, 1, DriftRules(window=2, half_life=1, is_exchanging=False))
     hot.start()
-    assert [hot.note(np.array([1])) for _ in range(4)] == [False, True, False, True]
+    assert [hot.record(np.array([1])) for _ in range(4)] == [False, True, False, True]
     assert tiers.is_in_ram.tolist() == [True, False] and hot.hit_rate == 0.0
 
 
@@ -130,14 +130,14 @@ def test_one_exchange_at_a_time_and_one_that_fails_is_not_the_last() -> None:
     tiers = Tiers([1, 1])
     jobs: list[Callable[[], None]] = []
     hot = HotLists(tiers, 1, DriftRules(window=1, half_life=1), jobs.append)  # type: ignore[arg-type]
-    hot.note(np.array([1]))
-    hot.note(np.array([1]))
+    hot.record(np.array([1]))
+    hot.record(np.array([1]))
     assert len(jobs) == 1
     tiers.is_damaged = True
     jobs.pop()()
     assert not tiers.is_in_ram.any()
     tiers.is_damaged = False
-    hot.note(np.array([1]))
+    hot.record(np.array([1]))
     jobs.pop()()
     assert tiers.is_in_ram.tolist() == [False, True]
 
@@ -146,12 +146,12 @@ def test_what_fails_is_said_once_and_fails_no_search(caplog: pytest.LogCaptureFi
     tiers = Tiers([1, 1])
     hot = hot_lists(tiers, 1, DriftRules(window=1, half_life=1))
     tiers.list_bytes = lambda: (_ for _ in ()).throw(RuntimeError("out of memory"))  # type: ignore[method-assign]
-    hot.note(np.array([1]))
-    hot.note(np.array([1]))
+    hot.record(np.array([1]))
+    hot.record(np.array([1]))
     assert [record.exc_text is not None for record in caplog.records] == [True]
     assert "out of memory" in caplog.text and hot.num_probes == 2
     del tiers.list_bytes
-    hot.note(np.array([1]))
+    hot.record(np.array([1]))
     assert tiers.is_in_ram.tolist() == [False, True]
 
 
@@ -163,7 +163,7 @@ def test_the_example_of_the_page() -> None:
     assert np.flatnonzero(tiers.is_in_ram).tolist() == [0, 1]
     seen = []
     for probed in ([0, 1], [0, 2], [2, 3]):
-        hot.note(np.array(probed))
+        hot.record(np.array(probed))
         seen.append(hot.counts().tolist())
     assert seen == [[1, 1, 0, 0], [1.5, 0.5, 1, 0], [0.75, 0.25, 1.5, 1]]
     assert hot.hit_rate == 0.5 and np.flatnonzero(tiers.is_in_ram).tolist() == [2, 3]

@@ -16,10 +16,10 @@ from stillroom.retrieval.tiers.search_model import (
     ScanModel,
     fit,
     fit_device,
+    fit_line,
     hits_of,
+    linear_times,
     rate_by_hits,
-    straight,
-    straight_line,
     worst_error_of_line,
 )
 from stillroom.retrieval.tiers.tiered_ivf import DISK, FIRST_DEVICE, RAM
@@ -241,10 +241,10 @@ def test_the_interval_holds_what_comes() -> None:
 
 
 def test_straight_lines_by_hand() -> None:
-    assert straight_line((1, 2, 3), (2.0, 4.0, 6.0)) == pytest.approx((2.0, 0.0))
+    assert fit_line((1, 2, 3), (2.0, 4.0, 6.0)) == pytest.approx((2.0, 0.0))
     assert worst_error_of_line((1, 2, 3), (2.0, 4.0, 6.0)) == pytest.approx(0.0)
     assert worst_error_of_line((1, 2, 3), (1.0, 1.0, 4.0)) == pytest.approx(1.0)  # 1.5 B - 1: at 2, 2 and not 1
-    line = straight(SearchTimes((1, 2, 3), (1.0, 1.0, 1.0), (1.0, 2.0, 4.5)))
+    line = linear_times(SearchTimes((1, 2, 3), (1.0, 1.0, 1.0), (1.0, 2.0, 4.5)))
     assert (line.scan(1), line.scan(3)) == pytest.approx((0.75, 4.25))
 
 

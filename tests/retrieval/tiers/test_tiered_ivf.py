@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from stillroom.retrieval.ranking import first_arrays
 from stillroom.retrieval.tiers.list_file import ListFile, Origin, write_list_file
 from stillroom.retrieval.tiers.partition import Partition, hottest
-from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM, Scored, TieredLists, accesses, all_entries, emptied, scan
+from stillroom.retrieval.tiers.tiered_ivf import (
+    DISK,
+    RAM,
+    Scored,
+    TieredLists,
+    accesses,
+    all_entries,
+    scan,
+    without_entries,
+)
 
 faiss: Any = _faiss
 NLIST, DIMENSION = 24, 16
@@ -46,7 +55,7 @@ def queries() -> Any:
 
 def divided(index: Any, hot: Any, file: Path) -> TieredLists:
     ids = np.arange(index.ntotal, dtype=np.int64)
-    write_list_file(file, Origin("a corpus", 1, index.ntotal), emptied(index), all_entries(index), ids)
+    write_list_file(file, Origin("a corpus", 1, index.ntotal), without_entries(index), all_entries(index), ids)
     return TieredLists(ListFile(file), np.array(hot, dtype=np.int64))
 
 

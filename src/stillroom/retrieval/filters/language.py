@@ -116,15 +116,15 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._tokens = self._cut()
+        self._tokens = self._tokenize()
         self._at = 0
         self._depth = 0
         self._num_values = 0
 
     def parse(self) -> Filter:
         found = self._any()
-        if self._now.kind != "end":
-            raise self._wrong('"and" or "or" is missing')
+        if self._token.kind != "end":
+            raise self._error_here('"and" or "or" is missing')
         return found
 
     def _any(self) -> Filter:
@@ -142,13 +142,13 @@ class _Parser:
     def _unary(self) -> Filter:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise self._wrong(f"it is nested more than {_MAX_DEPTH} levels deep")
+            raise self._error_here(f"it is nested more than {_MAX_DEPTH} levels deep")
         try:
             if self._take("keyword", "not"):
                 return Not(self._unary())
             if self._take("sign", "("):
                 inner = self._any()
-                self._need("sign", ")", '")" is missing')
+                self._expect("sign", ")", '")" is missing')
                 return inner
             return self._test()
         finally:
@@ -157,61 +157,61 @@ class _Parser:
     def _test(self) -> Filter:
         field = self._field()
         if self._take("keyword", "not"):
-            self._need("keyword", "in", '"in" is missing after "not"')
+            self._expect("keyword", "in", '"in" is missing after "not"')
             return Not(self._members(field))
         if self._take("keyword", "in"):
             return self._members(field)
-        token = self._now
+        token = self._token
         if token.kind != "sign" or token.text in "(),":
-            raise self._wrong("a comparison (= != < <= > >= ~ in) is missing")
+            raise self._error_here("a comparison (= != < <= > >= ~ in) is missing")
         self._at += 1
         operator: Operator = "=" if token.text == "==" else token.text  # type: ignore[assignment]
         return FieldComparison(field, operator, (self._value(),))
 
     def _members(self, field: str) -> FieldComparison:
-        self._need("sign", "(", '"(" is missing after "in"')
+        self._expect("sign", "(", '"(" is missing after "in"')
         values = [self._value()]
         while self._take("sign", ","):
             values.append(self._value())
-        self._need("sign", ")", '"," or ")" is missing')
+        self._expect("sign", ")", '"," or ")" is missing')
         return FieldComparison(field, "=", tuple(values))
 
     def _field(self) -> str:
-        token = self._now
+        token = self._token
         if token.kind not in ("word", "name"):
-            raise self._wrong("a field is missing")
+            raise self._error_here("a field is missing")
         self._at += 1
         return " ".join(token.text.strip("`").split())
 
     def _value(self) -> Value:
-        token = self._now
+        token = self._token
         self._num_values += 1
         if self._num_values > _MAX_VALUES:
-            raise self._wrong(f"it has more than {_MAX_VALUES:,} values")
+            raise self._error_here(f"it has more than {_MAX_VALUES:,} values")
         if token.kind == "text":
             self._at += 1
             return Value(re.sub(r"\\(.)", r"\1", token.text[1:-1], flags=re.DOTALL), True)
         if token.kind != "word":
-            raise self._wrong("a value is missing")
+            raise self._error_here("a value is missing")
         self._at += 1
         return Value(token.text)
 
     # Tokens
 
     @property
-    def _now(self) -> _Token:
+    def _token(self) -> _Token:
         return self._tokens[self._at]
 
     def _take(self, kind: str, text: str) -> bool:
-        is_there = (self._now.kind, self._now.text) == (kind, text)
+        is_there = (self._token.kind, self._token.text) == (kind, text)
         self._at += is_there
         return is_there
 
-    def _need(self, kind: str, text: str, complaint: str) -> None:
+    def _expect(self, kind: str, text: str, complaint: str) -> None:
         if not self._take(kind, text):
-            raise self._wrong(complaint)
+            raise self._error_here(complaint)
 
-    def _cut(self) -> list[_Token]:
+    def _tokenize(self) -> list[_Token]:
         found: list[_Token] = []
         at = 0
         while at < len(self._text):
@@ -229,8 +229,8 @@ class _Parser:
             at = match.end()
         return [*found, _Token("end", "", len(self._text))]
 
-    def _wrong(self, complaint: str) -> FilterError:
-        return self._error(complaint, self._now.at)
+    def _error_here(self, complaint: str) -> FilterError:
+        return self._error(complaint, self._token.at)
 
     def _error(self, complaint: str, at: int) -> FilterError:
         rest = self._text[at : at + 20]

@@ -29,10 +29,10 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.panics import NativePanicError, panics_as_errors
 from stillroom.core.private_files import close_files, make_folder
 from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.retrieval.atomic_files import write_atomically
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.postings_files import SegmentFiles, disk_error, identity_of, open_borrowed, open_index
 from stillroom.retrieval.index.words import DOCUMENT_TOKENIZER, WordAnalyzer, searched_text
-from stillroom.retrieval.index_file import write_atomically
 from stillroom.retrieval.ranking import Ranking, top_k
 
 _WRITER_BYTES = 64_000_000
@@ -199,7 +199,7 @@ class Bm25Index:
         write_atomically(self._folder / _STATE, json.dumps(state).encode())
         self.refresh()
 
-    def make_apart(self, chunks: Iterable[Chunk], generation: int) -> None:
+    def build_private(self, chunks: Iterable[Chunk], generation: int) -> None:
         """Build a private index of all chunks, for a process that cannot write to the folder.
 
         It is used until the folder holds an index. Its files are unnamed, among the system's temporary files.
@@ -224,7 +224,7 @@ class Bm25Index:
         return self._folder
 
     @property
-    def is_there(self) -> bool:
+    def exists_on_disk(self) -> bool:
         """Whether the folder exists, usable or not."""
         return self._folder.exists()
 
@@ -237,7 +237,7 @@ class Bm25Index:
             found = searcher.fast_field_values("chunk_id", [address for _, address in hits])
             return np.array(found, dtype=np.int64)
 
-    def has_words(self, chunk_id: int, stems: Collection[str]) -> bool:
+    def has_stems(self, chunk_id: int, stems: Collection[str]) -> bool:
         """Whether exactly one entry of a chunk contains all of these stems."""
         terms = [tantivy.Query.term_query(self._schema, "chunk_id", chunk_id)]
         terms += [tantivy.Query.term_query(self._schema, "body", stem, index_option="freq") for stem in sorted(stems)]

@@ -18,12 +18,12 @@ import numpy as np
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.retrieval.atomic_files import load_arrays, save_arrays
 from stillroom.retrieval.background import Background
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.hnsw import HnswIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
-from stillroom.retrieval.index_file import load_arrays, save_arrays
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.tiers.hot_lists import Counts, ListFigures, Spawn
 from stillroom.retrieval.tiers.list_file import ListFile
@@ -56,7 +56,7 @@ class DenseStore:
         """Generation of the index in memory."""
         self._saved_generation = 0
         """Generation of the file at its last read or write by this process; -1 if it must be rewritten."""
-        self._seen: tuple[int, int] | None = None
+        self._opened_file: tuple[int, int] | None = None
         """Identity of the file of lists that was opened last."""
         self._damaged: set[tuple[int, int]] = set()
         self._num_windows = 0
@@ -71,8 +71,8 @@ class DenseStore:
 
     def discard(self) -> None:
         """Mark the file as damaged: the next `current` rebuilds the index."""
-        if self._seen is not None:
-            self._damaged.add(self._seen)
+        if self._opened_file is not None:
+            self._damaged.add(self._opened_file)
         self._index = None
 
     def needs_write(self) -> bool:
@@ -86,7 +86,7 @@ class DenseStore:
         return max(0, self._saved_generation)
 
     @property
-    def is_saved_otherwise(self) -> bool:
+    def needs_conversion(self) -> bool:
         """Whether the file is usable but will be rewritten in another form. Precondition: `current` was called."""
         return self._saved_generation == -1 and self.generation > 0 and not self._damaged
 
@@ -96,7 +96,7 @@ class DenseStore:
             path.unlink(missing_ok=True)
         self._index = None
 
-    def writing(self) -> Callable[[], None] | None:
+    def prepare_write(self) -> Callable[[], None] | None:
         """Return a function that brings the file up to date; None if it is.
 
         The function needs the write lock; other threads may use this store meanwhile.
@@ -149,7 +149,7 @@ class DenseStore:
         if self._index is None:
             self._index = self._load()
         elif isinstance(self._index, TieredIvfPqIndex):
-            self._follow(self._index)
+            self._switch_to_new_file(self._index)
         if self._corpus.generation != self.generation:
             changes = self._corpus.changes_since(self.generation)
             self._index.remove([*changes.removed, *changes.added])
@@ -190,9 +190,7 @@ class DenseStore:
         return FlatIndex(self._dimension)
 
     def _empty_tiered(self) -> TieredIvfPqIndex:
-        return TieredIvfPqIndex(
-            self._dimension, self._config, self._folder, self._spawn, on_window=self._window_has_ended
-        )
+        return TieredIvfPqIndex(self._dimension, self._config, self._folder, self._spawn, on_window=self._count_window)
 
     def _load_arrays(self, index: VectorIndex) -> int:
         arrays = load_arrays(self._arrays_path)
@@ -204,24 +202,24 @@ class DenseStore:
     def _load_lists(self, index: VectorIndex) -> int:
         file = self._open_lists()
         if isinstance(index, TieredIvfPqIndex):
-            index.show(file, self._load_heat(file))
+            index.use_file(file, self._load_heat(file))
         else:
             plain = dataclasses.replace(self._config, hot_bytes=0, device_bytes=0)
             tiered = TieredIvfPqIndex(self._dimension, plain, self._folder, lambda _: None)
-            tiered.show(file)
+            tiered.use_file(file)
             index.restore(tiered.to_arrays())
         return file.origin.generation
 
     def _open_lists(self) -> ListFile:
         while True:
-            self._seen = _identity(self._lists_path)
-            if self._seen in self._damaged:
+            self._opened_file = _identity(self._lists_path)
+            if self._opened_file in self._damaged:
                 raise CorruptKnowledgeBaseError(f"{self._lists_path} is damaged; it will be rebuilt")
             try:
                 file = ListFile(self._lists_path)
                 break
             except CorruptKnowledgeBaseError:
-                if _identity(self._lists_path) == self._seen:
+                if _identity(self._lists_path) == self._opened_file:
                     raise  # otherwise a writer has just replaced it
         self._check_origin(file.origin.corpus_id, file.origin.generation, file.origin.commit_id)
         return file
@@ -230,20 +228,20 @@ class DenseStore:
         if (corpus_id, commit_id) != (self._corpus.corpus_id, self._corpus.commit_id(generation)):
             raise ValueError("it shows another corpus, or another state of it")
 
-    def _follow(self, index: TieredIvfPqIndex) -> None:
+    def _switch_to_new_file(self, index: TieredIvfPqIndex) -> None:
         """Switch to a newer file of lists, so that vectors added since the old one leave RAM.
 
         Raises:
             CorruptKnowledgeBaseError: the mapped file was changed in place; writers only replace it.
         """
         identity = _identity(self._lists_path)
-        if identity is None or identity == self._seen:
+        if identity is None or identity == self._opened_file:
             return
-        if self._seen is not None and identity[0] == self._seen[0]:
+        if self._opened_file is not None and identity[0] == self._opened_file[0]:
             raise CorruptKnowledgeBaseError(f"{self._lists_path} was changed in place; the index will be rebuilt")
         with contextlib.suppress(FileNotFoundError, CorruptKnowledgeBaseError, ValueError):
             file = self._open_lists()
-            index.show(file, self._load_heat(file) if index.heat is None else None)
+            index.use_file(file, self._load_heat(file) if index.heat is None else None)
             self.generation = self._saved_generation = file.origin.generation
 
     # Heat
@@ -257,7 +255,7 @@ class DenseStore:
         except (OSError, CorruptKnowledgeBaseError, ValueError, KeyError, TypeError):
             return None
 
-    def _window_has_ended(self) -> None:
+    def _count_window(self) -> None:
         self._num_windows += 1
         if self._num_windows % _WINDOWS_PER_SAVE == 0:
             self._spawn(self._save_heat)

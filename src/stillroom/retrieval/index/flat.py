@@ -11,7 +11,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked, top_k
-from stillroom.retrieval.vector_index import VectorIndex, compared, one_thread, stages
+from stillroom.retrieval.vector_index import VectorIndex, exact_scores, one_thread, stages
 
 _BLOCK = 4096
 """Vectors per batch of `in_order`."""
@@ -102,7 +102,7 @@ class FlatIndex(VectorIndex):
 
     def _compared(self, query: NDArray[np.float32], k: int, rows: NDArray[np.int64]) -> Ranking:
         """Return the k best among these rows, scored as a search does."""
-        scores = compared(self._index.index, query, rows)
+        scores = exact_scores(self._index.index, query, rows)
         return best_of(self.ids()[rows], scores, k)
 
     def _best(self, query: NDArray[np.float32], k: int, rows: range) -> Ranking:

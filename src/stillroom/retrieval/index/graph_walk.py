@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.ops.cpu_graph_walk import HIDDEN, enter, rows_of, walk
-from stillroom.retrieval.vector_index import compared
+from stillroom.retrieval.vector_index import exact_scores
 
 faiss: Any = _faiss  # its type information lacks names that are made at import
 
@@ -43,7 +43,7 @@ class WalkableGraph:
 
     def scores(self, query: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the scores of rows, computed as faiss does in a search."""
-        return compared(self._storage, query, rows)
+        return exact_scores(self._storage, query, rows)
 
 
 class GraphWalk:
@@ -69,7 +69,7 @@ class GraphWalk:
         self._marks[graph.hidden] = HIDDEN
         enter(self._query, graph.arrays, graph.entry, self._lists, self._marks)
 
-    def go_on(self, num_steps: int) -> bool:
+    def advance(self, num_steps: int) -> bool:
         """Expand up to `num_steps` more rows. Returns whether the walk has ended."""
         return walk(self._query, self._graph.arrays, self._lists, self._marks, num_steps)
 

@@ -16,7 +16,7 @@ from stillroom.config.settings import IndexConfig
 from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked_arrays, sorted_arrays
-from stillroom.retrieval.vector_index import VectorIndex, compared, stages
+from stillroom.retrieval.vector_index import VectorIndex, exact_scores, stages
 
 if TYPE_CHECKING:  # it imports numba, which a plain search does not need
     from stillroom.retrieval.index.graph_walk import WalkableGraph
@@ -122,14 +122,14 @@ class HnswIndex(VectorIndex):
 
     def _search_allowed(self, query: NDArray[np.float32], k: int, effort: int | None, chosen: "_Chosen") -> Ranking:
         k = min(k, len(chosen.rows))
-        ef_search = self._ef_among(k, effort, chosen)
+        ef_search = self._ef_for_allowed(k, effort, chosen)
         if ef_search is not None:
             found = self._walk(query, k, ef_search, chosen.selector)
             if len(found) == k:
                 return found
-        return best_of(self._ids[chosen.rows], compared(self._graph.storage, query, chosen.rows), k)
+        return best_of(self._ids[chosen.rows], exact_scores(self._graph.storage, query, chosen.rows), k)
 
-    def _ef_among(self, k: int, effort: int | None, chosen: "_Chosen") -> int | None:
+    def _ef_for_allowed(self, k: int, effort: int | None, chosen: "_Chosen") -> int | None:
         """Return the `ef_search` with which a walk meets as many allowed chunks as an unfiltered walk meets chunks, or
         None where comparing all allowed chunks is cheaper."""
         if k == 0:
@@ -149,7 +149,9 @@ class HnswIndex(VectorIndex):
         `graph_walk` for when the last ranking can differ from that of `search`."""
         chosen = None if allowed is None else self._chosen(allowed)
         k = min(k, len(self) if chosen is None else len(chosen.rows))
-        found_at = max(effort or self._config.ef_search, k) if chosen is None else self._ef_among(k, effort, chosen)
+        found_at = (
+            max(effort or self._config.ef_search, k) if chosen is None else self._ef_for_allowed(k, effort, chosen)
+        )
         if k == 0 or num_stages <= 1 or found_at is None:
             yield self.search(query, k, effort, allowed)
             return
@@ -162,7 +164,7 @@ class HnswIndex(VectorIndex):
             if self._walkable is not graph:  # the index has changed, so the graph's memory may be freed
                 yield self.search(query, k, effort, allowed)
                 return
-            is_done = walk.go_on(len(stage) if stage.stop < ef_search else len(self._ids))
+            is_done = walk.advance(len(stage) if stage.stop < ef_search else len(self._ids))
             rows, scores = walk.best()
             yield ranked_arrays(self._ids[rows], scores)
             if is_done:

@@ -65,7 +65,7 @@ class Indexes:
             else DenseStore(folder, corpus, config, dimension, spawn)
         )
         self._has_tiers = config.has_tiers
-        self._together = SearchBatcher(self._lock, self._search_together)
+        self._batcher = SearchBatcher(self._lock, self._search_batch)
         self._sparse: Bm25Index | None = None
         self._tuner = Tuner(folder / "tuning.json", config, corpus.corpus_id)
 
@@ -90,7 +90,7 @@ class Indexes:
         `search_batcher`). Raises as `search_dense`, with the first ranking.
         """
         if self._has_tiers and allowed is None and self._lock.locked():
-            ranking = self._together.search(query, k)
+            ranking = self._batcher.search(query, k)
             if ranking is not None:
                 yield ranking
                 return
@@ -155,11 +155,11 @@ class Indexes:
         with self._lock:
             return self._dense.needs_write()
 
-    def are_words_behind(self) -> bool:
+    def is_sparse_behind(self) -> bool:
         """Whether the sparse index lacks changes of the corpus. Cheap."""
         return self.sparse_generation != self._corpus.generation
 
-    def are_word_files_damaged(self) -> bool:
+    def are_sparse_files_damaged(self) -> bool:
         """Whether files of the postings are damaged, after loading what another process may have rebuilt. Cheap: reads
         only changed files."""
         sparse = self._current_sparse()
@@ -168,7 +168,7 @@ class Indexes:
         return bool(sparse.damaged_files())
 
     @property
-    def are_words_damaged(self) -> bool:
+    def is_sparse_damaged(self) -> bool:
         """Whether a search found the postings damaged and they are not rebuilt yet."""
         return self._current_sparse().is_damaged
 
@@ -180,13 +180,13 @@ class Indexes:
             StorageError: a file cannot be written; searches work as before.
         """
         try:
-            with self._reporting():
+            with self._translating_errors():
                 self._write_dense()
         finally:
-            with self._reporting():
+            with self._translating_errors():
                 self._write_sparse()
 
-    def make_words_apart(self) -> bool:
+    def build_private_postings(self) -> bool:
         """Build private postings if the folder has none, for a process that cannot write there.
 
         Returns:
@@ -196,10 +196,10 @@ class Indexes:
             OSError: the disk of the system's temporary files is full too.
         """
         sparse = self._current_sparse()
-        if self.are_words_behind() and not (sparse.generation and sparse.saved_generation):
+        if self.is_sparse_behind() and not (sparse.generation and sparse.saved_generation):
             changes = self._corpus.changes_since(0)
-            sparse.make_apart(self._chunks(changes.added), changes.generation)
-        return not self.are_words_behind()
+            sparse.build_private(self._chunks(changes.added), changes.generation)
+        return not self.is_sparse_behind()
 
     def write_collection(self) -> None:
         """Bring a Qdrant collection up to date; no-op for other indexes. Needs the write lock. Raises as `write`.
@@ -216,7 +216,7 @@ class Indexes:
 
     def rebuild(self, *, dense: bool, sparse: bool) -> None:
         """Rebuild either index from the corpus. Needs the write lock. Raises as `write`."""
-        with self._reporting():
+        with self._translating_errors():
             if dense:
                 with self._lock:
                     self._dense.rebuild()
@@ -225,7 +225,7 @@ class Indexes:
         self.write()
 
     @contextlib.contextmanager
-    def opened_anew(self) -> Iterator[DenseStore | CollectionStore]:
+    def reopened_dense(self) -> Iterator[DenseStore | CollectionStore]:
         """Open the dense index as the next process would find it. Needs the write lock.
 
         A Qdrant collection is yielded as it is: only one process may have an embedded one open.
@@ -257,7 +257,7 @@ class Indexes:
 
     def _current_dense(self) -> VectorIndex:
         """Return the dense index, brought up to date. Raises StorageError: the disk is full."""
-        with self._reporting():
+        with self._translating_errors():
             return self._dense.current()
 
     def _search_dense(self, query: NDArray[np.float32], k: int, allowed: AllowedIds | None = None) -> Ranking:
@@ -273,7 +273,7 @@ class Indexes:
         dense = self._current_dense()
         return dense.search(query, k, self._effort(dense), allowed)
 
-    def _search_together(self, queries: Sequence[NDArray[np.float32]], k: int, on_found: OnFound) -> None:
+    def _search_batch(self, queries: Sequence[NDArray[np.float32]], k: int, on_found: OnFound) -> None:
         """Search a batch. Called under the lock."""
         try:
             dense = self._current_dense()
@@ -297,7 +297,7 @@ class Indexes:
 
     def _write_dense_as_it_is(self) -> None:
         with self._lock:
-            write = self._dense.writing()
+            write = self._dense.prepare_write()
             if isinstance(self._dense, DenseStore):
                 dense = self._dense.current()
                 # an impossible goal must not keep documents from being added
@@ -350,7 +350,7 @@ class Indexes:
             yield from (found[chunk_id] for chunk_id in batch if chunk_id in found)
 
     @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
+    def _translating_errors(self) -> Iterator[None]:
         """Turn OSError into StorageError."""
         try:
             yield

@@ -17,7 +17,7 @@ from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
 from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
-from stillroom.retrieval.filters.lists_among import ListsAmong
+from stillroom.retrieval.filters.allowed_lists import AllowedLists
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.ranking import Ranking, first_arrays, ranked_arrays
 from stillroom.retrieval.tiers.tiered_ivf import entries_of, scan
@@ -59,7 +59,7 @@ class IvfPqIndex(VectorIndex):
         """Every vector, until training and, with `refine`, after it."""
         self._lists: Any = None
         """The IndexIVFPQ; None while untrained."""
-        self._among: FilterMemo[ListsAmong] = FilterMemo()
+        self._allowed_lists: FilterMemo[AllowedLists] = FilterMemo()
         self._num_trained = 0
         """Vectors at the last training."""
 
@@ -88,7 +88,7 @@ class IvfPqIndex(VectorIndex):
     def remove(self, ids: Sequence[int]) -> None:
         if not len(ids):
             return
-        self._among.clear()
+        self._allowed_lists.clear()
         self._exact.remove(ids)
         if self._lists is not None:
             self._lists.remove_ids(np.asarray(ids, dtype=np.int64))
@@ -108,22 +108,26 @@ class IvfPqIndex(VectorIndex):
             return
         num_fetched = max(k, k * self._config.refine)
         nprobe = min(effort or self._config.nprobe, self.nlist)
-        among = None if allowed is None else self._among.get(allowed, lambda: self._listed(allowed))
-        if among is not None and self._config.refine and among.are_few(nprobe):
+        allowed_lists = (
+            None if allowed is None else self._allowed_lists.get(allowed, lambda: self._find_allowed_lists(allowed))
+        )
+        if allowed_lists is not None and self._config.refine and allowed_lists.is_comparing_always_cheaper(nprobe):
             yield from self._exact.search_staged(query, k, num_stages, None, allowed)
             return
         with one_thread():
-            found_at = self._lists.quantizer.search(query.reshape(1, -1), nprobe if among is None else self.nlist)
+            found_at = self._lists.quantizer.search(
+                query.reshape(1, -1), nprobe if allowed_lists is None else self.nlist
+            )
         nearness, lists = found_at[0][0], found_at[1][0]
-        if among is not None:
-            lists, nearness = among.probes(lists, nearness, nprobe, num_fetched)
-            if self._config.refine and among.is_better_compared(lists):
+        if allowed_lists is not None:
+            lists, nearness = allowed_lists.probes(lists, nearness, nprobe, num_fetched)
+            if self._config.refine and allowed_lists.is_comparing_cheaper(lists):
                 yield from self._exact.search_staged(query, k, num_stages, None, allowed)
                 return
         ids, scores = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         for stage in stages(len(lists), num_stages):
             part = slice(stage.start, stage.stop)
-            selector = None if among is None else among.selector
+            selector = None if allowed_lists is None else allowed_lists.selector
             more_ids, more_scores = scan(self._lists, query, num_fetched, lists[part], nearness[part], selector)
             ids, scores = first_arrays(np.append(ids, more_ids), np.append(scores, more_scores), num_fetched)
             yield self._ranking(query, k, ids, scores)
@@ -198,7 +202,7 @@ class IvfPqIndex(VectorIndex):
             if lists.d != self._dimension or not has_vectors:
                 raise ValueError("the IVF-PQ index does not fit the knowledge base")
         self._lists, self._exact, self._num_trained = lists, exact, int(arrays["num_trained"])
-        self._among.clear()
+        self._allowed_lists.clear()
 
     # Inside
 
@@ -208,13 +212,13 @@ class IvfPqIndex(VectorIndex):
     def _num_to_train(self) -> int:
         return num_to_train(self._config, self._num_trained)
 
-    def _listed(self, allowed: AllowedIds) -> ListsAmong:
+    def _find_allowed_lists(self, allowed: AllowedIds) -> AllowedLists:
         ids = [entries_of(self._lists.invlists, number)[0] for number in range(self.nlist)]
         counts = np.array([allowed.has(own).sum() for own in ids], dtype=np.int64)
-        return ListsAmong(counts, np.array([len(own) for own in ids]), faiss.IDSelectorBatch(allowed.ids))
+        return AllowedLists(counts, np.array([len(own) for own in ids]), faiss.IDSelectorBatch(allowed.ids))
 
     def _put(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        self._among.clear()
+        self._allowed_lists.clear()
         if self._lists is None or self._config.refine:
             self._exact.add(ids, vectors)
         if self._lists is not None:

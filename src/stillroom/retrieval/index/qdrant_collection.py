@@ -33,11 +33,11 @@ _VECTOR = "dense"
 _PAGE = 1000
 """Points per request when reading all."""
 
-_WORDS_ALONE = "--mode sparse searches by words alone"
+_SPARSE_HINT = "--mode sparse searches by words alone"
 
 
 class QdrantCollection:
-    """Thread-safe. Connects at first use; every method except `close` raises as `_reporting`."""
+    """Thread-safe. Connects at first use; every method except `close` raises as `_translating_errors`."""
 
     def __init__(self, config: QdrantConfig, index: IndexConfig, folder: Path, corpus_id: str, dimension: int) -> None:
         """`folder`: folder of the embedded mode."""
@@ -67,9 +67,9 @@ class QdrantCollection:
 
     # Reading
 
-    def shown(self) -> tuple[int, str] | None:
+    def read_mark(self) -> tuple[int, str] | None:
         """Return generation and commit id of the mark; None if the collection is missing or of another corpus."""
-        with self._reporting() as client:
+        with self._translating_errors() as client:
             try:
                 found = client.retrieve(self.name, [_MARK], with_payload=True)
             except Exception as error:
@@ -82,14 +82,14 @@ class QdrantCollection:
 
     def count(self) -> int:
         """Return the number of chunks."""
-        with self._reporting() as client:
+        with self._translating_errors() as client:
             return int(client.count(self.name, exact=True).count) - 1
 
     def points(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Yield ids [n] and vectors [n, d] of all chunks in batches."""
         offset: Any = None
         while True:
-            with self._reporting() as client:
+            with self._translating_errors() as client:
                 found, offset = client.scroll(self.name, limit=_PAGE, offset=offset, with_vectors=True)
             chunks = [point for point in found if isinstance(point.id, int)]
             if chunks:
@@ -120,7 +120,7 @@ class QdrantCollection:
         conditions = models.Filter(must=among, must_not=without) if among or without else None
         # the embedded mode is always exact, and warns of parameters
         parameters = None if self._is_embedded else models.SearchParams(hnsw_ef=ef, exact=self._config.exact)
-        with self._reporting() as client:
+        with self._translating_errors() as client:
             found = client.query_points(
                 self.name,
                 query=query.tolist(),
@@ -136,7 +136,7 @@ class QdrantCollection:
 
     def delete(self) -> None:
         """Delete the collection if it exists."""
-        with self._reporting() as client:
+        with self._translating_errors() as client:
             if self._is_embedded:
                 # remove the whole folder: the embedded mode would leave its file open
                 client.close()
@@ -150,7 +150,7 @@ class QdrantCollection:
         from qdrant_client import models
 
         self.delete()
-        with self._reporting() as client:
+        with self._translating_errors() as client:
             client.create_collection(
                 self.name,
                 vectors_config={_VECTOR: models.VectorParams(size=self._dimension, distance=models.Distance.DOT)},
@@ -163,14 +163,14 @@ class QdrantCollection:
         from qdrant_client import models
 
         points = models.Batch(ids=list(ids), vectors={_VECTOR: vectors.tolist()})
-        with self._reporting() as client:
+        with self._translating_errors() as client:
             client.upsert(self.name, points=points, wait=True)
 
     def drop(self, ids: Sequence[int]) -> None:
         """Remove those of these ids that exist."""
         from qdrant_client import models
 
-        with self._reporting() as client:
+        with self._translating_errors() as client:
             client.delete(self.name, points_selector=models.PointIdsList(points=list(ids)), wait=True)
 
     def mark(self, generation: int, commit_id: str = "") -> None:
@@ -178,13 +178,13 @@ class QdrantCollection:
         from qdrant_client import models
 
         payload = {"corpus_id": self._corpus_id, "generation": generation, "commit_id": commit_id}
-        with self._reporting() as client:
+        with self._translating_errors() as client:
             client.upsert(self.name, points=[models.PointStruct(id=_MARK, vector={}, payload=payload)], wait=True)
 
     # Inside
 
     @contextlib.contextmanager
-    def _reporting(self) -> Iterator[Any]:
+    def _translating_errors(self) -> Iterator[Any]:
         """Yield the client and translate its errors.
 
         Raises:
@@ -232,7 +232,7 @@ class QdrantCollection:
             raise KnowledgeBaseBusyError(
                 f"{self._folder} is open in another process, and an embedded Qdrant collection serves one process at a "
                 "time, for searching too; end the other process, or run a Qdrant server and set qdrant.url to its "
-                f"address. {_WORDS_ALONE}"
+                f"address. {_SPARSE_HINT}"
             ) from error
 
     def _explained(self, error: Exception) -> Exception:
@@ -240,7 +240,7 @@ class QdrantCollection:
         if _is_missing(error):
             return IndexUnavailableError(
                 f"{self.where} does not exist; the next `stillroom add` creates it again from the stored documents. "
-                f"{_WORDS_ALONE}"
+                f"{_SPARSE_HINT}"
             )
         if status in (401, 403):
             return IndexUnavailableError(
@@ -252,7 +252,7 @@ class QdrantCollection:
         if self._config.api_key:
             said = said.replace(self._config.api_key, "...")  # the server may repeat it
         advice = "the disk and its free space" if self._is_embedded else "that the server runs, and qdrant.url"
-        return IndexUnavailableError(f"{said}; check {advice}. {_WORDS_ALONE}")
+        return IndexUnavailableError(f"{said}; check {advice}. {_SPARSE_HINT}")
 
 
 def _is_missing(error: Exception) -> bool:

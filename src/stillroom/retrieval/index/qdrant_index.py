@@ -42,7 +42,7 @@ MOST_BEHIND = 10_000
 
 
 class QdrantIndex(VectorIndex):
-    """A `VectorIndex` that reads changes from the corpus (`follow`, `catch_up`)."""
+    """A `VectorIndex` that reads changes from the corpus (`refresh`, `catch_up`)."""
 
     def __init__(self, collection: QdrantCollection, corpus: Corpus, dimension: int, ef_search: int) -> None:
         self._collection = collection
@@ -52,8 +52,8 @@ class QdrantIndex(VectorIndex):
         self._is_counted = False
         """Whether collection and corpus had the same number of chunks at the same generation."""
         self._shown: tuple[int | None, int] | None = None
-        """Generations of collection (None: there is none) and corpus that searches show; None before `follow`."""
-        self._beside = FlatIndex(dimension)
+        """Generations of collection (None: there is none) and corpus that searches show; None before `refresh`."""
+        self._recent = FlatIndex(dimension)
         """Chunks that the collection does not have yet."""
         self._hidden: Sequence[int] = ()
         """Changed chunks that the collection must not return."""
@@ -67,7 +67,7 @@ class QdrantIndex(VectorIndex):
 
     # Searching
 
-    def follow(self) -> int:
+    def refresh(self) -> int:
         """Make searches show the present corpus and return its generation.
 
         Raises:
@@ -85,11 +85,11 @@ class QdrantIndex(VectorIndex):
                     "no documents are being added, `stillroom add` of any document brings it up to date. "
                     "--mode sparse searches by words alone"
                 )
-            beside = FlatIndex(self._dimension)
+            recent = FlatIndex(self._dimension)
             ids, vectors = self._corpus.embeddings(changes.added)
             if len(ids):
-                beside.add(ids, vectors)
-            self._beside, self._hidden, self._shown = beside, changed, (at, changes.generation)
+                recent.add(ids, vectors)
+            self._recent, self._hidden, self._shown = recent, changed, (at, changes.generation)
         return self._shown[1]
 
     def search_staged(
@@ -100,7 +100,7 @@ class QdrantIndex(VectorIndex):
         effort: int | None = None,
         allowed: AllowedIds | None = None,
     ) -> Iterator[Ranking]:
-        """See `VectorIndex`; after `follow`. `effort` is the server's `hnsw_ef`. Yields one list: a server answers
+        """See `VectorIndex`; after `refresh`. `effort` is the server's `hnsw_ef`. Yields one list: a server answers
         once."""
         assert self._shown is not None
         if allowed is not None and len(allowed) <= MOST_COMPARED:
@@ -114,7 +114,7 @@ class QdrantIndex(VectorIndex):
 
         total = len(self) if allowed is None else min(len(self), len(allowed))
         found = top_k(fetch, k, total) if self._shown[0] is not None else []
-        yield ranked([*found, *self._beside.search(query, k, None, allowed)])[:k]
+        yield ranked([*found, *self._recent.search(query, k, None, allowed)])[:k]
 
     def _scored(self, chunk_ids: Sequence[int], query: NDArray[np.float32]) -> Ranking:
         ids, vectors = self._corpus.embeddings(chunk_ids)
@@ -167,13 +167,13 @@ class QdrantIndex(VectorIndex):
             self._collection.drop([int(chunk_id) for chunk_id in ids[start : start + _BATCH]])
 
     def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
-        """See `VectorIndex`; includes chunks that the collection does not have yet. Precondition: `follow`."""
+        """See `VectorIndex`; includes chunks that the collection does not have yet. Precondition: `refresh`."""
         hidden = np.array(self._hidden, dtype=np.int64)
         assert self._shown is not None
         for ids, vectors in self._collection.points() if self._shown[0] is not None else ():
             is_shown = ~np.isin(ids, hidden)
             yield ids[is_shown], vectors[is_shown]
-        yield from self._beside.in_order()
+        yield from self._recent.in_order()
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return nothing: the server owns its graph."""
@@ -188,7 +188,7 @@ class QdrantIndex(VectorIndex):
         That is: missing, of another corpus, of commits that were undone (a backup of the corpus was restored), or
         incomplete.
         """
-        shown = self._collection.shown()
+        shown = self._collection.read_mark()
         if shown is None or self._corpus.commit_id(shown[0]) != shown[1]:
             return None
         at, generation = shown[0], self._corpus.generation
@@ -202,7 +202,7 @@ class QdrantIndex(VectorIndex):
 
 
 class CollectionStore:
-    """What `DenseStore` is for indexes in files. Not thread-safe, except for the function of `writing`."""
+    """What `DenseStore` is for indexes in files. Not thread-safe, except for the function of `prepare_write`."""
 
     def __init__(self, folder: Path, corpus: Corpus, config: IndexConfig, qdrant: QdrantConfig, dimension: int) -> None:
         """`folder`: folder of the knowledge base, which contains an embedded collection."""
@@ -213,9 +213,9 @@ class CollectionStore:
         """Generation of the corpus that searches show."""
 
     def current(self) -> VectorIndex:
-        """Return the index with the present corpus. Raises as `QdrantIndex.follow`."""
+        """Return the index with the present corpus. Raises as `QdrantIndex.refresh`."""
         index = self._opened()
-        self.generation = index.follow()
+        self.generation = index.refresh()
         return index
 
     def discard(self) -> None:
@@ -229,7 +229,7 @@ class CollectionStore:
         """
         return self._opened().is_behind()
 
-    def writing(self) -> Callable[[], None] | None:
+    def prepare_write(self) -> Callable[[], None] | None:
         """Return a function that brings the collection up to date; None if it is. Both raise as `needs_write`.
 
         The function needs the write lock.
@@ -243,7 +243,7 @@ class CollectionStore:
         return None
 
     def rebuild(self) -> None:
-        """Empty the collection; `writing` fills it."""
+        """Empty the collection; `prepare_write` fills it."""
         self._opened().clear()
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ OnFound = Callable[[int, Ranking], None]
 
 
 @dataclass(eq=False)
-class _Waiting(Generic[Kind]):
+class _WaitingSearch(Generic[Kind]):
     query: NDArray[np.float32]
     kind: Kind
     is_ready: Event = field(default_factory=Event)
@@ -40,9 +40,9 @@ class SearchBatcher(Generic[Kind]):
                 ranking.
         """
         self._lock, self._search = lock, search
-        self._desk = Lock()
-        self._waiting: list[_Waiting[Kind]] = []
-        self._is_led: set[Kind] = set()
+        self._queue_lock = Lock()
+        self._waiting: list[_WaitingSearch[Kind]] = []
+        self._led_kinds: set[Kind] = set()
         """Kinds whose next batch has a leader."""
 
     @property
@@ -56,11 +56,11 @@ class SearchBatcher(Generic[Kind]):
         Returns:
             None if the leader was interrupted.
         """
-        own = _Waiting(query, kind)
-        with self._desk:
+        own = _WaitingSearch(query, kind)
+        with self._queue_lock:
             self._waiting.append(own)
-            leads = kind not in self._is_led
-            self._is_led.add(kind)
+            leads = kind not in self._led_kinds
+            self._led_kinds.add(kind)
         if leads:
             self._lead(kind)
         own.is_ready.wait()
@@ -69,7 +69,7 @@ class SearchBatcher(Generic[Kind]):
         return own.ranking
 
     def _lead(self, kind: Kind) -> None:
-        batch: list[_Waiting[Kind]] = []
+        batch: list[_WaitingSearch[Kind]] = []
 
         def on_found(number: int, ranking: Ranking) -> None:
             batch[number].ranking = ranking
@@ -77,20 +77,20 @@ class SearchBatcher(Generic[Kind]):
 
         try:
             with self._lock:
-                batch += self._taken(kind)
+                batch += self._take(kind)
                 self._search([one.query for one in batch], kind, on_found)
         except Exception as error:
             for one in batch:
                 if not one.is_ready.is_set():
                     one.error = error
         finally:
-            for one in batch or self._taken(kind):
+            for one in batch or self._take(kind):
                 one.is_ready.set()
 
-    def _taken(self, kind: Kind) -> list[_Waiting[Kind]]:
+    def _take(self, kind: Kind) -> list[_WaitingSearch[Kind]]:
         """Remove and return all waiting searches of a kind; the next to arrive leads the next batch."""
-        with self._desk:
-            self._is_led.discard(kind)
+        with self._queue_lock:
+            self._led_kinds.discard(kind)
             mine = [one for one in self._waiting if one.kind == kind]
             self._waiting = [one for one in self._waiting if one.kind != kind]
             return mine

@@ -26,8 +26,8 @@ from stillroom.retrieval.ranking import Ranking, ranked_arrays
 from stillroom.retrieval.tiers.hot_lists import Counts, DriftRules, HotLists, ListFigures, Spawn
 from stillroom.retrieval.tiers.list_file import ListFile, Origin, blocks, write_list_file
 from stillroom.retrieval.tiers.scratch_files import scratch_list_file
-from stillroom.retrieval.tiers.tiered_ivf import all_entries, emptied
-from stillroom.retrieval.tiers.tiered_rows import Rows, Snapshot
+from stillroom.retrieval.tiers.tiered_ivf import all_entries, without_entries
+from stillroom.retrieval.tiers.tiered_rows import Snapshot, TieredRows
 from stillroom.retrieval.vector_index import VectorIndex, one_thread, stages
 
 if TYPE_CHECKING:  # it imports torch, which an index without devices does not need
@@ -63,39 +63,39 @@ class TieredIvfPqIndex(VectorIndex):
         """
         self._dimension, self._config, self._folder = dimension, config, folder
         self._spawn, self._rules, self._on_window = spawn, rules or DriftRules(), on_window
-        self._young: IvfPqIndex | None = IvfPqIndex(dimension, config)
+        self._untrained: IvfPqIndex | None = IvfPqIndex(dimension, config)
         """The whole index until the first training, then None."""
         self._devices = _devices(config)
         self._on_devices: DeviceLists | None = None
-        self._rows: Rows
+        self._rows: TieredRows
         self._hot: HotLists
         self._num_trained = 0
         self._is_counting = True
 
     def __len__(self) -> int:
-        return len(self._rows if self._young is None else self._young)
+        return len(self._rows if self._untrained is None else self._untrained)
 
     @property
     def is_trained(self) -> bool:
         """Whether searches are approximate and lists in a file."""
-        return self._young is None
+        return self._untrained is None
 
     @property
     def nlist(self) -> int:
         """Inverted lists; 0 while untrained."""
-        return 0 if self._young is not None else len(self._rows.file.sizes)
+        return 0 if self._untrained is not None else len(self._rows.file.sizes)
 
     def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         start = 0
         while start < len(ids):
             stop = min(len(ids), start + _BATCH)
-            if self._young is None and self._config.refine:
+            if self._untrained is None and self._config.refine:
                 stop = min(stop, start + num_to_train(self._config, self._num_trained) - len(self))
             batch = np.ascontiguousarray(vectors[start:stop], dtype=np.float32)
-            if self._young is not None:
-                self._young.add(ids[start:stop], batch)
-                if self._young.is_trained:
-                    self._move(self._young)
+            if self._untrained is not None:
+                self._untrained.add(ids[start:stop], batch)
+                if self._untrained.is_trained:
+                    self._move_to_file(self._untrained)
             else:
                 self._rows.add(ids[start:stop], batch)
                 if self._config.refine and len(self) >= num_to_train(self._config, self._num_trained):
@@ -103,8 +103,8 @@ class TieredIvfPqIndex(VectorIndex):
             start = stop
 
     def remove(self, ids: Sequence[int]) -> None:
-        if self._young is not None:
-            self._young.remove(ids)
+        if self._untrained is not None:
+            self._untrained.remove(ids)
         elif len(ids):
             self._rows.remove(np.asarray(ids, dtype=np.int64))
 
@@ -121,30 +121,30 @@ class TieredIvfPqIndex(VectorIndex):
         Raises:
             CorruptKnowledgeBaseError: a list or vector that the search needs is damaged in the file; at any stage.
         """
-        if self._young is not None:
-            yield from self._young.search_staged(query, k, num_stages, effort, allowed)
+        if self._untrained is not None:
+            yield from self._untrained.search_staged(query, k, num_stages, effort, allowed)
             return
         rows = self._rows
         num_fetched = max(k, k * self._config.refine)
         nprobe = min(effort or self._config.nprobe, self.nlist)
-        among = None if allowed is None else rows.among(allowed)
-        if among is not None and self._config.refine and among.lists.are_few(nprobe):
-            yield rows.compared(query, k, among)
+        allowed_rows = None if allowed is None else rows.allowed_rows(allowed)
+        if allowed_rows is not None and self._config.refine and allowed_rows.lists.is_comparing_always_cheaper(nprobe):
+            yield rows.best_exact(query, k, allowed_rows)
             return
-        near, lists = rows.tiers.probe(query.reshape(1, -1), nprobe if among is None else self.nlist)
+        near, lists = rows.tiers.probe(query.reshape(1, -1), nprobe if allowed_rows is None else self.nlist)
         probed, nearness = lists[0], near[0]
-        if among is not None:
-            probed, nearness = among.lists.probes(probed, nearness, nprobe, num_fetched)
-            if self._config.refine and among.lists.is_better_compared(probed):
-                yield rows.compared(query, k, among)
+        if allowed_rows is not None:
+            probed, nearness = allowed_rows.lists.probes(probed, nearness, nprobe, num_fetched)
+            if self._config.refine and allowed_rows.lists.is_comparing_cheaper(probed):
+                yield rows.best_exact(query, k, allowed_rows)
                 return
-        if self._is_counting and self._hot.note(probed):
+        if self._is_counting and self._hot.record(probed):
             self._on_window()
         found = ids = np.empty(0, dtype=np.int64)
         scores = np.empty(0, dtype=np.float32)
         for stage in stages(len(probed), num_stages):
             part = slice(stage.start, stage.stop)
-            more, more_scores = rows.best(query, num_fetched, probed[part], nearness[part], among)
+            more, more_scores = rows.best(query, num_fetched, probed[part], nearness[part], allowed_rows)
             found, ids = np.append(found, more), np.append(ids, rows.ids_of(more))
             scores = np.append(scores, more_scores)
             order = np.lexsort((ids, -scores))[:num_fetched]
@@ -166,13 +166,13 @@ class TieredIvfPqIndex(VectorIndex):
         Raises:
             CorruptKnowledgeBaseError: a list or vector that a query needs is damaged in the file.
         """
-        if self._young is not None:
+        if self._untrained is not None:
             for number, query in enumerate(queries):
-                on_found(number, self._young.search(query, k, effort))
+                on_found(number, self._untrained.search(query, k, effort))
             return
         rows, num_fetched = self._rows, max(k, k * self._config.refine)
         nearness, probed = rows.tiers.probe(queries, effort or self._config.nprobe)
-        windows = [self._hot.note(lists) for lists in probed] if self._is_counting else []
+        windows = [self._hot.record(lists) for lists in probed] if self._is_counting else []
         if any(windows):
             self._on_window()
         for number, (found, scores) in rows.best_of_batch(queries, num_fetched, probed, nearness):
@@ -182,7 +182,7 @@ class TieredIvfPqIndex(VectorIndex):
 
     def _ranking(
         self,
-        rows: Rows,
+        rows: TieredRows,
         query: NDArray[np.float32],
         k: int,
         found: NDArray[np.int64],
@@ -214,8 +214,8 @@ class TieredIvfPqIndex(VectorIndex):
         Raises:
             ConfigError: `refine` is 0, so there are no full vectors.
         """
-        if self._young is not None:
-            return self._young.exact(queries, k)
+        if self._untrained is not None:
+            return self._untrained.exact(queries, k)
         self._check_refine()
         best = np.full((len(queries), k), -1, dtype=np.int64)
         scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
@@ -233,8 +233,8 @@ class TieredIvfPqIndex(VectorIndex):
         Raises:
             ConfigError: `refine` is 0, so there are no full vectors.
         """
-        if self._young is not None:
-            return self._young.sample(num, rng)
+        if self._untrained is not None:
+            return self._untrained.sample(num, rng)
         self._check_refine()
         rows = self._rows.alive()
         ids = self._rows.ids_of(rows)
@@ -255,8 +255,8 @@ class TieredIvfPqIndex(VectorIndex):
 
     def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32] | None]]:
         """See `VectorIndex`. Reads every list and every vector of the file."""
-        if self._young is not None:
-            yield from self._young.in_order()
+        if self._untrained is not None:
+            yield from self._untrained.in_order()
             return
         self._rows.check()
         if self._rows.file.has_vectors:
@@ -266,8 +266,8 @@ class TieredIvfPqIndex(VectorIndex):
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays of an `IvfPqIndex`; needs RAM for the whole index."""
-        if self._young is not None:
-            return self._young.to_arrays()
+        if self._untrained is not None:
+            return self._untrained.to_arrays()
         lists, exact = self._rows.snapshot().whole(), FlatIndex(self._dimension)
         if self._config.refine:
             for ids, vectors in self._rows.in_order():
@@ -277,13 +277,13 @@ class TieredIvfPqIndex(VectorIndex):
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Restore from `IvfPqIndex.to_arrays`. Raises as `IvfPqIndex.restore`."""
-        young = IvfPqIndex(self._dimension, self._config)
-        young.restore(arrays)
-        self._young = young
-        if young.is_trained:
-            self._move(young)
+        untrained = IvfPqIndex(self._dimension, self._config)
+        untrained.restore(arrays)
+        self._untrained = untrained
+        if untrained.is_trained:
+            self._move_to_file(untrained)
 
-    def show(self, file: ListFile, counts: Counts | None = None) -> None:
+    def use_file(self, file: ListFile, counts: Counts | None = None) -> None:
         """Replace the content by that of a file. Jobs of `spawn` copy hot lists into RAM.
 
         Args:
@@ -294,10 +294,10 @@ class TieredIvfPqIndex(VectorIndex):
         """
         if file.shell.d != self._dimension or (self._config.refine and not file.has_vectors):
             raise ValueError("the file does not fit the knowledge base")
-        if counts is None and self._young is None and file.quantizers_crc() == self._rows.file.quantizers_crc():
+        if counts is None and self._untrained is None and file.quantizers_crc() == self._rows.file.quantizers_crc():
             counts = self._hot.counts()
         self.close()
-        self._rows = Rows(file, self._folder)
+        self._rows = TieredRows(file, self._folder)
         tiers, config = self._rows.tiers, self._config
         if self._devices:
             from stillroom.retrieval.tiers.device_lists import DeviceLists
@@ -306,12 +306,12 @@ class TieredIvfPqIndex(VectorIndex):
         hot_bytes = config.hot_bytes or int(tiers.list_bytes().sum())
         self._hot = HotLists(tiers, hot_bytes, self._rules, self._spawn, counts, self._on_devices)
         self._num_trained = file.origin.num_trained
-        self._young = None
+        self._untrained = None
         self._hot.start()
 
     def close(self) -> None:
         """Stop exchanging lists. Idempotent."""
-        if self._young is None:
+        if self._untrained is None:
             self._hot.stop()
 
     def snapshot(self) -> Snapshot:
@@ -321,11 +321,11 @@ class TieredIvfPqIndex(VectorIndex):
     @property
     def heat(self) -> tuple[int, Counts] | None:
         """Checksum of the quantizers, and accesses of their lists; None while untrained."""
-        return (self._rows.file.quantizers_crc(), self._hot.counts()) if self._young is None else None
+        return (self._rows.file.quantizers_crc(), self._hot.counts()) if self._untrained is None else None
 
     @property
     def figures(self) -> ListFigures | None:
-        if self._young is not None:
+        if self._untrained is not None:
             return None
         return ListFigures.of(
             self._rows.tiers, self._hot, 0 if self._on_devices is None else self._on_devices.num_bytes
@@ -333,12 +333,12 @@ class TieredIvfPqIndex(VectorIndex):
 
     # Inside
 
-    def _move(self, young: IvfPqIndex) -> None:
+    def _move_to_file(self, untrained: IvfPqIndex) -> None:
         """Move a freshly trained index from RAM into an unnamed file."""
-        lists, exact = young.parts
+        lists, exact = untrained.parts
         ids = exact.ids() if self._config.refine else np.concatenate([entry[0] for entry in all_entries(lists)])
-        self._show_lists(
-            lists, ids, lambda: map(exact.vectors, blocks(ids)) if self._config.refine else (), young.structure
+        self._use_lists(
+            lists, ids, lambda: map(exact.vectors, blocks(ids)) if self._config.refine else (), untrained.structure
         )
 
     def _train(self) -> None:
@@ -350,9 +350,9 @@ class TieredIvfPqIndex(VectorIndex):
             near = rows.tiers.quantizer.search(lists.quantizer.reconstruct_n(0, lists.nlist), 1)[1][:, 0]
         counts = self._hot.counts()[near] / np.bincount(near)[near]
         in_order = np.arange(len(ids))
-        self._show_lists(lists, ids, lambda: (vectors[rows] for rows in blocks(in_order)), len(ids), counts)
+        self._use_lists(lists, ids, lambda: (vectors[rows] for rows in blocks(in_order)), len(ids), counts)
 
-    def _show_lists(
+    def _use_lists(
         self,
         lists: Any,
         ids: NDArray[np.int64],
@@ -367,13 +367,13 @@ class TieredIvfPqIndex(VectorIndex):
             vectors: returns the vectors of `ids` in blocks.
         """
         order = np.argsort(ids, kind="stable")
-        origin, shell = Origin("", 0, num_trained), emptied(lists)
+        origin, shell = Origin("", 0, num_trained), without_entries(lists)
 
         def write(path: Path) -> None:
             numbered = ((order[np.searchsorted(ids[order], own)], codes) for own, codes in all_entries(lists))
             write_list_file(path, origin, shell, numbered, ids, vectors())
 
-        self.show(scratch_list_file(self._folder, write), counts)
+        self.use_file(scratch_list_file(self._folder, write), counts)
 
     def _check_refine(self) -> None:
         if not self._config.refine:
@@ -383,9 +383,9 @@ class TieredIvfPqIndex(VectorIndex):
 def _devices(config: IndexConfig) -> tuple[str, ...]:
     if not config.device_bytes:
         return ()
-    from stillroom.retrieval.tiers.device_lists import devices_named
+    from stillroom.retrieval.tiers.device_lists import parse_devices
 
-    return devices_named(config.devices)
+    return parse_devices(config.devices)
 
 
 _IP = faiss.METRIC_INNER_PRODUCT

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.errors import ConfigError
-from stillroom.retrieval.index_file import write_atomically
+from stillroom.retrieval.atomic_files import write_atomically
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.vector_index import VectorIndex
 
@@ -239,7 +239,7 @@ def tune(
         curve = measure_curve(index, timed, now=now, stop=lambda point: point.p95_s > config.search_budget_s)
         chosen = curve.most_for_budget(config.search_budget_s)
     if chosen is None:
-        raise ConfigError(_why_not(config, curve))
+        raise ConfigError(_unreachable_message(config, curve))
     return Tuning(goal, len(index), index.structure, chosen)
 
 
@@ -313,7 +313,7 @@ def _least_seconds(index: TunableIndex, query: NDArray[np.float32], effort: int,
     return min(seconds)
 
 
-def _why_not(config: IndexConfig, curve: SearchCurve) -> str:
+def _unreachable_message(config: IndexConfig, curve: SearchCurve) -> str:
     first, last = curve.points[0], curve.points[-1]
     if config.ann_recall:
         return (

@@ -19,8 +19,8 @@ from stillroom.errors import (
     KnowledgeBaseNotFoundError,
     ModelNotFoundError,
 )
+from stillroom.retrieval.atomic_files import write_atomically
 from stillroom.retrieval.embedder import Embedder
-from stillroom.retrieval.index_file import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from stillroom.retrieval.tiers.tiered_ivf import BatchShard, Scored, TieredLists
 logger = logging.getLogger(__name__)
 
 
-def devices_named(names: str) -> tuple[str, ...]:
+def parse_devices(names: str) -> tuple[str, ...]:
     """Parse `index.devices`: PyTorch's device names separated by commas; `cuda` alone means all CUDA devices.
 
     Raises:
@@ -59,7 +59,7 @@ class DeviceLists:
         """Bytes of codes on all devices."""
         return int(sum(self._code_bytes[held].sum() for _, held in self._placed))
 
-    def follow(self, counts: "np.ndarray[tuple[int], np.dtype[np.float64]]", margin: float) -> int:
+    def exchange(self, counts: "np.ndarray[tuple[int], np.dtype[np.float64]]", margin: float) -> int:
         """Exchange lists if their share of accesses is lower than that of the best choice by more than `margin`.
 
         Args:

@@ -80,11 +80,11 @@ class SearchTimes:
 
     def coarse(self, batch_size: float) -> float:
         """T_cq(B)."""
-        return _along(self.batch_sizes, self.coarse_seconds, batch_size)
+        return _interpolate(self.batch_sizes, self.coarse_seconds, batch_size)
 
     def scan(self, batch_size: float) -> float:
         """T_lut(B)."""
-        return _along(self.batch_sizes, self.scan_seconds, batch_size)
+        return _interpolate(self.batch_sizes, self.scan_seconds, batch_size)
 
     def batch_seconds(self, batch_size: int, least_hit_rate: float) -> float:
         """Return T_search (Eq. 5) plus dispatching."""
@@ -92,7 +92,7 @@ class SearchTimes:
         return self.coarse(batch_size) + slow + batch_size * self.dispatch_seconds
 
 
-def _along(sizes: tuple[int, ...], seconds: tuple[float, ...], size: float) -> float:
+def _interpolate(sizes: tuple[int, ...], seconds: tuple[float, ...], size: float) -> float:
     """Interpolate linearly; beyond the last point, extend the last line."""
     if len(sizes) > 1 and size > sizes[-1]:
         slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.errors import CorruptKnowledgeBaseError
-from stillroom.retrieval.tiers.partition import Lists, best_lists, by_heat
+from stillroom.retrieval.tiers.partition import Lists, best_lists, hottest_first
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists
 from stillroom.telemetry import catalogue
 from stillroom.telemetry.catalogue import Readings
@@ -58,7 +58,7 @@ class ListHeat:
         self._counts = np.zeros(num_lists) if counts is None else counts.astype(np.float64)
         self._weight = 1.0
 
-    def note(self, lists: Lists) -> None:
+    def record(self, lists: Lists) -> None:
         """Count one query's probes of distinct lists. New counts weigh more, instead of decaying all others."""
         self._weight *= self._growth
         self._counts[lists] += self._weight
@@ -72,7 +72,7 @@ class ListHeat:
 
 
 class HotLists:
-    """Keeps the hottest lists in RAM. Only one thread at a time may call `note`; the rest is thread-safe."""
+    """Keeps the hottest lists in RAM. Only one thread at a time may call `record`; the rest is thread-safe."""
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class HotLists:
         """Probes of lists on a device."""
         return self._num_device_hits
 
-    def note(self, probed: Lists) -> bool:
+    def record(self, probed: Lists) -> bool:
         """Count one query's probes of lists [p]. Returns whether a window ended with it."""
-        self._heat.note(probed)
+        self._heat.record(probed)
         self._num_noted += 1
         self._num_probes += len(probed)
         is_on_device = self._tiers.device_of[probed] >= 0
@@ -167,7 +167,7 @@ class HotLists:
     def _exchange(self, counts: Counts, hit_rate: float) -> None:
         if self._devices is not None:
             had_any = (self._tiers.device_of >= 0).any()
-            num_came = self._devices.follow(counts, self._rules.margin)
+            num_came = self._devices.exchange(counts, self._rules.margin)
             self.num_exchanged += num_came if had_any else 0
         list_bytes, is_on_device = self._tiers.list_bytes(), self._tiers.device_of >= 0
         best = best_lists(counts, np.where(is_on_device, self._num_bytes + 1, list_bytes), self._num_bytes)
@@ -179,7 +179,7 @@ class HotLists:
         coming = best[~is_held[best]]
         is_best = np.zeros(len(counts), dtype=bool)
         is_best[best] = True
-        leaving = by_heat(counts)[::-1]  # coldest first
+        leaving = hottest_first(counts)[::-1]  # coldest first
         leaving = leaving[(is_held & ~is_best)[leaving]].tolist()
         step = max(self._rules.num_lists, len(counts) // 64)
         for start in range(0, len(coming), step):

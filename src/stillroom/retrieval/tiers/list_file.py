@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.private_files import open_file
 from stillroom.errors import CorruptKnowledgeBaseError
-from stillroom.retrieval.index_file import replace_durably
+from stillroom.retrieval.atomic_files import replace_durably
 from stillroom.retrieval.tiers.partition import Lists
 
 faiss: Any = _faiss  # its type information lacks names that are made at import

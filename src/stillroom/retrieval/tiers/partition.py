@@ -44,7 +44,7 @@ class Partition:
         return lists, np.take_along_axis(nearness_QP, order, axis=1)
 
 
-def by_heat(num_accesses: NDArray[np.float64]) -> Lists:
+def hottest_first(num_accesses: NDArray[np.float64]) -> Lists:
     """Return all lists, hottest first.
 
     Both the time to scan a list and the memory to keep it grow with its size. So the gain per byte depends on accesses
@@ -60,7 +60,7 @@ def hottest(num_accesses: NDArray[np.float64], hit_rate: float) -> Lists:
         num_accesses: of each list, [nlist].
         hit_rate: from 0 to 1.
     """
-    order = by_heat(num_accesses)
+    order = hottest_first(num_accesses)
     total = num_accesses.sum()
     if total == 0 or hit_rate <= 0:
         return order[:0]
@@ -70,7 +70,7 @@ def hottest(num_accesses: NDArray[np.float64], hit_rate: float) -> Lists:
 
 def best_lists(counts: NDArray[np.float64], list_bytes: NDArray[np.int64], num_bytes: int) -> Lists:
     """Return the lists to keep within `num_bytes`: from the hottest on, each that still fits."""
-    order = by_heat(counts)
+    order = hottest_first(counts)
     order = order[list_bytes[order] <= num_bytes]
     num_whole = int(np.searchsorted(np.cumsum(list_bytes[order]), num_bytes, side="right"))
     chosen = order[:num_whole].tolist()

@@ -39,9 +39,9 @@ def scratch_list_file(folder: Path, write: Callable[[Path], None]) -> ListFile:
         return ListFile(place / "lists")  # mapped, so it survives the removal of its name
 
     try:
-        return _made_in(folder, make)
+        return _make_in(folder, make)
     except OSError:
-        return _made_in(None, make)
+        return _make_in(None, make)
 
 
 class Spill:
@@ -97,7 +97,7 @@ class Spill:
 
 def _opened(owner: object, folder: Path | None) -> int:
     """Open a new unnamed file that is closed when `owner` is collected."""
-    descriptor = _made_in(folder, lambda place: os.open(place / "vectors", os.O_RDWR | os.O_CREAT, 0o600))
+    descriptor = _make_in(folder, lambda place: os.open(place / "vectors", os.O_RDWR | os.O_CREAT, 0o600))
     weakref.finalize(owner, os.close, descriptor)
     return descriptor
 
@@ -109,7 +109,7 @@ def _write(descriptor: int, content: bytes, at: int) -> None:
         left, at = left[num_written:], at + num_written
 
 
-def _made_in(folder: Path | None, make: Callable[[Path], Made]) -> Made:
+def _make_in(folder: Path | None, make: Callable[[Path], Made]) -> Made:
     """Call `make` with a temporary folder below `folder`; None takes the system's place for temporary files."""
     prefix = "stillroom-" if folder is None else ".scratch-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as place:

@@ -107,7 +107,7 @@ class ScanModel:
         ends = [np.cumsum(rows @ costs) for _, rows in works]
         totals = [float(end[-1]) if len(end) else 0.0 for end in ends]
         found = np.zeros(len(probed))
-        overlap = self.overlap if _wakes(probed) else 1.0
+        overlap = self.overlap if _uses_shards(probed) else 1.0
         for (order, _), end, other in zip(works, ends, reversed(totals), strict=True):
             found[order] = np.maximum(found[order], end + overlap * np.minimum(end, other))
         for device in division.devices:
@@ -115,7 +115,7 @@ class ScanModel:
             if len(asked):
                 assert self.device is not None, "no device was measured"
                 found[asked] = np.maximum(found[asked], self.device.seconds(work))
-        return found + self.times.coarse(len(probed)) + self.per_batch * _wakes(probed)
+        return found + self.times.coarse(len(probed)) + self.per_batch * _uses_shards(probed)
 
     def throughput(self, division: Division, batches: Sequence[Lists], num_measured: int) -> Prediction:
         """Predict queries per second to the last result of each batch (Eq. 6).
@@ -147,9 +147,11 @@ def fit(observed: Sequence[Sequence[ObservedBatch]]) -> ScanModel:
     whole = max(one.probed.shape[1] for one in everything)
     in_ram = [one for one in everything if one.division.disk_bytes == 0]
     on_disk = [one for one in everything if one.division.ram_bytes == 0]
-    divided = [one for one in everything if one.division.ram_bytes and one.division.disk_bytes and _wakes(one.probed)]
+    divided = [
+        one for one in everything if one.division.ram_bytes and one.division.disk_bytes and _uses_shards(one.probed)
+    ]
     assert in_ram and on_disk
-    works = [np.concatenate([[_wakes(one.probed)], _total(one, RAM, WINDOWS[0])[:3]]) for one in in_ram]
+    works = [np.concatenate([[_uses_shards(one.probed)], _total(one, RAM, WINDOWS[0])[:3]]) for one in in_ram]
     per_batch, *scan_costs = _least_squares(
         works, [_scan(one) for one in in_ram], [one.seconds for one in in_ram]
     ).tolist()
@@ -199,7 +201,7 @@ def _with_usual_coarse_seconds(observed: Sequence[Sequence[ObservedBatch]]) -> l
     ]
 
 
-def _wakes(probed: Lists) -> float:
+def _uses_shards(probed: Lists) -> float:
     """1 if a batch [q, p] is scanned by the shards' threads, 0 for a single query."""
     return float(len(probed) > 1)
 
@@ -230,7 +232,7 @@ def _file_costs(on_disk: Sequence[ObservedBatch], per_batch: float, scan_costs: 
     best: tuple[float, int, Floats] | None = None
     for window_bytes in WINDOWS:
         works = [_total(one, DISK, window_bytes) for one in on_disk]
-        woken = [per_batch * _wakes(one.probed) for one in on_disk]
+        woken = [per_batch * _uses_shards(one.probed) for one in on_disk]
         scanned = [start + float(work[:3] @ scan_costs) for start, work in zip(woken, works, strict=True)]
         rest = [max(total - one, 0.0) for total, one in zip(totals, scanned, strict=True)]
         costs = _least_squares([work[3:] for work in works], rest, scale)
@@ -271,21 +273,21 @@ def _log_error(model: ScanModel, one: ObservedBatch) -> float:
 # By hit rates
 
 
-def straight(times: SearchTimes) -> SearchTimes:
+def linear_times(times: SearchTimes) -> SearchTimes:
     """Return Eq. 1 as published: one line over all batch sizes, for coarse search and for scanning."""
     ends = (times.batch_sizes[0], times.batch_sizes[-1])
-    coarse, scan = (straight_line(times.batch_sizes, one) for one in (times.coarse_seconds, times.scan_seconds))
+    coarse, scan = (fit_line(times.batch_sizes, one) for one in (times.coarse_seconds, times.scan_seconds))
     at = [tuple(max(slope * size + start, 0.0) for size in ends) for slope, start in (coarse, scan)]
     return SearchTimes(ends, at[0], at[1], times.dispatch_seconds)
 
 
 def worst_error_of_line(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     """Return the largest relative error of the best line at a measured point."""
-    slope, start = straight_line(sizes, seconds)
+    slope, start = fit_line(sizes, seconds)
     return max(abs(slope * size + start - one) / one for size, one in zip(sizes, seconds, strict=True))
 
 
-def straight_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Return slope and intercept by least squares."""
     if len(sizes) == 1:
         return 0.0, seconds[0]
@@ -301,7 +303,7 @@ def rate_by_hits(times: SearchTimes, hits: HitRates, batch_size: int, *, as_pape
     """
     if as_paper:
         least = min(1.0, expected_minimum_by_paper(hits.pmf(), batch_size) / hits.num_probes)
-        return batch_size / straight(times).batch_seconds(batch_size, least)
+        return batch_size / linear_times(times).batch_seconds(batch_size, least)
     least = expected_minimum(hits.pmf(), batch_size) / hits.num_probes
     return batch_size / times.batch_seconds(batch_size, least)
 

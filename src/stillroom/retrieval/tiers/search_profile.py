@@ -28,7 +28,7 @@ from stillroom.retrieval.tiers.search_model import (
     hits_of,
     rate_by_hits,
 )
-from stillroom.retrieval.tiers.tiered_ivf import DISK, FIRST_DEVICE, RAM, TieredLists, written
+from stillroom.retrieval.tiers.tiered_ivf import DISK, FIRST_DEVICE, RAM, TieredLists, write_bare_list_file
 from stillroom.retrieval.vector_index import one_thread
 
 Vectors = NDArray[np.float32]
@@ -187,7 +187,7 @@ def observe(  # noqa: PLR0913  what is measured, and how
     division = Division(*_shape(lists), partition)
     rng = np.random.default_rng([effort.seed, 2, division.ram_bytes])
     file = folder / f"profile-{time.monotonic_ns()}.ivf"
-    tiered = TieredLists(written(lists, file), partition.of(RAM))
+    tiered = TieredLists(write_bare_list_file(lists, file), partition.of(RAM))
     plan = list(_groups(min(nprobe, int(lists.nlist)), effort.batch_sizes))
     groups: list[list[ObservedBatch]] = [[] for _ in plan]
     try:

@@ -124,7 +124,7 @@ class TieredLists:
         self._on_devices = _OnDevices(len(file.sizes), devices)
         self._empty = faiss.ArrayInvertedLists(1, file.code_size)
         self._exchanging = Lock()
-        self._disk = view(file.shell, file.mapped)
+        self._disk = index_over(file.shell, file.mapped)
         self._ram = self._in_ram({})
         self._pool: ThreadPoolExecutor | None = None
         if hot is not None:
@@ -182,7 +182,7 @@ class TieredLists:
         """Drop the file's pages from memory, for measuring. Precondition: no search is running."""
         self._disk = None  # mapped pages are not dropped
         self.file.drop_pages()
-        self._disk = view(self.file.shell, self.file.mapped)
+        self._disk = index_over(self.file.shell, self.file.mapped)
 
     # Searching
 
@@ -338,23 +338,23 @@ class TieredLists:
         for number in range(len(is_held)):
             each.push_back(held.get(number, self._empty))
         stacked = faiss.VStackInvertedLists(len(is_held), each.data())
-        index = view(self.file.shell, stacked, held)
+        index = index_over(self.file.shell, stacked, held)
         return _InRam(held, is_held, index, int(self.list_bytes()[is_held].sum()))
 
 
-def view(shell: Any, inverted_lists: Any, kept: Any = None) -> Any:
+def index_over(shell: Any, inverted_lists: Any, kept: Any = None) -> Any:
     """Return an index over inverted lists that shares the quantizers of `shell`.
 
     Args:
         kept: objects to keep alive with the index.
     """
-    index = emptied(shell)
+    index = without_entries(shell)
     index.replace_invlists(inverted_lists, False)
     index.referenced_objects = [shell, inverted_lists, kept]  # faiss stores pointers
     return index
 
 
-def emptied(lists: Any) -> Any:
+def without_entries(lists: Any) -> Any:
     """Return an empty index with the quantizers of an IndexIVFPQ. Precondition: `lists` outlives it."""
     index = faiss.IndexIVFPQ(lists.quantizer, lists.d, lists.nlist, lists.pq.M, lists.pq.nbits, lists.metric_type)
     index.pq = lists.pq
@@ -363,10 +363,10 @@ def emptied(lists: Any) -> Any:
     return index
 
 
-def written(lists: Any, path: Path) -> ListFile:
+def write_bare_list_file(lists: Any, path: Path) -> ListFile:
     """Write the lists of an index in RAM to a file without full vectors, for measuring."""
     ids = np.arange(lists.ntotal, dtype=np.int64)
-    write_list_file(path, Origin("", 0, int(lists.ntotal)), emptied(lists), all_entries(lists), ids)
+    write_list_file(path, Origin("", 0, int(lists.ntotal)), without_entries(lists), all_entries(lists), ids)
     return ListFile(path)
 
 

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.ops.thread_pools import in_a_thread_that_ends
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
-from stillroom.retrieval.filters.lists_among import ListsAmong
+from stillroom.retrieval.filters.allowed_lists import AllowedLists
 from stillroom.retrieval.ranking import Ranking, best_of
 from stillroom.retrieval.tiers.list_file import Entries, ListFile, Origin, blocks, write_list_file
 from stillroom.retrieval.tiers.partition import Lists, Nearness
 from stillroom.retrieval.tiers.scratch_files import Spill
-from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, all_entries, emptied, scan
+from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, all_entries, scan, without_entries
 
 faiss: Any = _faiss  # its type information lacks names that are made at import
 
@@ -32,17 +32,17 @@ Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Among:
+class AllowedRows:
     """Rows and list entries that a filter allows."""
 
     rows: Ids
     """Ascending."""
     bits: NDArray[np.uint8]
     """Memory of the selector in `lists`."""
-    lists: ListsAmong
+    lists: AllowedLists
 
 
-class Rows:
+class TieredRows:
     """Not thread-safe, except for `tiers`."""
 
     def __init__(self, file: ListFile, folder: Path) -> None:
@@ -54,13 +54,13 @@ class Rows:
         self._num_kept = len(file.ids)
         self._selector: tuple[Any, Any] | None = None
         """Selector of the kept rows of the file, and its memory; None if all are kept."""
-        self._recent: Any = emptied(file.shell)
+        self._recent: Any = without_entries(file.shell)
         self._recent_ids = np.empty(0, dtype=np.int64)
         self._is_recent_kept = np.empty(0, dtype=bool)
         self._spill: Spill | None = None
         self._list_of: NDArray[np.int32] | None = None
         """List of each row of the file; None until a filter needs it."""
-        self._among: FilterMemo[Among] = FilterMemo()
+        self._allowed_rows: FilterMemo[AllowedRows] = FilterMemo()
 
     def __len__(self) -> int:
         return self._num_kept + int(self._recent.ntotal)
@@ -71,7 +71,7 @@ class Rows:
         Raises:
             OSError: the disk is full; nothing was added.
         """
-        self._among.clear()
+        self._allowed_rows.clear()
         if self.file.has_vectors:
             self._spill = self._spill or Spill(self._folder, vectors.shape[1])
             self._spill.put(len(self._recent_ids), vectors)
@@ -83,7 +83,7 @@ class Rows:
 
     def remove(self, ids: Ids) -> None:
         """Remove those of ids [n] that exist."""
-        self._among.clear()
+        self._allowed_rows.clear()
         gone = np.isin(self.file.ids, ids) & self._is_kept
         if gone.any():
             self._is_kept &= ~gone
@@ -95,15 +95,15 @@ class Rows:
             self._is_recent_kept &= ~gone
             self._recent.remove_ids(np.flatnonzero(gone) + len(self.file.ids))
 
-    def among(self, allowed: AllowedIds) -> "Among":
+    def allowed_rows(self, allowed: AllowedIds) -> "AllowedRows":
         """Return the rows that a filter allows. The first call reads every list.
 
         Raises:
             CorruptKnowledgeBaseError: a list is damaged in the file.
         """
-        return self._among.get(allowed, lambda: self._left_by(allowed))
+        return self._allowed_rows.get(allowed, lambda: self._find_allowed_rows(allowed))
 
-    def _left_by(self, allowed: AllowedIds) -> "Among":
+    def _find_allowed_rows(self, allowed: AllowedIds) -> "AllowedRows":
         alive = self.alive()
         rows = alive[allowed.has(self.ids_of(alive))]
         is_left = np.zeros(len(self.file.ids) + len(self._recent_ids), dtype=bool)
@@ -120,13 +120,15 @@ class Rows:
             counts[number] += is_left[recent].sum()
             sizes[number] += len(recent)
         selector = faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits))
-        return Among(rows, bits, ListsAmong(counts, sizes, selector))
+        return AllowedRows(rows, bits, AllowedLists(counts, sizes, selector))
 
-    def compared(self, query: Vectors, k: int, among: "Among") -> Ranking:
+    def best_exact(self, query: Vectors, k: int, allowed_rows: "AllowedRows") -> Ranking:
         """Compare a query [d] with the full vectors of all allowed rows; return the k best. Raises as `vectors`."""
-        return best_of(self.ids_of(among.rows), self.vectors(among.rows) @ query, k)
+        return best_of(self.ids_of(allowed_rows.rows), self.vectors(allowed_rows.rows) @ query, k)
 
-    def best(self, query: Vectors, num: int, probed: Lists, nearness: Nearness, among: "Among | None" = None) -> Scored:
+    def best(
+        self, query: Vectors, num: int, probed: Lists, nearness: Nearness, allowed_rows: "AllowedRows | None" = None
+    ) -> Scored:
         """Return rows and approximate scores of the best `num` for a query [d], and others that score as the last.
 
         Args:
@@ -136,9 +138,9 @@ class Rows:
         Raises:
             CorruptKnowledgeBaseError: a list is damaged in the file.
         """
-        chosen = self._selector and self._selector[0] if among is None else among.lists.selector
+        chosen = self._selector and self._selector[0] if allowed_rows is None else allowed_rows.lists.selector
         found = self.tiers.scan(query, num, probed, nearness, chosen)
-        return self._with_recent(found, query, num, probed, nearness, among)
+        return self._with_recent(found, query, num, probed, nearness, allowed_rows)
 
     def best_of_batch(
         self, queries: Vectors, num: int, probed: Lists, nearness: Nearness
@@ -174,11 +176,11 @@ class Rows:
         num: int,
         probed: Lists,
         nearness: Nearness,
-        among: "Among | None" = None,
+        allowed_rows: "AllowedRows | None" = None,
     ) -> Scored:
         if not self._recent.ntotal:
             return found
-        rows, scores = scan(self._recent, query, num, probed, nearness, among and among.lists.selector)
+        rows, scores = scan(self._recent, query, num, probed, nearness, allowed_rows and allowed_rows.lists.selector)
         return np.append(found[0], rows), np.append(found[1], scores)
 
     def ids_of(self, rows: Ids) -> Ids:
@@ -246,7 +248,7 @@ class Rows:
 class Snapshot:
     """Content of the next file: rows renumbered without the removed ones."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: TieredRows) -> None:
         self._file = rows.file
         self._alive = rows.alive()
         self._recent = rows.recent_entries()
@@ -265,7 +267,7 @@ class Snapshot:
 
     def whole(self) -> Any:
         """Return an IndexIVFPQ in RAM under chunk ids."""
-        lists = emptied(self._file.shell)
+        lists = without_entries(self._file.shell)
         for number, (rows, codes) in enumerate(self._lists()):
             if len(rows):
                 ids = self._ids[rows]

@@ -84,7 +84,7 @@ class Verification:
     def _compare(self, tell: Tell) -> list[Finding]:
         """With both indexes opened anew; an embedded collection, which only one may open, as it is open."""
         num_chunks = self._corpus.num_chunks
-        with self._indexes.opened_anew() as dense:
+        with self._indexes.reopened_dense() as dense:
             found = list(check_dense(dense, self._folder, self._corpus, Steps(num_chunks, _third(tell, 1))))
         sparse = Bm25Index(self._folder / "sparse", self._corpus.corpus_id, self._corpus.commit_id)
         return found + list(check_sparse(sparse, self._corpus, Steps(num_chunks, _third(tell, 2))))

@@ -44,7 +44,7 @@ def check_dense(store: DenseStore | CollectionStore, folder: Path, corpus: Corpu
 def check_sparse(sparse: Bm25Index, corpus: Corpus, step: Steps) -> Iterator[Finding]:
     """Args: sparse: freshly opened."""
     if sparse.generation != corpus.generation:
-        yield _out_of_step("sparse", sparse.folder, sparse.is_there, sparse.generation, corpus.generation)
+        yield _out_of_step("sparse", sparse.folder, sparse.exists_on_disk, sparse.generation, corpus.generation)
         return
     damaged = sparse.damaged_files()
     if damaged:
@@ -77,7 +77,7 @@ class ChunkWords:
         self.wrong: list[int] = []
 
     def check(self, chunk_id: int, text: str) -> None:
-        if not self._sparse.has_words(chunk_id, set(self._analyzer.stems(text))):
+        if not self._sparse.has_stems(chunk_id, set(self._analyzer.stems(text))):
             self.wrong.append(chunk_id)
 
 
@@ -110,17 +110,17 @@ def _check_dense_state(store: DenseStore | CollectionStore, folder: Path, corpus
             yield finding("dense", "the collection is missing, foreign, incomplete or behind SQLite", _LATE)
         return
     store.current()
-    if store.is_saved_otherwise or store.saved_generation == corpus.generation:
+    if store.needs_conversion or store.saved_generation == corpus.generation:
         return
-    is_there = any((folder / name).exists() for name in DENSE_FILES)
-    yield _out_of_step("dense", folder, is_there, store.saved_generation, corpus.generation)
+    exists_on_disk = any((folder / name).exists() for name in DENSE_FILES)
+    yield _out_of_step("dense", folder, exists_on_disk, store.saved_generation, corpus.generation)
 
 
 _LATE = "a writer was interrupted; nothing is lost, and the next search or `stillroom add` would bring it up to date"
 
 
-def _out_of_step(part: Part, folder: Path, is_there: bool, generation: int, wanted: int) -> Finding:
-    if not is_there:
+def _out_of_step(part: Part, folder: Path, exists_on_disk: bool, generation: int, wanted: int) -> Finding:
+    if not exists_on_disk:
         return finding(part, f"the index is missing in {folder}", f"the next search would make it. {_REBUILD}")
     if 0 < generation < wanted:
         return finding(part, f"the index is behind SQLite, {wanted - generation} commits", _LATE)

@@ -16,7 +16,7 @@ ENTRIES_PER_COMPARED = 4
 
 
 @dataclass(frozen=True)
-class ListsAmong:
+class AllowedLists:
     """Entries of an index's inverted lists that a filter allows."""
 
     counts: NDArray[np.int64]
@@ -47,10 +47,10 @@ class ListsAmong:
         places = places[: max(num_met, num_passed)]
         return lists[places], nearness[places]
 
-    def is_better_compared(self, probed: Lists) -> bool:
+    def is_comparing_cheaper(self, probed: Lists) -> bool:
         """Whether comparing all allowed full vectors costs less than scanning these lists."""
         return self.num_allowed * ENTRIES_PER_COMPARED <= int(self.sizes[probed].sum())
 
-    def are_few(self, nprobe: int) -> bool:
+    def is_comparing_always_cheaper(self, nprobe: int) -> bool:
         """Whether comparing is cheaper for any `nprobe` or more lists, so that no coarse search is needed."""
         return self.num_allowed * ENTRIES_PER_COMPARED <= nprobe * int(self.sizes.sum()) // len(self.sizes)
