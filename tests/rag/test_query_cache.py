@@ -20,7 +20,7 @@ from tests.server.knowledge import write_knowledge
 VECTORS = {"big cat": (1.0, 0.0), "large cat": (0.96, 0.28), "tax law": (0.0, 1.0)}
 
 
-class Said(str):
+class WeakText(str):
     """A text that can be referred to weakly."""
 
 
@@ -35,7 +35,7 @@ class World:
         self, query: str, *, mode: SearchMode, top_k: int, num_stages: int, where: str
     ) -> Iterator[SearchResult]:
         self.searches.append(query)
-        said = Said(f"{query} {mode} {top_k}{where} at {self.generation}")
+        said = WeakText(f"{query} {mode} {top_k}{where} at {self.generation}")
         chunk = Chunk(ChunkId(1), DocumentId("d"), 0, said, num_tokens=10)
         yield from [SearchResult(())] * (num_stages - 1)
         yield SearchResult((ScoredChunk(chunk, 1.0),), 0.5, 0.5)
@@ -139,7 +139,7 @@ def test_the_token_budget_holds_and_zero_switches_it_off(world: World) -> None:
     assert world.searches[-2:] == ["x", "x"]
 
 
-def test_texts_of_any_length_are_not_held(world: World) -> None:
+def test_long_questions_are_not_cached(world: World) -> None:
     cache = make(world)
     for query, where in (("word " * 2000, ""), ("word", "a = 1 or " * 1000)):
         for _ in range(2):

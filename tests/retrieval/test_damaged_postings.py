@@ -58,20 +58,20 @@ def test_a_search_over_damaged_postings_finds_what_it_found_before(
         assert kb.verify().findings == ()
 
 
-def test_damage_that_no_search_runs_into_is_repaired_within_seconds(kb: KnowledgeBase) -> None:
+def test_unnoticed_damage_is_repaired_within_seconds(kb: KnowledgeBase) -> None:
     expected, clock = kb.search(QUERY, mode="sparse").results, VirtualClock()
     with KnowledgeBase.open(kb.path, StillroomConfig(), clock=clock) as reader:
         reader.search(QUERY, mode="sparse")
         overwrite(kb.path, ".term")  # the dictionary of so few words reads as an empty one
         with KnowledgeBase.open(kb.path, StillroomConfig(), clock=clock) as other:
             assert other.search(QUERY, mode="sparse").results == expected, "opening repairs"
-        assert reader.search(QUERY, mode="sparse").results == (), "it shows the old files"
+        assert reader.search(QUERY, mode="sparse").results == (), "it reads the old files"
         clock.advance(5.0)
         reader.search(QUERY, mode="sparse")
         assert reader.search(QUERY, mode="sparse").results == expected
 
 
-def test_damaged_files_are_repaired_beside_searches_that_do_not_run_into_them(kb: KnowledgeBase) -> None:
+def test_damaged_files_are_repaired_while_other_searches_run(kb: KnowledgeBase) -> None:
     kb.search(QUERY, mode="sparse")
     clock = VirtualClock()
     with KnowledgeBase.open(kb.path, StillroomConfig(), clock=clock) as other:
@@ -84,7 +84,7 @@ def test_damaged_files_are_repaired_beside_searches_that_do_not_run_into_them(kb
     assert damaged_files(kb) == [], "closing waited for the repair"
 
 
-def test_candidates_over_damaged_postings_are_what_they_were(kb: KnowledgeBase) -> None:
+def test_candidates_over_damaged_postings_are_unchanged(kb: KnowledgeBase) -> None:
     expected = kb.candidates(QUERY, 3).sparse
     overwrite(kb.path)
 
@@ -98,9 +98,7 @@ def test_stages_over_damaged_postings_end_in_the_right_result(kb: KnowledgeBase)
     assert list(kb.search_staged(QUERY))[-1].results == expected
 
 
-def test_searches_that_find_the_damage_together_repair_it_once(
-    kb: KnowledgeBase, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_concurrent_searches_repair_the_damage_once(kb: KnowledgeBase, caplog: pytest.LogCaptureFixture) -> None:
     expected = kb.search(QUERY, mode="sparse").results
     overwrite(kb.path)
     with ThreadPoolExecutor(4) as pool:
@@ -138,18 +136,16 @@ def test_a_flipped_byte_is_found_when_the_knowledge_base_is_opened(
     assert again.verify().findings == ()
 
 
-def test_postings_damaged_while_another_process_writes_are_made_for_this_one_alone(kb: KnowledgeBase) -> None:
+def test_postings_damaged_during_a_foreign_write_are_rebuilt_privately(kb: KnowledgeBase) -> None:
     expected = kb.search(QUERY, mode="sparse").results
     overwrite(kb.path)
     with FileLock(kb.path / "write.lock"):
         assert kb.search(QUERY, mode="sparse").results == expected
     assert kb.search(QUERY, mode="sparse").results == expected
-    assert damaged_files(kb), "the files wait for the writer"
+    assert damaged_files(kb), "the files are repaired by the next writer"
 
 
-def test_without_room_for_new_postings_a_search_by_words_fails_and_one_by_vectors_does_not(
-    kb: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_fails_sparse_search_but_not_dense_search(kb: KnowledgeBase, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = kb.search(QUERY, mode="dense").results
     overwrite(kb.path)
 

@@ -1,4 +1,4 @@
-"""Filters: what is one, where one is wrong, and what it means, against an evaluator in Python."""
+"""Filters: parsing, positions of errors, and their meaning against an evaluator in Python."""
 
 import dataclasses
 import datetime
@@ -26,7 +26,7 @@ from stillroom.retrieval.store.corpus import Corpus
 from tests.retrieval.test_corpus import stored
 
 
-def test_the_tree_of_a_filter() -> None:
+def test_filter_is_parsed_to_a_tree() -> None:
     team, year = FieldComparison("team", "=", (Value("legal"),)), FieldComparison("year", ">=", (Value("2020"),))
     assert parse_filter("team=legal and year>=2020") == AllOf((team, year))
     assert parse_filter("not team == legal OR (year >= 2020 AND team=legal)") == AnyOf((Not(team), AllOf((year, team))))
@@ -62,7 +62,7 @@ def test_the_tree_of_a_filter() -> None:
         ("`\x1b` = 1", "at character 2: U+001B", "control character"),
     ],
 )
-def test_what_is_no_filter_is_refused_at_its_place(text: str, place: str, complaint: str) -> None:
+def test_malformed_filter_is_refused_with_its_position(text: str, place: str, complaint: str) -> None:
     with pytest.raises(FilterError) as raised:
         parse_filter(text)
     assert place in str(raised.value) and complaint in str(raised.value)
@@ -83,11 +83,11 @@ def test_any_text_is_a_filter_or_refused(text: str) -> None:
     database = sqlite3.connect(":memory:")
     condition = condition_of(where)
     assert condition.sql.count("?") == len(condition.parameters)
-    assert not re.search(r"[^ -~]", condition.sql), "nothing of the filter is in the statement"
+    assert not re.search(r"[^ -~]", condition.sql), "no text of the filter is in the statement"
     database.close()
 
 
-# Meaning, said a second time and more plainly
+# A second, simpler evaluator
 
 FIELDS = ("year", "team", "signed", "odd name", "title", "type", "added")
 LITERALS = (
@@ -166,7 +166,7 @@ def compares(operator: str, value: object, literal: Value) -> bool:
 
 
 def ordered(operator: str, own: typing.Any, first: typing.Any, last: typing.Any) -> bool:
-    """Of a value and all that a literal stands for, from its first to its last."""
+    """Compare a value with the span of a literal."""
     match operator:
         case "=":
             return bool(first <= own <= last)
@@ -181,7 +181,7 @@ def ordered(operator: str, own: typing.Any, first: typing.Any, last: typing.Any)
 
 
 def plain_number(text: object) -> float | None:
-    """Of metadata."""
+    """Parse a number of metadata."""
     if not isinstance(text, str) or not re.fullmatch(r"-?(0|[1-9][0-9]{0,18})(\.[0-9]+)?", text.strip()):
         return None
     number = float(text) if "." in text else int(text)
@@ -189,7 +189,7 @@ def plain_number(text: object) -> float | None:
 
 
 def word_number(text: str) -> float | None:
-    """Of a filter: as Python reads it, but for leading zeros, underscores and what is not finite."""
+    """Parse a number of a filter: Python's syntax without leading zeros, underscores and non-finite values."""
     if not re.fullmatch(r"[+-]?[0-9.]+([eE][+-]?[0-9]+)?", text.strip()) or re.match(r"[+-]?0[0-9]", text.strip()):
         return None
     try:
@@ -204,7 +204,7 @@ def word_number(text: str) -> float | None:
 
 
 def moment(text: object) -> datetime.datetime | None:
-    """Of metadata: at least a month."""
+    """Parse a time of metadata with at least a month."""
     if not isinstance(text, str) or not re.match(r"[0-9]{4}-[0-9]{2}", text.strip()):
         return None
     try:
@@ -215,7 +215,7 @@ def moment(text: object) -> datetime.datetime | None:
 
 
 def period(literal: Value) -> tuple[datetime.datetime, datetime.datetime] | None:
-    """First and last moment of what a literal says."""
+    """Return the first and last moment of a literal."""
     text = literal.text
     if re.fullmatch(r"[0-9]{4}", text) and not literal.is_quoted and text != "0000":
         year = int(text)
@@ -332,7 +332,7 @@ def test_examples(corpus: Corpus, where: str, names: str | None) -> None:
         "type = md or " * 700 + "title = x",
     ],
 )
-def test_what_may_be_said_can_be_searched(corpus: Corpus, where: str) -> None:
+def test_every_accepted_filter_can_be_searched(corpus: Corpus, where: str) -> None:
     assert corpus.matching(condition_of(parse_filter(where)))[0] == 1
     corpus.close()
 
@@ -345,9 +345,7 @@ def test_what_may_be_said_can_be_searched(corpus: Corpus, where: str) -> None:
         ("zzz = 1", "known fields are path, title, type, added, half, id, n, ok, path, tags"),
     ],
 )
-def test_a_field_that_no_document_has_is_named_where_nothing_is_allowed(
-    corpus: Corpus, where: str, message: str
-) -> None:
+def test_unknown_field_of_an_empty_result_is_named(corpus: Corpus, where: str, message: str) -> None:
     filters = FilteredChunks(corpus)
     for _ in range(2):
         with pytest.raises(FilterError, match=re.escape(message)):
@@ -382,7 +380,7 @@ def test_a_path_is_found_as_it_is_printed(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(filters.allowed("path = docs/b.jsonl")) == 1, "all records of a file"
 
 
-def test_what_a_filter_allows_is_found_once_per_generation(corpus: Corpus) -> None:
+def test_allowed_chunks_are_cached_per_generation(corpus: Corpus) -> None:
     filters = FilteredChunks(corpus)
     first = filters.allowed("team=legal")
     assert filters.allowed("team=legal") is first

@@ -1,4 +1,4 @@
-"""Searching some chunks only: what an exhaustive search finds, after the filter, in every index and whole."""
+"""Filtered searches equal an exhaustive search after the filter, in every index and as a whole."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ SUBJECTS = np.random.default_rng(99).standard_normal((12, D))
 
 
 def clustered(count: int, seed: int) -> Vectors:
-    """Some vectors twice, so that there are ties."""
+    """Draw unit vectors, some duplicated, so that there are ties."""
     rng = np.random.default_rng(seed)
     vectors = SUBJECTS[rng.integers(len(SUBJECTS), size=count)]
     vectors = vectors + 0.5 * rng.standard_normal((count, D))
@@ -58,7 +58,7 @@ INDEXES: dict[str, Make] = {
 
 
 def filled(folder: Path, kind: str, count: int) -> tuple[VectorIndex, FlatIndex, NDArray[np.int64], Vectors]:
-    """With some removed and some added later, which are found in other places; and the exact index beside it."""
+    """Build an index with removed and later vectors, and the exact index."""
     index = INDEXES[kind](folder)
     ids, vectors = np.random.default_rng(0).permutation(10 * count)[:count], clustered(count, 1)
     first = count * 3 // 4
@@ -76,13 +76,13 @@ def exact(ids: NDArray[np.int64], vectors: Vectors) -> FlatIndex:
 
 
 def exhaustive(flat: FlatIndex, query: Vectors, k: int, allowed: AllowedIds) -> Ranking:
-    """Compare all, filter, and take the first."""
+    """Compare all vectors, filter, take the first k."""
     wanted = set(allowed.ids.tolist())
     return [pair for pair in flat.search(query, len(flat)) if pair[0] in wanted][:k]
 
 
 def some(ids: NDArray[np.int64], share: float, seed: int) -> AllowedIds:
-    """With some that no index has."""
+    """Draw allowed ids, some unknown to the index."""
     rng = np.random.default_rng(seed)
     chosen = ids[rng.random(len(ids)) < share]
     return AllowedIds(np.sort(np.append(chosen, [-7, 10**15])))
@@ -101,7 +101,7 @@ def test_flat_is_exact(count: int, seed: int, share: float, k: int, num_stages: 
 
 
 @pytest.mark.parametrize("kind", INDEXES)
-def test_few_are_all_compared(tmp_path: Path, kind: str) -> None:
+def test_few_allowed_chunks_are_all_compared(tmp_path: Path, kind: str) -> None:
     index, flat, ids, vectors = filled(tmp_path, kind, 700)
     for seed, query in enumerate(clustered(8, 5)):
         allowed = some(ids, 0.01, seed)
@@ -135,8 +135,8 @@ def test_recall_is_kept_without_comparing_all(
 
 
 @pytest.mark.parametrize("kind", INDEXES)
-def test_what_is_allowed_only_far_away_is_found(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A filter that leaves other subjects than that of the question: what is near is of no use."""
+def test_distant_allowed_chunks_are_found(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filter allows only subjects far from the question."""
     monkeypatch.setattr(allowed_lists, "ENTRIES_PER_COMPARED", 10**9)
     index, flat, ids, vectors = filled(tmp_path, kind, 1500)
     shares = []
@@ -170,7 +170,7 @@ def _ids(ranking: Ranking) -> set[ChunkId]:
 
 
 @pytest.mark.parametrize("most_named", [0, 5000])
-def test_words_among_some_are_those_of_the_whole_list_filtered(
+def test_filtered_bm25_equals_the_filtered_full_list(
     tmp_path: Path, most_named: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bm25, "_MOST_NAMED", most_named)
@@ -205,7 +205,7 @@ def collection(tmp_path: Path) -> Iterator[tuple[QdrantIndex, NDArray[np.int64],
 
 
 @pytest.mark.parametrize("most_compared", [0, 2000])
-def test_a_collection_among_some(
+def test_filtered_search_of_a_collection(
     collection: tuple[QdrantIndex, NDArray[np.int64], Vectors], most_compared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(qdrant_index, "MOST_COMPARED", most_compared)
@@ -258,7 +258,7 @@ def test_a_filter_holds_in_every_mode_and_finds_what_the_whole_search_finds(
         assert kb.search("vault keys", mode=mode, where="team = nobody").results == ()
 
 
-def test_a_change_of_metadata_is_a_change_of_what_is_found(open_kb: OpenKb, teams: Path, make_file: MakeFile) -> None:
+def test_changed_metadata_changes_filtered_results(open_kb: OpenKb, teams: Path, make_file: MakeFile) -> None:
     kb = open_kb()
     kb.add([teams])
     assert len(kb.search("keys", where="team = board", top_k=24).results) == 0
@@ -267,7 +267,7 @@ def test_a_change_of_metadata_is_a_change_of_what_is_found(open_kb: OpenKb, team
     assert [Path(one.chunk.document_id).name for one in kb.search("keys", where="team = board").results] == ["3.md"]
 
 
-def test_what_is_no_filter_is_refused(open_kb: OpenKb, teams: Path) -> None:
+def test_malformed_filter_is_refused(open_kb: OpenKb, teams: Path) -> None:
     kb = open_kb()
     with pytest.raises(FilterError, match="a value is missing"):
         kb.search("keys", where="team = ")

@@ -1,4 +1,4 @@
-"""Fusion against examples worked by hand, and independence of the input's order."""
+"""Fusion against worked examples, and independence of the order of the input."""
 
 import random
 
@@ -75,7 +75,6 @@ def test_fusion_keeps_every_chunk_and_bounds_its_score(dense: Ranking, sparse: R
 
 @given(RANKINGS, st.integers(1, 10), st.randoms(use_true_random=False))
 def test_top_k_sees_ties_whole(scored: Ranking, k: int, shuffler: random.Random) -> None:
-    """Whatever order the index gives equal scores in."""
     shuffled = scored[:]
     shuffler.shuffle(shuffled)
     by_score = sorted(shuffled, key=lambda pair: -pair[1])

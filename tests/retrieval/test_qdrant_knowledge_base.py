@@ -1,4 +1,4 @@
-"""A knowledge base whose dense index is a Qdrant collection, embedded: documents in, answers out, servers that fail."""
+"""A knowledge base whose dense index is a Qdrant collection, embedded: adding, answering, failing servers."""
 
 import logging
 from pathlib import Path
@@ -91,10 +91,10 @@ def test_the_collection_stays_close_behind_a_long_add(
 
     monkeypatch.setattr(collection._collection, "mark", marked)
     kb.add([docs])
-    assert len(behind) == 5 and max(behind) <= 1, "once when it is made, and after each of four commits"
+    assert len(behind) == 5 and max(behind) <= 1, "once at creation, and after each of four commits"
 
 
-def test_a_server_that_is_away_is_told_and_words_alone_still_answer(open_kb: OpenKb, three: Path) -> None:
+def test_unreachable_server_is_reported_and_sparse_search_works(open_kb: OpenKb, three: Path) -> None:
     kb = open_kb(CONFIG)
     kb.add([three])
     kb.close()
@@ -107,7 +107,7 @@ def test_a_server_that_is_away_is_told_and_words_alone_still_answer(open_kb: Ope
     assert away.num_documents == 3
 
 
-def test_nothing_is_read_for_a_server_that_is_away_and_nothing_is_lost_by_one_that_goes(
+def test_add_checks_the_server_first_and_keeps_commits_when_it_fails(
     open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = open_kb(AWAY)
@@ -124,7 +124,7 @@ def test_nothing_is_read_for_a_server_that_is_away_and_nothing_is_lost_by_one_th
         patched.setattr(QdrantCollection, "put", gone)
         with pytest.raises(IndexUnavailableError, match="gone"):
             kb.add([three])
-    assert kb.num_documents == 3, "committed, and the words can be searched"
+    assert kb.num_documents == 3, "committed, and BM25 finds them"
     assert kb.search("cats", mode="sparse").results
     kb.close()
     again = open_kb(CONFIG)
@@ -132,7 +132,7 @@ def test_nothing_is_read_for_a_server_that_is_away_and_nothing_is_lost_by_one_th
     assert not again._indexes.needs_write()
 
 
-def test_a_second_process_is_told_what_embedded_means(open_kb: OpenKb, three: Path) -> None:
+def test_second_process_of_an_embedded_collection_is_refused(open_kb: OpenKb, three: Path) -> None:
     kb = open_kb(CONFIG)
     kb.add([three])
     reader = open_kb(CONFIG)
@@ -143,7 +143,7 @@ def test_a_second_process_is_told_what_embedded_means(open_kb: OpenKb, three: Pa
     assert reader.search("cats").results
 
 
-def test_where_the_collection_is_must_be_said(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+def test_address_of_the_collection_is_required(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"qdrant.url: a server's address"):
         StillroomConfig(index=IndexConfig(kind="qdrant"))
     open_kb(CONFIG).close()
@@ -152,7 +152,7 @@ def test_where_the_collection_is_must_be_said(open_kb: OpenKb, three: Path, tmp_
     assert "127.0.0.1" not in (tmp_path / "kb" / "manifest.json").read_text(), "a server may move"
 
 
-def test_a_digest_is_taken(open_kb: OpenKb, three: Path) -> None:
+def test_digest_of_a_collection(open_kb: OpenKb, three: Path) -> None:
     kb = open_kb(CONFIG)
     kb.add([three])
     assert kb.digest() == kb.digest()

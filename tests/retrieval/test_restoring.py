@@ -12,7 +12,7 @@ from stillroom.config.settings import IndexConfig, QdrantConfig
 from stillroom.core.ids import DocumentId
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.store.corpus import Corpus
-from tests.retrieval.index.test_dense_store import TIERED, D, document, here_and_now
+from tests.retrieval.index.test_dense_store import TIERED, D, document, run_now
 
 KINDS = {"flat": IndexConfig(kind="flat"), "tiered": TIERED, "qdrant": IndexConfig(kind="qdrant")}
 
@@ -28,7 +28,7 @@ class Place:
     @contextlib.contextmanager
     def opened(self) -> Iterator[tuple[Corpus, Indexes]]:
         with contextlib.closing(Corpus(self._corpus_path)) as corpus:
-            indexes = Indexes(self._folder, corpus, self._config, D, here_and_now, QdrantConfig(url="embedded"))
+            indexes = Indexes(self._folder, corpus, self._config, D, run_now, QdrantConfig(url="embedded"))
             with contextlib.closing(indexes):
                 yield corpus, indexes
 

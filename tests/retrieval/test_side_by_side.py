@@ -1,4 +1,4 @@
-"""Work side by side: order, errors, and the thread settings of everybody else."""
+"""Parallel pieces of work: order, errors, and thread settings of other threads."""
 
 import threading
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def test_every_piece_is_computed_on_one_thread_of_its_own() -> None:
     assert results == {position: (piece**2, 1) for position, piece in enumerate([2, 3, 4, 5, 6, 7])}
 
 
-def test_threads_that_come_later_have_the_usual_number() -> None:
+def test_later_threads_have_the_usual_number_of_torch_threads() -> None:
     assert len(list(side_by_side(lambda piece: piece, [1, 2, 3, 4]))) == 4
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -73,7 +73,7 @@ def test_stopping_early_drops_the_rest() -> None:
 
 
 def test_the_caller_computes_nothing() -> None:
-    """Or it would get a team of threads."""
+    """Otherwise it would get an OpenMP team."""
     caller = threading.get_ident()
     assert list(side_by_side(lambda _: threading.get_ident(), [])) == []
     ((position, computed_in),) = side_by_side(lambda _: threading.get_ident(), [5])

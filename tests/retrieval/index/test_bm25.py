@@ -1,4 +1,4 @@
-"""BM25: the formula, words that are no syntax, removal, and readers beside a writer."""
+"""BM25: the formula, query syntax as plain words, removal, and readers beside a writer."""
 
 import math
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_word_that_the_question_repeats_counts_as_often(tmp_path: Path) -> Non
     "query",
     ['body:vault AND (keys OR "', "+vault -keys", "vault*", "chunk_id:[1 TO 9] vault", "vault~2^9", "a\\:b vault{"],
 )
-def test_query_syntax_is_words(tmp_path: Path, query: str) -> None:
+def test_query_syntax_is_treated_as_words(tmp_path: Path, query: str) -> None:
     assert {1, 2} <= {int(chunk_id) for chunk_id, _ in filled(tmp_path).search(query, 10)}
 
 
@@ -69,8 +69,7 @@ def test_a_query_without_known_words_finds_nothing(tmp_path: Path, query: str) -
     assert filled(tmp_path).search(query, 10) == []
 
 
-def test_the_analyzer_here_is_the_analyzer_of_the_index(tmp_path: Path) -> None:
-    """Every stem of a text finds the text."""
+def test_python_analyzer_equals_that_of_the_index(tmp_path: Path) -> None:
     text = "Running C++ ran_away foo.bar don't Gr\u00f6\u00dfe na\u00efve \u041c\u043e\u0441\u043a\u0432\u0430 42"
     index = filled(tmp_path, [text, "other"])
     for stem in WordAnalyzer().stems(text):
@@ -90,7 +89,7 @@ def test_ties_are_in_the_order_of_chunk_id_also_at_the_cut(tmp_path: Path) -> No
     assert [int(chunk_id) for chunk_id, _ in index.search("words", 3)] == [1, 3, 5]
 
 
-def test_removing_and_repeating(tmp_path: Path) -> None:
+def test_removal_and_repeated_changes(tmp_path: Path) -> None:
     index = filled(tmp_path)
     for _ in range(2):  # a crash between commit and state repeats the changes
         index.apply([ChunkId(1)], [chunk(2, "The keeper has a new text."), chunk(5, "Another vault.")], 2)
@@ -100,7 +99,7 @@ def test_removing_and_repeating(tmp_path: Path) -> None:
     assert index.share_removed > 0
 
 
-def test_large_ids_survive(tmp_path: Path) -> None:
+def test_63_bit_ids_are_stored(tmp_path: Path) -> None:
     index = Bm25Index(tmp_path / "sparse", "corpus")
     index.apply((), [Chunk(ChunkId(2**63 - 1), DocumentId("d"), 0, "vault")], 1)
     assert index.search("vault", 1)[0][0] == 2**63 - 1

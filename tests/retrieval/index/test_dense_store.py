@@ -32,7 +32,7 @@ TIERED = dataclasses.replace(RAM, hot_bytes=1000)
 Open = Callable[..., Indexes]
 
 
-def here_and_now(job: Callable[[], None]) -> None:
+def run_now(job: Callable[[], None]) -> None:
     job()
 
 
@@ -73,14 +73,14 @@ def corpus(tmp_path: Path) -> Iterator[Corpus]:
 @pytest.fixture
 def opened(tmp_path: Path, corpus: Corpus) -> Open:
     def open_(config: IndexConfig = TIERED, corpus_: Corpus = corpus, folder: Path = tmp_path) -> Indexes:
-        return Indexes(folder, corpus_, config, D, here_and_now)
+        return Indexes(folder, corpus_, config, D, run_now)
 
     return open_
 
 
 @pytest.fixture
 def oracle(tmp_path: Path, corpus: Corpus) -> Callable[[], list[Ranking]]:
-    """What an index in RAM finds that has followed the corpus all the time. Called after every change of it."""
+    """Return a function that searches an index in RAM; call it after every change of the corpus."""
     folder = tmp_path / "oracle"
     folder.mkdir()
     indexes = Indexes(folder, corpus, RAM, D)
@@ -100,8 +100,8 @@ def found(indexes: Indexes) -> list[Ranking]:
     return [indexes.search_dense(query, 20) for query in vectors(10, 5)]
 
 
-def found_together(indexes: Indexes) -> list[Ranking]:
-    """The same by threads that have all come while the index was busy."""
+def found_in_batches(indexes: Indexes) -> list[Ranking]:
+    """`found` by threads that all arrive while the index is busy."""
     with ThreadPoolExecutor(10) as pool, indexes._lock:
         asking = [pool.submit(indexes.search_dense, query, 20) for query in vectors(10, 5)]
         while indexes._batcher.num_waiting < 10:
@@ -109,7 +109,7 @@ def found_together(indexes: Indexes) -> list[Ranking]:
     return [one.result() for one in asking]
 
 
-def test_lists_are_in_a_file_and_what_is_found_is_the_same(
+def test_lists_in_a_file_give_the_results_of_ram(
     opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path
 ) -> None:
     indexes = opened()
@@ -120,7 +120,7 @@ def test_lists_are_in_a_file_and_what_is_found_is_the_same(
     assert found(indexes) == expected == found(opened())
     corpus.commit([document("second", 30, 2)])
     expected = oracle()
-    assert found(indexes) == expected == found(opened()), "beside the file"
+    assert found(indexes) == expected == found(opened()), "with chunks added since the file was written"
     corpus.commit(removed=[DocumentId("first")])
     corpus.commit([document("third", 60, 3)])
     expected = oracle()
@@ -131,7 +131,7 @@ def test_lists_are_in_a_file_and_what_is_found_is_the_same(
     assert figures.list_bytes == 90 * 9 and figures.ram_bytes == figures.list_bytes
 
 
-def test_staged_searches_end_with_the_plain_one(opened: Open) -> None:
+def test_last_stage_equals_the_plain_search(opened: Open) -> None:
     indexes = opened()
     indexes.write()
     for query in vectors(10, 6):
@@ -139,7 +139,7 @@ def test_staged_searches_end_with_the_plain_one(opened: Open) -> None:
         assert len(lists) == 2 and lists[-1] == indexes.search_dense(query, 10)
 
 
-def test_who_waits_is_searched_for_together_and_finds_the_same(
+def test_batched_searches_find_what_single_searches_find(
     opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = []
@@ -152,9 +152,9 @@ def test_who_waits_is_searched_for_together_and_finds_the_same(
     monkeypatch.setattr(TieredIvfPqIndex, "search_batch", counted)
     indexes = opened()
     indexes.write()
-    assert found_together(indexes) == oracle()
+    assert found_in_batches(indexes) == oracle()
     corpus.commit([document("second", 30, 2)], removed=[DocumentId("nothing")])
-    assert found_together(indexes) == oracle(), "with chunks that came since the file was written"
+    assert found_in_batches(indexes) == oracle(), "with chunks added since the file was written"
     assert batches == [10, 10]
 
 
@@ -164,7 +164,7 @@ def test_the_setting_can_be_changed_at_any_time(
     opened(RAM).write()
     assert (tmp_path / "dense.npz").exists()
     indexes = opened(TIERED)
-    assert found(indexes) == oracle() and indexes.needs_write(), "from dense.npz, until somebody may write"
+    assert found(indexes) == oracle() and indexes.needs_write(), "from dense.npz, until the next write"
     indexes.write()
     assert not (tmp_path / "dense.npz").exists()
     corpus.commit([document("second", 30, 2)])
@@ -176,13 +176,13 @@ def test_the_setting_can_be_changed_at_any_time(
     assert found(back) == found(opened(TIERED)) == found(indexes) == expected
     opened(TIERED).write()
     unchanged = opened(RAM)
-    assert not unchanged.needs_write(), "a file of lists will do for RAM, too"
+    assert not unchanged.needs_write(), "a file of lists serves RAM too"
 
 
-def test_an_index_too_small_to_train_is_kept_as_ever(tmp_path: Path) -> None:
+def test_untrained_index_is_stored_in_one_file(tmp_path: Path) -> None:
     corpus = Corpus(tmp_path / "small.sqlite3")
     corpus.commit([document("small", 20, 1)])
-    indexes = Indexes(tmp_path, corpus, TIERED, D, here_and_now)
+    indexes = Indexes(tmp_path, corpus, TIERED, D, run_now)
     indexes.write()
     assert (tmp_path / "dense.npz").exists() and not indexes.needs_write() and not has_figures(indexes)
     corpus.commit([document("more", 100, 2)])
@@ -208,7 +208,7 @@ def test_a_useless_file_is_rebuilt_from_the_corpus(
         other = corpus if damage == "of the future" else Corpus(folder / "corpus.sqlite3")
         if damage == "foreign":
             other.commit([document("other", 400, 8)])
-        indexes = Indexes(folder, other, TIERED, D, here_and_now)
+        indexes = Indexes(folder, other, TIERED, D, run_now)
         if damage == "of the future":
             dense = indexes.current()[0]
             dense.snapshot().write(path, corpus.corpus_id, corpus.generation + 1)  # type: ignore[attr-defined]
@@ -222,7 +222,7 @@ def test_a_useless_file_is_rebuilt_from_the_corpus(
     assert not opened().needs_write()
 
 
-def test_damage_that_shows_while_searching_is_repaired(
+def test_damage_found_by_a_search_is_repaired(
     opened: Open, oracle: Callable[[], list[Ranking]], tmp_path: Path
 ) -> None:
     opened().write()
@@ -235,16 +235,16 @@ def test_damage_that_shows_while_searching_is_repaired(
     def found_in_stages(indexes: Indexes) -> list[Ranking]:
         return [list(indexes.search_dense_staged(query, 20, 2))[-1] for query in vectors(10, 5)]
 
-    for search in (found, found_in_stages, found_together):
+    for search in (found, found_in_stages, found_in_batches):
         indexes = opened()
-        assert not indexes.needs_write(), "nobody has looked there yet"
+        assert not indexes.needs_write(), "the damaged part was not read yet"
         assert search(indexes) == oracle()
         assert indexes.needs_write()
     indexes.write()
     assert found(opened()) == oracle()
 
 
-def test_damage_that_shows_while_writing_is_repaired(
+def test_damage_found_by_a_write_is_repaired(
     opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path
 ) -> None:
     opened().write()
@@ -258,10 +258,10 @@ def test_damage_that_shows_while_writing_is_repaired(
     assert not opened().needs_write()
     fresh = tmp_path / "fresh"
     fresh.mkdir()
-    assert found(opened()) == found(Indexes(fresh, corpus, RAM, D)), "as made anew from the corpus"
+    assert found(opened()) == found(Indexes(fresh, corpus, RAM, D)), "as rebuilt from the corpus"
 
 
-def test_a_reader_takes_over_what_a_writer_has_written(
+def test_reader_switches_to_the_file_of_a_writer(
     opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus
 ) -> None:
     writer, reader = opened(), opened()
@@ -287,7 +287,7 @@ def test_between_stages_a_writer_may_replace_the_file(opened: Open, corpus: Corp
     assert list(lists)[-1] == other.search_dense(query, 10)
 
 
-def test_between_stages_a_writer_may_number_the_rows_anew(opened: Open, corpus: Corpus) -> None:
+def test_between_stages_a_writer_may_renumber_the_rows(opened: Open, corpus: Corpus) -> None:
     corpus.commit([document("second", 30, 2)])
     corpus.commit([document("third", 60, 3)])
     writer, reader = opened(), opened()
@@ -298,11 +298,11 @@ def test_between_stages_a_writer_may_number_the_rows_anew(opened: Open, corpus: 
     lists = reader.search_dense_staged(query, 10, 2)
     next(lists)
     writer.write()
-    assert reader.search_dense(query, 10) == expected, "now with the new file, at the same generation"
+    assert reader.search_dense(query, 10) == expected, "from the new file at the same generation"
     assert list(lists)[-1] == expected
 
 
-def test_heat_is_kept_across_restarts(opened: Open, tmp_path: Path) -> None:
+def test_accesses_of_lists_survive_a_restart(opened: Open, tmp_path: Path) -> None:
     indexes = opened()
     indexes.write()
     found(indexes)
@@ -321,10 +321,10 @@ def test_a_goal_is_reached_with_lists_on_disk(opened: Open) -> None:
     goal = [opened(dataclasses.replace(config, refine=20, ann_recall=0.9)) for config in (TIERED, RAM)]
     assert found(goal[0]) == found(goal[1])
     figures = figures_of(goal[0])
-    assert 0 < figures.num_probes <= 10 * figures.num_lists, "only what was asked for counts"
+    assert 0 < figures.num_probes <= 10 * figures.num_lists, "only user searches count"
 
 
-def test_lists_enter_ram_beside_the_searches(tmp_path: Path, corpus: Corpus) -> None:
+def test_lists_enter_ram_in_the_background(tmp_path: Path, corpus: Corpus) -> None:
     jobs: list[Callable[[], None]] = []
     indexes = Indexes(tmp_path, corpus, TIERED, D, jobs.append)
     indexes.write()
@@ -373,7 +373,7 @@ def test_threads_search_while_lists_move_and_documents_come_and_go(tmp_path: Pat
     assert found(indexes) == found(Indexes(tmp_path, corpus, RAM, D))
 
 
-def test_nobody_who_searches_by_words_waits_for_a_dense_search(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_search_does_not_wait_for_a_dense_search(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     indexes = opened()
     indexes.write()
     store = indexes._dense
@@ -394,8 +394,8 @@ def test_nobody_who_searches_by_words_waits_for_a_dense_search(opened: Open, mon
 
 
 @pytest.mark.parametrize("share", [0.15, 0.5, 0.8])
-@pytest.mark.parametrize("search", [found, found_together])
-def test_lists_overwritten_in_place_after_they_were_read_are_not_searched(
+@pytest.mark.parametrize("search", [found, found_in_batches])
+def test_lists_overwritten_in_place_are_not_searched(
     opened: Open,
     oracle: Callable[[], list[Ranking]],
     tmp_path: Path,

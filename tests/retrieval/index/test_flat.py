@@ -54,7 +54,7 @@ def test_fewer_vectors_than_asked_for() -> None:
     assert len(index.search(vector[0], 5)) == 1
 
 
-def test_stored_and_restored_it_is_the_same() -> None:
+def test_restored_index_finds_the_same() -> None:
     vectors = unit(np.random.default_rng(4), 50)
     index, other = FlatIndex(16), FlatIndex(16)
     index.add(np.arange(50, dtype=np.int64), vectors)

@@ -24,7 +24,7 @@ def ids_of(found: Ranking) -> list[int]:
     return [int(chunk_id) for chunk_id, _ in found]
 
 
-def test_it_finds_what_the_exact_index_finds() -> None:
+def test_recall_against_the_exact_index() -> None:
     rng = np.random.default_rng(0)
     vectors, queries = unit(rng, 3000, 32), unit(rng, 50, 32)
     flat = FlatIndex(32)
@@ -51,7 +51,7 @@ def test_a_reloaded_graph_grows_like_one_that_stayed_open() -> None:
     assert stayed.to_arrays()["hnsw"].tobytes() == reloaded.to_arrays()["hnsw"].tobytes()
 
 
-def test_the_removed_are_not_found_and_may_come_back() -> None:
+def test_removed_vectors_are_not_found_and_can_be_added_again() -> None:
     vectors = unit(np.random.default_rng(3), 200, 32)
     index = built(vectors)
     index.remove([5, 6, 12345])
@@ -62,7 +62,7 @@ def test_the_removed_are_not_found_and_may_come_back() -> None:
     assert ids_of(index.search(vectors[5], 1)) != [5]
 
 
-def test_it_is_rebuilt_when_a_fifth_is_dead() -> None:
+def test_graph_is_rebuilt_when_a_fifth_is_removed() -> None:
     vectors = unit(np.random.default_rng(4), 200, 32)
     index = built(vectors)
     index.remove(list(range(40)))

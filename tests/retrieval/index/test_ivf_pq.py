@@ -59,7 +59,7 @@ def test_probing_every_list_and_refining_all_equals_flat() -> None:
         assert [score for _, score in found] == pytest.approx([score for _, score in true], abs=1e-6)
 
 
-def test_before_training_it_is_flat() -> None:
+def test_untrained_index_equals_flat() -> None:
     vectors, queries = clustered(623), clustered(5, seed=1)
     index, exact = built(vectors), flat(vectors)
     assert not index.is_trained and index.nlist == 0 and index.effort_range() == (1, 1)
@@ -79,7 +79,7 @@ def test_more_lists_find_more() -> None:
     assert recall(8) > 0.9
 
 
-def test_batches_do_not_matter_nor_do_threads() -> None:
+def test_index_does_not_depend_on_batches_or_threads() -> None:
     vectors = clustered(2600)  # trains at 624 and again at 2496
     num_threads = faiss.omp_get_max_threads()
     try:
@@ -95,7 +95,7 @@ def test_batches_do_not_matter_nor_do_threads() -> None:
     assert other["ivf_pq"].tobytes() != states[0]["ivf_pq"].tobytes(), "the seed is used"
 
 
-def test_the_removed_are_not_found_and_may_come_back() -> None:
+def test_removed_vectors_are_not_found_and_can_be_added_again() -> None:
     vectors = clustered(800)
     index = built(vectors)
     index.remove([5, 6, 12_345])
@@ -131,7 +131,7 @@ def test_without_refining_no_full_vectors_are_kept() -> None:
         index.exact(vectors[:1], 10)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unfitting_dimension_and_arrays_are_refused() -> None:
     vectors = clustered(700)
     with pytest.raises(ConfigError, match="does not divide the 32 dimensions.*; 4 does"):
         IvfPqIndex(D, dataclasses.replace(CONFIG, num_subquantizers=5))

@@ -1,4 +1,4 @@
-"""A Qdrant server, as its client sees one over HTTP: away, silent, refusing, without the collection."""
+"""Client of a Qdrant server over HTTP: unreachable, silent, refusing, or without the collection."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def on_server(tmp_path: Path, config: QdrantConfig) -> QdrantCollection:
 
 
 def answering(collection: QdrantCollection, answer: Callable[[httpx.Request], httpx.Response]) -> list[httpx.Request]:
-    """Puts this in the server's place; tells what it was asked."""
+    """Replace the server by `answer`; return the list of its requests."""
     asked: list[httpx.Request] = []
 
     def take(request: httpx.Request) -> httpx.Response:
@@ -34,7 +34,7 @@ def answering(collection: QdrantCollection, answer: Callable[[httpx.Request], ht
     return asked
 
 
-def test_a_server_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
+def test_unreachable_server_is_reported(tmp_path: Path) -> None:
     collection = on_server(tmp_path, QdrantConfig(url="http://127.0.0.1:9", timeout_s=1))  # discard: nobody listens
     with pytest.raises(
         IndexUnavailableError, match=r"stillroom-c0ffee \(http://127.0.0.1:9\) cannot be used: .*refused"
@@ -43,7 +43,7 @@ def test_a_server_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
     collection.close()
 
 
-def test_silence_is_told(tmp_path: Path) -> None:
+def test_server_timeout_is_reported(tmp_path: Path) -> None:
     def silent(_: httpx.Request) -> httpx.Response:
         raise httpx.ReadTimeout("")
 
@@ -55,7 +55,7 @@ def test_silence_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Api key is used with an insecure connection")
-def test_a_refused_key_is_told_without_showing_it(tmp_path: Path) -> None:
+def test_refused_key_is_reported_without_showing_it(tmp_path: Path) -> None:
     collection = on_server(tmp_path, QdrantConfig(url="http://127.0.0.1:9", api_key="sk-secret"))
     asked = answering(collection, lambda _: httpx.Response(403, text="forbidden: sk-secret"))
     with pytest.raises(IndexUnavailableError, match="STILLROOM_QDRANT__API_KEY") as caught:
@@ -76,7 +76,7 @@ def test_a_collection_that_a_server_does_not_have_is_missing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_server_is_told_how_hard_to_look(tmp_path: Path, exact: bool) -> None:
+def test_search_parameters_are_sent_to_the_server(tmp_path: Path, exact: bool) -> None:
     collection = on_server(tmp_path, QdrantConfig(url="http://127.0.0.1:9", exact=exact))
     body = {"result": {"points": [{"id": 2**63 - 2, "version": 1, "score": 0.5}]}, "status": "ok", "time": 0.1}
     asked = answering(collection, lambda _: httpx.Response(200, json=body))

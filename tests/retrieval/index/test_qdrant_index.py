@@ -1,4 +1,4 @@
-"""A dense index in a Qdrant collection: it finds what a flat one finds, and stays in step whatever happens."""
+"""Dense index in a Qdrant collection: results of a flat index, and consistency after edits, crashes and damage."""
 
 import contextlib
 import sys
@@ -53,8 +53,8 @@ def document(name: str, ids: list[int], vectors: NDArray[np.float32]) -> StoredD
     return StoredDocument(DocumentId(name), name, None, name, "hash", 1, 0.0, chunks, vectors)
 
 
-class World:
-    """A corpus, and a collection in a folder that survives being closed."""
+class QdrantFixture:
+    """A corpus, and an embedded collection that survives being closed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class World:
         return QdrantCollection(EMBEDDED, INDEX, self.folder / "qdrant", self.corpus.corpus_id, D)
 
     def reopened(self) -> QdrantIndex:
-        """As another process would open it, after this one has ended."""
+        """Close and open the index, as a later process would."""
         if hasattr(self, "index"):
             self.index.close()
         self.index = QdrantIndex(self.collection(), self.corpus, D, INDEX.ef_search)
@@ -76,7 +76,7 @@ class World:
         self.corpus.commit([document(name, ids, vectors)])
 
     def flat(self) -> FlatIndex:
-        """What is right."""
+        """Return the ranking of a flat index."""
         index = FlatIndex(D)
         ids, vectors = self.corpus.embeddings(self.corpus.changes_since(0).added)
         if len(ids):
@@ -84,7 +84,7 @@ class World:
         return index
 
     def check(self, seed: int = 9, ks: tuple[int, ...] = (1, 7, 1000)) -> None:
-        """Searches show what the corpus holds: the same ids in the same order, and the same scores."""
+        """Assert that searches give the ids, order and scores of a flat index over the corpus."""
         assert self.index.refresh() == self.corpus.generation
         flat = self.flat()
         assert len(self.index) == len(flat)
@@ -101,18 +101,18 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    one = World(tmp_path)
+def world(tmp_path: Path) -> Iterator[QdrantFixture]:
+    one = QdrantFixture(tmp_path)
     yield one
     one.close()
 
 
 def wide(rng: np.random.Generator, num: int) -> list[int]:
-    """Chunk ids over all 63 bits."""
+    """Draw chunk ids over all 63 bits."""
     return [int(value) for value in rng.integers(2**63 - 1, size=num)]
 
 
-def test_it_finds_what_a_flat_index_finds(world: World) -> None:
+def test_collection_finds_what_a_flat_index_finds(world: QdrantFixture) -> None:
     rng = np.random.default_rng(0)
     world.put("a", wide(rng, 700), unit(rng, 700))
     world.check()
@@ -122,7 +122,7 @@ def test_it_finds_what_a_flat_index_finds(world: World) -> None:
     assert len(world.index._hidden) == 0 and len(world.index._recent) == 0, "everything is in the collection"
 
 
-def test_equal_scores_come_in_the_order_of_chunk_id(world: World) -> None:
+def test_equal_scores_come_in_the_order_of_chunk_id(world: QdrantFixture) -> None:
     rng = np.random.default_rng(1)
     vectors = np.repeat(unit(rng, 10), 30, axis=0)
     world.put("a", wide(rng, 300), vectors)
@@ -132,7 +132,7 @@ def test_equal_scores_come_in_the_order_of_chunk_id(world: World) -> None:
     world.check(ks=(1, 4, 29, 31, 64))
 
 
-def test_edits_and_removals_arrive(world: World) -> None:
+def test_edits_and_removals_reach_the_collection(world: QdrantFixture) -> None:
     rng = np.random.default_rng(2)
     ids = wide(rng, 40)
     world.put("a", ids[:20], unit(rng, 20))
@@ -147,18 +147,18 @@ def test_edits_and_removals_arrive(world: World) -> None:
     assert world.index._collection.count() == 10
 
 
-class Crash(Exception):
+class SimulatedCrash(Exception):
     pass
 
 
 def crashing(method: Callable[..., None], num_calls: int) -> Callable[..., None]:
-    """Ends the process after so many calls."""
+    """Wrap a method to raise `SimulatedCrash` after `num_calls` calls."""
     left = num_calls
 
     def call(*arguments: object) -> None:
         nonlocal left
         if left == 0:
-            raise Crash
+            raise SimulatedCrash
         left -= 1
         method(*arguments)
 
@@ -168,7 +168,7 @@ def crashing(method: Callable[..., None], num_calls: int) -> Callable[..., None]
 @pytest.mark.parametrize("method", ["put", "drop", "mark", "clear"])
 @pytest.mark.parametrize("num_calls", [0, 1, 2])
 def test_a_crash_between_commit_and_collection_is_caught_up(
-    world: World, monkeypatch: pytest.MonkeyPatch, method: str, num_calls: int
+    world: QdrantFixture, monkeypatch: pytest.MonkeyPatch, method: str, num_calls: int
 ) -> None:
     monkeypatch.setattr(qdrant_index, "_STEP", 10)
     monkeypatch.setattr(qdrant_index, "_BATCH", 4)
@@ -185,7 +185,7 @@ def test_a_crash_between_commit_and_collection_is_caught_up(
     with monkeypatch.context() as patched:
         patched.setattr(collection, method, crashing(getattr(collection, method), num_calls))
         if method != "clear" or num_calls == 0:
-            with pytest.raises(Crash):
+            with pytest.raises(SimulatedCrash):
                 world.index.catch_up()
         else:
             world.index.catch_up()
@@ -200,7 +200,9 @@ def test_a_crash_between_commit_and_collection_is_caught_up(
     assert world.index._collection.count() == world.corpus.num_chunks
 
 
-def test_an_interrupted_catch_up_is_continued_not_repeated(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_catch_up_is_continued_not_repeated(
+    world: QdrantFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(qdrant_index, "_STEP", 10)
     rng = np.random.default_rng(4)
     for number in range(6):
@@ -208,7 +210,7 @@ def test_an_interrupted_catch_up_is_continued_not_repeated(world: World, monkeyp
     collection = world.index._collection
     with monkeypatch.context() as patched:
         patched.setattr(collection, "put", crashing(collection.put, 4))
-        with pytest.raises(Crash):
+        with pytest.raises(SimulatedCrash):
             world.index.catch_up()
     sent: list[int] = []
     again = world.reopened()
@@ -226,11 +228,11 @@ def test_an_interrupted_catch_up_is_continued_not_repeated(world: World, monkeyp
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_history_of_edits_and_crashes_ends_right(
+def test_collection_is_right_after_any_history_of_edits_and_crashes(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("history")
-    with contextlib.closing(World(folder)) as world, pytest.MonkeyPatch.context() as monkeypatch:
+    with contextlib.closing(QdrantFixture(folder)) as world, pytest.MonkeyPatch.context() as monkeypatch:
         rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
         monkeypatch.setattr(qdrant_index, "_STEP", 6)
         monkeypatch.setattr(qdrant_index, "_BATCH", 4)
@@ -248,7 +250,7 @@ def test_any_history_of_edits_and_crashes_ends_right(
                     with monkeypatch.context() as patched:
                         crash = crashing(getattr(collection, method), data.draw(st.integers(0, 3)))
                         patched.setattr(collection, method, crash)
-                        with contextlib.suppress(Crash):
+                        with contextlib.suppress(SimulatedCrash):
                             world.index.catch_up()
                 case "catch up":
                     world.index.catch_up()
@@ -262,7 +264,7 @@ def test_any_history_of_edits_and_crashes_ends_right(
         assert world.index._collection.count() == world.corpus.num_chunks
 
 
-def test_a_lost_a_foreign_and_a_damaged_collection_are_made_again(world: World) -> None:
+def test_lost_foreign_and_damaged_collections_are_rebuilt(world: QdrantFixture) -> None:
     rng = np.random.default_rng(5)
     world.put("a", wide(rng, 50), unit(rng, 50))
 
@@ -293,18 +295,18 @@ def test_a_lost_a_foreign_and_a_damaged_collection_are_made_again(world: World) 
         world.check()
 
 
-def test_a_collection_that_vanishes_under_a_reader_is_told(world: World) -> None:
+def test_collection_deleted_during_reading_is_reported(world: QdrantFixture) -> None:
     rng = np.random.default_rng(6)
     world.put("a", wide(rng, 5), unit(rng, 5))
     world.index.catch_up()
     world.index.refresh()
     world.index._collection.delete()
-    with pytest.raises(IndexUnavailableError, match="is gone.*stillroom add"):
+    with pytest.raises(IndexUnavailableError, match="does not exist.*stillroom add"):
         world.index.search(unit(rng, 1)[0], 3)
     world.check()
 
 
-def test_a_reader_of_a_collection_far_behind_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_refuses_a_collection_too_far_behind(world: QdrantFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qdrant_index, "MOST_BEHIND", 20)
     rng = np.random.default_rng(7)
     for number in range(4):
@@ -319,14 +321,14 @@ def test_a_reader_of_a_collection_far_behind_says_so(world: World, monkeypatch: 
 
 
 def test_knowledge_bases_never_share_a_collection(tmp_path: Path) -> None:
-    one, other = World(tmp_path / "one"), World(tmp_path / "other")
+    one, other = QdrantFixture(tmp_path / "one"), QdrantFixture(tmp_path / "other")
     assert one.collection().name != other.collection().name
     assert one.corpus.corpus_id in one.collection().name
     one.close()
     other.close()
 
 
-def test_an_embedded_collection_serves_one_process(world: World) -> None:
+def test_an_embedded_collection_serves_one_process(world: QdrantFixture) -> None:
     world.index.catch_up()
     second = QdrantIndex(world.collection(), world.corpus, D, 64)
     with pytest.raises(KnowledgeBaseBusyError, match="one process at a time, for searching too.*qdrant.url"):
@@ -336,7 +338,7 @@ def test_an_embedded_collection_serves_one_process(world: World) -> None:
     second.close()
 
 
-def test_without_the_package_the_error_says_how_to_get_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_in_the_error(world: QdrantFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
     with pytest.raises(ConfigError, match=r"pip install 'stillroom\[qdrant\]'"):
         world.index.refresh()

@@ -1,4 +1,4 @@
-"""Searches in stages: the last list is the plain search's, each one before is the best of what was looked at."""
+"""Staged searches: the last ranking is that of the plain search, each one before is the best of what was scanned."""
 
 import dataclasses
 import threading
@@ -35,7 +35,7 @@ SIZES = st.sampled_from([0, 1, 2, 7, 60, 700, 1000])
 
 
 def clustered(count: int, seed: int, share_twins: float = 0.0) -> Vectors:
-    """Vectors [count, D] of length 1 around 12 centres; some are each other's twins, so that scores are equal."""
+    """Draw unit vectors [count, D] around 12 centres, some duplicated, so that scores are equal."""
     rng = np.random.default_rng(seed)
     vectors = np.random.default_rng(99).standard_normal((12, D))[rng.integers(12, size=count)]
     vectors = vectors + 0.5 * rng.standard_normal((count, D))
@@ -46,7 +46,7 @@ def clustered(count: int, seed: int, share_twins: float = 0.0) -> Vectors:
 
 
 def built(kind: str, vectors: Vectors, seed: int = 0) -> VectorIndex:
-    """With chunk ids in no order, and every tenth removed again."""
+    """Build an index with shuffled chunk ids and every tenth removed again."""
     index = MAKERS[kind]()
     ids = np.random.default_rng(seed).permutation(10 * len(vectors) + 1)[: len(vectors)].astype(np.int64)
     index.add(ids, vectors)
@@ -67,7 +67,7 @@ def test_stages_cover_everything_once(count: int, num_stages: int) -> None:
 @given(
     size=SIZES, seed=st.integers(0, 50), k=st.integers(1, 40), num_stages=st.integers(1, 9), effort=st.integers(0, 30)
 )
-def test_the_last_list_is_the_plain_searchs(
+def test_last_stage_of_an_index_equals_the_plain_search(
     kind: str, size: int, seed: int, k: int, num_stages: int, effort: int
 ) -> None:
     index = built(kind, clustered(size, seed, share_twins=0.3), seed)
@@ -80,7 +80,7 @@ def test_the_last_list_is_the_plain_searchs(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_search_that_is_left_early_changes_nothing(kind: str) -> None:
+def test_abandoned_staged_search_changes_nothing(kind: str) -> None:
     index, query = built(kind, clustered(900, 1)), clustered(1, 2)[0]
     before = index.search(query, 10)
     left = index.search_staged(query, 10, 5)
@@ -89,7 +89,7 @@ def test_a_search_that_is_left_early_changes_nothing(kind: str) -> None:
     assert other[-1] == before == list(left)[-1] == index.search(query, 10)
 
 
-def test_a_stage_of_a_flat_index_knows_the_best_of_the_rows_it_has_seen() -> None:
+def test_stage_of_a_flat_index_is_the_best_of_its_rows_so_far() -> None:
     vectors, query = clustered(50, 3), clustered(1, 4)[0]
     index = FlatIndex(D)
     index.add(np.arange(50, dtype=np.int64), vectors)
@@ -114,7 +114,7 @@ def test_equal_codes_come_in_the_order_of_chunk_id() -> None:
     index.add(np.random.default_rng(0).permutation(700).astype(np.int64), vectors)
     index.add(np.arange(1000, 1040, dtype=np.int64)[::-1].copy(), np.repeat(vectors[:1], 40, axis=0))
     everything = index.search(vectors[0], len(index), index.nlist)
-    assert len({score for _, score in everything[:30]}) < 20, "there are twins among the first"
+    assert len({score for _, score in everything[:30]}) < 20, "there are ties among the first"
     for k in range(1, 60):
         assert index.search(vectors[0], k, index.nlist) == everything[:k]
 
@@ -134,7 +134,7 @@ def exact_vectors(count: int, seed: int) -> Vectors:
     effort=st.integers(1, 60),
     share_removed=st.sampled_from([0.0, 0.0, 0.1, 0.19]),
 )
-def test_the_walk_of_hnsw_ends_where_faiss_does(
+def test_hnsw_walk_ends_with_the_result_of_faiss(
     size: int, seed: int, k: int, num_stages: int, effort: int, share_removed: float
 ) -> None:
     vectors, query = exact_vectors(size, seed), exact_vectors(1, seed + 1000)[0]
@@ -149,7 +149,7 @@ def test_the_walk_of_hnsw_ends_where_faiss_does(
     assert best == sorted(best), "it only gets better"
 
 
-def test_a_walk_that_is_left_early_changes_nothing_and_a_changed_graph_is_walked_anew() -> None:
+def test_abandoned_walk_changes_nothing_and_a_changed_graph_is_searched_again() -> None:
     vectors = clustered(300, 8)
     index = HnswIndex(D, IndexConfig(kind="hnsw", m=8, ef_construction=40))
     index.add(np.arange(200, dtype=np.int64), vectors[:200])
@@ -170,7 +170,7 @@ def test_a_walk_that_is_left_early_changes_nothing_and_a_changed_graph_is_walked
 
 
 def notes(folder: Path, count: int) -> None:
-    """A folder of short documents about a few things."""
+    """Write a folder of short documents about a few topics."""
     rng = np.random.default_rng(0)
     for number in range(count):
         (folder / f"{number}.txt").write_text(" ".join(rng.choice(WORDS, size=6)) + f" {number}", encoding="utf-8")
@@ -182,7 +182,7 @@ def found(result: SearchResult) -> list[tuple[int, float, dict[str, float]]]:
 
 @pytest.mark.parametrize("fusion", ["convex", "rrf", "minmax"])
 @pytest.mark.parametrize("kind", ["flat", "hnsw", "ivf_pq"])
-def test_every_kind_of_search_ends_with_the_plain_one(
+def test_last_stage_of_every_mode_equals_the_plain_search(
     open_kb: OpenKb, docs: Path, kind: IndexKind, fusion: FusionName
 ) -> None:
     notes(docs, 60)
@@ -200,7 +200,7 @@ def test_every_kind_of_search_ends_with_the_plain_one(
                 assert costs == sorted(costs)
 
 
-def test_words_answer_before_the_question_is_embedded(open_kb: OpenKb, docs: Path) -> None:
+def test_bm25_result_comes_before_the_question_is_embedded(open_kb: OpenKb, docs: Path) -> None:
     notes(docs, 30)
     kb = open_kb()
     kb.add([docs])
@@ -218,8 +218,8 @@ def test_errors_come_with_the_first_result(open_kb: OpenKb) -> None:
     assert [result.results for result in open_kb().search_staged("nothing was added")] == [()]
 
 
-def test_between_stages_others_search_and_write(open_kb: OpenKb, docs: Path) -> None:
-    """A change in between makes the rest one plain search of what there is now."""
+def test_searches_and_writes_can_run_between_stages(open_kb: OpenKb, docs: Path) -> None:
+    """A change between stages replaces the remaining stages by one plain search."""
     notes(docs, 30)
     kb = open_kb()
     kb.add([docs])
@@ -234,7 +234,7 @@ def test_between_stages_others_search_and_write(open_kb: OpenKb, docs: Path) -> 
     writer = threading.Thread(target=write)
     writer.start()
     writer.join(60)
-    assert not writer.is_alive(), "a paused search holds nobody up"
+    assert not writer.is_alive(), "a paused search blocks no other thread"
     rest = list(results)
     assert len(rest) == 1 and found(rest[0]) == found(kb.search("bread", mode="dense"))
     assert rest[0].results[0].chunk.text == "bread"

@@ -1,4 +1,4 @@
-"""The tiered index against the one in RAM: the same ids and scores after any history; its files; drift."""
+"""Tiered index against the index in RAM: same ids and scores after any history; files; drift."""
 
 import dataclasses
 import errno
@@ -29,7 +29,7 @@ CONFIG = IndexConfig(kind="ivf_pq", nbits=2, num_subquantizers=4, nprobe=3, refi
 
 
 def clustered(count: int, seed: int) -> Vectors:
-    """Some vectors twice, so that there are ties."""
+    """Draw unit vectors, some duplicated, so that there are ties."""
     rng = np.random.default_rng(seed)
     vectors = np.random.default_rng(99).standard_normal((12, D))[rng.integers(12, size=count)]
     vectors = vectors + 0.5 * rng.standard_normal((count, D))
@@ -38,12 +38,12 @@ def clustered(count: int, seed: int) -> Vectors:
     return unit
 
 
-def here_and_now(job: Callable[[], None]) -> None:
+def run_now(job: Callable[[], None]) -> None:
     job()
 
 
 def tiered(folder: Path, config: IndexConfig = CONFIG, rules: DriftRules | None = None) -> TieredIvfPqIndex:
-    return TieredIvfPqIndex(D, config, folder, here_and_now, rules)
+    return TieredIvfPqIndex(D, config, folder, run_now, rules)
 
 
 def both(folder: Path, count: int, config: IndexConfig = CONFIG) -> tuple[IvfPqIndex, TieredIvfPqIndex]:
@@ -69,12 +69,12 @@ def figures_of(index: TieredIvfPqIndex) -> ListFigures:
     return index.figures
 
 
-def saved_and_shown(index: TieredIvfPqIndex, path: Path) -> None:
+def write_and_use(index: TieredIvfPqIndex, path: Path) -> None:
     index.snapshot().write(path, "a corpus", 1)
     index.use_file(ListFile(path))
 
 
-# One step of a history: what is done, and a seed for how
+# One step of a history: the action and its seed
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["add", "remove", "add again", "exchange", "write", "reopen"]), st.integers(0, 999)),
@@ -118,7 +118,7 @@ def test_any_history_finds_what_the_index_in_ram_finds(
             tiers = disk._rows.tiers
             tiers.exchange(rng.integers(disk.nlist, size=3), rng.integers(disk.nlist, size=2))
         elif disk.is_trained:
-            saved_and_shown(disk, folder / "dense.lists")
+            write_and_use(disk, folder / "dense.lists")
             if what == "reopen":
                 disk = tiered(folder, config, rules)
                 disk.use_file(ListFile(folder / "dense.lists"))
@@ -136,7 +136,7 @@ def test_full_vectors_and_cold_lists_are_not_in_ram(tmp_path: Path) -> None:
     figures = figures_of(index)
     assert 0 < figures.ram_bytes <= 2000 < figures.list_bytes == 500 * 9  # a byte of codes and 8 of the row
     assert 0 < figures.num_lists_in_ram < figures.num_lists == index.nlist
-    assert not list(tmp_path.iterdir()), "files without names"
+    assert not list(tmp_path.iterdir()), "files are unnamed"
 
 
 def test_the_exact_answers_and_the_sample_for_tuning_are_the_same(tmp_path: Path) -> None:
@@ -155,8 +155,7 @@ def test_the_exact_answers_and_the_sample_for_tuning_are_the_same(tmp_path: Path
 
 
 @pytest.mark.parametrize("refine", [0, 3])
-def test_there_and_back_again(tmp_path: Path, refine: int) -> None:
-    """From RAM into files and from files into RAM, with the same quantizers."""
+def test_conversion_between_ram_and_file_and_back(tmp_path: Path, refine: int) -> None:
     config = dataclasses.replace(CONFIG, refine=refine)
     ram, disk = both(tmp_path, 400, config)
     moved, back = tiered(tmp_path, config), IvfPqIndex(D, config)
@@ -174,7 +173,7 @@ def test_there_and_back_again(tmp_path: Path, refine: int) -> None:
     assert_same(ram, back, clustered(10, 4))
 
 
-def test_what_is_written_while_it_changes_is_what_there_was(tmp_path: Path) -> None:
+def test_snapshot_is_not_affected_by_later_changes(tmp_path: Path) -> None:
     ram, disk = both(tmp_path, 400)
     doomed = [chunk_id for chunk_id, _ in ram.search(clustered(1, 3)[0], 5)]
     disk.remove(doomed)
@@ -190,10 +189,10 @@ def test_what_is_written_while_it_changes_is_what_there_was(tmp_path: Path) -> N
     assert_same(ram, other, clustered(20, 5))
 
 
-def test_a_replaced_file_lives_on_for_who_has_it_mapped(tmp_path: Path) -> None:
+def test_replaced_file_stays_readable_while_it_is_mapped(tmp_path: Path) -> None:
     ram, index = both(tmp_path, 400)
     path = tmp_path / "dense.lists"
-    saved_and_shown(index, path)
+    write_and_use(index, path)
     reader = tiered(tmp_path)
     reader.use_file(ListFile(path))
     index.remove(range(4000))
@@ -203,7 +202,7 @@ def test_a_replaced_file_lives_on_for_who_has_it_mapped(tmp_path: Path) -> None:
     assert_same(ram, reader, clustered(20, 6))
 
 
-def test_only_what_is_whole_is_opened(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     _, index = both(tmp_path, 300)
     path = tmp_path / "dense.lists"
     index.snapshot().write(path, "a corpus", 1)
@@ -219,7 +218,7 @@ def test_only_what_is_whole_is_opened(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_never_served(tmp_path_factory: pytest.TempPathFactory, place: float, bit: int) -> None:
-    """Wherever it is: refused when the file is opened, or when it is asked for; or it is in nobody's way."""
+    """A flipped bit is refused on opening or on first use, or is in padding."""
     folder = tmp_path_factory.mktemp("flipped")
     ram, index = both(folder, 200)
     path = folder / "dense.lists"
@@ -245,17 +244,17 @@ def test_an_unfitting_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         tiered(tmp_path).use_file(ListFile(path))  # wants full vectors
     with pytest.raises(ValueError, match="does not fit"):
-        TieredIvfPqIndex(8, config, tmp_path, here_and_now).use_file(ListFile(path))
+        TieredIvfPqIndex(8, config, tmp_path, run_now).use_file(ListFile(path))
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
+def test_index_works_in_a_read_only_folder(tmp_path: Path) -> None:
     ram, index = both(tmp_path / "missing", 300)
     index.add(np.arange(9000, 9100), clustered(100, 8))
     ram.add(np.arange(9000, 9100), clustered(100, 8))
     assert_same(ram, index, clustered(10, 5))
 
 
-def test_a_disk_that_was_full_leaves_vectors_in_their_rows(tmp_path: Path) -> None:
+def test_full_disk_does_not_shift_rows_of_vectors(tmp_path: Path) -> None:
     ram, index = both(tmp_path, 300)
     for one in (ram, index):
         one.add(np.arange(9000, 9020), clustered(20, 8))
@@ -272,11 +271,11 @@ def test_a_disk_that_was_full_leaves_vectors_in_their_rows(tmp_path: Path) -> No
     for one in (ram, index):
         one.add(np.arange(9020, 9060), clustered(40, 9))
     assert_same(ram, index, clustered(20, 5))
-    saved_and_shown(index, tmp_path / "dense.lists")
+    write_and_use(index, tmp_path / "dense.lists")
     assert_same(ram, index, clustered(20, 5))
 
 
-def test_where_one_disk_is_full_another_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_replaced_by_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ram, index = both(tmp_path, 300)
     pwrite, full = os.pwrite, set[int]()
 
@@ -298,7 +297,7 @@ def test_where_one_disk_is_full_another_is_used(tmp_path: Path, monkeypatch: pyt
 # Drift
 
 
-def test_ram_follows_what_is_asked_for(tmp_path: Path) -> None:
+def test_lists_in_ram_follow_the_traffic(tmp_path: Path) -> None:
     rules = DriftRules(window=20, half_life=40, margin=0.02, num_lists=1)
     index = tiered(tmp_path, dataclasses.replace(CONFIG, nlist=12, nprobe=2, hot_bytes=2000), rules)
     index.add(np.arange(700), clustered(700, 1))
@@ -317,7 +316,7 @@ def test_ram_follows_what_is_asked_for(tmp_path: Path) -> None:
     assert 0 < figures.num_hits < figures.num_probes
 
 
-def test_what_the_tuner_searches_is_not_counted(tmp_path: Path) -> None:
+def test_searches_of_the_tuner_are_not_counted(tmp_path: Path) -> None:
     _, index = both(tmp_path, 300)
     with index.uncounted():
         index.search(clustered(1, 2)[0], 5)
@@ -326,13 +325,13 @@ def test_what_the_tuner_searches_is_not_counted(tmp_path: Path) -> None:
     assert figures_of(index).num_probes == 3
 
 
-def test_heat_survives_a_new_file_and_a_new_training(tmp_path: Path) -> None:
+def test_accesses_survive_a_new_file_and_a_new_training(tmp_path: Path) -> None:
     _, index = both(tmp_path, 500)
     for query in clustered(50, 3):
         index.search(query, 5)
     assert index.heat is not None
     before = index.heat[1]
-    saved_and_shown(index, tmp_path / "dense.lists")
+    write_and_use(index, tmp_path / "dense.lists")
     np.testing.assert_allclose(index.heat[1], before)
     index.add(np.arange(9000, 9200), clustered(200, 4))  # trains
     assert index.structure == 624 and len(index.heat[1]) == index.nlist

@@ -1,5 +1,4 @@
-"""From a goal to an effort: the bound, the curve on a fake index with a fake clock, and a real graph that keeps its
-promise to queries nobody measured with."""
+"""Tuning: the confidence bound, the curve on a fake index with a fake clock, and a real graph with fresh queries."""
 
 import dataclasses
 import json
@@ -37,7 +36,7 @@ BUDGET = dataclasses.replace(RECALL, ann_recall=0.0, search_budget_s=0.005)
 
 
 class FakeIndex:
-    """Finds `effort` of the true ten, and takes `effort` milliseconds of fake time."""
+    """Finds `effort` of the true ten in `effort` milliseconds of fake time."""
 
     def __init__(self, size: int = 1000) -> None:
         self.size = size
@@ -121,7 +120,7 @@ def test_the_most_effort_within_the_budget_wins() -> None:
         (RECALL, r"the greatest effort \(3\) gives 0.3000.*flat"),
     ],
 )
-def test_what_cannot_be_had_is_said(config: IndexConfig, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_goal_is_reported(config: IndexConfig, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     index = FakeIndex()
     monkeypatch.setattr(index, "effort_range", lambda: (1, 3))
     with pytest.raises(ConfigError, match=message):
@@ -136,7 +135,7 @@ def test_goals_exclude_each_other_and_flat_has_none() -> None:
     assert goal_of(RECALL) != goal_of(BUDGET)
 
 
-def test_it_measures_again_when_the_corpus_has_grown_by_more_than_a_quarter(tmp_path: Path) -> None:
+def test_curve_is_measured_again_after_growth_by_more_than_a_quarter(tmp_path: Path) -> None:
     index = FakeIndex()
     tuner = Tuner(tmp_path / "tuning.json", BUDGET, "corpus", index)
     assert tuner.effort(index) == 4
@@ -163,7 +162,7 @@ def test_the_choice_is_stored_beside_the_index(tmp_path: Path) -> None:
         assert index.num_searches > num_searches
         num_searches = index.num_searches
     path.write_text("{}")
-    assert Tuner(path, RECALL, "corpus", index).effort(index) == 11, "a damaged file is as good as none"
+    assert Tuner(path, RECALL, "corpus", index).effort(index) == 11, "a damaged file is ignored"
 
 
 def test_an_impossible_goal_is_tried_once(tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def test_an_impossible_goal_is_tried_once(tmp_path: Path) -> None:
     assert tuner.effort(index) is None
 
 
-def test_a_real_graph_keeps_the_promise_for_fresh_queries() -> None:
+def test_chosen_effort_reaches_the_recall_on_fresh_queries() -> None:
     vectors = unit(1500, seed=0)
     index = HnswIndex(24, RECALL)
     index.add(np.arange(1500, dtype=np.int64), vectors)
@@ -187,7 +186,7 @@ def test_a_real_graph_keeps_the_promise_for_fresh_queries() -> None:
     assert tuning == tune(index, RECALL, lambda: 0.0), "a recall goal is reproducible"
     fresh = synthetic_queries(index, 300, seed=12345)
     truth = index.exact(fresh, K)
-    assert truth.min() >= 100, "the removed are not in the truth"
+    assert truth.min() >= 100, "removed vectors are not in the truth"
 
     def recall(effort: int) -> float:
         found = [{int(i) for i, _ in index.search(query, K, effort)} for query in fresh]
@@ -195,10 +194,10 @@ def test_a_real_graph_keeps_the_promise_for_fresh_queries() -> None:
         return float(np.mean([len(ids.intersection(true)) / K for ids, true in pairs]))
 
     assert recall(tuning.chosen.effort) >= 0.95
-    assert recall(10) < 0.95, "the default would not have done"
+    assert recall(10) < 0.95, "the default is not enough"
 
 
-def test_a_curve_rises() -> None:
+def test_recall_rises_with_effort() -> None:
     index = HnswIndex(24, RECALL)
     index.add(np.arange(800, dtype=np.int64), unit(800, seed=0))
     points = measure_curve(index, unit(50, seed=1)).points
@@ -208,13 +207,13 @@ def test_a_curve_rises() -> None:
 
 
 @given(st.lists(st.integers(0, K), min_size=2, max_size=200))
-def test_the_bound_lies_below_the_mean_and_within_reach(found: list[int]) -> None:
+def test_bound_lies_between_zero_and_the_mean(found: list[int]) -> None:
     recalls = [count / K for count in found]
     bound = lower_recall_bound(recalls)
     assert -1e-9 <= bound <= np.mean(recalls) + 1e-9
 
 
-def test_the_bound_is_wilsons() -> None:
+def test_bound_equals_the_wilson_interval() -> None:
     # 400 perfect queries are 4000 trials: n / (n + z^2)
     assert lower_recall_bound([1.0] * 400) == pytest.approx(4000 / (4000 + 1.645**2))
     # all or nothing: each query is one trial; one-sided 95 % is two-sided 90 %

@@ -1,5 +1,5 @@
-"""Which lists are on which device: by hand, by properties, and through an index whose lists move between devices, RAM
-and disk. On the CPU, whose code is the same."""
+"""Placement of lists on devices: worked examples, properties, and an index whose lists move between devices, RAM and
+disk. Runs on the CPU with the same code."""
 
 import dataclasses
 from pathlib import Path
@@ -21,7 +21,7 @@ from stillroom.retrieval.tiers.device_shard import DeviceShard
 from stillroom.retrieval.tiers.hot_lists import DriftRules
 from stillroom.retrieval.tiers.list_file import ListFile
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
-from tests.retrieval.index.test_tiered_index import here_and_now
+from tests.retrieval.index.test_tiered_index import run_now
 from tests.retrieval.tiers.test_device_shard import NLIST, trained
 
 D = 16
@@ -38,7 +38,7 @@ def vectors(count: int, seed: int) -> "np.ndarray[tuple[int, int], np.dtype[np.f
     return np.asarray(found / np.linalg.norm(found, axis=1, keepdims=True), dtype=np.float32)
 
 
-def test_the_largest_first_to_the_device_with_most_room() -> None:
+def test_largest_list_goes_to_the_device_with_most_free_memory() -> None:
     sizes = np.array([5, 9, 7, 2, 4])
     assert [held.tolist() for held in spread(np.arange(5), sizes, [NONE, NONE], 14)] == [[1, 4], [0, 2, 3]]
     kept = spread(np.array([0, 2, 4]), sizes, [np.array([1]), np.array([0, 2, 3])], 14)
@@ -48,7 +48,7 @@ def test_the_largest_first_to_the_device_with_most_room() -> None:
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(1, 4), st.integers(0, 100), st.integers(0, 999)
 )
-def test_no_device_has_more_than_its_share_and_none_moves(
+def test_device_limits_hold_and_no_list_moves_between_devices(
     sizes: list[int], num_devices: int, num_bytes: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -63,11 +63,11 @@ def test_no_device_has_more_than_its_share_and_none_moves(
         for old, new in zip(before, after, strict=True):
             assert set(old) & set(chosen) <= set(new)
         left = np.setdiff1d(chosen, held)
-        assert all(each[one] + each[own].sum() > num_bytes for one in left for own in after), "there is no room for it"
+        assert all(each[one] + each[own].sum() > num_bytes for one in left for own in after), "it does not fit"
         before = after
 
 
-def test_devices_follow_what_is_asked_for(tmp_path: Path) -> None:
+def test_lists_on_devices_follow_the_traffic(tmp_path: Path) -> None:
     tiers = TieredLists(write_bare_list_file(trained(), tmp_path / "lists"))
     sizes = tiers.file.sizes * tiers.file.code_size
     on_devices = DeviceLists(tiers, ["cpu", "cpu"], int(sizes.sum() // 6))
@@ -82,7 +82,7 @@ def test_devices_follow_what_is_asked_for(tmp_path: Path) -> None:
     tiers.close()
 
 
-def test_a_device_without_room_is_left_out_and_the_others_go_on(
+def test_device_without_memory_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiers = TieredLists(write_bare_list_file(trained(), tmp_path / "lists"))
@@ -110,12 +110,12 @@ def test_a_device_without_room_is_left_out_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("one_in", [2, 7, 60])
-def test_a_filter_leaves_the_same_of_lists_on_devices(
+def test_filter_gives_the_same_results_with_lists_on_devices(
     tmp_path: Path, one_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(allowed_lists, "ENTRIES_PER_COMPARED", 10**9)  # never compare all that is allowed
     config = dataclasses.replace(CONFIG, device_bytes=3000, hot_bytes=30_000, refine=20)
-    plain, index = IvfPqIndex(D, config), TieredIvfPqIndex(D, config, tmp_path, here_and_now)
+    plain, index = IvfPqIndex(D, config), TieredIvfPqIndex(D, config, tmp_path, run_now)
     for each in (plain, index):
         each.add(np.arange(11_000), vectors(11_000, 1))
         each.remove(list(range(1, 11_000, 5)))
@@ -131,11 +131,11 @@ def test_a_filter_leaves_the_same_of_lists_on_devices(
 
 
 @pytest.mark.parametrize("hot_bytes", [0, 30_000])
-def test_an_index_with_lists_on_devices_finds_what_the_one_in_ram_finds(tmp_path: Path, hot_bytes: int) -> None:
-    """Every kept vector is scored again, so rounding of the device's scores decides nothing."""
+def test_index_with_lists_on_devices_finds_what_ram_finds(tmp_path: Path, hot_bytes: int) -> None:
+    """Every candidate is scored again with its full vector, so rounding on the device has no effect."""
     config = dataclasses.replace(CONFIG, device_bytes=3000, hot_bytes=hot_bytes, refine=20)
     rules = DriftRules(half_life=20, window=8)
-    plain, index = IvfPqIndex(D, config), TieredIvfPqIndex(D, config, tmp_path, here_and_now, rules)
+    plain, index = IvfPqIndex(D, config), TieredIvfPqIndex(D, config, tmp_path, run_now, rules)
     rng = np.random.default_rng(0)
     ids = rng.permutation(20_000)[:11_000]
     for each in (plain, index):
@@ -160,7 +160,7 @@ def test_an_index_with_lists_on_devices_finds_what_the_one_in_ram_finds(tmp_path
     index.close()
 
 
-def test_devices_are_named() -> None:
+def test_device_names_are_parsed() -> None:
     assert parse_devices("cpu, cpu") == ("cpu", "cpu")
     for wrong, message in (("nonsense", "nonsense"), ("cuda:99", "cuda:99"), (" ", "names no device")):
         with pytest.raises(ConfigError, match=message):

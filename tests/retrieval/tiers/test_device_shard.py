@@ -1,4 +1,4 @@
-"""Lists on a device: what faiss finds in them, however they are divided; on the CPU, and where there is one on CUDA."""
+"""Lists on a device give faiss' results for every division; on the CPU, and on CUDA if available."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def trained(*, is_residual: bool = True, nbits: int = 8, with_doubles: bool = False) -> Any:
-    """Clustered vectors. Scores are distinct unless some vectors are there twice."""
+    """Train on clustered vectors; scores are distinct without duplicates."""
     rng = np.random.default_rng(0)
     num = 3000
     centres = rng.standard_normal((40, DIMENSION))
@@ -89,7 +89,7 @@ def searched(tiered: TieredLists, queries: Any, num: int, nprobe: int) -> dict[i
 
 
 def assert_same(found: Scored, expected: Scored) -> None:
-    """The same scores up to rounding, and the same ids but for codes whose scores rounding cannot tell apart."""
+    """Assert equal scores up to rounding, and equal ids except where rounding cannot separate scores."""
     assert found[1] == pytest.approx(expected[1], rel=1e-5, abs=1e-6)
     differing = found[0] != expected[0]
     near = np.abs(expected[1][:, None] - expected[1][None, :]) < 2e-6
@@ -187,7 +187,7 @@ def test_the_hottest_lists_on_devices_the_next_in_ram_the_rest_on_disk(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_equal_codes_come_whole_and_in_the_order_of_id(queries: Any, device: str) -> None:
+def test_ties_are_returned_completely_in_the_order_of_id(queries: Any, device: str) -> None:
     index = trained(with_doubles=True)
     shard = DeviceShard(index, np.arange(NLIST), device)
     lists, nearness = probes(index, queries, NLIST)
@@ -236,7 +236,7 @@ def test_the_scan_equals_its_slow_twin(index: Any) -> None:
         assert scores_QW[query].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_nothing_held_or_nothing_probed_finds_nothing(index: Any, queries: Any) -> None:
+def test_empty_shard_or_no_probes_find_nothing(index: Any, queries: Any) -> None:
     lists, nearness = probes(index, queries, 3)
     empty = DeviceShard(index, np.empty(0, dtype=np.int64), "cpu")
     assert len(empty) == 0
@@ -251,8 +251,8 @@ def test_codes_of_other_widths_are_refused() -> None:
         DeviceShard(trained(nbits=5), np.arange(NLIST), "cpu")
 
 
-def test_a_vector_that_must_not_be_written_to_is_searched(index: Any, queries: Any) -> None:
-    """As those are that an embedder keeps. PyTorch warns of such an array, once, and a warning fails a test."""
+def test_read_only_query_is_searched(index: Any, queries: Any) -> None:
+    """An embedder's cached vectors are read-only; PyTorch warns of such arrays, which fails the test."""
     kept = queries[:1].copy()
     kept.setflags(write=False)
     lists, nearness = probes(index, kept, 6)

@@ -1,4 +1,4 @@
-"""The model of hit rates against draws, brute force and numbers by hand."""
+"""Hit-rate model against draws, brute force and worked examples."""
 
 from itertools import product
 
@@ -34,7 +34,7 @@ def test_the_papers_formula_counts_equal_draws_wrongly() -> None:
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(2.0, 3.0), (8.0, 2.0), (0.5, 0.5)])
-def test_a_fit_finds_what_was_drawn(alpha: float, beta: float) -> None:
+def test_fit_recovers_the_drawn_distribution(alpha: float, beta: float) -> None:
     rng = np.random.default_rng(0)
     drawn = rng.binomial(32, rng.beta(alpha, beta, size=20_000))
     fitted = HitRates.fit(drawn, 32)

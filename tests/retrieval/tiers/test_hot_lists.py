@@ -1,4 +1,4 @@
-"""Heat of lists and what is exchanged by it, with hand-worked and brute-force oracles."""
+"""Decayed counts of accesses and exchanges of lists, against worked examples and brute force."""
 
 import itertools
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from stillroom.retrieval.tiers.partition import best_lists
     queries=st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=40),
     half_life=st.sampled_from([0.05, 0.5, 3.0, 100.0]),
 )
-def test_heat_is_the_sum_of_halved_accesses(queries: list[set[int]], half_life: float) -> None:
-    """At the shortest half-lives the counts are scaled down on the way."""
+def test_counts_decay_with_the_half_life(queries: list[set[int]], half_life: float) -> None:
+    """The shortest half-lives also cover the rescaling of counts."""
     heat = ListHeat(6, half_life)
     for lists in queries:
         heat.record(np.array(sorted(lists)))
@@ -29,7 +29,7 @@ def test_heat_is_the_sum_of_halved_accesses(queries: list[set[int]], half_life: 
     np.testing.assert_allclose(heat.counts(), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_heat_of_before_goes_on_fading() -> None:
+def test_stored_counts_continue_to_decay() -> None:
     heat = ListHeat(2, 1.0, np.array([8.0, 0.0]))
     heat.record(np.array([1]))
     heat.record(np.array([1]))
@@ -47,8 +47,8 @@ def test_the_best_lists_are_the_hottest_that_fit(counts: list[float], num_bytes:
     assert sorted(best_lists(np.array(counts), sizes, num_bytes).tolist()) == sorted(expected)
 
 
-class Tiers:
-    """Books of which lists are in RAM, each of a size."""
+class FakeTiers:
+    """Fake of `TieredLists`: sizes of lists, and which are in RAM."""
 
     def __init__(self, sizes: list[int]) -> None:
         self._sizes = np.array(sizes)
@@ -78,7 +78,7 @@ class Tiers:
         self.most_bytes = max(self.most_bytes, self.ram_bytes)
 
 
-def hot_lists(tiers: Tiers, num_bytes: int, rules: DriftRules, counts: Any = None) -> HotLists:
+def hot_lists(tiers: FakeTiers, num_bytes: int, rules: DriftRules, counts: Any = None) -> HotLists:
     return HotLists(tiers, num_bytes, rules, lambda job: job(), counts)  # type: ignore[arg-type]
 
 
@@ -92,7 +92,7 @@ def hot_lists(tiers: Tiers, num_bytes: int, rules: DriftRules, counts: Any = Non
 def test_the_budget_holds_at_every_step_and_the_best_lists_win(
     sizes: list[int], num_bytes: int, topics: list[int], seed: int
 ) -> None:
-    tiers = Tiers(sizes)
+    tiers = FakeTiers(sizes)
     hot = hot_lists(tiers, num_bytes, DriftRules(window=10, half_life=20, margin=0.0, num_lists=2))
     hot.start()
     rng = np.random.default_rng(seed)
@@ -104,22 +104,22 @@ def test_the_budget_holds_at_every_step_and_the_best_lists_win(
     assert tiers.is_in_ram[best_lists(hot.counts(), np.array(sizes), num_bytes)].all()
 
 
-def test_a_little_less_than_the_best_is_left_alone() -> None:
-    tiers = Tiers([1] * 10)
+def test_small_loss_of_hit_rate_starts_no_exchange() -> None:
+    tiers = FakeTiers([1] * 10)
     hot = hot_lists(tiers, 5, DriftRules(window=10, half_life=1e9, margin=0.2), np.array([9.0] * 5 + [8.9] * 5))
     hot.start()
     assert np.flatnonzero(tiers.is_in_ram).tolist() == [0, 1, 2, 3, 4] and hot.num_exchanged == 0
     for number in itertools.islice(itertools.cycle([0, 1, 5, 6, 7]), 10):
         hot.record(np.array([number]))
     assert hot.hit_rate == pytest.approx(0.4) and (hot.num_hits, hot.num_probes) == (4, 10)
-    assert hot.num_exchanged == 0, "0.4 is no more than 0.2 below what the best would have, about 0.5"
+    assert hot.num_exchanged == 0, "0.4 is less than 0.2 below the best hit rate, about 0.5"
     for _ in range(10):
         hot.record(np.array([9]))
     assert hot.hit_rate == 0.0 and tiers.is_in_ram[9] and hot.num_exchanged > 0
 
 
 def test_without_exchanging_the_first_choice_stays() -> None:
-    tiers = Tiers([1, 1])
+    tiers = FakeTiers([1, 1])
     hot = hot_lists(tiers, 1, DriftRules(window=2, half_life=1, is_exchanging=False))
     hot.start()
     assert [hot.record(np.array([1])) for _ in range(4)] == [False, True, False, True]
@@ -127,7 +127,7 @@ def test_without_exchanging_the_first_choice_stays() -> None:
 
 
 def test_one_exchange_at_a_time_and_one_that_fails_is_not_the_last() -> None:
-    tiers = Tiers([1, 1])
+    tiers = FakeTiers([1, 1])
     jobs: list[Callable[[], None]] = []
     hot = HotLists(tiers, 1, DriftRules(window=1, half_life=1), jobs.append)  # type: ignore[arg-type]
     hot.record(np.array([1]))
@@ -142,8 +142,8 @@ def test_one_exchange_at_a_time_and_one_that_fails_is_not_the_last() -> None:
     assert tiers.is_in_ram.tolist() == [False, True]
 
 
-def test_what_fails_is_said_once_and_fails_no_search(caplog: pytest.LogCaptureFixture) -> None:
-    tiers = Tiers([1, 1])
+def test_failing_exchange_is_logged_once_and_fails_no_search(caplog: pytest.LogCaptureFixture) -> None:
+    tiers = FakeTiers([1, 1])
     hot = hot_lists(tiers, 1, DriftRules(window=1, half_life=1))
     tiers.list_bytes = lambda: (_ for _ in ()).throw(RuntimeError("out of memory"))  # type: ignore[method-assign]
     hot.record(np.array([1]))
@@ -155,9 +155,9 @@ def test_what_fails_is_said_once_and_fails_no_search(caplog: pytest.LogCaptureFi
     assert tiers.is_in_ram.tolist() == [False, True]
 
 
-def test_the_example_of_the_page() -> None:
+def test_worked_example_of_the_docs_page() -> None:
     """docs/tiered-index.md: four lists of 500 bytes, room for two, half-life and window of one and three questions."""
-    tiers = Tiers([500] * 4)
+    tiers = FakeTiers([500] * 4)
     hot = hot_lists(tiers, 1000, DriftRules(window=3, half_life=1.0))
     hot.start()
     assert np.flatnonzero(tiers.is_in_ram).tolist() == [0, 1]

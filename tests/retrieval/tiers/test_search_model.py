@@ -1,4 +1,4 @@
-"""The model of divided searches: work by hand and page by page, and a fit that finds the costs it was made from."""
+"""Time model of divided searches: work against examples and a slow twin, and a fit that recovers known costs."""
 
 from dataclasses import replace
 
@@ -53,8 +53,8 @@ def test_work_by_hand() -> None:
     order, rows = division.work(RAM, probed, 16)
     assert order.tolist() == [0, 1, 2] and rows.tolist() == [[1, 1, 4, 0, 0]] * 3
     order, rows = division.work(DISK, probed, 16)
-    assert order.tolist() == [0, 1], "the first of two that have as much to scan there; the third has nothing"
-    assert rows.tolist() == [[1, 2, 16, 3, 32], [1, 2, 10, 0, 0]], "what the first has read, the second finds"
+    assert order.tolist() == [0, 1], "queries with equal work keep their order; the third has none"
+    assert rows.tolist() == [[1, 2, 16, 3, 32], [1, 2, 10, 0, 0]], "the second query finds what the first has read"
     assert (division.ram_bytes, division.disk_bytes) == (8, 32)
 
 
@@ -107,11 +107,11 @@ def test_a_device_releases_a_batch_at_once_by_hand() -> None:
     division = Division(SIZES, 10, Partition(np.array([ONE, DISK, ONE, RAM]), 3))
     probed = np.array([[0, -1], [2, 3], [3, -1], [-1, -1]])
     asked, work = division.device_work(ONE, probed)
-    assert asked.tolist() == [0, 1] and work.tolist() == [1, 2, 2 * 10], "as wide as the query with most"
+    assert asked.tolist() == [0, 1] and work.tolist() == [1, 2, 2 * 10], "as wide as the query with the most codes"
     costs = model(DeviceCosts(0.5, 0.2, 0.01), per_query=1.0, per_code=0.1)
     # coarse search of four 2.0; the device 0.5 + 2 * 0.2 + 20 * 0.01; RAM 1 + 6 codes for query 1, then for query 2
     assert costs.release_seconds(division, probed).tolist() == pytest.approx([3.1, 3.6, 5.2, 2.0])
-    assert division.device_bytes == (2 * 14,), "of each of 10 bytes 8 are the id, and that stays on the host"
+    assert division.device_bytes == (2 * 14,), "8 of 10 bytes are the id, which stays on the host"
     assert (division.ram_bytes, division.disk_bytes) == (60, 0)
 
 
@@ -151,18 +151,18 @@ def test_releases_with_devices_are_those_of_a_slow_twin(sizes: list[int], data: 
     assert found.tolist() == pytest.approx([coarse + max(ends[number]) for number in range(len(probed))])
 
 
-def test_the_hottest_on_devices_and_the_next_in_ram() -> None:
+def test_hottest_lists_are_on_devices_and_the_next_in_ram() -> None:
     heat = np.array([1.0, 9.0, 5.0, 7.0])
     sizes = np.array([4, 5, 10, 6])
     held = hottest_on_devices(heat, sizes, 9, 6, 2)  # a byte of each vector's 9 is its code
-    assert [one.tolist() for one in held] == [[3], [1]], "the larger first; then the next does not fit on either"
+    assert [one.tolist() for one in held] == [[3], [1]], "the larger first; the next fits on neither"
     division = hottest_in_ram(heat, sizes, 9, 95, held)
     assert division.partition.shard_of.tolist() == [DISK, TWO, RAM, ONE] and division.device_bytes == (6, 5)
     nothing = hottest_in_ram(heat, sizes, 9, 95, hottest_on_devices(heat, sizes, 9, 0, 1))
     assert nothing.device_bytes == (0,) and nothing.partition.of(RAM).tolist() == [0, 1]
 
 
-def test_costs_of_a_device_are_found_again() -> None:
+def test_fit_recovers_the_costs_of_a_device() -> None:
     rng = np.random.default_rng(4)
     sizes = rng.integers(5, 200, size=64)
     division = Division(sizes, 56, Partition(np.where(rng.random(64) < 0.6, ONE, DISK), 3))
@@ -180,7 +180,7 @@ def test_costs_of_a_device_are_found_again() -> None:
 
 
 def observations(truth: ScanModel, noise: float, seed: int) -> list[list[ObservedBatch]]:
-    """Groups of batches that take what the truth says, give or take."""
+    """Draw groups of batches with the times of a known model plus noise."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(5, 200, size=64)
     place = rng.permutation(64)
@@ -202,7 +202,7 @@ def truth() -> ScanModel:
     return ScanModel(times, 2e-4, 1e-4, 2e-6, 5e-8, 3e-5, 1e-9, 2**16, 0.4, 0.0, 0.0, 18)
 
 
-def test_a_fit_finds_what_it_was_made_from() -> None:
+def test_fit_recovers_the_costs_of_the_model() -> None:
     made = truth()
     found = fit(observations(made, 0.0, 1))
     assert found.window_bytes == made.window_bytes
@@ -211,7 +211,7 @@ def test_a_fit_finds_what_it_was_made_from() -> None:
     assert found.block_sd < 1e-3 and found.batch_sd < 1e-3
 
 
-def test_a_coarse_search_that_was_interrupted_changes_little() -> None:
+def test_interrupted_coarse_search_changes_the_fit_little() -> None:
     observed = observations(truth(), 0.05, 1)
     alone = fit(observed)
     for number, group in enumerate(observed):
@@ -223,7 +223,7 @@ def test_a_coarse_search_that_was_interrupted_changes_little() -> None:
         assert getattr(found, name) == pytest.approx(getattr(alone, name), rel=0.05, abs=1e-12), name
 
 
-def test_the_interval_holds_what_comes() -> None:
+def test_prediction_interval_covers_new_batches() -> None:
     made = truth()
     found = fit(observations(made, 0.2, 2))
     rng = np.random.default_rng(3)

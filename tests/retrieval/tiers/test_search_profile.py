@@ -1,4 +1,4 @@
-"""A real profile of a tiny index: what is counted is what is there, and the model tells times of its order."""
+"""Profile of a tiny real index: counts are exact, and predicted times have the right magnitude."""
 
 from pathlib import Path
 
@@ -34,8 +34,8 @@ def test_a_profile_counts_the_lists_and_predicts_from_them(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_a_device_is_timed_with_as_many_lists_as_fit() -> None:
-    """On the CPU, whose code is the same."""
+def test_device_is_timed_with_the_lists_that_fit() -> None:
+    """Runs on the CPU with the same code."""
     lists = made_lists(SCOPE)
     queries = np.ascontiguousarray(lists.quantizer.reconstruct_n(0, 20))
     effort = Effort(batch_sizes=(1, 4), num_queries=8)
@@ -44,4 +44,4 @@ def test_a_device_is_timed_with_as_many_lists_as_fit() -> None:
 
     assert costs is not None and min(costs.per_launch, costs.per_query, costs.per_code) >= 0
     assert 0 < costs.seconds(np.array([1.0, 4.0, 4 * 1000.0])) < 10
-    assert measure_device(lists, queries, 8, "cpu", 47, effort) is None, "not one list fits"
+    assert measure_device(lists, queries, 8, "cpu", 47, effort) is None, "no list fits"

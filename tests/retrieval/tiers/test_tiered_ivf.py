@@ -1,4 +1,4 @@
-"""Lists divided among tiers: the same results, whatever the division, and each query as soon as it is done."""
+"""Lists divided among tiers: results do not depend on the division, and each query is released on its own."""
 
 from pathlib import Path
 from threading import Event
@@ -29,7 +29,7 @@ NLIST, DIMENSION = 24, 16
 
 
 def trained(num: int = 3000, seed: int = 0) -> Any:
-    """Clustered vectors, some of them twice, so that there are ties."""
+    """Train on clustered vectors with duplicates, so that there are ties."""
     rng = np.random.default_rng(seed)
     centres = rng.standard_normal((40, DIMENSION))
     vectors = centres[rng.integers(40, size=num)] + 0.3 * rng.standard_normal((num, DIMENSION))
@@ -71,7 +71,7 @@ def undivided(index: Any, query: Any, num: int, nprobe: int) -> Scored:
     num=st.integers(1, 60),
     batch_size=st.integers(1, 16),
 )
-def test_the_division_changes_no_id_and_no_distance(  # noqa: PLR0913  what is drawn
+def test_results_do_not_depend_on_the_division(  # noqa: PLR0913  what is drawn
     index: Any,
     queries: Any,
     tmp_path_factory: pytest.TempPathFactory,
@@ -100,7 +100,7 @@ def test_the_division_changes_no_id_and_no_distance(  # noqa: PLR0913  what is d
         st.tuples(st.sets(st.integers(0, NLIST - 1)), st.sets(st.integers(0, NLIST - 1))), min_size=1, max_size=5
     )
 )
-def test_exchanging_lists_changes_no_result_and_the_books_are_right(
+def test_exchange_changes_no_result_and_accounts_for_bytes(
     index: Any, queries: Any, tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[set[int], set[int]]]
 ) -> None:
     tiered = divided(index, [0, 1, 2], tmp_path_factory.mktemp("tiered") / "lists.ivf")
@@ -116,8 +116,8 @@ def test_exchanging_lists_changes_no_result_and_the_books_are_right(
             assert found[0].tolist() == ids.tolist() and found[1].tobytes() == scores.tobytes()
 
 
-def test_a_search_goes_on_with_the_lists_that_it_began_with(index: Any, queries: Any, tmp_path: Path) -> None:
-    """They leave RAM in the middle of it."""
+def test_running_search_keeps_the_lists_that_it_began_with(index: Any, queries: Any, tmp_path: Path) -> None:
+    """The lists leave RAM during the search."""
     tiered = divided(index, range(NLIST), tmp_path / "lists.ivf")
     ram = tiered._ram.index
     before = undivided(index, queries[0], 20, NLIST)
@@ -128,7 +128,7 @@ def test_a_search_goes_on_with_the_lists_that_it_began_with(index: Any, queries:
     assert late[0].tolist() == before[0].tolist()
 
 
-def test_forgotten_pages_are_read_again(index: Any, queries: Any, tmp_path: Path) -> None:
+def test_dropped_pages_are_read_again(index: Any, queries: Any, tmp_path: Path) -> None:
     tiered = divided(index, [1], tmp_path / "lists.ivf")
     before = tiered.search(queries[0], 20, NLIST)
     tiered.drop_pages()
@@ -136,8 +136,8 @@ def test_forgotten_pages_are_read_again(index: Any, queries: Any, tmp_path: Path
     assert again[0].tolist() == before[0].tolist() and again[1].tobytes() == before[1].tobytes()
 
 
-class Gated:
-    """A shard that answers nobody before it is allowed to."""
+class GatedShard:
+    """A shard that waits for permission to answer."""
 
     def __init__(self, shard: Any) -> None:
         self._shard = shard
@@ -152,7 +152,7 @@ def test_a_query_without_slow_lists_does_not_wait_for_the_others(index: Any, que
     nprobe = 4
     probed = index.quantizer.search(queries, nprobe)[1]
     tiered = divided(index, probed[3], tmp_path / "lists.ivf")
-    gate = Gated(tiered._disk)
+    gate = GatedShard(tiered._disk)
     tiered._disk = gate
     released: list[int] = []
 
@@ -166,7 +166,7 @@ def test_a_query_without_slow_lists_does_not_wait_for_the_others(index: Any, que
     tiered.close()
 
 
-def test_what_a_shard_scans_is_what_it_holds() -> None:
+def test_shard_scans_the_lists_that_it_holds() -> None:
     partition = Partition(np.array([0, 1, 0, 1]), 2)
     lists, nearness = np.array([[3, 0, 2], [1, 3, -1]]), np.array([[9, 8, 7], [6, 5, 0]], dtype=np.float32)
     fast, near = partition.probes(0, lists, nearness)

@@ -1,1 +1,1 @@
-"""What is searched: dense and sparse indexes, in memory, in files and on a server."""
+"""Dense and sparse indexes, in memory, in files and on a server."""

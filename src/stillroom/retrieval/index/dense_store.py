@@ -1,4 +1,4 @@
-"""Files of the dense index of one knowledge base: loads it, keeps it in step with the corpus, writes it.
+"""Files of the dense index of one knowledge base: loads it, follows the corpus, writes it.
 
     dense.npz        the whole index, read into RAM
     dense.lists      a trained IVF-PQ index whose lists are mapped (`list_file`), with `index.hot_bytes` or

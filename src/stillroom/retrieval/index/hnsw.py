@@ -1,4 +1,4 @@
-"""Approximate dense search on a hierarchical navigable small world graph (Malkov and Yashunin 2018; llmds 3.2).
+"""Approximate dense index: a hierarchical navigable small world graph (Malkov and Yashunin 2018; llmds 3.2).
 
 Removed vectors stay in the graph for navigation and are never returned; when more than a fifth are removed the graph is
 rebuilt. The same vectors in the same order with the same settings and seed give the same graph.

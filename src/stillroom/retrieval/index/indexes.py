@@ -318,7 +318,7 @@ class Indexes:
             return self._sparse
 
     def _strict_sparse(self) -> Bm25Index:
-        """Return the sparse index as it is on disk, for writing."""
+        """Return the sparse index with the state of its files, for writing."""
         sparse = self._current_sparse()
         sparse.refresh(is_strict=True)
         return sparse

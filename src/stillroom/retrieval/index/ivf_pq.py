@@ -1,4 +1,4 @@
-"""Approximate dense search in inverted lists of product-quantised residuals (Jegou, Douze and Schmid 2011).
+"""Approximate dense index: inverted lists of product-quantised residuals (Jegou, Douze and Schmid 2011).
 
 Exact like `flat` until there are enough vectors to train on. Then a query is compared with the codes in the `nprobe`
 nearest lists, and the best are scored again with their full vectors (`refine`). The quantizers are trained again

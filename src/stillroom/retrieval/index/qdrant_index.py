@@ -202,7 +202,7 @@ class QdrantIndex(VectorIndex):
 
 
 class CollectionStore:
-    """What `DenseStore` is for indexes in files. Not thread-safe, except for the function of `prepare_write`."""
+    """Counterpart of `DenseStore` for a collection. Not thread-safe, except for the function of `prepare_write`."""
 
     def __init__(self, folder: Path, corpus: Corpus, config: IndexConfig, qdrant: QdrantConfig, dimension: int) -> None:
         """`folder`: folder of the knowledge base, which contains an embedded collection."""

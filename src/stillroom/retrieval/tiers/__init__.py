@@ -1,1 +1,1 @@
-"""The lists of an inverted index on devices, in RAM and in a file, and what a search of them takes."""
+"""Inverted lists on devices, in RAM and in a file, and a model of the time of their searches."""

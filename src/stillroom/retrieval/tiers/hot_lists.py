@@ -1,5 +1,4 @@
-"""Choice of the lists of a tiered index in RAM and on devices, following the traffic (VectorLiteRAG 4.1:
-"re-calibrated if access patterns shift").
+"""Choice of the lists of a tiered index in RAM and on devices, which follows the traffic (VectorLiteRAG 4.1).
 
 Searches count accesses of lists, with exponential decay per query. After each window of queries its hit rate is
 compared with that of the best choice by those counts. If it is lower by more than a margin, lists are exchanged in the

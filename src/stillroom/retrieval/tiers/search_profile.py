@@ -1,5 +1,4 @@
-"""Measures the batches that `search_model` fits (VectorLiteRAG 4.1: "profiling is only required to be performed for a
-very small number of requests").
+"""Measures the batches that `search_model` fits (VectorLiteRAG 4.1).
 
 Batches of several sizes are timed with all lists on disk, a random half in RAM, and all in RAM. Before each batch the
 page cache of the lists on disk is dropped, so the model gives the worst case, the only one that a budget can promise.

@@ -1,4 +1,4 @@
-"""Indexes leave no team of threads with whoever adds to them or asks them."""
+"""Indexes leave no OpenMP team with threads that add or search."""
 
 import threading
 from collections.abc import Callable
@@ -26,7 +26,7 @@ DIMENSION = 32
         lambda: IvfPqIndex(DIMENSION, IndexConfig(kind="ivf_pq", nbits=4)),
     ],
 )
-def test_no_team_stays(make: Callable[[], VectorIndex]) -> None:
+def test_no_openmp_team_stays_with_the_caller(make: Callable[[], VectorIndex]) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((1500, DIMENSION)).astype(np.float32)
     before, is_done, leave = num_system_threads(), threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Searches that wait are made together: everyone gets his own result, and none waits for more than his own."""
+"""Batches of waiting searches: each search gets its own result and waits for nothing else."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ def ranking_of(query: NDArray[np.float32], kind: str) -> Ranking:
 
 
 def queued(
-    pool: ThreadPoolExecutor, together: SearchBatcher[str], asked: Sequence[tuple[int, str]]
+    pool: ThreadPoolExecutor, batcher: SearchBatcher[str], asked: Sequence[tuple[int, str]]
 ) -> list[Future[Ranking | None]]:
-    """One after the other, so that it is known who came first."""
+    """Start searches one after the other, so that the order of arrival is known."""
     futures = []
     for count, (number, kind) in enumerate(asked, 1):
-        futures.append(pool.submit(together.search, np.array([number], dtype=np.float32), kind))
-        while together.num_waiting < count:
+        futures.append(pool.submit(batcher.search, np.array([number], dtype=np.float32), kind))
+        while batcher.num_waiting < count:
             threading.Event().wait(0.001)
     return futures
 
@@ -35,13 +35,13 @@ def run_while_held(
     search: Callable[[Queries, str, OnFound], None], asked: Sequence[tuple[int, str]]
 ) -> list[Future[Ranking | None]]:
     lock = threading.Lock()
-    together = SearchBatcher(lock, search)
+    batcher = SearchBatcher(lock, search)
     with ThreadPoolExecutor(len(asked)) as pool, lock:
-        futures = queued(pool, together, asked)
+        futures = queued(pool, batcher, asked)
     return futures
 
 
-def test_all_that_wait_are_one_batch_of_their_kind() -> None:
+def test_waiting_searches_of_a_kind_are_one_batch() -> None:
     batches: list[tuple[str, list[int]]] = []
 
     def search(queries: Queries, kind: str, on_found: OnFound) -> None:
@@ -56,7 +56,7 @@ def test_all_that_wait_are_one_batch_of_their_kind() -> None:
     assert [future.result() for future in futures] == [[(number, float(len(kind)))] for number, kind in asked]
 
 
-def test_a_result_is_there_before_the_rest_of_the_batch() -> None:
+def test_result_is_returned_before_the_rest_of_the_batch() -> None:
     may_go_on = threading.Event()
 
     def search(queries: Queries, kind: str, on_found: OnFound) -> None:
@@ -65,16 +65,16 @@ def test_a_result_is_there_before_the_rest_of_the_batch() -> None:
         on_found(0, ranking_of(queries[0], kind))
 
     lock = threading.Lock()
-    together = SearchBatcher(lock, search)
+    batcher = SearchBatcher(lock, search)
     with ThreadPoolExecutor(2) as pool:
         with lock:
-            first, second = queued(pool, together, [(1, "a"), (2, "a")])
+            first, second = queued(pool, batcher, [(1, "a"), (2, "a")])
         assert second.result(30) == [(2, 1.0)] and not first.done()
         may_go_on.set()
         assert first.result(30) == [(1, 1.0)]
 
 
-def test_an_error_reaches_those_who_have_no_result_yet() -> None:
+def test_error_reaches_searches_without_a_result() -> None:
     def search(queries: Queries, kind: str, on_found: OnFound) -> None:
         on_found(1, ranking_of(queries[1], kind))
         raise ValueError("damaged")
@@ -87,7 +87,7 @@ def test_an_error_reaches_those_who_have_no_result_yet() -> None:
             future.result()
 
 
-def test_who_is_not_served_by_an_interrupted_leader_hears_of_it() -> None:
+def test_searches_of_an_interrupted_leader_return_none() -> None:
     def search(queries: Queries, kind: str, on_found: OnFound) -> None:
         raise KeyboardInterrupt
 
@@ -97,13 +97,13 @@ def test_who_is_not_served_by_an_interrupted_leader_hears_of_it() -> None:
     assert second.result() is None
 
 
-def test_the_next_batch_has_a_leader_of_its_own() -> None:
+def test_next_batch_has_its_own_leader() -> None:
     def search(queries: Queries, kind: str, on_found: OnFound) -> None:
         for number, query in enumerate(queries):
             on_found(number, ranking_of(query, kind))
 
-    together = SearchBatcher(threading.Lock(), search)
+    batcher = SearchBatcher(threading.Lock(), search)
 
     for number in range(3):
-        assert together.search(np.array([number], dtype=np.float32), "a") == [(number, 1.0)]
-    assert together.num_waiting == 0
+        assert batcher.search(np.array([number], dtype=np.float32), "a") == [(number, 1.0)]
+    assert batcher.num_waiting == 0
