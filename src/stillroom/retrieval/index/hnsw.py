@@ -194,11 +194,9 @@ class HnswIndex(VectorIndex):
         return 0
 
     def effort_range(self) -> tuple[int, int]:
-        """Return the least and the greatest useful `ef_search`."""
         return 10, max(10, min(len(self._ids), _MAX_EF_SEARCH))
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """Return the true ids [q, k] nearest to queries [q, d], padded with -1."""
         dead = self._dead_positions()
         selector = faiss.IDSelectorBatch(dead)
         parameters = faiss.SearchParameters(sel=faiss.IDSelectorNot(selector)) if len(dead) else None
@@ -207,7 +205,6 @@ class HnswIndex(VectorIndex):
         return ids
 
     def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
-        """Return up to `num` distinct vectors [num, d]."""
         alive = self._alive_positions()
         chosen = np.sort(rng.choice(alive, min(num, len(alive)), replace=False))
         vectors: NDArray[np.float32] = self._graph.reconstruct_batch(chosen)

@@ -149,20 +149,12 @@ class IvfPqIndex(VectorIndex):
         return 1, max(1, self.nlist)
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """Return the true ids [q, k] nearest to queries [q, d], padded with -1.
-
-        Raises:
-            ConfigError: `refine` is 0, so there are no full vectors.
-        """
+        """See `TunableIndex`. Raises ConfigError: `refine` is 0, so there are no full vectors."""
         self._check_refine()
         return self._exact.exact(queries, k)
 
     def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
-        """Return up to `num` distinct vectors [num, d].
-
-        Raises:
-            ConfigError: `refine` is 0, so there are no full vectors.
-        """
+        """See `TunableIndex`. Raises ConfigError: `refine` is 0, so there are no full vectors."""
         self._check_refine()
         return self._exact.sample(num, rng)
 

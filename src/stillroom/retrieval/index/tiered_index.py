@@ -205,15 +205,10 @@ class TieredIvfPqIndex(VectorIndex):
         return self._num_trained
 
     def effort_range(self) -> tuple[int, int]:
-        """Return the least and the greatest useful `nprobe`."""
         return 1, max(1, self.nlist)
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """Return the true ids [q, k] nearest to queries [q, d], padded with -1. Reads every full vector.
-
-        Raises:
-            ConfigError: `refine` is 0, so there are no full vectors.
-        """
+        """See `TunableIndex`; reads every full vector. Raises ConfigError: `refine` is 0, so there are none."""
         if self._untrained is not None:
             return self._untrained.exact(queries, k)
         self._check_refine()
@@ -228,11 +223,7 @@ class TieredIvfPqIndex(VectorIndex):
         return best
 
     def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:
-        """Return up to `num` distinct vectors [num, d].
-
-        Raises:
-            ConfigError: `refine` is 0, so there are no full vectors.
-        """
+        """See `TunableIndex`. Raises ConfigError: `refine` is 0, so there are no full vectors."""
         if self._untrained is not None:
             return self._untrained.sample(num, rng)
         self._check_refine()
