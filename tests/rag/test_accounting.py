@@ -1,4 +1,4 @@
-"""What the metrics learn of answers: read to their end or not, one or several, with a search or without."""
+"""Metrics count each answer once: complete, aborted, failed or unread, with a search or without."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ from tests.server.knowledge import QUESTION, write_knowledge
 from tests.server.test_metrics import samples
 
 LONG = AskOptions(max_tokens=1500, min_tokens=1500, temperature=50.0, seed=3)
-HEARD = (
+COUNTED = (
     "stillroom_prompt_tokens_total",
     "stillroom_generated_tokens_total",
     "stillroom_retrieval_seconds_count",
@@ -46,48 +46,48 @@ def accounted(*events: TokenEvent, is_first: bool = True, has_searched: bool = T
     return samples(metrics)
 
 
-def test_an_answer_that_is_cut_counts_with_what_was_generated_of_it() -> None:
+def test_aborted_answer_counts_the_tokens_generated_before() -> None:
     ended = event(19.0, FinishReason.ABORTED, error=deadline_error())
     seen = accounted(event(12.0, token=1), event(12.5, token=2), event(14.0, token=3), ended)
 
     assert seen["stillroom_requests_total{outcome=aborted}"] == 1
-    assert [seen[name] for name in HEARD] == [100, 3, 1, 1, 0], "only a complete answer has a whole time"
+    assert [seen[name] for name in COUNTED] == [100, 3, 1, 1, 0], "only complete answers have a total time"
     assert seen["stillroom_time_to_first_token_seconds_sum"] == 2.0
     assert seen["stillroom_time_per_output_token_seconds_sum"] == 1.0, "up to its last token"
 
 
-def test_a_prompt_that_was_never_read_is_not_counted_as_one() -> None:
+def test_request_that_fails_before_prefill_counts_no_prompt_tokens() -> None:
     seen = accounted(event(19.0, FinishReason.ABORTED, error=EngineError("it broke")))
 
     assert seen["stillroom_requests_total{outcome=failed}"] == 1
-    assert [seen[name] for name in HEARD] == [0, 0, 1, 0, 0]
+    assert [seen[name] for name in COUNTED] == [0, 0, 1, 0, 0]
 
 
-def test_an_answer_without_a_token_has_no_first_one() -> None:
+def test_answer_without_tokens_has_no_time_to_first_token() -> None:
     seen = accounted(event(12.0, FinishReason.STOP))
 
-    assert [seen[name] for name in HEARD] == [100, 0, 1, 0, 1]
+    assert [seen[name] for name in COUNTED] == [100, 0, 1, 0, 1]
 
 
-def test_an_engine_elsewhere_counts_for_itself() -> None:
+def test_usage_of_a_remote_engine_is_counted_as_reported() -> None:
     seen = accounted(event(12.0, text="a b"), event(13.0, FinishReason.LENGTH, usage=RemoteUsage(90, 60, 7)))
 
-    assert [seen[name] for name in HEARD] == [90, 7, 1, 1, 1]
+    assert [seen[name] for name in COUNTED] == [90, 7, 1, 1, 1]
     assert seen["stillroom_cached_tokens_total"] == 60
 
 
-def test_only_the_first_of_several_answers_counts_what_they_have_in_common() -> None:
+def test_only_the_first_of_several_answers_counts_prompt_and_search() -> None:
     seen = accounted(event(12.0, token=1), event(13.0, FinishReason.STOP, token=2), is_first=False)
 
     assert seen["stillroom_requests_total{outcome=stop}"] == 1
-    assert [seen[name] for name in HEARD] == [0, 2, 0, 0, 1]
+    assert [seen[name] for name in COUNTED] == [0, 2, 0, 0, 1]
     assert "stillroom_phase_seconds_count{phase=queue}" not in seen
 
 
-def test_a_raw_prompt_has_no_search() -> None:
+def test_raw_prompt_counts_no_search() -> None:
     seen = accounted(event(12.0, FinishReason.LENGTH, token=1), has_searched=False)
 
-    assert [seen[name] for name in HEARD] == [100, 1, 0, 1, 1]
+    assert [seen[name] for name in COUNTED] == [100, 1, 0, 1, 1]
 
 
 @pytest.fixture(scope="module")
@@ -100,47 +100,47 @@ def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
 
 
 class Growth:
-    """By how much metrics have grown."""
+    """Differences of metrics since it was created."""
 
     def __init__(self, stillroom: Stillroom) -> None:
-        self._room = stillroom
+        self._stillroom = stillroom
         self._before = samples(stillroom.metrics)
 
     def __getitem__(self, name: str) -> float:
-        return samples(self._room.metrics)[name] - self._before.get(name, 0.0)
+        return samples(self._stillroom.metrics)[name] - self._before.get(name, 0.0)
 
 
-def test_several_answers_to_a_question_are_one_question(stillroom: Stillroom) -> None:
-    grown = Growth(stillroom)
+def test_several_answers_count_as_one_question(stillroom: Stillroom) -> None:
+    growth = Growth(stillroom)
     answers = stillroom.ask_several(QUESTION, 4, AskOptions(max_tokens=3, min_tokens=3))
 
-    assert sum(grown[f"stillroom_requests_total{{outcome={how}}}"] for how in ("stop", "length")) == 4
+    assert sum(growth[f"stillroom_requests_total{{outcome={how}}}"] for how in ("stop", "length")) == 4
     expected = [answers[0].reuse.num_prompt_tokens, 12, 1, 1, 4]
-    assert [grown[name] for name in HEARD] == expected
-    assert grown["stillroom_cached_tokens_total"] == answers[0].reuse.num_cached_tokens
+    assert [growth[name] for name in COUNTED] == expected
+    assert growth["stillroom_cached_tokens_total"] == answers[0].reuse.num_cached_tokens
 
 
-def test_a_stream_that_is_left_counts_with_what_was_generated(stillroom: Stillroom) -> None:
-    grown = Growth(stillroom)
+def test_cancelled_stream_counts_the_tokens_generated_before(stillroom: Stillroom) -> None:
+    growth = Growth(stillroom)
     stream = stillroom.stream(QUESTION, LONG)
     next(iter(stream))
     stream.cancel()
 
-    until(lambda: grown["stillroom_requests_total{outcome=aborted}"] == 1)
-    assert grown["stillroom_generated_tokens_total"] >= 1
-    assert grown["stillroom_time_to_first_token_seconds_count"] == 1
+    until(lambda: growth["stillroom_requests_total{outcome=aborted}"] == 1)
+    assert growth["stillroom_generated_tokens_total"] >= 1
+    assert growth["stillroom_time_to_first_token_seconds_count"] == 1
 
 
-def test_an_answer_that_nobody_reads_counts(stillroom: Stillroom) -> None:
-    grown = Growth(stillroom)
+def test_unread_answer_is_counted(stillroom: Stillroom) -> None:
+    growth = Growth(stillroom)
     stillroom.stream(QUESTION, AskOptions(max_tokens=3, min_tokens=3))
 
-    until(lambda: grown["stillroom_request_seconds_count"] == 1)
-    assert grown["stillroom_generated_tokens_total"] == 3
+    until(lambda: growth["stillroom_request_seconds_count"] == 1)
+    assert growth["stillroom_generated_tokens_total"] == 3
 
 
-def test_a_continuation_is_in_no_time_of_search(stillroom: Stillroom) -> None:
-    grown = Growth(stillroom)
+def test_continuation_counts_no_search(stillroom: Stillroom) -> None:
+    growth = Growth(stillroom)
 
     async def read() -> None:
         [stream] = await stillroom.acontinue(QUESTION, AskOptions(max_tokens=2))
@@ -148,10 +148,10 @@ def test_a_continuation_is_in_no_time_of_search(stillroom: Stillroom) -> None:
             pass
 
     asyncio.run(read())
-    assert grown["stillroom_request_seconds_count"] == 1 and grown["stillroom_retrieval_seconds_count"] == 0
+    assert growth["stillroom_request_seconds_count"] == 1 and growth["stillroom_retrieval_seconds_count"] == 0
 
 
-def test_a_deadline_during_the_search_counts(stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadline_during_the_search_counts_as_aborted(stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
     search = stillroom._search.search_staged
 
     is_late = threading.Event()
@@ -161,7 +161,7 @@ def test_a_deadline_during_the_search_counts(stillroom: Stillroom, monkeypatch: 
         return search(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(stillroom._search, "search_staged", slow)
-    grown = Growth(stillroom)
+    growth = Growth(stillroom)
 
     async def ask() -> None:
         try:
@@ -171,14 +171,14 @@ def test_a_deadline_during_the_search_counts(stillroom: Stillroom, monkeypatch: 
 
     with pytest.raises(DeadlineExceededError):
         asyncio.run(ask())
-    assert grown["stillroom_requests_total{outcome=aborted}"] == 2
-    assert [grown[name] for name in HEARD] == [0, 0, 0, 0, 0]
+    assert growth["stillroom_requests_total{outcome=aborted}"] == 2
+    assert [growth[name] for name in COUNTED] == [0, 0, 0, 0, 0]
 
 
-def test_documents_that_another_process_adds_show_at_once(stillroom: Stillroom, tmp_path: Path) -> None:
+def test_document_gauge_includes_documents_of_another_process(stillroom: Stillroom, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("Dola Kenric bought the ship Perint .", encoding="utf-8")
-    grown = Growth(stillroom)
+    growth = Growth(stillroom)
     with Stillroom.open(stillroom._kb.path) as other:
         other.add(tmp_path / "more.txt")
 
-    assert grown["stillroom_documents"] == 1
+    assert growth["stillroom_documents"] == 1

@@ -1,4 +1,4 @@
-"""The bundled model through our generating side scores what its card says (measured there through transformers)."""
+"""The bundled model scores in Stillroom's engine what its card states, which was measured with transformers."""
 
 import json
 from collections import Counter
@@ -21,9 +21,7 @@ CARD = {"single": 0.912, "split": 0.840, "twohop": 0.472, "chain": 0.480}
 
 @pytest.mark.shared
 @pytest.mark.parametrize(("weights", "tolerance"), [("checkpoint", 0.001), ("int8", 0.025)])
-def test_exact_match_on_its_evaluation_set_is_that_of_its_card(
-    shared: Path, weights: Weights, tolerance: float
-) -> None:
+def test_exact_match_equals_the_model_card(shared: Path, weights: Weights, tolerance: float) -> None:
     model = load_model("bundled:microworld", device="cpu", weights=weights)
     builder = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     run = Run(build_engine(model.decoder, RuntimeConfig(), ManualClock())[0])

@@ -1,4 +1,4 @@
-"""What a sequence adds to a step, on a clock that a made runner moves; and where loads are measured."""
+"""Calibration with a simulated runner and clock: cost of a sequence, and the disk on which loads are measured."""
 
 import os
 from pathlib import Path
@@ -15,8 +15,8 @@ from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.runner.torch_runner import TorchRunner
 
 
-class MadeRunner:
-    """Takes 2 s for a step and half a second for each sequence; the first step ever takes long."""
+class SimulatedRunner:
+    """A step takes 2 s and half a second per sequence; the first one takes 100 s more."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
@@ -30,24 +30,26 @@ class MadeRunner:
 
 
 @pytest.mark.parametrize(("num_blocks", "expected", "most"), [(4, 0.5, 8), (1, 0.5, 4)])
-def test_what_a_sequence_adds_to_a_step(num_blocks: int, expected: float, most: int) -> None:
+def test_sequence_seconds_is_the_cost_of_one_more_sequence(num_blocks: int, expected: float, most: int) -> None:
     clock = VirtualClock()
-    runner = MadeRunner(clock)
+    runner = SimulatedRunner(clock)
     device = DeviceStore(KVShape(1, 1, 2, torch.float32), num_blocks, 4, torch.device("cpu"))
-    bench = CalibrationTarget(cast(TorchRunner, runner), device, num_blocks, 64, 64, clock)
+    target = CalibrationTarget(cast(TorchRunner, runner), device, num_blocks, 64, 64, clock)
 
-    assert sequence_seconds(bench) == pytest.approx(expected)
-    assert set(runner.sizes) == {1, most}, "no more than there are slots for"
+    assert sequence_seconds(target) == pytest.approx(expected)
+    assert set(runner.sizes) == {1, most}, "at most one sequence per slot"
 
 
-def test_where_there_is_room_for_one_only() -> None:
+def test_sequence_seconds_is_zero_with_room_for_one_sequence() -> None:
     clock = VirtualClock()
     device = DeviceStore(KVShape(1, 1, 2, torch.float32), 1, 1, torch.device("cpu"))
-    assert sequence_seconds(CalibrationTarget(cast(TorchRunner, MadeRunner(clock)), device, 1, 64, 64, clock)) == 0.0
+    assert (
+        sequence_seconds(CalibrationTarget(cast(TorchRunner, SimulatedRunner(clock)), device, 1, 64, 64, clock)) == 0.0
+    )
 
 
 class TickingClock(VirtualClock):
-    """Whoever looks at it has taken a millisecond."""
+    """Advances by a millisecond at each reading."""
 
     def monotonic(self) -> float:
         self.advance(1e-3)
@@ -57,19 +59,19 @@ class TickingClock(VirtualClock):
 def links(folder: Path | None, now: float = 0.0) -> set[Tier]:
     clock = TickingClock(now)
     device = DeviceStore(KVShape(1, 1, 2, torch.float32), 8, 4, torch.device("cpu"))
-    bench = CalibrationTarget(cast(TorchRunner, MadeRunner(clock)), device, 8, 64, 64, clock)
-    return set(quick_profile(bench, folder).links)
+    target = CalibrationTarget(cast(TorchRunner, SimulatedRunner(clock)), device, 8, 64, 64, clock)
+    return set(quick_profile(target, folder).links)
 
 
-def test_loads_are_measured_where_kv_is_kept(tmp_path: Path) -> None:
-    """Also where nobody can write, and only from the host where nothing is kept on disk."""
+def test_loads_are_measured_on_the_disk_that_stores_kv(tmp_path: Path) -> None:
+    """In an unwritable folder a temporary one is used; without a folder only the host is measured."""
     assert links(tmp_path / "kb" / "kv") == {Tier.HOST, Tier.DISK}
     assert links(Path("/proc/self/kv")) == {Tier.HOST, Tier.DISK}
     assert links(None) == {Tier.HOST}
     assert not any(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+def test_scratch_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     old, new, other = (tmp_path / name for name in (".stillroom-calibrate-a", ".stillroom-calibrate-b", "calibrate-c"))
     for folder in (old, new, other):
         folder.mkdir()

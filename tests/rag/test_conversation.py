@@ -1,4 +1,4 @@
-"""Earlier turns: a prompt begins with the one before and its answer, and nothing said can imitate the template."""
+"""Conversations: a prompt begins with the previous prompt and its answer, and no message can imitate the template."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +63,7 @@ def chunks_of(*numbers: int) -> list[Chunk]:
 
 @pytest.fixture(params=TEMPLATES)
 def chat(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Tokenizer:  # noqa: F811
-    """A tokenizer with one of several templates."""
+    """A tokenizer with one of several chat templates."""
     from transformers import AutoTokenizer
 
     hf = AutoTokenizer.from_pretrained(folder)
@@ -72,7 +72,7 @@ def chat(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Tokeni
     return Tokenizer.load(tmp_path)
 
 
-def test_a_prompt_begins_with_the_turn_before_and_its_answer(chat: Tokenizer) -> None:
+def test_prompt_begins_with_the_previous_prompt_and_its_answer(chat: Tokenizer) -> None:
     builder = PromptBuilder(chat, format_for(chat))
     first = builder.build(chunks_of(1, 2), "the fox?", 10_000)
     answer = chat.encode_text("over the dog")
@@ -91,7 +91,7 @@ def test_a_prompt_begins_with_the_turn_before_and_its_answer(chat: Tokenizer) ->
 
 
 @pytest.mark.parametrize("place", ["question", "earlier question", "answer", "system", "title", "text"])
-def test_nothing_said_can_imitate_the_template(chat: Tokenizer, place: str) -> None:
+def test_no_message_can_imitate_the_template(chat: Tokenizer, place: str) -> None:
     builder = PromptBuilder(chat, format_for(chat))
 
     def num_special(text: str) -> tuple[int, bool]:
@@ -106,7 +106,7 @@ def test_nothing_said_can_imitate_the_template(chat: Tokenizer, place: str) -> N
     assert attacked == harmless == (harmless[0], True)
 
 
-def test_the_template_writes_what_stands_between_turns(tokenizer: Tokenizer) -> None:  # noqa: F811
+def test_text_between_turns_is_the_templates(tokenizer: Tokenizer) -> None:  # noqa: F811
     history = History((turn("the fox?", "over the dog", 1),), "be brief")
 
     text = render(format_for(tokenizer), chunks_of(1, 2), "the dog?", history)
@@ -121,13 +121,13 @@ def test_the_template_writes_what_stands_between_turns(tokenizer: Tokenizer) -> 
     assert tokenizer._hf.decode(prompt.token_ids) == text
 
 
-def test_messages_for_an_engine_elsewhere(tokenizer: Tokenizer) -> None:  # noqa: F811
+def test_user_messages_for_a_remote_engine(tokenizer: Tokenizer) -> None:  # noqa: F811
     first, second = user_messages(chunks_of(1), "now?", History((turn("then?", "yes", 1),)))
     assert first == "Documents:\n\n<document>\nthe fox 1\n</document>\n\nQuestion: then?"
     assert second == "Question: now?", "the document stands in the first message"
 
 
-def test_where_there_is_no_room_the_oldest_turns_leave_then_the_last_chunks(tokenizer: Tokenizer) -> None:  # noqa: F811
+def test_too_long_prompt_drops_the_oldest_turns_then_the_last_chunks(tokenizer: Tokenizer) -> None:  # noqa: F811
     builder = PromptBuilder(tokenizer, format_for(tokenizer))
     turns = tuple(turn(f"question {number}", "answer " * 10, number) for number in range(1, 8))
 
@@ -139,15 +139,15 @@ def test_where_there_is_no_room_the_oldest_turns_leave_then_the_last_chunks(toke
 
     whole = builder.build(chunks_of(7, 20, 21), "now?", None, History(turns)).num_tokens
     assert kept(None) == kept(whole) == (7, [*range(1, 8), 20, 21])
-    assert kept(whole - 1) == (5, [*range(3, 8), 20, 21]), "the next prompt will begin there too"
+    assert kept(whole - 1) == (5, [*range(3, 8), 20, 21]), "the next prompts begin there too"
     alone = builder.build(chunks_of(7, 20, 21), "now?", None).num_tokens
-    assert kept(alone) == (0, [7, 20, 21]), "a chunk whose turn has left stands with the question again"
+    assert kept(alone) == (0, [7, 20, 21]), "a chunk whose turn was dropped stands with the question again"
     numbers = [kept(size)[0] for size in range(alone, whole + 1)]
     assert sorted(set(numbers)) == [0, 1, 2, 3, 5, 7] and numbers == sorted(numbers)
 
 
 @given(st.integers(0, 80))
-def test_half_of_the_turns_that_fit_stay_and_the_cut_holds_for_some_questions(num_fitting: int) -> None:
+def test_at_least_half_of_the_fitting_turns_stay_and_the_cut_rarely_moves(num_fitting: int) -> None:
     def num_kept(num_turns: int) -> int:
         left = num_turns - num_turns_to_drop(num_turns, lambda num_dropped: num_turns - num_dropped <= num_fitting)
         assert min(num_turns, num_fitting) >= left >= min(num_turns, num_fitting / 2)
@@ -157,7 +157,7 @@ def test_half_of_the_turns_that_fit_stay_and_the_cut_holds_for_some_questions(nu
     assert len(cuts) <= 2 + 300 / max(1, num_fitting / 4)
 
 
-def test_a_long_conversation_in_a_small_context_keeps_its_last_turns(tokenizer: Tokenizer) -> None:  # noqa: F811
+def test_long_conversation_in_a_small_context_keeps_its_last_turns(tokenizer: Tokenizer) -> None:  # noqa: F811
     builder = PromptBuilder(tokenizer, format_for(tokenizer))
     turns = [turn("question", "answer") for _ in range(20)]
     room = builder.build(chunks_of(1), "now?", None, History(tuple(turns[:3]))).num_tokens
@@ -170,7 +170,7 @@ def test_a_long_conversation_in_a_small_context_keeps_its_last_turns(tokenizer: 
     assert [num_kept(number) for number in range(21)] == [0, 1, 2, 3] + [2, 3] * 8 + [2]
 
 
-def test_every_turn_finds_by_itself_and_with_the_question_before() -> None:
+def test_every_turn_is_searched_alone_and_with_the_previous_question() -> None:
     asked: list[str] = []
 
     def search(text: str) -> Sequence[ScoredChunk]:
@@ -186,7 +186,7 @@ def test_every_turn_finds_by_itself_and_with_the_question_before() -> None:
     assert not blank.turns[1].found and asked[-1] == "a"
 
 
-def test_a_long_conversation_is_cut_where_it_stays_cut() -> None:
+def test_long_conversation_is_cut_in_steps_of_32_turns() -> None:
     def first(num_turns: int) -> int:
         exchanges = [Exchange(f"question {number}", "") for number in range(num_turns)]
         history = history_of(exchanges, "", lambda text: (), 5)
@@ -197,18 +197,18 @@ def test_a_long_conversation_is_cut_where_it_stays_cut() -> None:
         assert first(num_turns) == -(-(num_turns - MAX_TURNS) // 32) * 32
 
 
-def test_the_question_goes_first_and_both_searches_take_turns() -> None:
+def test_interleaved_results_begin_with_the_questions_own() -> None:
     found = interleave(scored(1, 2, 3), scored(4, 1, 5), 4)
     assert [one.chunk.chunk_id for one in found] == [1, 4, 2, 3]
     assert interleave(scored(1, 2), (), 1) == scored(1)
 
 
-def test_a_chunk_stands_where_it_was_first_found() -> None:
+def test_chunk_stands_in_the_first_turn_that_found_it() -> None:
     added = new_chunks([turn("a", "A", 1, 2), turn("b", "B", 2, 3)], chunks_of(3, 1, 4))
     assert [[chunk.chunk_id for chunk in one] for one in added] == [[1, 2], [3], [4]]
 
 
-def test_sources_are_those_of_the_question_then_those_of_the_turns_before() -> None:
+def test_sources_list_the_question_first_then_earlier_turns() -> None:
     history = History((turn("a", "A", 1, 2), turn("b", "B", 3)))
     prompt = [ChunkId(number) for number in (1, 2, 3, 4)]
 
@@ -222,7 +222,7 @@ def test_sources_are_those_of_the_question_then_those_of_the_turns_before() -> N
     ]
 
 
-def test_the_second_turn_computes_what_is_new_and_says_what_it_would_without_reuse(tmp_path: Path) -> None:
+def test_second_turn_reuses_the_first_and_changes_no_token(tmp_path: Path) -> None:
     docs = write_knowledge(tmp_path / "docs")
     with Stillroom.open(tmp_path / "kb") as stillroom:
         stillroom.add(docs)
@@ -237,5 +237,5 @@ def test_the_second_turn_computes_what_is_new_and_says_what_it_would_without_reu
     assert second.reuse.num_cached_tokens >= first.reuse.num_prompt_tokens - first.reuse.segments[-1].num_tokens
     assert again.reuse.num_cached_tokens == again.reuse.num_prompt_tokens - num_question
     assert {source.turns_ago for source in second.sources} == {0, 1}
-    with Stillroom.open(tmp_path / "kb") as stillroom:  # another process computes it all by itself
+    with Stillroom.open(tmp_path / "kb") as stillroom:  # another process, without the KV on the device
         assert stillroom.ask(SECOND, told).token_ids == second.token_ids

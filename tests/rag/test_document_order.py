@@ -1,4 +1,4 @@
-"""Documents in the order of earlier prompts: worked examples, rules that always hold, and what it brings."""
+"""`PrefixOrder`: worked examples, invariants, and how many more tokens prompts share."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from stillroom.backends.document_order import PrefixOrder
 
 
 def arranged(*sets: str, max_orders: int = 100) -> list[str]:
-    """Orders of documents that are letters, one set after another."""
+    """Orders of sets of documents (letters), arranged one after another."""
     order: PrefixOrder[str] = PrefixOrder(max_orders)
     found = []
     for ranked in sets:
@@ -49,7 +49,7 @@ def test_oldest_orders_are_forgotten() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 6), unique=True, max_size=5), max_size=30))
-def test_nothing_is_lost_and_the_beginning_is_the_longest_that_was_sent(questions: list[list[int]]) -> None:
+def test_order_keeps_all_documents_and_the_longest_sent_beginning(questions: list[list[int]]) -> None:
     order: PrefixOrder[int] = PrefixOrder(1000)
     sent: list[tuple[int, ...]] = []
     for ranked in questions:
@@ -62,7 +62,7 @@ def test_nothing_is_lost_and_the_beginning_is_the_longest_that_was_sent(question
 
 
 @given(st.lists(st.lists(st.integers(0, 9), unique=True, max_size=5), max_size=30))
-def test_same_questions_have_the_same_orders(questions: list[list[int]]) -> None:
+def test_orders_are_deterministic(questions: list[list[int]]) -> None:
     first, second = (
         [order.arrange(ranked) for ranked in questions] for order in (PrefixOrder[int](8), PrefixOrder[int](8))
     )
@@ -71,7 +71,7 @@ def test_same_questions_have_the_same_orders(questions: list[list[int]]) -> None
 
 
 def shared_beginning(order: Sequence[object], sent: Iterable[Sequence[object]]) -> int:
-    """How many documents at the beginning were already sent so."""
+    """Length of the longest beginning that an earlier order has too."""
     longest = 0
     for other in sent:
         num_shared = 0
@@ -84,7 +84,7 @@ def shared_beginning(order: Sequence[object], sent: Iterable[Sequence[object]]) 
 
 
 def shared_token_ratio(questions: Sequence[Sequence[str]], *, is_arranged: bool) -> float:
-    """Share of the documents' tokens (here: words) that stand in a beginning that was sent before."""
+    """Share of the documents' words that are in a beginning that was sent before."""
     order: PrefixOrder[str] = PrefixOrder()
     prefixes: set[tuple[str, ...]] = set()
     num_shared = num_sent = 0
@@ -98,7 +98,7 @@ def shared_token_ratio(questions: Sequence[Sequence[str]], *, is_arranged: bool)
     return num_shared / num_sent
 
 
-def test_more_of_a_prompt_is_shared_on_questions_about_popular_topics() -> None:
+def test_prefix_order_shares_more_on_popular_topics() -> None:
     rng = np.random.default_rng(0)
     questions = []
     for _ in range(400):  # each topic has 8 documents, and a question about it finds 5 of them
@@ -116,9 +116,7 @@ def test_more_of_a_prompt_is_shared_on_questions_about_popular_topics() -> None:
     ("trace", "by_rank", "by_prefix"),
     [("rag_2wikimultihopqa", 0.009, 0.074), ("rag_musique", 0.095, 0.221), ("rag_nq", 0.007, 0.020)],
 )
-def test_more_of_a_prompt_is_shared_on_real_questions(
-    shared: Path, trace: str, by_rank: float, by_prefix: float
-) -> None:
+def test_prefix_order_shares_more_on_real_traces(shared: Path, trace: str, by_rank: float, by_prefix: float) -> None:
     retrieved = json.loads((shared / "data/traces" / f"{trace}.json").read_text())["retrieved_docs"]
 
     assert shared_token_ratio(retrieved, is_arranged=False) == pytest.approx(by_rank, abs=0.001)

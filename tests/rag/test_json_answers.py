@@ -1,4 +1,4 @@
-"""JSON answers through the facade: a random model, which would never write any by itself."""
+"""JSON answers through the facade, with a random model, which writes no JSON on its own."""
 
 import json
 from collections.abc import Iterator
@@ -44,12 +44,12 @@ def test_every_answer_follows_the_schema(stillroom: Stillroom) -> None:
     assert answers[1].reuse.num_cached_tokens == answers[1].reuse.num_prompt_tokens
 
 
-def test_a_stop_string_ends_json_too(stillroom: Stillroom) -> None:
+def test_stop_string_ends_a_json_answer(stillroom: Stillroom) -> None:
     answer = stillroom.ask(QUESTION, AskOptions(json_schema=SCHEMA, stop=', "bank', top_k=1))
     assert json.loads(answer.text + "}").keys() == {"year"}
 
 
-def test_a_model_whose_words_cannot_spell_json_says_so(tmp_path: Path) -> None:
+def test_model_that_cannot_spell_json_refuses_a_schema(tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb") as bundled:
         bundled.add(write_knowledge(tmp_path / "docs"))
         with pytest.raises(UsageError, match="cannot write JSON"):

@@ -1,4 +1,4 @@
-"""Kept KV of documents and tenants that no longer exist is dropped, whatever removed them."""
+"""KV of removed documents and tenants is dropped, whatever removed them."""
 
 import contextlib
 import os
@@ -26,11 +26,11 @@ from tests.server.fakes import until
 
 QUESTION = "What is the capital of Ardun ?"
 OWN, TENANT = {0, 1, 2, 3}, {10, 11, 12, 13}
-"""Numbers of records: a system prompt; document a behind it; document b behind it; document a behind b."""
+"""Numbers of records: a system prompt; after it document a; after it document b; document a after b."""
 
 
-class House:
-    """A knowledge base with a KV folder, a tenant's knowledge base beside it, and records of both in the folder."""
+class KvFolderFixture:
+    """A knowledge base with a KV folder, a tenant's knowledge base, and records of both in the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.own, self.tenant = folder / "own", folder / "tenants" / "a"
@@ -48,7 +48,7 @@ class House:
         note_owner(self.root, self.owner, OwnerNote("a", self.tenant))
 
     def kept(self) -> set[int]:
-        """The numbers of the records that lie in the folder, the same ones of both models."""
+        """Numbers of the records in the folder, which are the same for both models."""
         numbers = {key(n): n for n in range(20)}
         first, second = (
             {numbers[NodeKey(bytes.fromhex(path.stem))] for path in record_paths(folder)} for folder in self.folders
@@ -58,7 +58,7 @@ class House:
 
 
 def make(folder: Path) -> str:
-    """A knowledge base with the documents `a` and `b`; returns its identity."""
+    """Create a knowledge base with the documents `a` and `b`; returns its identity."""
     folder.mkdir(parents=True)
     with contextlib.closing(Corpus(folder / CORPUS)) as corpus:
         corpus.commit([stored("a", "one"), stored("b", "two")])
@@ -83,62 +83,60 @@ def follower(n: int, before: NodeRecord, chunk: ChunkId) -> NodeRecord:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path)
+def kv(tmp_path: Path) -> KvFolderFixture:
+    return KvFolderFixture(tmp_path)
 
 
-def test_nothing_is_dropped_while_every_document_exists(house: House) -> None:
-    assert sweep_kv(house.own).report.num_removed == 0
-    assert house.kept() == OWN | TENANT
+def test_nothing_is_dropped_while_every_document_exists(kv: KvFolderFixture) -> None:
+    assert sweep_kv(kv.own).report.num_removed == 0
+    assert kv.kept() == OWN | TENANT
 
 
-def test_a_removed_document_takes_what_has_seen_it_and_no_other_owner_loses_anything(house: House) -> None:
-    remove(house.tenant, "b")
-    assert sweep_kv(house.own).report.num_removed == 4
-    assert house.kept() == OWN | {10, 11}
-    remove(house.own, "a")
-    sweep_kv(house.own)
-    assert house.kept() == {0, 2, 10, 11}
+def test_records_that_saw_a_removed_document_are_dropped_for_its_owner_only(kv: KvFolderFixture) -> None:
+    remove(kv.tenant, "b")
+    assert sweep_kv(kv.own).report.num_removed == 4
+    assert kv.kept() == OWN | {10, 11}
+    remove(kv.own, "a")
+    sweep_kv(kv.own)
+    assert kv.kept() == {0, 2, 10, 11}
 
 
-def test_a_deleted_tenant_folder_takes_all_of_its_kv_and_the_note(house: House) -> None:
-    shutil.rmtree(house.tenant)
-    sweep_kv(house.own)
-    assert house.kept() == OWN and noted_owners(house.root) == []
+def test_deleted_tenant_folder_drops_its_kv_and_its_note(kv: KvFolderFixture) -> None:
+    shutil.rmtree(kv.tenant)
+    sweep_kv(kv.own)
+    assert kv.kept() == OWN and noted_owners(kv.root) == []
 
 
-def test_a_tenant_folder_that_was_made_anew_takes_the_kv_of_the_old_one(house: House) -> None:
-    shutil.rmtree(house.tenant)
-    make(house.tenant)
-    sweep_kv(house.own)
-    assert house.kept() == OWN and noted_owners(house.root) == []
+def test_recreated_tenant_folder_drops_the_kv_of_the_old_one(kv: KvFolderFixture) -> None:
+    shutil.rmtree(kv.tenant)
+    make(kv.tenant)
+    sweep_kv(kv.own)
+    assert kv.kept() == OWN and noted_owners(kv.root) == []
 
 
-def test_kv_of_an_owner_that_no_note_names_is_dropped(house: House) -> None:
-    shutil.rmtree(house.root / "owners")
-    sweep_kv(house.own)
-    assert house.kept() == OWN
+def test_kv_of_an_owner_without_a_note_is_dropped(kv: KvFolderFixture) -> None:
+    shutil.rmtree(kv.root / "owners")
+    sweep_kv(kv.own)
+    assert kv.kept() == OWN
 
 
-def test_a_record_whose_parent_is_gone_is_dropped(house: House) -> None:
-    """What it has seen is not known."""
-    for folder in house.folders:
+def test_record_without_its_parent_is_dropped(kv: KvFolderFixture) -> None:
+    """Without its parent, the chunks that it has seen are unknown."""
+    for folder in kv.folders:
         for path in record_paths(folder):
             if path.stem == key(12).hex():
                 path.unlink()
-    sweep_kv(house.own)
-    assert house.kept() == OWN | {10, 11}
+    sweep_kv(kv.own)
+    assert kv.kept() == OWN | {10, 11}
 
 
-def test_kv_of_a_knowledge_base_that_cannot_be_read_just_now_stays(
-    house: House, caplog: pytest.LogCaptureFixture
-) -> None:
-    (house.tenant / CORPUS).write_bytes(b"no database " * 1000)
-    for name in os.listdir(house.tenant):
+def test_kv_of_an_unreadable_knowledge_base_stays(kv: KvFolderFixture, caplog: pytest.LogCaptureFixture) -> None:
+    (kv.tenant / CORPUS).write_bytes(b"no database " * 1000)
+    for name in os.listdir(kv.tenant):
         if name != CORPUS:
-            (house.tenant / name).unlink()
-    sweep_kv(house.own)
-    assert house.kept() == OWN | TENANT and noted_owners(house.root) == [house.owner]
+            (kv.tenant / name).unlink()
+    sweep_kv(kv.own)
+    assert kv.kept() == OWN | TENANT and noted_owners(kv.root) == [kv.owner]
     assert "cannot be read stays on disk" in caplog.text
 
 
@@ -151,10 +149,10 @@ def docs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_the_command_line_removed_is_gone_at_the_next_start_and_under_a_running_server(
+def test_kv_of_documents_removed_by_the_command_line_is_dropped_at_start_and_while_serving(
     docs: Path, tmp_path: Path
 ) -> None:
-    """The tenant itself asks nothing any more."""
+    """The tenant sends no more requests."""
     config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=SpeculationConfig(mode="off"))
     owners = []
     with Stillroom.open(tmp_path / "own", config=config) as own:

@@ -1,4 +1,4 @@
-"""llama.cpp's own server as the engine, with a small llama of trained weights.
+"""llama.cpp's server as the engine, with a small trained llama.
 
 STILLROOM_TEST_LLAMA_PYTHON names a Python that has `llama-cpp-python[server]` and `gguf`; without it this is skipped.
 """
@@ -43,7 +43,9 @@ pytestmark = [
 def model(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, path = shared / "models/stories260k", tmp_path_factory.mktemp("llama") / "stories.gguf"
     program = [PYTHON, str(Path(runtime_worker.__file__).with_name("llama_gguf.py"))]
-    environment = os.environ | {"PYTHONSAFEPATH": "1"}  # our `statistics` is not the library's
+    environment = os.environ | {
+        "PYTHONSAFEPATH": "1"
+    }  # the folder has a `statistics` that would shadow the standard library's
     subprocess.run([*program, source, path, source / "pieces.json"], check=True, env=environment)
     return path
 
@@ -84,7 +86,7 @@ def open_stillroom(folder: Path, config: EngineConfig, prompt: EnginePrompt = "c
     return stillroom
 
 
-def test_greedy_story_is_that_of_transformers(config: EngineConfig, shared: Path) -> None:
+def test_greedy_story_equals_that_of_transformers(config: EngineConfig, shared: Path) -> None:
     source = shared / "models/stories260k"
     pieces = json.loads((source / "pieces.json").read_text("utf-8"))
     begin, first, second, *expected = json.loads((source / "greedy_60.json").read_text("utf-8"))
@@ -120,16 +122,16 @@ def test_answer_from_documents(config: EngineConfig, tmp_path: Path, prompt: Eng
     assert stream.answer.num_generated_tokens > 0
 
 
-def test_leaving_stops_the_server(config: EngineConfig, tmp_path: Path) -> None:
+def test_cancelling_stops_the_server(config: EngineConfig, tmp_path: Path) -> None:
     with open_stillroom(tmp_path, config) as stillroom:
         for _ in stillroom.stream(QUESTION, AskOptions(top_k=1, max_tokens=250)):
             break
-        # one request at a time over there
+        # the server runs one request at a time
         assert stillroom.ask(QUESTION, AskOptions(top_k=1, max_tokens=2)).finish_reason == "length"
 
 
 def test_prompt_that_is_too_long(config: EngineConfig, tmp_path: Path) -> None:
-    """This server ends such a stream without a word."""
+    """This server ends such a stream without an error."""
     with (
         open_stillroom(tmp_path, config) as stillroom,
         pytest.raises(EngineUnavailableError, match="lower search.top_k"),

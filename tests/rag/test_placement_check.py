@@ -1,4 +1,4 @@
-"""A model is let through if its KV can be turned, and refused with the reason if it cannot."""
+"""Models whose KV can be rotated to another position are accepted, others are refused with the reason."""
 
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ def load(path: Path, kind: str, settings: dict[str, Any], dtype: Dtype) -> Decod
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("kind", "settings"), KINDS)
-def test_what_can_be_turned_is_let_through(tmp_path: Path, kind: str, settings: dict[str, Any], dtype: Dtype) -> None:
+def test_models_with_rotary_positions_are_accepted(
+    tmp_path: Path, kind: str, settings: dict[str, Any], dtype: Dtype
+) -> None:
     check_placement(load(tmp_path, kind, settings, dtype), 8)
 
 
-def test_a_wrong_turn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_rotation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = load(tmp_path, "Llama", {}, "float32")
     wrong = decoder.inv_freq_LP * 1.01
     monkeypatch.setattr(Decoder, "inv_freq_LP", property(lambda self: wrong))
@@ -40,8 +42,8 @@ def test_a_wrong_turn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         check_placement(decoder, 8)
 
 
-def test_values_that_know_their_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with learned positions, which are added to what is embedded."""
+def test_values_that_depend_on_the_position_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with learned positions, which are added to the embeddings."""
     decoder = load(tmp_path, "Llama", {}, "float32")
     plain = decoder.hidden_states
 

@@ -1,4 +1,4 @@
-"""The query cache over a search that counts its calls and a corpus that changes when told to."""
+"""The query cache, on a corpus that counts searches and changes its generation on demand."""
 
 import gc
 import weakref
@@ -21,11 +21,11 @@ VECTORS = {"big cat": (1.0, 0.0), "large cat": (0.96, 0.28), "tax law": (0.0, 1.
 
 
 class WeakText(str):
-    """A text that can be referred to weakly."""
+    """A text that supports weak references."""
 
 
-class World:
-    """A corpus whose every search result names the generation it was made from."""
+class CountingCorpus:
+    """A corpus whose search results name the generation that they are from."""
 
     def __init__(self) -> None:
         self.generation = 1
@@ -35,8 +35,8 @@ class World:
         self, query: str, *, mode: SearchMode, top_k: int, num_stages: int, where: str
     ) -> Iterator[SearchResult]:
         self.searches.append(query)
-        said = WeakText(f"{query} {mode} {top_k}{where} at {self.generation}")
-        chunk = Chunk(ChunkId(1), DocumentId("d"), 0, said, num_tokens=10)
+        found_text = WeakText(f"{query} {mode} {top_k}{where} at {self.generation}")
+        chunk = Chunk(ChunkId(1), DocumentId("d"), 0, found_text, num_tokens=10)
         yield from [SearchResult(())] * (num_stages - 1)
         yield SearchResult((ScoredChunk(chunk, 1.0),), 0.5, 0.5)
 
@@ -45,122 +45,124 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def corpus() -> CountingCorpus:
+    return CountingCorpus()
 
 
-def make(world: World, **settings: float) -> QueryCache:
+def make(corpus: CountingCorpus, **settings: float) -> QueryCache:
     config = QueryCacheConfig(**settings)  # type: ignore[arg-type]
-    return QueryCache(world, config)
+    return QueryCache(corpus, config)
 
 
 def text(result: SearchResult) -> str:
     return result.results[0].chunk.text
 
 
-def test_a_repeated_question_is_not_searched_again(world: World) -> None:
-    cache = make(world)
+def test_repeated_question_is_not_searched_again(corpus: CountingCorpus) -> None:
+    cache = make(corpus)
     first = cache.search("big cat", "hybrid", 5)
     again = cache.search("  big \n cat ", "hybrid", 5)
     assert first.results == again.results and again.search_seconds == again.embed_seconds == 0.0
-    assert world.searches == ["big cat"]
-    assert cache.stats.num_hits == 1
+    assert corpus.searches == ["big cat"]
+    assert cache.num_hits == 1
 
 
-def test_of_a_search_in_stages_the_last_result_is_kept(world: World) -> None:
-    cache = make(world)
+def test_final_result_of_a_staged_search_is_cached(corpus: CountingCorpus) -> None:
+    cache = make(corpus)
     next(cache.search_staged("big cat", "hybrid", 5, 3))
     first = list(cache.search_staged("big cat", "hybrid", 5, 3))
     assert [len(result.results) for result in first] == [0, 0, 1]
-    assert world.searches == ["big cat"] * 2, "one that was left early keeps nothing"
+    assert corpus.searches == ["big cat"] * 2, "a search that is not read to its end caches nothing"
     assert [result.results for result in cache.search_staged("big cat", "hybrid", 5, 3)] == [first[-1].results]
-    assert cache.search("big cat", "hybrid", 5).results == first[-1].results and len(world.searches) == 2
-    off = make(world, max_tokens=0)
+    assert cache.search("big cat", "hybrid", 5).results == first[-1].results and len(corpus.searches) == 2
+    off = make(corpus, max_tokens=0)
     assert len(list(off.search_staged("big cat", "hybrid", 5, 3))) == 3
 
 
-def test_mode_and_depth_are_part_of_the_question(world: World) -> None:
-    cache = make(world)
+def test_mode_and_top_k_are_part_of_the_key(corpus: CountingCorpus) -> None:
+    cache = make(corpus)
     assert text(cache.search("big cat", "hybrid", 5)) != text(cache.search("big cat", "dense", 5))
     assert text(cache.search("big cat", "dense", 4)).startswith("big cat dense 4")
 
 
-def test_any_change_of_the_corpus_ends_an_entry(world: World) -> None:
-    cache = make(world)
+def test_any_change_of_the_corpus_invalidates_an_entry(corpus: CountingCorpus) -> None:
+    cache = make(corpus)
     cache.search("big cat", "hybrid", 5)
-    world.generation = 2
+    corpus.generation = 2
     assert text(cache.search("big cat", "hybrid", 5)).endswith("at 2")
 
 
-def test_results_do_not_outlive_a_change_of_the_corpus(world: World) -> None:
-    cache = make(world)
+def test_results_do_not_outlive_a_change_of_the_corpus(corpus: CountingCorpus) -> None:
+    cache = make(corpus)
     kept = [weakref.ref(cache.search(query, "hybrid", 5).results[0].chunk.text) for query in ("big cat", "tax law")]
     assert all(text() is not None for text in kept)
-    world.generation = 2
+    corpus.generation = 2
     cache.drop_stale()
     gc.collect()
     assert [text() for text in kept] == [None, None]
 
 
-def test_a_filter_is_part_of_the_question(world: World) -> None:
-    cache = make(world, similarity=0.9)
+def test_filter_is_part_of_the_key(corpus: CountingCorpus) -> None:
+    cache = make(corpus, similarity=0.9)
     assert text(cache.search("big cat", "hybrid", 5)) == "big cat hybrid 5 at 1"
     assert text(cache.search("big cat", "hybrid", 5, " a=1")) == "big cat hybrid 5 a=1 at 1"
     assert text(cache.search("large cat", "hybrid", 5, " a=2")) == "large cat hybrid 5 a=2 at 1"
     cache.search("big cat", "hybrid", 5, "a=1 ")
-    assert world.searches == ["big cat", "big cat", "large cat"]
+    assert corpus.searches == ["big cat", "big cat", "large cat"]
 
 
-def test_a_change_during_the_search_is_not_missed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make(world)
-    inner = world.search_staged
+def test_change_during_the_search_invalidates_its_result(
+    corpus: CountingCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make(corpus)
+    inner = corpus.search_staged
 
     def search_while_adding(query: str, **options: Any) -> Iterator[SearchResult]:
         yield from inner(query, **options)
-        world.generation += 1
+        corpus.generation += 1
 
-    monkeypatch.setattr(world, "search_staged", search_while_adding)
+    monkeypatch.setattr(corpus, "search_staged", search_while_adding)
     cache.search("big cat", "hybrid", 5)
     assert cache.search("big cat", "hybrid", 5).results[0].chunk.text.endswith("at 2")
 
 
-def test_the_token_budget_holds_and_zero_switches_it_off(world: World) -> None:
-    small = make(world, max_tokens=25)  # an entry costs 11, and a token for each four letters asked
+def test_token_budget_holds_and_zero_disables_the_cache(corpus: CountingCorpus) -> None:
+    small = make(corpus, max_tokens=25)  # an entry costs 11, and a token for each four letters of the question
     for name in "abc":
         small.search(name, "hybrid", 5)
     small.search("a", "hybrid", 5)
-    assert world.searches == ["a", "b", "c", "a"], "a was evicted for c"
+    assert corpus.searches == ["a", "b", "c", "a"], "a was evicted for c"
     small.search("b" * 60, "hybrid", 5)
     small.search("b" * 60, "hybrid", 5)
-    assert world.searches[4:] == ["b" * 60] * 2, "it costs 26"
-    off = make(world, max_tokens=0)
+    assert corpus.searches[4:] == ["b" * 60] * 2, "it costs 26"
+    off = make(corpus, max_tokens=0)
     off.search("x", "hybrid", 5)
     off.search("x", "hybrid", 5)
-    assert world.searches[-2:] == ["x", "x"]
+    assert corpus.searches[-2:] == ["x", "x"]
 
 
-def test_long_questions_are_not_cached(world: World) -> None:
-    cache = make(world)
+def test_long_questions_are_not_cached(corpus: CountingCorpus) -> None:
+    cache = make(corpus)
     for query, where in (("word " * 2000, ""), ("word", "a = 1 or " * 1000)):
         for _ in range(2):
             cache.search(query, "hybrid", 5, where)
-    assert len(world.searches) == 4
+    assert len(corpus.searches) == 4
 
 
-def test_near_identical_questions_share_a_result_only_when_asked_to(world: World) -> None:
-    exact = make(world)
+def test_similar_questions_share_a_result_only_if_configured(corpus: CountingCorpus) -> None:
+    exact = make(corpus)
     exact.search("big cat", "hybrid", 5)
     assert text(exact.search("large cat", "hybrid", 5)).startswith("large cat")
-    near = make(world, similarity=0.95)
+    near = make(corpus, similarity=0.95)
     near.search("big cat", "hybrid", 5)
     assert text(near.search("large cat", "hybrid", 5)).startswith("big cat")
     assert text(near.search("tax law", "hybrid", 5)).startswith("tax law")
     assert text(near.search("large cat", "dense", 5)).startswith("large cat"), "another mode is another question"
-    world.generation = 2
+    corpus.generation = 2
     assert text(near.search("large cat", "hybrid", 5)).startswith("large cat"), "the similar entry is stale"
 
 
-def test_what_was_found_before_the_words_had_followed_is_not_kept(
+def test_result_found_before_the_postings_were_updated_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docs = write_knowledge(tmp_path / "docs")

@@ -1,4 +1,4 @@
-"""Past questions as faces show them."""
+"""Past questions as server and command line show them, and the request log under load."""
 
 import contextlib
 import sqlite3
@@ -33,7 +33,7 @@ def records(tmp_path: Path) -> Records:
     return Records(log, lambda chunk_ids: {one: CHUNKS[one] for one in chunk_ids if one in CHUNKS})
 
 
-def test_the_latest_come_first_and_no_more_than_asked_for(records: Records) -> None:
+def test_recent_lists_the_latest_first_up_to_the_limit(records: Records) -> None:
     found = records.recent(2)
 
     assert [one.request_id for one in found] == ["req-3", "req-2"]
@@ -41,7 +41,7 @@ def test_the_latest_come_first_and_no_more_than_asked_for(records: Records) -> N
     assert found[0].timing["ttft_seconds"] == 0.2
 
 
-def test_one_has_the_text_of_what_is_still_there(records: Records) -> None:
+def test_record_has_the_text_of_existing_documents_only(records: Records) -> None:
     found = records.get("req-2")
 
     assert (found["request_id"], found["text"]) == ("req-2", "of req-2")
@@ -49,12 +49,12 @@ def test_one_has_the_text_of_what_is_still_there(records: Records) -> None:
 
 
 @pytest.mark.parametrize("name", ["req-4", ""])
-def test_one_that_is_not_remembered(records: Records, name: str) -> None:
+def test_unknown_request_id_is_an_error(records: Records, name: str) -> None:
     with pytest.raises(UnknownRequestError, match="not among the questions remembered"):
         records.get(name)
 
 
-def test_nothing_was_asked_and_a_damaged_file(tmp_path: Path) -> None:
+def test_empty_log_and_damaged_file(tmp_path: Path) -> None:
     records = Records(TraceLog(tmp_path / TRACE_FILE, keep=10), lambda chunk_ids: {})
     assert records.recent() == []
     (tmp_path / TRACE_FILE).write_bytes(b"no database" * 100)
@@ -62,7 +62,7 @@ def test_nothing_was_asked_and_a_damaged_file(tmp_path: Path) -> None:
         records.recent()
 
 
-def test_a_diary_that_another_process_locks_holds_nobody_up_and_goes_on_afterwards(tmp_path: Path) -> None:
+def test_log_locked_by_another_process_delays_no_answer_and_recovers(tmp_path: Path) -> None:
     log = TraceLog(tmp_path / TRACE_FILE, keep=100)
     log.add("before", 0.0, {})
     assert log.get("before") is not None
@@ -70,8 +70,8 @@ def test_a_diary_that_another_process_locks_holds_nobody_up_and_goes_on_afterwar
         other.execute("BEGIN IMMEDIATE")
         began = time.monotonic()
         log.add("meanwhile", 1.0, {})
-        assert time.monotonic() - began < 1.5, "the writer waits two seconds"
-        assert [request_id for request_id, _, _ in log.recent(9)] == ["before"], "the writer has given this one up"
+        assert time.monotonic() - began < 1.5, "the writer waits two seconds, the caller does not"
+        assert [request_id for request_id, _, _ in log.recent(9)] == ["before"], "the writer has dropped this one"
         other.execute("ROLLBACK")
     log.add("after", 2.0, {})
     log.close()
@@ -79,7 +79,7 @@ def test_a_diary_that_another_process_locks_holds_nobody_up_and_goes_on_afterwar
     log.close()
 
 
-def test_closing_ends_whoever_adds_meanwhile(tmp_path: Path) -> None:
+def test_closing_while_threads_add_leaves_no_writer(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     for number in range(20):
         log, barrier = TraceLog(tmp_path / f"{number}.sqlite", keep=100), threading.Barrier(5)
@@ -102,7 +102,7 @@ def test_closing_ends_whoever_adds_meanwhile(tmp_path: Path) -> None:
         assert set(threading.enumerate()) <= threads, "no writer is started after the end"
 
 
-def test_more_than_can_be_written_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_beyond_the_queue_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillroom.telemetry.trace._MAX_PENDING", 2)
     log, go_on = TraceLog(tmp_path / TRACE_FILE, keep=100), threading.Event()
     monkeypatch.setattr(log, "_open", lambda: (go_on.wait(20), TraceLog._open(log))[1])

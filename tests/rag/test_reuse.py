@@ -1,4 +1,4 @@
-"""Exact reuse through the facade: a second question is served from kept KV, also by the next process, and says so."""
+"""Reuse of KV through the facade: within a process, in the next one, and at other positions."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ TEXTS = {
     "fenland": "The capital of Fenland is Garth . The river of Fenland is the Holm .",
 }
 ALWAYS = StillroomConfig(reuse=ReuseConfig(load="always"))
-"""The bundled model is so small that computing can beat loading."""
+"""Without this, computing can be faster than loading for the small bundled model."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def ask(stillroom: Stillroom, question: str = "What is the capital of Ardun ?") 
     return stillroom.ask(question)
 
 
-def test_the_second_question_and_the_next_process(docs: Path, tmp_path: Path) -> None:
+def test_second_question_and_next_process_reuse_exact_kv(docs: Path, tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb", config=ALWAYS) as stillroom:
         stillroom.add(docs)
         first, second = ask(stillroom), ask(stillroom)
@@ -56,12 +56,12 @@ def test_the_second_question_and_the_next_process(docs: Path, tmp_path: Path) ->
     assert f'stillroom_kv_cache_hit_tokens_total{{tier="device"}} {float(second.reuse.num_device_tokens)}' in metrics
 
 
-def test_a_room_that_keeps_no_questions_forgets_those_of_before(docs: Path, tmp_path: Path) -> None:
+def test_keep_zero_removes_earlier_records_with_the_first_question(docs: Path, tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb") as stillroom:
         stillroom.add(docs)
         ask(stillroom)
     with Stillroom.open(tmp_path / "kb", config=StillroomConfig(trace=TraceConfig(keep=0))) as stillroom:
-        assert len(stillroom.records.recent()) == 1, "who does not answer forgets nothing"
+        assert len(stillroom.records.recent()) == 1, "nothing is removed before the first question"
         ask(stillroom)
         assert stillroom.records.recent() == []
     assert b"Ardun" not in (tmp_path / "kb" / TRACE_FILE).read_bytes()
@@ -91,8 +91,8 @@ def test_every_answer_can_be_explained_later(docs: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_a_removed_document_takes_its_kv_with_it(docs: Path, tmp_path: Path, is_loaded: bool) -> None:
-    """Whether the process that removes it has a model or not."""
+def test_removing_a_document_drops_its_kv(docs: Path, tmp_path: Path, is_loaded: bool) -> None:
+    """With and without a loaded model in the process that removes the document."""
     kv = tmp_path / "kb" / KV_FOLDER
     with Stillroom.open(tmp_path / "kb", config=ALWAYS) as stillroom:
         stillroom.add(docs)
@@ -113,25 +113,25 @@ def test_a_removed_document_takes_its_kv_with_it(docs: Path, tmp_path: Path, is_
         assert again.reuse.segments[2].source == "computed"
 
 
-def test_other_samples_compute_nothing(docs: Path, tmp_path: Path) -> None:
+def test_further_samples_compute_no_prompt(docs: Path, tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb") as stillroom:
         stillroom.add(docs)
         answers = stillroom.ask_several("What is the capital of Ardun ?", 3)
         for answer in answers[1:]:
             assert answer.reuse.num_cached_tokens == answer.reuse.num_prompt_tokens
             assert {segment.reason for segment in answer.reuse.segments} == {"computed by another sample"}
-        assert stillroom.num_free_blocks == stillroom.num_blocks, "kept blocks that nobody uses count as free"
+        assert stillroom.num_free_blocks == stillroom.num_blocks, "cached blocks that no request uses count as free"
 
 
-def test_a_document_is_reused_at_another_place_if_asked_for(tmp_path: Path) -> None:
-    """In words that the bundled model knows: to it all others are the same one."""
+def test_document_is_reused_at_another_position_if_configured(tmp_path: Path) -> None:
+    """Uses words of the bundled model's vocabulary; all other words are one token to it."""
     docs = tmp_path / "people"
     docs.mkdir()
     (docs / "pis.txt").write_text("Pis Jurs later moved to Ranholm . Pis Jurs studied grammar .")
     (docs / "kala.txt").write_text("Kala Broster was born in Glanwick . By trade she was a clerk .")
     (docs / "mulo.txt").write_text("Mulo Trallow bought the ship Pisent . Mulo Trallow was born in Sanwick .")
     anywhere = ReuseConfig(mode="anywhere", load="always", recompute_ratio=0.2, audit_share=1.0)
-    alone = SpeculationConfig(mode="off")  # its wrong guesses would be counted too
+    alone = SpeculationConfig(mode="off")  # speculative prompts would be counted too
     with Stillroom.open(tmp_path / "kb", config=StillroomConfig(reuse=anywhere, speculation=alone)) as stillroom:
         stillroom.add(docs)
         first = ask(stillroom, "Where did Pis Jurs move later ?")
@@ -159,7 +159,7 @@ def placed(answer: Answer) -> set[str | None]:
     return {segment.chunk_id for segment in answer.reuse.segments if segment.reason == "placed"}
 
 
-def test_a_filter_holds_for_what_kept_kv_has_seen_as_of_the_question(tmp_path: Path) -> None:
+def test_filter_applies_to_all_that_stored_kv_has_seen_at_the_time_of_the_question(tmp_path: Path) -> None:
     """Metadata may change after the KV was computed, in both directions."""
     docs = tmp_path / "people"
     docs.mkdir()
@@ -172,7 +172,7 @@ def test_a_filter_holds_for_what_kept_kv_has_seen_as_of_the_question(tmp_path: P
     with Stillroom.open(tmp_path / "kb", config=config) as stillroom:
         stillroom.add(docs)
         first = ask(stillroom, "Where did Pis Jurs move later ?")
-        assert Path(first.sources[0].document).stem == "pis", "the others are computed behind it"
+        assert Path(first.sources[0].document).stem == "pis", "the others are computed after it"
         stillroom.add(docs / "pis.txt", metadata={"team": "hr"})
         filtered = stillroom.ask("Where was Kala Broster born ?", not_hr)
         assert {Path(source.document).stem for source in filtered.sources} == {"kala", "mulo"}
@@ -182,7 +182,7 @@ def test_a_filter_holds_for_what_kept_kv_has_seen_as_of_the_question(tmp_path: P
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_a_removed_document_takes_its_kv_of_other_models_with_it(docs: Path, tmp_path: Path, is_loaded: bool) -> None:
+def test_removing_a_document_drops_its_kv_of_other_models(docs: Path, tmp_path: Path, is_loaded: bool) -> None:
     with Stillroom.open(tmp_path / "kb", config=ALWAYS) as stillroom:
         stillroom.add(docs)
         chunk_ids = [stillroom.chunks_of(document.document_id)[0].chunk_id for document in stillroom.documents()]

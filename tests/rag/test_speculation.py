@@ -1,4 +1,4 @@
-"""Beginning early: whatever the stages of a search say, tokens, sources and free blocks are those of a plain search."""
+"""Speculative prefill: whatever the stages find, tokens, sources and free blocks are those of a plain search."""
 
 import asyncio
 import threading
@@ -39,8 +39,8 @@ LONG = AskOptions(max_tokens=24, min_tokens=24)
 
 
 @dataclass
-class Script:
-    """A staged search that a test has written: lists, and what happens after each."""
+class ScriptedSearch:
+    """A scripted staged search: its lists, and a callback after each."""
 
     lists: Sequence[Sequence[int]] = ()
     between: Callable[[int], None] = lambda stage: None
@@ -65,9 +65,9 @@ class Script:
 
 
 @dataclass
-class House:
-    script: Script
-    generator: LocalBackend
+class SpeculationFixture:
+    script: ScriptedSearch
+    backend: LocalBackend
     metrics: Metrics
     make: Callable[[SpeculationConfig], Pipeline]
 
@@ -80,48 +80,48 @@ class House:
         return [stream.answer for stream in streams]
 
     def steps(self, number: int) -> None:
-        """Let the engine make at least so many steps, if it has work."""
+        """Let the engine make at least `number` steps, if it has work."""
         for _ in range(number):
             passed = threading.Event()
-            self.generator.engine.run(lambda engine, passed=passed: passed.set())  # type: ignore[misc]
+            self.backend.engine.run(lambda engine, passed=passed: passed.set())  # type: ignore[misc]
             assert passed.wait(10)
 
     def is_idle(self) -> bool:
-        load = self.generator.load
+        load = self.backend.load
         return load.num_waiting + load.num_running == 0 and load.num_free_blocks == load.num_blocks
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpeculationFixture]:
     folder = tmp_path_factory.mktemp("speculation")
     (folder / "docs").mkdir()
     for name, text in PEOPLE.items():
         (folder / "docs" / f"{name}.txt").write_text(text, encoding="utf-8")
     config = StillroomConfig()
-    script, metrics, clock = Script(), Metrics(), SystemClock()
+    script, metrics, clock = ScriptedSearch(), Metrics(), SystemClock()
     with Stillroom.open(folder / "kb", config=config) as stillroom:
         stillroom.add(folder / "docs")
         found = {one.chunk.document_id: one for name in PEOPLE for one in stillroom.search(name, mode="sparse").results}
         script.chunks = [found[name] for name in sorted(found)]
         stillroom.warm_up()
-        generator = stillroom._loader.backend
-        assert isinstance(generator, LocalBackend) and len(script.chunks) == len(PEOPLE)
+        backend = stillroom._loader.backend
+        assert isinstance(backend, LocalBackend) and len(script.chunks) == len(PEOPLE)
         search = QueryCache(script, QueryCacheConfig(max_tokens=0))
         traces = TraceLog(folder / "trace.sqlite", 0)
 
         def make(speculation: SpeculationConfig) -> Pipeline:
             own = replace(config, speculation=speculation)
-            return Pipeline(stillroom._kb, search, generator, own, metrics, traces, clock)
+            return Pipeline(stillroom._kb, search, backend, own, metrics, traces, clock)
 
-        yield House(script, generator, metrics, make)
+        yield SpeculationFixture(script, backend, metrics, make)
         traces.close()
 
 
 @pytest.fixture(autouse=True)
-def every_block_is_free_afterwards(house: House) -> Iterator[None]:
-    house.script.between = lambda stage: None
+def every_block_is_free_afterwards(fixture: SpeculationFixture) -> Iterator[None]:
+    fixture.script.between = lambda stage: None
     yield
-    until(house.is_idle)
+    until(fixture.is_idle)
 
 
 LISTS = st.lists(
@@ -136,13 +136,13 @@ LISTS = st.lists(
     temperature=st.sampled_from([0.0, 1.5]),
     num_samples=st.integers(1, 3),
 )
-def test_no_stage_changes_a_token(
-    house: House, lists: list[list[int]], steps: list[int], temperature: float, num_samples: int
+def test_speculation_changes_no_token(
+    fixture: SpeculationFixture, lists: list[list[int]], steps: list[int], temperature: float, num_samples: int
 ) -> None:
     options = AskOptions(max_tokens=8, temperature=temperature, seed=3)
-    house.script.lists, house.script.between = lists, lambda stage: house.steps(steps[stage])
-    early = house.ask("on", options, num_samples)
-    plain = house.ask("off", options, num_samples)
+    fixture.script.lists, fixture.script.between = lists, lambda stage: fixture.steps(steps[stage])
+    early = fixture.ask("on", options, num_samples)
+    plain = fixture.ask("off", options, num_samples)
 
     assert [answer.token_ids for answer in early] == [answer.token_ids for answer in plain]
     assert [answer.sources for answer in early] == [answer.sources for answer in plain]
@@ -152,76 +152,76 @@ def test_no_stage_changes_a_token(
     report = early[0].speculation
     assert report.outcome == ("right" if was_there else "wrong" if len(lists) > 1 else "none")
     assert report.num_stages == len(lists)
-    house.generator.engine.run(lambda engine: engine.check_integrity())
-    until(house.is_idle)
+    fixture.backend.engine.run(lambda engine: engine.check_integrity())
+    until(fixture.is_idle)
 
 
-def test_a_right_guess_is_ahead_and_a_wrong_one_leaves_shared_documents(house: House) -> None:
-    house.script.lists, house.script.between = [[1, 0], [1, 0]], lambda stage: house.steps(8)
-    (right,) = house.ask("on")
+def test_right_prompt_is_ahead_and_wrong_prompt_leaves_reusable_kv(fixture: SpeculationFixture) -> None:
+    fixture.script.lists, fixture.script.between = [[1, 0], [1, 0]], lambda stage: fixture.steps(8)
+    (right,) = fixture.ask("on")
     assert right.speculation.outcome == "right" and right.speculation.ahead_seconds > 0
     assert right.timing.ttft_seconds >= right.timing.retrieval_seconds, (
-        "nobody sees a token before the search has ended"
+        "no token is delivered before the search has ended"
     )
 
-    house.script.lists = [[3, 2], [3, 0]]
-    (wrong,) = house.ask("on")
+    fixture.script.lists = [[3, 2], [3, 0]]
+    (wrong,) = fixture.ask("on")
     assert wrong.speculation.outcome == "wrong" and wrong.speculation.num_started == 1
     shared = wrong.reuse.segments[1]
-    assert (shared.kind, shared.source) == ("chunk", "device"), "the first document of the wrong prompt was computed"
+    assert (shared.kind, shared.source) == ("chunk", "device"), "KV of the wrong prompt's first document is reused"
 
 
-def test_a_prompt_that_cannot_be_is_only_the_final_lists_fault(house: House) -> None:
+def test_invalid_prompt_is_reported_for_the_final_list_only(fixture: SpeculationFixture) -> None:
     options = AskOptions(max_tokens=8, logit_bias={10**9: 1.0})
-    house.script.lists = [[0], [1]]
+    fixture.script.lists = [[0], [1]]
     with pytest.raises(UsageError, match="logit_bias"):
-        house.ask("on", options)
+        fixture.ask("on", options)
 
 
 @pytest.mark.parametrize(
     ("num_waiting", "num_prefilling", "outcome"), [(1, 0, "none"), (0, 1, "none"), (0, 0, "right")]
 )
-def test_nothing_is_begun_beside_prompts_that_are_still_to_be_read(
-    house: House, num_waiting: int, num_prefilling: int, outcome: str
+def test_no_speculation_while_other_prompts_are_pending(
+    fixture: SpeculationFixture, num_waiting: int, num_prefilling: int, outcome: str
 ) -> None:
     class Busy(LocalBackend):
         @property
         def load(self) -> Load:
             return Load(num_waiting, num_prefilling, num_prefilling=num_prefilling)
 
-    one = house.generator
+    one = fixture.backend
     busy = Busy(one.model, one.engine, one.cache, one.prompts, one.constraints)
-    house.script.lists = [[2, 1], [2, 1]]
-    speculator = Speculator(busy, SpeculationConfig(mode="on"), SystemClock(), house.metrics)
+    fixture.script.lists = [[2, 1], [2, 1]]
+    speculator = Speculator(busy, SpeculationConfig(mode="on"), SystemClock(), fixture.metrics)
 
     def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
         prepared = busy.prepare_prompt([one.chunk for one in found], QUESTION, None)
         name = RequestId(f"busy-{num_waiting}-{num_prefilling}")
         return Attempt(busy, prepared, [SampleRequest(request_id=name, sampling=SamplingParams(max_tokens=4))])
 
-    found = speculator.find(house.script.stages, "hybrid", attempt_with)
+    found = speculator.find(fixture.script.stages, "hybrid", attempt_with)
     assert found.report.outcome == outcome
     found.attempt.cancel()
 
 
-def test_a_search_that_fails_leaves_nothing_behind(house: House) -> None:
+def test_failed_search_cancels_its_speculative_prefill(fixture: SpeculationFixture) -> None:
     def fail(stage: int) -> None:
         raise OSError("the index is gone")
 
-    house.script.lists, house.script.between = [[0], [1]], fail
+    fixture.script.lists, fixture.script.between = [[0], [1]], fail
     with pytest.raises(OSError, match="gone"):
-        house.ask("on")
+        fixture.ask("on")
 
 
-def test_who_leaves_while_the_search_runs_leaves_nothing_behind(house: House) -> None:
-    reached, go_on = threading.Event(), threading.Event()
+def test_cancelling_during_the_search_cancels_its_speculative_prefill(fixture: SpeculationFixture) -> None:
+    reached, proceed = threading.Event(), threading.Event()
 
     def wait(stage: int) -> None:
         reached.set()
-        assert go_on.wait(10)
+        assert proceed.wait(10)
 
-    house.script.lists, house.script.between = [[0, 1], [0, 1]], wait
-    pipeline = house.make(SpeculationConfig(mode="on"))
+    fixture.script.lists, fixture.script.between = [[0, 1], [0, 1]], wait
+    pipeline = fixture.make(SpeculationConfig(mode="on"))
 
     async def leave() -> None:
         asking = asyncio.ensure_future(pipeline.astreams(QUESTION, AskOptions(max_tokens=500, min_tokens=500), 1, 0.0))
@@ -232,15 +232,15 @@ def test_who_leaves_while_the_search_runs_leaves_nothing_behind(house: House) ->
 
     loop = asyncio.new_event_loop()
     loop.run_until_complete(leave())
-    loop.close()  # with whoever left
-    go_on.set()
-    until(house.is_idle)
+    loop.close()  # before the search has ended
+    proceed.set()
+    until(fixture.is_idle)
 
 
-def test_the_metrics_count_every_question(house: House) -> None:
-    house.script.lists = [[0], [0]]
-    house.ask("on")
-    house.ask("off")
-    text = house.metrics.render().decode()
+def test_metrics_count_every_speculation(fixture: SpeculationFixture) -> None:
+    fixture.script.lists = [[0], [0]]
+    fixture.ask("on")
+    fixture.ask("off")
+    text = fixture.metrics.render().decode()
     assert 'stillroom_speculations_total{outcome="right"}' in text
     assert 'stillroom_speculations_total{outcome="off"}' in text

@@ -1,4 +1,4 @@
-"""A room from Python: what it refuses and in which words, and its life from open to close."""
+"""`Stillroom` from Python: refused arguments and their messages, streams, and its life from open to close."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 T = TypeVar("T")
 
 HALF = "half of \ud800"
-"""Text in Python, and nowhere else."""
+"""A lone surrogate: a valid Python string, but not valid Unicode text."""
 
 
 async def _awaited(one: Awaitable[T]) -> T:
@@ -35,7 +35,7 @@ async def _awaited(one: Awaitable[T]) -> T:
 
 @pytest.fixture(scope="module")
 def knowledge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("room")
+    folder = tmp_path_factory.mktemp("stillroom")
     with Stillroom.open(folder / "kb") as stillroom:
         stillroom.add(write_knowledge(folder / "docs"))
     return folder / "kb"
@@ -68,9 +68,7 @@ def stillroom(knowledge: Path) -> Iterator[Stillroom]:
         ("text", lambda stillroom: stillroom.embed([HALF])),
     ],
 )
-def test_calls_that_cannot_work_are_refused_by_name(
-    stillroom: Stillroom, named: str, call: Callable[[Any], object]
-) -> None:
+def test_invalid_arguments_are_refused_by_name(stillroom: Stillroom, named: str, call: Callable[[Any], object]) -> None:
     with pytest.raises(UsageError, match=named):
         call(stillroom)
 
@@ -100,7 +98,7 @@ def test_options_of_a_wrong_type_are_refused_by_name(stillroom: Stillroom, optio
         stillroom.ask(QUESTION, AskOptions(**options))
 
 
-def test_numbers_of_numpy_are_numbers(stillroom: Stillroom) -> None:
+def test_numpy_numbers_are_accepted(stillroom: Stillroom) -> None:
     many: Any = np.int64(2)
     assert len(stillroom.search(QUESTION, top_k=many).results) == 2
     answer = stillroom.ask(QUESTION, AskOptions(top_k=many, max_tokens=np.int64(1), logprobs=many))  # type: ignore[arg-type]
@@ -122,7 +120,7 @@ def test_other_negative_numbers_are_refused(stillroom: Stillroom, options: dict[
         stillroom.ask(QUESTION, AskOptions(**options))
 
 
-def test_an_answer_without_limit_takes_no_more_than_the_kv_pool_has(knowledge: Path) -> None:
+def test_answer_without_limit_is_bounded_by_the_kv_pool(knowledge: Path) -> None:
     config = StillroomConfig(runtime=RuntimeConfig(kv_bytes=2**21))
     with Stillroom.open(knowledge, config=config) as small:
         assert small.ask(QUESTION).text == ANSWER
@@ -135,7 +133,7 @@ def test_an_answer_without_limit_takes_no_more_than_the_kv_pool_has(knowledge: P
     ("options", "remedy"),
     [(AskOptions(where="type = pdf"), "leave out the filter"), (AskOptions(mode="sparse"), "mode hybrid")],
 )
-def test_a_question_that_finds_nothing_is_refused(stillroom: Stillroom, options: AskOptions, remedy: str) -> None:
+def test_question_without_results_is_refused(stillroom: Stillroom, options: AskOptions, remedy: str) -> None:
     question = "zyzzyva" if options.mode else QUESTION
     with pytest.raises(NothingFoundError, match=f"nothing was generated.*{remedy}"):
         stillroom.ask(question, options)
@@ -144,29 +142,29 @@ def test_a_question_that_finds_nothing_is_refused(stillroom: Stillroom, options:
     assert stillroom.num_free_blocks == stillroom.num_blocks
 
 
-def test_a_question_for_which_no_document_has_room_is_refused(stillroom: Stillroom) -> None:
+def test_question_that_leaves_no_room_for_a_document_is_refused(stillroom: Stillroom) -> None:
     num_tokens = stillroom.ask(QUESTION, AskOptions(top_k=1, max_tokens=1)).reuse.num_prompt_tokens
     with pytest.raises(PromptTooLongError, match="no document that was found fits"):
         stillroom.ask(QUESTION, AskOptions(top_k=1, max_tokens=2049 - num_tokens))
 
 
-def test_a_turn_that_finds_nothing_by_itself_is_answered_from_the_conversation(stillroom: Stillroom) -> None:
+def test_turn_without_results_is_answered_from_the_conversation(stillroom: Stillroom) -> None:
     earlier = (Exchange(QUESTION, ANSWER),)
     answer = stillroom.ask("zyzzyva", AskOptions(mode="sparse", history=earlier, max_tokens=2))
     assert answer.sources
 
 
-def test_an_answer_that_has_begun_is_continued(stillroom: Stillroom) -> None:
+def test_answer_start_is_continued(stillroom: Stillroom) -> None:
     first = ANSWER.split(" ", 1)[0]
     assert first + stillroom.ask(QUESTION, AskOptions(answer_start=first)).text == ANSWER
     with pytest.raises(UsageError, match="answer_start"):
         AskOptions(answer_start=first, json_schema={})
 
 
-def test_a_stream_is_read_piece_by_piece(stillroom: Stillroom) -> None:
+def test_stream_is_read_piece_by_piece(stillroom: Stillroom) -> None:
     stream = stillroom.stream(QUESTION)
     assert "".join([next(stream), *stream]) == stream.answer.text == ANSWER
-    assert next(stream, None) is None, "there is no more, and nobody waits for it"
+    assert next(stream, None) is None, "the end of the stream does not block"
 
     async def pieces() -> str:
         stream = await stillroom.astream(QUESTION)
@@ -175,7 +173,7 @@ def test_a_stream_is_read_piece_by_piece(stillroom: Stillroom) -> None:
     assert asyncio.run(pieces()) == ANSWER
 
 
-def test_a_stream_is_read_in_the_event_loop_that_it_was_made_in(stillroom: Stillroom) -> None:
+def test_stream_is_refused_in_another_event_loop(stillroom: Stillroom) -> None:
     stream = asyncio.run(_awaited(stillroom.astream(QUESTION, AskOptions(max_tokens=500, min_tokens=500))))
 
     async def read() -> list[str]:
@@ -184,7 +182,7 @@ def test_a_stream_is_read_in_the_event_loop_that_it_was_made_in(stillroom: Still
     with pytest.raises(UsageError, match="event loop"):
         asyncio.run(read())
     assert stillroom.ask(QUESTION).text == ANSWER
-    assert stillroom.num_free_blocks == stillroom.num_blocks, "nobody hears it, so it was cancelled"
+    assert stillroom.num_free_blocks == stillroom.num_blocks, "the unreadable stream was cancelled"
 
 
 USES: dict[str, Callable[[Stillroom], object]] = {
@@ -217,12 +215,12 @@ def closed(knowledge: Path) -> Stillroom:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_closed_room_says_that_it_was_closed(closed: Stillroom, use: str) -> None:
+def test_every_call_after_close_is_refused(closed: Stillroom, use: str) -> None:
     with pytest.raises(EngineClosedError, match="open it again"):
         USES[use](closed)
 
 
-def test_a_search_under_way_ends_with_the_room(knowledge: Path) -> None:
+def test_staged_search_ends_when_the_stillroom_is_closed(knowledge: Path) -> None:
     stillroom = Stillroom.open(knowledge)
     stages = stillroom.search_staged(QUESTION)
     stillroom.close()
@@ -236,28 +234,29 @@ from stillroom import AskOptions, Stillroom
 from stillroom.errors import EngineClosedError
 
 kb, question, other = sys.argv[1:]
-room = Stillroom.open(kb)
-room.ask(question)
+stillroom = Stillroom.open(kb)
+stillroom.ask(question)
 child = os.fork()
 if not child:
-    for use in (lambda: room.ask(question, AskOptions(deadline_seconds=5)), lambda: room.search(other), room.__enter__):
+    options = AskOptions(deadline_seconds=5)
+    for use in (lambda: stillroom.ask(question, options), lambda: stillroom.search(other), stillroom.__enter__):
         try:
             use()
         except EngineClosedError as error:
             print(error, flush=True)
-    room.close()
-    del room, use
+    stillroom.close()
+    del stillroom, use
     gc.collect()
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
-print(room.ask(other).text, room.verify().is_clean)
-room.close()
+print(stillroom.ask(other).text, stillroom.verify().is_clean)
+stillroom.close()
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
-def test_a_fork_is_told_that_the_room_is_not_its_own_and_harms_none_of_it(knowledge: Path) -> None:
-    """Threads do not come along into a fork: whoever waited there would wait for ever."""
+def test_fork_is_refused_and_does_not_harm_the_parent(knowledge: Path) -> None:
+    """A fork has no threads, so a call that waited for one would block for ever."""
     command = [sys.executable, "-c", FORKING, str(knowledge), QUESTION, "Where was Cirik Prurs born ?"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     *refused, last = done.stdout.splitlines()
@@ -265,8 +264,8 @@ def test_a_fork_is_told_that_the_room_is_not_its_own_and_harms_none_of_it(knowle
     assert last == "Tunstead True"
 
 
-def test_a_prompt_is_refused_that_the_weights_have_no_embeddings_for(knowledge: Path, tmp_path: Path) -> None:
-    """Checkpoints with added tokens beyond their embedding are used as they are, in prompts without these."""
+def test_prompt_with_tokens_without_embedding_is_refused(knowledge: Path, tmp_path: Path) -> None:
+    """Checkpoints with tokens beyond their embedding can be used for prompts without these tokens."""
     random_checkpoint(tmp_path / "model", "Llama", vocab_size=270)
     byte_tokenizer().save_pretrained(tmp_path / "model")
     with Stillroom.open(knowledge, model=tmp_path / "model") as stillroom:
@@ -276,8 +275,8 @@ def test_a_prompt_is_refused_that_the_weights_have_no_embeddings_for(knowledge: 
             asyncio.run(stillroom.acontinue('"name": "the lazy dog"'))
 
 
-def test_a_forgotten_room_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As in a notebook, where a cell that opens a room runs again."""
+def test_garbage_collected_stillroom_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a notebook, when a cell that opens a Stillroom runs again."""
 
     def threads() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("stillroom")}
@@ -294,10 +293,10 @@ def test_a_forgotten_room_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "only reads" not in caplog.text
 
 
-def test_a_stream_and_a_room_beside_keep_a_room_open(knowledge: Path, tmp_path: Path) -> None:
+def test_stream_and_tenant_keep_their_stillroom_open(knowledge: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         assert "".join(Stillroom.open(knowledge).stream(QUESTION)) == ANSWER
-        with Stillroom.open(tmp_path / "host").for_tenant(knowledge, "tenant") as guest:
-            assert guest.ask(QUESTION).text == ANSWER
-        del guest
+        with Stillroom.open(tmp_path / "owner").for_tenant(knowledge, "tenant") as tenant:
+            assert tenant.ask(QUESTION).text == ANSWER
+        del tenant

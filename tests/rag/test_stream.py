@@ -1,4 +1,4 @@
-"""What an answer says of its phases."""
+"""Phases of an answer's timing."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ NAME = RequestId("req-1")
 
 
 @dataclass(frozen=True)
-class Case:
-    """A question that came at 10 and whose search ended at 12; its first token came at 20, its last one at 25."""
+class PhaseCase:
+    """A question that arrives at 10, ends its search at 12, and has its first token at 20 and its last at 25."""
 
     admission: Admission | None
     phases: tuple[float | None, float | None, float | None]
@@ -24,13 +24,13 @@ class Case:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(Admission(13.0, 16.0), (1.0, 3.0, 4.0)),
-        Case(Admission(11.0, 15.0), (0.0, 3.0, 5.0)),  # begun before the search had ended
-        Case(Admission(11.0, 11.5), (0.0, 0.0, 8.0)),
-        Case(None, (None, None, None)),  # an engine elsewhere
+        PhaseCase(Admission(13.0, 16.0), (1.0, 3.0, 4.0)),
+        PhaseCase(Admission(11.0, 15.0), (0.0, 3.0, 5.0)),  # admitted before the search ended
+        PhaseCase(Admission(11.0, 11.5), (0.0, 0.0, 8.0)),
+        PhaseCase(None, (None, None, None)),  # a server elsewhere
     ],
 )
-def test_phases_follow_the_search_and_add_up_to_the_first_token(case: Case) -> None:
+def test_phases_follow_the_search_and_add_up_to_the_first_token(case: PhaseCase) -> None:
     timing = _timing(case.admission)
 
     assert (timing.queue_seconds, timing.load_seconds, timing.prefill_seconds) == case.phases

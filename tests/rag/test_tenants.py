@@ -1,6 +1,6 @@
-"""Rooms beside each other: one model, and nothing that one tenant does shows in what another is answered.
+"""Tenants share a model, and no request of a tenant shows in the answers of another.
 
-The strongest case is the same documents and the same questions: whatever crossed over would be found and used.
+The tests use the same documents and questions for all tenants, so that any shared KV or result would be reused.
 """
 
 from dataclasses import replace
@@ -21,11 +21,11 @@ from tests.kvstore.nodes import key, record, sealed
 from tests.rag.test_reuse import TEXTS
 from tests.server.fakes import until
 
-ALONE = SpeculationConfig(mode="off")
-"""A prompt that was begun for a provisional list would be found by the tenant's own next one."""
+NO_SPECULATION = SpeculationConfig(mode="off")
+"""Without speculation, because a tenant's speculative prompts would be reused by its own next one."""
 QUESTION = "What is the capital of Ardun ?"
 LONG = " ".join(["What is the river of Corvia ?"] * 30)
-"""So long that pieces of the question itself are kept."""
+"""So long that KV of the question itself is cached."""
 
 
 @pytest.fixture
@@ -42,19 +42,19 @@ def reasons(answer: Answer) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["exact", "anywhere"])
-def test_the_same_question_on_the_same_documents_finds_nothing_of_another_tenant(
+def test_same_question_on_same_documents_reuses_nothing_of_another_tenant(
     docs: Path, tmp_path: Path, mode: str
 ) -> None:
     config = StillroomConfig(
         reuse=ReuseConfig(load="always", mode=mode),  # type: ignore[arg-type]
-        speculation=ALONE,
+        speculation=NO_SPECULATION,
     )
     with Stillroom.open(tmp_path / "own", config=config) as own:
         own.add(docs)
         first, again = own.ask(QUESTION), own.ask(QUESTION)
         own.ask("What is the river of Corvia ?")
         long = own.ask(LONG)
-        assert again.reuse.num_cached_tokens > 0, "within a tenant it is found"
+        assert again.reuse.num_cached_tokens > 0, "a tenant reuses its own KV"
         assert own.ask(LONG).reuse.num_cached_tokens > long.reuse.num_prompt_tokens - 64 - 16
 
         with own.for_tenant(tmp_path / "a", "a") as a, own.for_tenant(tmp_path / "b", "b") as b:
@@ -68,13 +68,13 @@ def test_the_same_question_on_the_same_documents_finds_nothing_of_another_tenant
                 assert {one.source for one in asked} == {"computed"}
                 assert stillroom.ask(QUESTION).reuse.num_cached_tokens == again.reuse.num_cached_tokens
             assert own.ask(QUESTION).reuse.num_cached_tokens == again.reuse.num_cached_tokens
-        assert own.ask(QUESTION).text == first.text, "guests that close leave the engine running"
+        assert own.ask(QUESTION).text == first.text, "closing a tenant leaves the engine running"
 
 
-def test_raw_prompts_and_what_lies_on_disk(docs: Path, tmp_path: Path) -> None:
+def test_raw_prompts_and_kv_on_disk_are_not_shared_between_tenants(docs: Path, tmp_path: Path) -> None:
     import asyncio
 
-    config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=ALONE)
+    config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=NO_SPECULATION)
 
     def continued(stillroom: Stillroom) -> int:
         async def read() -> int:
@@ -92,27 +92,25 @@ def test_raw_prompts_and_what_lies_on_disk(docs: Path, tmp_path: Path) -> None:
         with own.for_tenant(tmp_path / "a", "a") as a:
             a.add(docs)
             assert (continued(a), continued(a) > 0) == (0, True)
-    assert usage(tmp_path / "own" / KV_FOLDER)[0].num_records > 0, "it went to disk"
+    assert usage(tmp_path / "own" / KV_FOLDER)[0].num_records > 0, "KV is on disk"
     with Stillroom.open(tmp_path / "own", config=config) as own:
         with own.for_tenant(tmp_path / "b", "b") as b, own.for_tenant(tmp_path / "a", "a") as a:
             b.add(docs)
             assert b.ask(QUESTION).reuse.num_cached_tokens == 0
             assert continued(b) == 0
-            assert continued(a) > 0, "the tenant itself finds it again"
+            assert continued(a) > 0, "a tenant reuses its own KV"
         assert own.ask(QUESTION).reuse.num_disk_tokens > 0
 
 
-def test_a_knowledge_base_made_anew_under_the_same_name_finds_nothing_of_the_old_one(
-    docs: Path, tmp_path: Path
-) -> None:
-    with Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own:
+def test_recreated_knowledge_base_reuses_nothing_of_the_old_one(docs: Path, tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=NO_SPECULATION)) as own:
         for folder in ("old", "new"):
             with own.for_tenant(tmp_path / folder, "a") as stillroom:
                 stillroom.add(docs)
                 assert stillroom.ask(QUESTION).reuse.num_cached_tokens == 0
 
 
-def test_search_results_and_vectors_of_questions_are_not_shared_but_weights_are(docs: Path, tmp_path: Path) -> None:
+def test_tenants_share_weights_but_no_search_result_and_no_vector(docs: Path, tmp_path: Path) -> None:
     config = StillroomConfig(query_cache=QueryCacheConfig(similarity=0.95))
     with (
         Stillroom.open(tmp_path / "own", config=config) as own,
@@ -122,16 +120,16 @@ def test_search_results_and_vectors_of_questions_are_not_shared_but_weights_are(
             stillroom.add(docs)
             found = stillroom.search(QUESTION)
             assert found.embed_seconds > 0 and found.search_seconds > 0, "it was searched"
-            assert stillroom.search(QUESTION).search_seconds == 0, "within a tenant it is remembered"
-            assert stillroom._search.stats.num_hits == 1
+            assert stillroom.search(QUESTION).search_seconds == 0, "a tenant's own results are cached"
+            assert stillroom._search.num_hits == 1
             assert stillroom._kb._embedder._kept.cache_info().misses == 1
         assert a._kb._embedder._load() is own._kb._embedder._load()
 
 
-def test_removing_a_document_forgets_its_kv_for_that_tenant_and_for_no_other(docs: Path, tmp_path: Path) -> None:
-    """Or one could tell by one's own document, removed and added again, whether another tenant has the same."""
+def test_removing_a_document_drops_its_kv_for_that_tenant_only(docs: Path, tmp_path: Path) -> None:
+    """Otherwise a tenant could tell, by removing and adding a document, whether another tenant has the same."""
     with (
-        Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own,
+        Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=NO_SPECULATION)) as own,
         own.for_tenant(tmp_path / "a", "a") as a,
     ):
         for stillroom in (own, a):
@@ -147,8 +145,8 @@ def test_removing_a_document_forgets_its_kv_for_that_tenant_and_for_no_other(doc
         assert own.ask(QUESTION).reuse.num_cached_tokens == kept
 
 
-def test_a_tenant_who_has_not_asked_yet_takes_his_kv_with_his_document(docs: Path, tmp_path: Path) -> None:
-    """His records are in the host's folder, from an earlier process."""
+def test_tenant_without_requests_drops_its_kv_with_its_document(docs: Path, tmp_path: Path) -> None:
+    """Its records are in the owner's folder, from an earlier process."""
     with Stillroom.open(tmp_path / "own") as own, own.for_tenant(tmp_path / "a", "a") as a:
         a.add(docs)
         document = a.documents()[0].document_id
@@ -158,25 +156,25 @@ def test_a_tenant_who_has_not_asked_yet_takes_his_kv_with_his_document(docs: Pat
             assert store.write(node, *sealed(1))
         store.close()
         a.remove(document)
-        assert [path.stem for path in record_paths(store.folder)] == [key(2).hex()], "what is not his stays"
+        assert [path.stem for path in record_paths(store.folder)] == [key(2).hex()], "records of other owners stay"
 
 
-def test_each_tenants_diary_is_his_own(docs: Path, tmp_path: Path) -> None:
+def test_each_tenant_has_its_own_request_log(docs: Path, tmp_path: Path) -> None:
     with (
-        Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own,
+        Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=NO_SPECULATION)) as own,
         own.for_tenant(tmp_path / "a", "a") as a,
     ):
         a.add(docs)
         answer = a.ask(QUESTION)
-    diaries = [TraceLog(tmp_path / name / TRACE_FILE, keep=0) for name in ("own", "a")]
-    assert [diary.get(answer.request_id) is not None for diary in diaries] == [False, True]
-    for diary in diaries:
-        diary.close()
+    logs = [TraceLog(tmp_path / name / TRACE_FILE, keep=0) for name in ("own", "a")]
+    assert [log.get(answer.request_id) is not None for log in logs] == [False, True]
+    for log in logs:
+        log.close()
 
 
-def test_documents_of_all_rooms_are_counted(docs: Path, tmp_path: Path) -> None:
+def test_documents_of_all_tenants_are_counted(docs: Path, tmp_path: Path) -> None:
     with (
-        Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=ALONE)) as own,
+        Stillroom.open(tmp_path / "own", config=StillroomConfig(speculation=NO_SPECULATION)) as own,
         own.for_tenant(tmp_path / "a", "a") as a,
     ):
         own.add(docs)
@@ -188,7 +186,7 @@ def test_tags_tell_tenants_apart() -> None:
     assert owner_of("") == NO_TENANT != owner_of("a") != owner_of("b")
 
 
-def test_no_room_is_ready_once_their_engine_has_failed(
+def test_no_tenant_is_ready_after_the_engine_has_failed(
     docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: Engine) -> bool:
@@ -202,6 +200,6 @@ def test_no_room_is_ready_once_their_engine_has_failed(
             stillroom.ask(QUESTION)
             assert stillroom.is_ready
         monkeypatch.setattr(Engine, "has_work", property(broken))
-        own.remove(str(docs / f"{next(iter(TEXTS))}.txt"))  # wakes it
+        own.remove(str(docs / f"{next(iter(TEXTS))}.txt"))  # wakes the engine
         until(lambda: not own.is_ready and not a.is_ready)
-    assert not list((tmp_path / "own" / KV_FOLDER).rglob("*.kv")), "nothing is stored of what it may have mixed up"
+    assert not list((tmp_path / "own" / KV_FOLDER).rglob("*.kv")), "KV of a failed engine is not stored"

@@ -1,4 +1,4 @@
-"""The number of threads is that of the least time, and only the engine's thread keeps a team of them."""
+"""The fastest number of threads is chosen, and only the engine's thread keeps an OpenMP team."""
 
 import threading
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.ops.test_thread_pools import needs_teams, num_system_threads
 from tests.server.fakes import until
 
 
-def test_all_of_them_and_halves() -> None:
+def test_candidates_are_repeated_halves() -> None:
     assert [candidates(most) for most in (1, 2, 6, 16)] == [[1], [2, 1], [6, 3, 1], [16, 8, 4, 2, 1]]
 
 
@@ -34,14 +34,12 @@ def test_all_of_them_and_halves() -> None:
         ({4: [0.0], 2: [0.0], 1: [0.0]}, 4),
     ],
 )
-def test_the_fastest_on_average_and_all_unless_another_is_clearly_so(
-    times: dict[int, list[float]], chosen: int
-) -> None:
+def test_fewer_threads_are_chosen_only_if_clearly_faster(times: dict[int, list[float]], chosen: int) -> None:
     assert choose(list(times), times.__getitem__) == chosen
 
 
-def test_no_more_is_measured_with_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kernels write wherever they are told to: with one block, 64 tokens ended behind the memory for KV."""
+def test_measurement_stays_within_the_kv_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With one block, 64 tokens would be written past the end of the KV memory."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     random_checkpoint(tmp_path, "Llama", num_hidden_layers=2)
@@ -49,9 +47,9 @@ def test_no_more_is_measured_with_than_there_is_room_for(monkeypatch: pytest.Mon
     per_token = kv_shape(decoder).bytes_per_token
     lengths: list[int] = []
 
-    def measured(bench: CalibrationTarget, num_cached: int, num_new: int) -> float:
+    def measured(target: CalibrationTarget, num_cached: int, num_new: int) -> float:
         lengths.append(num_cached + num_new)
-        return step_seconds(bench, num_cached, num_new)
+        return step_seconds(target, num_cached, num_new)
 
     monkeypatch.setattr(calibration, "step_seconds", measured)
     monkeypatch.setattr(num_threads, "step_seconds", measured)
@@ -67,10 +65,10 @@ def test_no_more_is_measured_with_than_there_is_room_for(monkeypatch: pytest.Mon
 
 
 @needs_teams
-def test_only_the_engine_keeps_a_team(tmp_path: Path) -> None:
-    """Those who ask, each in a thread that stays, add themselves and nobody else."""
+def test_only_the_engine_keeps_an_openmp_team(tmp_path: Path) -> None:
+    """Each asking thread adds itself to the process's threads, and no team."""
     (tmp_path / "a.txt").write_text("The capital of Ardun is Belmar .")
-    off = QueryCacheConfig(max_tokens=0)  # each embeds its question
+    off = QueryCacheConfig(max_tokens=0)  # each question is embedded
     config = StillroomConfig(query_cache=off, runtime=RuntimeConfig(num_threads=2))
     with Stillroom.open(tmp_path / "kb", config=config) as stillroom:
         stillroom.add(tmp_path / "a.txt")
@@ -83,14 +81,14 @@ def test_only_the_engine_keeps_a_team(tmp_path: Path) -> None:
             asked[number].set()
             leave.wait(30)
 
-        askers = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+        callers = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
         try:
-            for asker, done in zip(askers, asked, strict=True):
-                asker.start()
+            for caller, done in zip(callers, asked, strict=True):
+                caller.start()
                 assert done.wait(30)
-            until(lambda: num_system_threads() <= before + len(askers))  # an embedder's thread may still be ending
+            until(lambda: num_system_threads() <= before + len(callers))  # an embedder's thread may still be ending
         finally:
             leave.set()
-            for asker in askers:
-                if asker.ident is not None:
-                    asker.join()
+            for caller in callers:
+                if caller.ident is not None:
+                    caller.join()

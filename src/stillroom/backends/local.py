@@ -126,6 +126,27 @@ class LocalBackend:
             raise UsageError(f"the prompt holds a token that the model does not have; it has 0 to {num_known - 1}")
         return self._prepared(SegmentedPrompt((Segment(SegmentKind.QUESTION, ids),)), schema, len(ids))
 
+    def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
+        prompt = prepared.prompt
+        assert isinstance(prompt, SegmentedPrompt), "another backend prepared this prompt"
+        self._check_bias(samples[0].sampling)  # the same for all samples
+        requests = [
+            Request(
+                request_id=sample.request_id,
+                sampling=sample.sampling,
+                priority=sample.priority,
+                deadline=sample.deadline,
+                may_see=sample.may_see,
+                prompt=prompt,
+                stop_token_ids=self.model.stop_token_ids,
+                constraint=prepared.constraint,
+                cache_salt=self.salt,
+            )
+            for sample in samples
+        ]
+        first, *others = zip(requests, listeners, strict=True)
+        self.engine.submit(*first, *others)
+
     def for_tenant(self, salt: str) -> "LocalBackend":
         return replace(self, salt=salt, owns_engine=False)
 
@@ -166,27 +187,6 @@ class LocalBackend:
         last = prompt.segments[-1].token_ids[::-1][: min(num_continued, _NUM_CONTEXT)]
         continues = tuple(takewhile(lambda token_id: token_id not in self.tokenizer.special_ids, last))[::-1]
         return PreparedPrompt(prompt, prompt.chunk_ids, prompt.num_tokens, max_answer_tokens, continues, constraint)
-
-    def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
-        prompt = prepared.prompt
-        assert isinstance(prompt, SegmentedPrompt), "another backend prepared this prompt"
-        self._check_bias(samples[0].sampling)  # the same for all samples
-        requests = [
-            Request(
-                request_id=sample.request_id,
-                sampling=sample.sampling,
-                priority=sample.priority,
-                deadline=sample.deadline,
-                may_see=sample.may_see,
-                prompt=prompt,
-                stop_token_ids=self.model.stop_token_ids,
-                constraint=prepared.constraint,
-                cache_salt=self.salt,
-            )
-            for sample in samples
-        ]
-        first, *others = zip(requests, listeners, strict=True)
-        self.engine.submit(*first, *others)
 
     def _check_tokens(self, prompt: SegmentedPrompt) -> None:
         """Raises ModelError: a token has no embedding. Some checkpoints have such tokens, but do not use them."""

@@ -113,8 +113,8 @@ class OpenAIBackend:
 
     def for_tenant(self, salt: str) -> "OpenAIBackend":
         raise ConfigError(
-            "engine.kind = 'openai' serves one tenant only: what an engine elsewhere keeps of one tenant's prompts "
-            "would show in the times of another; use the builtin engine, or one server for each tenant"
+            "engine.kind = 'openai' serves one tenant only: response times would tell a tenant which prompts of others "
+            "the server has cached; use the builtin engine, or one server for each tenant"
         )
 
     def cancel(self, request_id: RequestId) -> None:
@@ -133,7 +133,7 @@ def _prepared(chunk_ids: tuple[ChunkId, ...], prompt: RemotePrompt) -> PreparedP
 
 def _refuse(schema: Mapping[str, Any] | None) -> None:
     if schema is not None:
-        raise UsageError("an engine elsewhere is not asked for JSON of a schema; set engine.kind to builtin")
+        raise UsageError("a server elsewhere cannot enforce a JSON schema; leave it out or set engine.kind = 'builtin'")
 
 
 def connect(config: EngineConfig, model: str, clock: Clock) -> OpenAIBackend:
@@ -188,8 +188,8 @@ def _in_order(chunks: Sequence[Chunk], history: History) -> tuple[ChunkId, ...]:
 def _chat(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> WrittenPrompt:
     if history.answer_start:
         raise UsageError(
-            "an engine elsewhere that is sent messages cannot continue an answer; end with a message of the user, or "
-            "set engine.prompt to text or tokens"
+            "a server that is sent chat messages cannot continue an answer; end with a message of the user, or set "
+            "engine.prompt = 'text' or 'tokens'"
         )
     system = f"{INSTRUCTIONS}\n\n{history.system}" if history.system else INSTRUCTIONS
     *earlier, last = user_messages(chunks, question, history)

@@ -210,9 +210,9 @@ class Forecaster:
         cache = QueryCache(_MeasuredResults(found), exact)
         hits = []
         for number in (*inputs.workload.warm, *inputs.workload.asked):
-            before = cache.stats.num_hits
+            before = cache.num_hits
             cache.search(inputs.texts[number], _MODE, 1)
-            hits.append(cache.stats.num_hits > before)
+            hits.append(cache.num_hits > before)
         return np.array(hits[len(inputs.workload.warm) :])
 
     def _search_seconds(self, split: Split, variation: Variation) -> NDArray[np.float64]:

@@ -168,7 +168,7 @@ class Pipeline:
             UsageError: the model has no such token, or the engine is a server.
         """
         if self._backend.tokenizer is None:
-            raise UsageError("an engine elsewhere has the tokenizer; give the prompt as text")
+            raise UsageError("the tokenizer is at the server elsewhere; send the prompt as text")
         self._backend.prepare_raw(token_ids)  # refuses unknown tokens
         return self._backend.tokenizer.decode(token_ids)
 

@@ -43,13 +43,6 @@ class _CachedResult:
     """Embedding [d] of the question; None unless near-identical questions are recognised."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueryCacheStats:
-    """Counts since the cache was made."""
-
-    num_hits: int
-
-
 class SearchedCorpus(Protocol):
     """The part of `KnowledgeBase` that is cached. Thread-safe."""
 
@@ -78,11 +71,8 @@ class QueryCache:
         self._lock = Lock()
         self._entries: TokenCache[_QuestionKey, _CachedResult] = TokenCache(config.max_tokens)
         self._current_generation: Hashable = None
-        self._num_hits = 0
-
-    @property
-    def stats(self) -> QueryCacheStats:
-        return QueryCacheStats(self._num_hits)
+        self.num_hits = 0
+        """Since the cache was created."""
 
     def search(self, query: str, mode: SearchMode, top_k: int, where: str = "") -> SearchResult:
         """The final result, from the cache where possible. Raises as the corpus's search."""
@@ -98,15 +88,15 @@ class QueryCache:
             yield from self._corpus.search_staged(query, mode=mode, top_k=top_k, num_stages=num_stages, where=where)
             return
         generation = self._corpus.generation
-        self._follow(generation)
-        vector = self._corpus.embed_question(query) if self._needs_vector(mode) else None
+        self._drop_other_generations(generation)
+        vector = self._corpus.embed_question(query) if self._compares_vectors(mode) else None
         found = self._find(question, generation, vector)
         if found is not None:
             yield SearchResult(found.results)  # without the seconds that the search took then
             return
         for result in self._corpus.search_staged(query, mode=mode, top_k=top_k, num_stages=num_stages, where=where):
             yield result
-        self._keep(question, result, generation, vector)
+        self._put(question, result, generation, vector)
 
     def _find(
         self, question: _QuestionKey, generation: Hashable, vector: NDArray[np.float32] | None
@@ -118,7 +108,7 @@ class QueryCache:
                 entry = None
             if entry is None and vector is not None:
                 entry = self._find_similar(question, generation, vector)
-            self._num_hits += entry is not None
+            self.num_hits += entry is not None
         return None if entry is None else entry.result
 
     def _find_similar(
@@ -135,11 +125,11 @@ class QueryCache:
                         best, best_similarity = other, similarity
         return None if best is None else self._entries.get(best)
 
-    def _needs_vector(self, mode: SearchMode) -> bool:
+    def _compares_vectors(self, mode: SearchMode) -> bool:
         """A sparse search embeds nothing, so it has no vector to compare."""
         return self._config.similarity < 1.0 and mode != "sparse"
 
-    def _keep(
+    def _put(
         self, question: _QuestionKey, result: SearchResult, generation: Hashable, vector: NDArray[np.float32] | None
     ) -> None:
         """Cache a result unless its generation has passed. `generation` was read before the search, so a change in
@@ -152,9 +142,9 @@ class QueryCache:
 
     def drop_stale(self) -> None:
         """Drop results of an older generation: they hold the text of documents that may have been deleted."""
-        self._follow(self._corpus.generation)
+        self._drop_other_generations(self._corpus.generation)
 
-    def _follow(self, generation: Hashable) -> None:
+    def _drop_other_generations(self, generation: Hashable) -> None:
         with self._lock:
             if generation == self._current_generation:
                 return

@@ -25,7 +25,7 @@ def check_options(options: AskOptions) -> None:
     if options.where.strip():
         parse_filter(options.where)
     if not all(stop_strings(options)):
-        raise UsageError("stop holds an empty text, which is everywhere; leave it out")
+        raise UsageError("stop contains an empty text; remove it")
     if options.deadline_seconds is not None and not 0 < options.deadline_seconds < float("inf"):
         raise UsageError(f"deadline_seconds={options.deadline_seconds}; it must be a positive number")
 
@@ -125,7 +125,9 @@ def _num_answer_tokens(requested: int | None, default: int, limit: int | None) -
     if requested != NO_LIMIT:
         return requested
     if limit is None:
-        raise UsageError("max_tokens=-1: this engine does not say how much room it has; name a number of tokens")
+        raise UsageError(
+            "max_tokens=-1 needs the model's context length, which this engine does not report; set a number of tokens"
+        )
     return limit
 
 
@@ -167,9 +169,9 @@ def _source(position: int, turns_ago: int, scored: ScoredChunk) -> Source:
 def no_room_error(num_tokens: int | None, max_tokens: int | None) -> PromptTooLongError:
     """Documents were found, but none fits into the prompt."""
     return PromptTooLongError(
-        f"no document that was found fits beside the {num_tokens} tokens of the rest of the prompt: beside "
-        f"the answer there is room for {max(max_tokens or 0, 0)} tokens; lower max_tokens, shorten the question, or "
-        "raise generation.max_prompt_tokens"
+        f"no document that was found fits: without documents the prompt has {num_tokens} tokens, and the answer leaves "
+        f"room for {max(max_tokens or 0, 0)}; lower max_tokens, shorten the question, or raise "
+        "generation.max_prompt_tokens"
     )
 
 

@@ -184,7 +184,7 @@ class AnswerCollector:
         return self._matcher.push(piece + rest) + self._matcher.flush()
 
     def _score(self, token_id: int, found: TokenLogprobs) -> TokenScore:
-        assert self._tokenizer is not None, "an engine elsewhere sends no log probabilities"
+        assert self._tokenizer is not None, "a server elsewhere sends no log probabilities"
         tokenizer = self._tokenizer
 
         def score(one: int, logprob: float, top: tuple[TokenScore, ...] = ()) -> TokenScore:

@@ -19,7 +19,7 @@ import numpy as np
 
 from stillroom.answer_quality.beir import read_judged_queries
 from stillroom.config.settings import QueryCacheConfig, StillroomConfig
-from stillroom.rag.query_cache import QueryCache, QueryCacheStats
+from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
@@ -157,17 +157,17 @@ def _runner(
                 stream,
                 options.change_every,
             )
-        return _figures(seconds, stream[0], cache.stats)
+        return _figures(seconds, stream[0], cache.num_hits)
 
     return run
 
 
-def _figures(seconds: Sequence[float], stream: Sequence[str], stats: QueryCacheStats) -> Metrics:
+def _figures(seconds: Sequence[float], stream: Sequence[str], num_hits: int) -> Metrics:
     hot = [took for took, is_hot in zip(seconds, asked_before(stream, HOT_AFTER), strict=True) if is_hot]
     return {
         **{f"p{q}_seconds": float(np.percentile(seconds, q)) for q in (50, 95, 99)},
         **{f"hot_p{q}_seconds": float(np.percentile(hot, q)) for q in (50, 95) if hot},
         "mean_seconds": float(np.mean(seconds)),
         "share_hot": len(hot) / len(seconds),
-        "hit_rate": stats.num_hits / len(seconds),
+        "hit_rate": num_hits / len(seconds),
     }

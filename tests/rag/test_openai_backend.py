@@ -1,4 +1,4 @@
-"""An engine elsewhere, which is another Stillroom: the same answers, and what happens when somebody leaves."""
+"""The OpenAI backend against another Stillroom: equal answers, cancelling, and failures."""
 
 import asyncio
 import subprocess
@@ -20,12 +20,12 @@ from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
 QUESTIONS = [QUESTION, "In which year was Jatha Jurlow born ?", "What did Cirik Prurs study ?", QUESTION]
 ENDLESS = AskOptions(max_tokens=1500, temperature=50.0, seed=1)
-"""Close to a uniform choice of words: it goes on and on."""
+"""Words are almost uniformly random, so the answer reaches `max_tokens`."""
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
-    """Generates with the built-in runtime."""
+    """Generates with the built-in engine."""
     folder = tmp_path_factory.mktemp("remote")
     with Stillroom.open(folder / "kb") as stillroom:
         stillroom.add(write_knowledge(folder / "docs"))
@@ -46,13 +46,13 @@ def every_block_is_free_afterwards(here: Stillroom) -> Iterator[None]:
 
 
 def away(here: Stillroom, address: str, **engine: object) -> Stillroom:
-    """The same knowledge base with an engine at that address."""
+    """The same knowledge base with the server at this address as engine."""
     settings = EngineConfig(kind="openai", base_url=address, **engine)  # type: ignore[arg-type]
     return Stillroom.open(here._kb.path, config=StillroomConfig(engine=settings))
 
 
 @pytest.mark.parametrize("prompt", ["tokens", "text"])
-def test_answers_are_those_of_the_built_in_runtime(here: Stillroom, url: str, prompt: EnginePrompt) -> None:
+def test_answers_equal_those_of_the_built_in_engine(here: Stillroom, url: str, prompt: EnginePrompt) -> None:
     with away(here, url, prompt=prompt, document_order="rank") as stillroom:
         for question in QUESTIONS:
             answer, expected = stillroom.ask(question), here.ask(question)
@@ -66,7 +66,7 @@ def test_answers_are_those_of_the_built_in_runtime(here: Stillroom, url: str, pr
         assert stillroom.num_blocks == 0
 
 
-def test_sampled_answers_are_those_of_the_built_in_runtime(here: Stillroom, url: str) -> None:
+def test_sampled_answers_equal_those_of_the_built_in_engine(here: Stillroom, url: str) -> None:
     options = AskOptions(max_tokens=20, temperature=5.0, top_p=0.9, seed=7, top_k=2)
     with away(here, url, prompt="tokens", document_order="rank") as stillroom:
         assert stillroom.ask(QUESTION, options).text == here.ask(QUESTION, options).text
@@ -80,11 +80,11 @@ def test_several_answers_and_stop_strings(here: Stillroom, url: str) -> None:
         assert [answer.text for answer in answers] == [answer.text for answer in expected]
 
         assert stillroom.ask(QUESTION, AskOptions(stop="Bank")).text == here.ask(QUESTION, AskOptions(stop="Bank")).text
-        with pytest.raises(UsageError, match="not asked for JSON"):
+        with pytest.raises(UsageError, match="cannot enforce a JSON schema"):
             stillroom.ask(QUESTION, AskOptions(json_schema={"type": "integer"}))
 
 
-def test_a_limit_of_prompts_holds_where_tokens_are_sent(here: Stillroom, url: str) -> None:
+def test_prompt_limit_holds_if_tokens_are_sent(here: Stillroom, url: str) -> None:
     whole = here.ask(QUESTION)
     limit = GenerationConfig(max_prompt_tokens=whole.reuse.num_prompt_tokens - 1)
     engine = EngineConfig(kind="openai", base_url=url, prompt="tokens")
@@ -93,7 +93,7 @@ def test_a_limit_of_prompts_holds_where_tokens_are_sent(here: Stillroom, url: st
         answer = stillroom.ask(QUESTION)
         assert answer.reuse.num_prompt_tokens < whole.reuse.num_prompt_tokens
         left = [source.chunk_id for source in answer.sources]
-        assert left == [source.chunk_id for source in whole.sources][:-1], "the last by rank is left out"
+        assert left == [source.chunk_id for source in whole.sources][:-1], "the last by rank is dropped"
         with pytest.raises(PromptTooLongError, match="max_prompt_tokens"):
             stillroom.ask("Dola Kenric " * 200)
         with pytest.raises(PromptTooLongError, match="max_prompt_tokens"):
@@ -125,7 +125,7 @@ def test_tenants_cannot_be_kept_apart_by_a_server_elsewhere(here: Stillroom, url
         other.ask(QUESTION)
 
 
-def test_chat_is_asked_as_messages(here: Stillroom) -> None:
+def test_chat_prompts_are_sent_as_messages(here: Stillroom) -> None:
     with ScriptedServer([GOOD]) as server, away(here, server.url, model="m") as stillroom:
         answer = stillroom.ask(QUESTION, AskOptions(top_k=1))
 
@@ -152,7 +152,7 @@ def test_sources_stand_in_the_order_of_the_prompt(here: Stillroom) -> None:
     assert prompts[0] == prompts[1]
 
 
-def test_leaving_a_stream_frees_the_blocks_over_there(here: Stillroom, url: str) -> None:
+def test_cancelling_a_stream_frees_the_blocks_of_the_server(here: Stillroom, url: str) -> None:
     with away(here, url, prompt="tokens") as stillroom:
         for _ in stillroom.stream(QUESTION, ENDLESS):
             assert here.num_free_blocks < here.num_blocks
@@ -161,7 +161,7 @@ def test_leaving_a_stream_frees_the_blocks_over_there(here: Stillroom, url: str)
         until(lambda: here.num_free_blocks == here.num_blocks)
 
 
-def test_client_that_leaves_is_passed_on(here: Stillroom, url: str) -> None:
+def test_disconnect_of_a_client_is_passed_on_to_the_server(here: Stillroom, url: str) -> None:
     body = {
         "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": 1500,
@@ -178,7 +178,7 @@ def test_client_that_leaves_is_passed_on(here: Stillroom, url: str) -> None:
         until(lambda: here.num_free_blocks == here.num_blocks)
 
 
-def test_failures_have_a_status(here: Stillroom, url: str) -> None:
+def test_failures_of_the_server_have_a_status(here: Stillroom, url: str) -> None:
     asked = {"messages": [{"role": "user", "content": QUESTION}]}
     replies = [error(401, "no"), error(503, "full")]
     with (
@@ -193,7 +193,7 @@ def test_failures_have_a_status(here: Stillroom, url: str) -> None:
     assert "stillroom_requests_total" in stillroom.metrics.render().decode()
 
 
-def test_prompt_that_is_too_long_over_there(here: Stillroom, url: str) -> None:
+def test_prompt_too_long_for_the_server(here: Stillroom, url: str) -> None:
     with (
         away(here, url, prompt="tokens") as stillroom,
         pytest.raises(PromptTooLongError, match="no room for the prompt.*more than the model's 2048"),
@@ -201,7 +201,7 @@ def test_prompt_that_is_too_long_over_there(here: Stillroom, url: str) -> None:
         stillroom.ask(QUESTION, AskOptions(max_tokens=100_000))
 
 
-def test_model_that_is_not_served_over_there(here: Stillroom, url: str) -> None:
+def test_model_that_the_server_does_not_have(here: Stillroom, url: str) -> None:
     with (
         away(here, url, model="other") as stillroom,
         pytest.raises(EngineRefusedError, match="'other' is not served here"),
@@ -209,12 +209,12 @@ def test_model_that_is_not_served_over_there(here: Stillroom, url: str) -> None:
         stillroom.ask(QUESTION)
 
 
-def test_nobody_at_the_address(here: Stillroom) -> None:
+def test_unreachable_server_is_an_error(here: Stillroom) -> None:
     with away(here, "http://127.0.0.1:9", max_retries=0) as stillroom, pytest.raises(EngineUnavailableError):
         stillroom.warm_up()
 
 
-def test_prompt_is_continued_as_it_is(here: Stillroom, url: str) -> None:
+def test_raw_prompt_is_continued_unchanged(here: Stillroom, url: str) -> None:
     text = (
         "Answer the question using only the chunks below .<chunk> Yunder Bank was founded in the year 1720 . </chunk>"
     )
@@ -233,12 +233,12 @@ def test_prompt_is_continued_as_it_is(here: Stillroom, url: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], [10**6], [-1]])
-def test_prompts_that_are_none(here: Stillroom, prompt: list[int]) -> None:
+def test_invalid_raw_prompts_are_refused(here: Stillroom, prompt: list[int]) -> None:
     with pytest.raises(UsageError):
         asyncio.run(here.acontinue(prompt))
 
 
-def test_torch_is_not_imported_for_an_engine_elsewhere() -> None:
+def test_torch_is_not_imported_for_a_remote_engine() -> None:
     program = (
         "import sys, stillroom.rag.stillroom, stillroom.rag.pipeline, stillroom.backends.openai\n"
         "print({'torch', 'transformers'} & set(sys.modules))"

@@ -1,4 +1,4 @@
-"""What a model, its device and its memory must be for a generator to be built."""
+"""Building the local backend refuses unusable KV budgets and models."""
 
 from pathlib import Path
 
@@ -22,16 +22,14 @@ def decoder(tmp_path: Path) -> Decoder:
 
 
 @pytest.mark.parametrize(("kv_bytes", "message"), [(1, "raise it"), (2**60, "lower it"), (2**90, "lower it")])
-def test_memory_for_kv_that_holds_nothing_or_is_not_there(decoder: Decoder, kv_bytes: int, message: str) -> None:
+def test_kv_budget_too_small_or_too_large_is_refused(decoder: Decoder, kv_bytes: int, message: str) -> None:
     with pytest.raises(ConfigError, match=f"runtime.kv_bytes={kv_bytes} .*{message}"):
         build_device(decoder, RuntimeConfig(kv_bytes=kv_bytes))
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("number", [1.0, float("nan"), float("inf")])
-def test_a_model_that_computes_nan_is_refused_when_it_is_loaded(
-    decoder: Decoder, block_size: int, number: float
-) -> None:
+def test_model_that_computes_nan_is_refused_at_load(decoder: Decoder, block_size: int, number: float) -> None:
     decoder.weights.final_norm[3] = number
     config = RuntimeConfig(kv_bytes=block_size * kv_shape(decoder).bytes_per_token, block_size=block_size)
     if torch.tensor(number).isfinite():
