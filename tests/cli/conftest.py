@@ -1,4 +1,4 @@
-"""Fixtures for command lines."""
+"""Fixtures of command tests."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.server.fakes import FakeStillroom
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty current folder, and no settings from the machine that runs the tests."""
+    """Use an empty current folder and no settings of this machine."""
     monkeypatch.chdir(tmp_path)
     for name in ("STILLROOM_KB", "STILLROOM_CONFIG", "STILLROOM_DEBUG"):
         monkeypatch.delenv(name, raising=False)
@@ -20,7 +20,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run a command line in this process."""
+    """Runs a command line in this process."""
     return runner(capfd)
 
 
@@ -31,5 +31,5 @@ def fake() -> FakeStillroom:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, fake: FakeStillroom) -> Opened:
-    """Commands open the fake; tells with what."""
+    """Makes commands open the fake; records their arguments."""
     return use_fake(monkeypatch, fake)

@@ -1,4 +1,4 @@
-"""Command lines run inside the test, with a fake room where the command would open one."""
+"""Runs commands inside the test process, with a fake Stillroom."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Run = Callable[..., Result]
 
 
 class Opened:
-    """Stands in for `open_stillroom` and keeps what it was called with."""
+    """Replacement of `open_stillroom` that records its calls."""
 
     def __init__(self, fake: FakeStillroom) -> None:
         self.fake = fake

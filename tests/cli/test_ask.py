@@ -1,4 +1,4 @@
-"""`stillroom ask` over a fake room, which answers with the question."""
+"""`stillroom ask` with a fake Stillroom, which answers with the question."""
 
 import dataclasses
 import io
@@ -92,23 +92,23 @@ def test_question_that_cannot_be_answered_does_not_stop_the_others(
     assert [json.loads(line)["question"] for line in result.out.splitlines()] == ["first one", "last one"]
     first, last = (json.loads(line)["error"]["message"] for line in result.err.splitlines())
     assert "the question is empty" in first
-    assert last == "some questions were not answered; see above"
+    assert last == "some questions were not answered; see the errors above"
 
 
-def test_a_question_that_finds_nothing_is_no_answer(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+def test_question_without_documents_exits_1_without_an_answer(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     result = run("ask", QUESTION, "--where", "team = nothing")
     assert (result.code, result.out) == (1, "") and "no document was found" in result.err
     result = run("ask", QUESTION, "--where", "team = nothing", "--json")
     assert result.out == "" and json.loads(result.err)["error"]["type"] == "NothingFoundError"
 
 
-def test_minus_one_is_taken_for_limits_and_seed(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+def test_minus_one_is_valid_for_limits_and_seed(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     assert run("ask", QUESTION, *["--max-tokens", "-1", "--sample-top-k", "-1", "--seed", "-1"]).code == 0
     [(_, options)] = fake.asked
     assert (options.max_tokens, options.sample_top_k, options.seed) == (-1, -1, -1)
 
 
-def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+def test_options_reach_the_stillroom(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     flags = "-k 3 --mode dense --max-tokens 7 --temperature 0.5 --top-p 0.9 --seed 5 --stop a --stop b --model m"
 
     run("ask", QUESTION, *flags.split())
@@ -118,8 +118,8 @@ def test_options_reach_the_room(run: Run, opened: Opened, fake: FakeStillroom) -
     assert opened.calls[0][1].runtime.model == "m"
 
 
-def test_every_way_to_pick_tokens_has_a_flag(run: Run, opened: Opened, fake: FakeStillroom) -> None:
-    """A setting without a flag is found by the first assertion."""
+def test_every_generation_setting_has_a_flag(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+    """The first assertion fails for a setting without a flag."""
     limits = {"max_prompt_tokens": 0}
     values = {field.name: 0.5 for field in dataclasses.fields(GenerationConfig) if field.name not in limits}
     values |= {"max_tokens": 7, "sample_top_k": 3, "seed": 5}
@@ -138,16 +138,16 @@ def test_json_schema_is_read_from_a_file(run: Run, opened: Opened, fake: FakeSti
     run("ask", QUESTION, "--json-schema", "schema.json")
 
     assert fake.asked == [(QUESTION, AskOptions(json_schema={"type": "integer"}))]
-    for bad, complaint in (("list.json", "a schema is an object"), ("nowhere.json", "No such file")):
+    for bad, complaint in (("list.json", "must be a JSON object"), ("nowhere.json", "No such file")):
         result = run("ask", QUESTION, "--json-schema", bad)
         assert result.code == 2 and complaint in result.err
 
 
 def test_empty_stop_string_is_refused(run: Run, opened: Opened) -> None:
-    assert "everywhere" in run("ask", QUESTION, "--stop", "").err
+    assert "the text is empty" in run("ask", QUESTION, "--stop", "").err
 
 
-def test_address_alone_is_an_engine_elsewhere(run: Run, opened: Opened) -> None:
+def test_base_url_alone_selects_the_openai_engine(run: Run, opened: Opened) -> None:
     run("ask", QUESTION, "--base-url", "http://host:8000", "--engine-model", "m")
     run("ask", QUESTION, "--base-url", "http://host:8000", "--engine", "builtin")
 
@@ -156,7 +156,7 @@ def test_address_alone_is_an_engine_elsewhere(run: Run, opened: Opened) -> None:
     assert second.kind == "builtin"
 
 
-def test_engine_elsewhere_needs_an_address(run: Run, opened: Opened) -> None:
+def test_openai_engine_needs_an_address(run: Run, opened: Opened) -> None:
     result = run("ask", QUESTION, "--engine", "openai")
 
     assert (result.code, opened.calls) == (2, [])
@@ -173,5 +173,5 @@ def test_failure_in_the_middle_keeps_what_came_before(run: Run, opened: Opened, 
     assert result.err == "error: the fake failed on purpose\n"
 
 
-def test_answer_cannot_steer_the_terminal(run: Run, opened: Opened) -> None:
+def test_control_characters_of_an_answer_are_replaced(run: Run, opened: Opened) -> None:
     assert "\x1b" not in run("ask", "a \x1b[2J b").out

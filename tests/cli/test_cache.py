@@ -20,7 +20,7 @@ MODEL = b"\x07" * 32
 
 @pytest.fixture
 def records() -> list[Path]:
-    """Three records of 100 bytes each, of no document."""
+    """Three records of 100 bytes each, without a document."""
     Path("kb").mkdir()
     Corpus(Path("kb") / CORPUS).close()
     store = DiskStore(Path("kb") / KV_FOLDER, MODEL)
@@ -38,7 +38,7 @@ def test_stats_by_model(run: Run, records: list[Path]) -> None:
     assert "3 records" in run("cache", "stats", "--kb", "kb").out
 
 
-def test_verify_finds_and_removes_what_is_damaged(run: Run, records: list[Path]) -> None:
+def test_verify_reports_and_removes_damaged_records(run: Run, records: list[Path]) -> None:
     assert run("cache", "verify", "--kb", "kb").out == "3 records checked, 0 damaged\n"
     content = bytearray(records[1].read_bytes())
     content[-30] ^= 1
@@ -60,7 +60,7 @@ def test_verify_removes_records_of_documents_that_no_longer_exist(run: Run, reco
 
     assert result.code == 0 and sorted(Path("kb").rglob("*.kv")) == records
     assert result.out.splitlines() == [
-        "1 record of documents or tenants that no longer exist: removed",
+        "removed 1 record of documents or tenants that no longer exist",
         "3 records checked, 0 damaged",
     ]
 
@@ -70,16 +70,16 @@ def test_clear_removes_everything(run: Run, records: list[Path]) -> None:
     assert run("cache", "stats", "--kb", "kb", "--json").json["num_bytes"] == 0
 
 
-def test_what_cannot_be_removed_is_no_success(run: Run, records: list[Path], tmp_path: Path) -> None:
+def test_clear_exits_1_if_a_record_cannot_be_removed(run: Run, records: list[Path], tmp_path: Path) -> None:
     with read_only(tmp_path / "kb") as view:
         cleared = run("cache", "clear", "--kb", view)
         counts = run("cache", "clear", "--kb", view, "--json")
     assert cleared.code == counts.code == 1
-    assert cleared.out == "removed 0 records\n" and "3 records could not be removed, the first: " in cleared.err
+    assert cleared.out == "removed 0 records\n" and "3 records could not be removed; the first: " in cleared.err
     assert counts.json == {"num_removed": 0, "num_failures": 3} and all(path.exists() for path in records)
 
 
-def test_verify_says_why_it_removes_nothing(run: Run, records: list[Path], tmp_path: Path) -> None:
+def test_verify_says_why_it_only_reports_damage(run: Run, records: list[Path], tmp_path: Path) -> None:
     with read_only(tmp_path / "kb") as view:
         barred = run("cache", "verify", "--kb", view)
     assert barred.code == 0 and "cannot be written" in barred.err and "another process" not in barred.err
@@ -89,7 +89,7 @@ def test_verify_says_why_it_removes_nothing(run: Run, records: list[Path], tmp_p
     server.close()
 
 
-def test_a_cache_that_cannot_be_read_is_not_called_empty(run: Run) -> None:
+def test_unreadable_cache_is_an_error_and_not_empty(run: Run) -> None:
     Path("kb").mkdir()
     (Path("kb") / KV_FOLDER).touch()
     for command in ("stats", "clear", "verify"):
@@ -97,13 +97,13 @@ def test_a_cache_that_cannot_be_read_is_not_called_empty(run: Run) -> None:
         assert result.code == 1 and str(Path("kb") / KV_FOLDER) in result.err
 
 
-def test_a_folder_that_is_not_there_is_a_wrong_call(run: Run) -> None:
+def test_missing_folder_exits_2(run: Run) -> None:
     for command in ("stats", "clear", "verify"):
         result = run("cache", command, "--kb", "nowhere")
-        assert result.code == 2 and "--kb names its folder" in result.err
+        assert result.code == 2 and "name its folder with --kb" in result.err
 
 
-def test_calibrate_keeps_a_profile_that_the_next_start_finds(
+def test_calibrate_saves_a_profile_that_the_next_start_loads(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from stillroom.backends.calibration import load_profile, profile_path
@@ -126,7 +126,7 @@ def test_calibrate_keeps_a_profile_that_the_next_start_finds(
     assert load_profile(path) is None
 
 
-def test_calibrate_says_when_there_is_too_little_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_refuses_too_little_kv_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STILLROOM_RUNTIME__KV_BYTES", "60KiB")
     result = run("calibrate", "--kb", "kb", "--repeat", 1)
     assert result.code == 2 and "raise runtime.kv_bytes" in result.err
@@ -139,7 +139,7 @@ QUESTION = {
 }
 
 
-def test_calibrate_finds_how_much_to_compute_again(run: Run) -> None:
+def test_calibrate_finds_the_smallest_recompute_share(run: Run) -> None:
     other = QUESTION | {"chunks": ["Jecko Bank makes salt .", "Lola Yevman earned a living as a miner ."]}
     Path("questions.jsonl").write_text(json.dumps(QUESTION) + "\n" + json.dumps(other) + "\n")
     found = run("calibrate", "--quality", 0.9, "--questions", "questions.jsonl", "--json").json
@@ -149,7 +149,7 @@ def test_calibrate_finds_how_much_to_compute_again(run: Run) -> None:
     shares = [cell["mean_overhead"] for cell in found["cells"]]
     assert shares == sorted(shares) and shares[0] < shares[-1]
     text = run("calibrate", "--quality", 0.9, "--questions", "questions.jsonl", "--limit", 1).out
-    assert "computed again" in text and f"alpha = {found['alpha']:g}" in text
+    assert "recomputed" in text and f"alpha = {found['alpha']:g}" in text
 
 
 def test_quality_needs_questions(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""`stillroom add`, `remove` and `list` over a fake room."""
+"""`stillroom add`, `remove` and `list` with a fake Stillroom."""
 
 import io
 import json
@@ -27,7 +27,7 @@ from tests.server.fakes import FakeStillroom
 
 
 class EditableStillroom(FakeStillroom):
-    """A room whose documents can be added and removed, in name only."""
+    """A Stillroom that records additions and removals without doing them."""
 
     def __init__(self, failures: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__()
@@ -69,7 +69,9 @@ def editable(monkeypatch: pytest.MonkeyPatch, stillroom: EditableStillroom) -> O
     return use_fake(monkeypatch, stillroom)
 
 
-def test_add_makes_the_knowledge_base_and_sums_up(run: Run, editable: Opened, stillroom: EditableStillroom) -> None:
+def test_add_creates_the_knowledge_base_and_prints_a_summary(
+    run: Run, editable: Opened, stillroom: EditableStillroom
+) -> None:
     result = run("add", "docs")
 
     assert result.code == 0
@@ -80,7 +82,7 @@ def test_add_makes_the_knowledge_base_and_sums_up(run: Run, editable: Opened, st
     assert (kb, create) == (Path("kb"), True)
 
 
-def test_add_lists_failures_and_is_1(run: Run, stillroom: EditableStillroom) -> None:
+def test_add_lists_failures_and_exits_1(run: Run, stillroom: EditableStillroom) -> None:
     stillroom.failures = (("/x/bad.html", "it is not UTF-8"), ("/x/huge.md", "it is too big"))
 
     result = run("add", "docs")
@@ -110,27 +112,27 @@ def test_add_as_json(run: Run, stillroom: EditableStillroom) -> None:
     assert not stillroom.reports_progress
 
 
-def test_add_says_what_it_passed_over(run: Run, stillroom: EditableStillroom) -> None:
+def test_add_reports_skipped_files(run: Run, stillroom: EditableStillroom) -> None:
     stillroom.skipped = Skipped(num_hidden=2, num_other=1000)
 
     result = run("add", "docs", "--exclude", "drafts/", "--exclude", "*.csv")
 
-    assert result.err == "passed over: 2 hidden, 1,000 of no format that is read\n"
+    assert result.err == "skipped: 2 hidden, 1,000 of an unsupported format\n"
     assert stillroom.exclude == ["drafts/", "*.csv"]
 
 
-def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writing(
+def test_watch_prints_new_reports_only_and_retries_while_another_process_writes(
     run: Run, stillroom: EditableStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[bool] = []
     reports: Iterator[AddReport | Exception] = iter(
         [
             AddReport(num_added=1, failures=(("/x/bad.html", "it is damaged"),)),
-            KnowledgeBaseBusyError("somebody else is writing"),
+            KnowledgeBaseBusyError("another process is writing"),
             AddReport(num_unchanged=1, failures=(("/x/bad.html", "it is damaged"),)),
             UsageError("docs does not exist"),
             StorageError("the disk is full"),
-            IndexUnavailableError("nobody answers"),
+            IndexUnavailableError("no answer"),
             AddReport(num_unchanged=1),
             AddReport(num_unchanged=1, is_worth_repeating=True),
         ]
@@ -155,14 +157,14 @@ def test_watching_shows_what_is_new_and_tries_again_where_somebody_else_is_writi
     first, second = map(json.loads, result.out.splitlines())
     assert (first["num_added"], len(first["failures"]), second["failures"]) == (1, 1, [])
     assert result.err.splitlines() == [
-        "docs does not exist; watching on",
-        "the disk is full; watching on, and trying again until it works",
-        "it works again",
+        "docs does not exist; still watching",
+        "the disk is full; still watching, and trying again until it succeeds",
+        "indexing works again",
     ]
     assert result.code == 0
 
 
-def test_add_quietly_prints_failures_only(run: Run, stillroom: EditableStillroom) -> None:
+def test_quiet_add_prints_failures_only(run: Run, stillroom: EditableStillroom) -> None:
     quiet = run("add", "docs", "-q")
     stillroom.failures = (("bad.html", "it is not UTF-8"),)
     failing = run("add", "docs", "-q")
@@ -173,22 +175,22 @@ def test_add_quietly_prints_failures_only(run: Run, stillroom: EditableStillroom
     assert not stillroom.reports_progress
 
 
-def test_remove_says_how_much(run: Run) -> None:
+def test_remove_prints_numbers_of_documents_and_chunks(run: Run) -> None:
     assert run("remove", "a.md", "b.md").out == "removed 2 documents (5 chunks)\n"
     assert run("remove", "a.md", "--json").json == {"num_documents": 1, "num_chunks": 5, "unknown": []}
 
 
-def test_remove_says_which_targets_stand_for_nothing(run: Run, stillroom: EditableStillroom) -> None:
+def test_remove_reports_targets_without_documents(run: Run, stillroom: EditableStillroom) -> None:
     stillroom.unknown = ("gone.md",)
 
     result, quiet, as_json = run("remove", "a.md"), run("remove", "a.md", "-q"), run("remove", "a.md", "--json")
 
     assert (result.code, result.out) == (0, "removed 1 document (5 chunks)\n")
-    assert result.err == quiet.err == "no document is or lies under 1 target:\n  gone.md\n"
+    assert result.err == quiet.err == "no documents for 1 target:\n  gone.md\n"
     assert as_json.json["unknown"] == ["gone.md"] and as_json.err == quiet.out == ""
 
 
-def test_remove_of_what_is_not_there_is_a_wrong_call(run: Run) -> None:
+def test_remove_of_an_unknown_document_exits_2(run: Run) -> None:
     result = run("remove", "nowhere.md")
 
     assert result.code == 2
@@ -207,9 +209,7 @@ def test_list_is_a_table(run: Run, stillroom: EditableStillroom, tmp_path: Path)
     ]
 
 
-def test_a_name_is_shown_on_one_line_in_the_direction_in_which_it_is_written(
-    run: Run, stillroom: EditableStillroom
-) -> None:
+def test_names_are_shown_without_line_ends_and_direction_marks(run: Run, stillroom: EditableStillroom) -> None:
     stillroom.texts = {"/a\n\u202ecod.md": "x"}
     stillroom.failures = (("/b\n\x1b\u2067.md", "cannot\nbe read"),)
 
@@ -221,7 +221,7 @@ def test_a_name_is_shown_on_one_line_in_the_direction_in_which_it_is_written(
     assert list(run("list", "--json").json["documents"][0].values())[0] == "/a\n\u202ecod.md"
 
 
-def test_meta_goes_to_the_documents_with_its_type(run: Run, stillroom: EditableStillroom) -> None:
+def test_meta_values_get_their_types(run: Run, stillroom: EditableStillroom) -> None:
     flags = ["team=legal", "year=2024", "score=0.5", "code=007", "is_draft=true", "tag=a", "tag=b", "old=", "x=a=b"]
     assert run("add", "docs", *(part for flag in flags for part in ("--meta", flag))).code == 0
     assert stillroom.metadata == {
@@ -237,7 +237,7 @@ def test_meta_goes_to_the_documents_with_its_type(run: Run, stillroom: EditableS
 
 
 @pytest.mark.parametrize("flag", ["team", "=legal"])
-def test_meta_that_is_no_pair_is_refused(run: Run, stillroom: EditableStillroom, flag: str) -> None:
+def test_meta_without_name_and_value_is_refused(run: Run, stillroom: EditableStillroom, flag: str) -> None:
     result = run("add", "docs", "--meta", flag)
     assert result.code == 2 and "NAME=VALUE" in result.err
     assert stillroom.added == []
@@ -258,7 +258,7 @@ def test_list_as_json(run: Run, stillroom: EditableStillroom) -> None:
     }
 
 
-def test_list_of_nothing_says_what_to_do(run: Run, stillroom: EditableStillroom) -> None:
+def test_list_of_an_empty_knowledge_base_suggests_add(run: Run, stillroom: EditableStillroom) -> None:
     stillroom.texts = {}
 
     result = run("list")
@@ -278,7 +278,7 @@ def progress(num_bytes_done: int, num_chunks: int) -> AddProgress:
     )
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     clock = ManualClock()
     listen = LineListener(clock.monotonic)
 

@@ -1,4 +1,4 @@
-"""`stillroom explain` over a diary written as the pipeline writes it."""
+"""`stillroom explain` with a request log as the pipeline writes it."""
 
 import contextlib
 import sqlite3
@@ -71,11 +71,11 @@ def test_the_last_question_segment_by_segment(run: Run) -> None:
         "      15  computed  order differs         1. docs/keys.md:3-4  score 0.9000 (dense 0.8000, sparse 5.0000)",
         "       5  computed  always computed       question",
     ]
-    assert lines[9] == "Saved: about 250 ms by the cost profile, 1 ms of loading deducted"
+    assert lines[9] == "Saved: about 250 ms according to the cost profile, after deducting 1 ms for loading"
     assert lines[10] == "Phases: search 10 ms, queue 3 ms, load 1 ms, prefill 6 ms, decode 30 ms"
 
 
-def test_an_earlier_one_by_its_id_as_json(run: Run) -> None:
+def test_an_earlier_question_by_id_as_json(run: Run) -> None:
     Path("kb").mkdir()
     remember(answer("req-1", "first"), answer("req-2", "second"))
 
@@ -86,7 +86,7 @@ def test_an_earlier_one_by_its_id_as_json(run: Run) -> None:
     assert "secret" not in str(found), "the text of documents is not copied"
 
 
-def test_the_copy_that_a_document_was_placed_from(run: Run) -> None:
+def test_origin_of_a_reused_copy_is_shown(run: Run) -> None:
     Path("kb").mkdir()
     before = answer("req-1", "first")
     other = replace(before.sources[0], chunk_id="0000000000000001", document="docs/other.md", start_line=7, end_line=7)
@@ -99,29 +99,29 @@ def test_the_copy_that_a_document_was_placed_from(run: Run) -> None:
     lines = run("explain", "--kb", "kb").out.splitlines()
 
     assert lines[5].startswith("      15  host      placed                1. docs/keys.md:3-4")
-    assert lines[5].endswith("(3 tokens computed again)")
+    assert lines[5].endswith("(3 tokens recomputed)")
     assert lines[6].strip() == (
-        "computed at position 40 behind docs/other.md:7, a document since removed, docs/keys.md:3-4, 00000000000000aa, "
-        "overlap 0.25, impact 0.60, fix 45%, not in focus, saves 12 ms"
+        "computed at position 40 after docs/other.md:7, a removed document, docs/keys.md:3-4, 00000000000000aa, "
+        "overlap 0.25, impact 0.60, recompute 45%, not in focus, saves 12 ms"
     )
 
 
-def test_what_is_not_remembered_is_said(run: Run) -> None:
+def test_unknown_request_id_exits_2(run: Run) -> None:
     Path("kb").mkdir()
-    assert "no question is remembered in kb" in run("explain", "--kb", "kb").err
+    assert "the request log of kb is empty" in run("explain", "--kb", "kb").err
     remember(answer("req-1", "first"))
     result = run("explain", "req-9", "--kb", "kb")
-    assert result.code == 2 and "req-9 is not among the questions remembered" in result.err
+    assert result.code == 2 and "req-9 is not in the request log of kb" in result.err
 
 
-def test_a_damaged_diary_says_what_to_do(run: Run) -> None:
+def test_damaged_request_log_is_an_error_with_a_remedy(run: Run) -> None:
     Path("kb").mkdir()
     (Path("kb") / TRACE_FILE).write_bytes(b"no database" * 100)
     result = run("explain", "--kb", "kb")
     assert result.code == 1 and "remove it" in result.err
 
 
-def test_a_diary_that_may_only_be_read_is_read_as_it_is(run: Run, tmp_path: Path) -> None:
+def test_read_only_request_log_is_readable(run: Run, tmp_path: Path) -> None:
     Path("kb").mkdir()
     remember(answer("req-1", "first"))
     with read_only(tmp_path / "kb") as view:
@@ -129,7 +129,7 @@ def test_a_diary_that_may_only_be_read_is_read_as_it_is(run: Run, tmp_path: Path
         assert [path.name for path in view.iterdir()] == [TRACE_FILE]
 
 
-def test_a_diary_that_somebody_holds_is_not_called_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_request_log_is_not_reported_as_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "_BUSY_TIMEOUT_S", 0.01)
     Path("kb").mkdir()
     remember(answer("req-1", "first"))
@@ -141,17 +141,17 @@ def test_a_diary_that_somebody_holds_is_not_called_damaged(run: Run, monkeypatch
     assert run("explain", "--kb", "kb").code == 0
 
 
-def test_reading_makes_nothing(run: Run) -> None:
+def test_explain_creates_no_files(run: Run) -> None:
     Path("kb").mkdir()
     assert run("explain", "--kb", "kb").code == 2 and not list(Path("kb").iterdir())
-    (Path("kb") / TRACE_FILE).touch()  # whoever writes it first was stopped
-    assert "no question is remembered" in run("explain", "--kb", "kb").err
+    (Path("kb") / TRACE_FILE).touch()  # the process that created it was stopped
+    assert "the request log of kb is empty" in run("explain", "--kb", "kb").err
     remember(answer("req-1", "first"))
     run("explain", "--kb", "kb")
-    assert [path.name for path in Path("kb").iterdir()] == [TRACE_FILE], "no log of SQLite's is left"
+    assert [path.name for path in Path("kb").iterdir()] == [TRACE_FILE], "SQLite's journal is removed"
 
 
-def test_only_so_many_are_kept(run: Run) -> None:
+def test_request_log_keeps_the_last_requests_only(run: Run) -> None:
     Path("kb").mkdir()
     remember(*(answer(f"req-{i}", str(i)) for i in range(7)), keep=3)
     assert run("explain", "req-4", "--kb", "kb").code == 0
@@ -160,7 +160,7 @@ def test_only_so_many_are_kept(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("keep", "known"), [(0, set()), (1, {"req-3"})])
-def test_who_keeps_fewer_than_before_forgets_the_others_also_in_the_file(run: Run, keep: int, known: set[str]) -> None:
+def test_smaller_keep_erases_older_requests_from_the_file(run: Run, keep: int, known: set[str]) -> None:
     Path("kb").mkdir()
     remember(*(answer(f"req-{i}", str(i) * 5000) for i in range(4)))
     with contextlib.closing(TraceLog(Path("kb") / TRACE_FILE, keep)) as log:
@@ -168,17 +168,17 @@ def test_who_keeps_fewer_than_before_forgets_the_others_also_in_the_file(run: Ru
         assert {request_id for request_id, _, _ in log.recent(9)} == known
         written = b"".join(path.read_bytes() for path in Path("kb").iterdir())
         assert b"1111" not in written and b"2222" not in written and (b"3333" in written) == bool(known)
-    assert ("no question is remembered" in run("explain", "--kb", "kb").err) == (not known)
+    assert ("the request log of kb is empty" in run("explain", "--kb", "kb").err) == (not known)
 
 
-def test_keeping_none_writes_nothing(run: Run) -> None:
+def test_keep_0_writes_no_file(run: Run) -> None:
     Path("kb").mkdir()
     remember(answer("req-1", "first"), keep=0)
     TraceLog(Path("kb") / TRACE_FILE, keep=0).trim()
     assert not (Path("kb") / TRACE_FILE).exists()
 
 
-def test_a_diary_that_cannot_be_written_stops_nobody(run: Run) -> None:
+def test_unwritable_request_log_raises_nothing(run: Run) -> None:
     log = TraceLog(Path("missing") / TRACE_FILE, 10)
     log.add("req-1", 0.0, {})
     log.add("req-2", 0.0, {})
@@ -191,18 +191,18 @@ def test_a_diary_that_cannot_be_written_stops_nobody(run: Run) -> None:
     [
         (
             SpeculationReport(SpeculationOutcome.RIGHT, 4, 2, 0.004, 0.012),
-            "the model began 4 ms before the search had ended (2 prompts begun early); "
-            "it pays for searches of 12 ms or more",
+            "the model began 4 ms before the search ended (2 prompts started early); "
+            "it pays off for searches of 12 ms or more",
         ),
         (
             SpeculationReport(SpeculationOutcome.WRONG, 4, 1),
-            "1 prompt begun early, for nothing: the search ended with other documents",
+            "1 prompt started early in vain: the search ended with other documents",
         ),
-        (SpeculationReport(SpeculationOutcome.NONE, 4), "no prompt begun early"),
+        (SpeculationReport(SpeculationOutcome.NONE, 4), "no prompt started early"),
         (SpeculationReport(SpeculationOutcome.PLAIN), "not tried for this question"),
     ],
 )
-def test_what_became_of_beginning_early(run: Run, report: SpeculationReport, told: str) -> None:
+def test_outcome_of_speculative_prefill_is_shown(run: Run, report: SpeculationReport, told: str) -> None:
     Path("kb").mkdir()
     remember(replace(answer("req-1", "first"), speculation=report))
     lines = run("explain", "--kb", "kb").out.splitlines()
@@ -210,7 +210,7 @@ def test_what_became_of_beginning_early(run: Run, report: SpeculationReport, tol
     assert run("explain", "--kb", "kb", "--json").json["speculation"]["outcome"] == report.outcome
 
 
-def test_where_nothing_can_be_begun_early_nothing_is_said(run: Run) -> None:
+def test_no_overlap_line_without_speculation(run: Run) -> None:
     Path("kb").mkdir()
     remember(answer("req-1", "first"))
     assert "Overlap" not in run("explain", "--kb", "kb").out

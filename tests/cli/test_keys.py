@@ -1,4 +1,4 @@
-"""`stillroom keys`, and what `serve` says about addresses and keys before it loads anything."""
+"""`stillroom keys`, and the checks of addresses and keys before `serve` loads anything."""
 
 import dataclasses
 from pathlib import Path
@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from stillroom.config.settings import ServerConfig
-from stillroom.server.auth.access_config import open_doorway
+from stillroom.server.auth.guard import check_access
 from stillroom.server.auth.key_ring import KeyRing
 from tests.cli.harness import Run
 
 OPERATORS = (("anna",), ("ops", "--operator"))
 
 
-def test_a_key_is_shown_once_and_opens_the_door(run: Run) -> None:
+def test_key_is_shown_once_and_is_valid_until_removed(run: Run) -> None:
     made = run("keys", "add", "anna", "--tenant", "legal", "--keys", "keys.json")
     key = made.out.strip()
     found = KeyRing(Path("keys.json")).find(key)
     assert found is not None and (found.name, found.tenant) == ("anna", "legal")
-    assert "only time" in made.err
+    assert "shown only once" in made.err
 
     listed = run("keys", "list", "--keys", "keys.json")
     assert "anna  tenant legal" in listed.out and key not in listed.out
@@ -31,7 +31,7 @@ def test_a_key_is_shown_once_and_opens_the_door(run: Run) -> None:
     assert run("keys", "list", "--keys", "keys.json", "--json").json == []
 
 
-def test_the_file_may_come_from_the_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_file_can_be_a_setting(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--keys FILE" in run("keys", "list").err
     monkeypatch.setenv("STILLROOM_SERVER__KEYS_FILE", "keys.json")
     assert run("keys", "add", "anna", "--json").json["tenant"] == "default"
@@ -40,7 +40,7 @@ def test_the_file_may_come_from_the_settings(run: Run, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["", "Anna", "../x", "a b", "x" * 64, "-x", ".."])
-def test_names_that_are_no_names(run: Run, name: str) -> None:
+def test_invalid_names_are_refused(run: Run, name: str) -> None:
     for arguments in (("--", name), (f"--tenant={name}", "anna")):
         assert run("keys", "add", "--keys", "keys.json", *arguments).code == 2
     assert not Path("keys.json").exists()
@@ -52,7 +52,7 @@ def test_a_public_address_without_keys_is_refused(run: Run, host: str) -> None:
     assert result.code == 2 and "--keys keys.json" in result.err and "--insecure" in result.err
 
 
-def test_a_tenant_without_a_place_is_told_and_refused_where_nobody_else_could_ask(run: Run) -> None:
+def test_serve_refuses_keys_that_all_belong_to_tenants_without_a_folder(run: Run) -> None:
     made = run("keys", "add", "anna", "--tenant", "legal", "--keys", "keys.json", "--json")
     assert made.json["tenant"] == "legal" and "serve --tenants DIR" in made.err
     result = run("serve", "--kb", "kb", "--keys", "keys.json")
@@ -60,15 +60,15 @@ def test_a_tenant_without_a_place_is_told_and_refused_where_nobody_else_could_as
 
     assert "--tenants" not in run("keys", "add", "ben", "--keys", "keys.json").err
     config = ServerConfig(keys_file="keys.json")
-    assert ["legal are refused" in warning for warning in open_doorway(config).warnings] == [True]
-    assert open_doorway(dataclasses.replace(config, tenants_folder="tenants")).warnings == ()
+    assert ["legal are refused" in warning for warning in check_access(config).warnings] == [True]
+    assert check_access(dataclasses.replace(config, tenants_folder="tenants")).warnings == ()
 
 
-def test_json_says_who_is_an_operator(run: Run) -> None:
+def test_json_shows_operators(run: Run) -> None:
     made = [run("keys", "add", name, "--keys", "keys.json", "--json", *flags).json for name, *flags in OPERATORS]
     assert [one["is_operator"] for one in made] == [False, True]
 
 
-def test_keys_that_are_not_there_are_refused(run: Run) -> None:
+def test_missing_keys_file_is_refused(run: Run) -> None:
     result = run("serve", "--kb", "kb", "--keys", "keys.json")
     assert result.code == 2 and "stillroom keys add" in result.err

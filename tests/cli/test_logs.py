@@ -1,4 +1,4 @@
-"""One line a record, on stderr, whoever writes it."""
+"""Every log record is one line on stderr."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ def test_configuring_twice_does_not_double_the_records(capsys: pytest.CaptureFix
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_talkative_libraries_start_at_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_libraries_log_warnings_only(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("INFO")
     logging.getLogger("httpx").info("HTTP Request: GET ...")
     logging.getLogger("httpx").warning("this matters")
@@ -63,7 +63,7 @@ def test_talkative_libraries_start_at_warning(capsys: pytest.CaptureFixture[str]
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_debug_lets_libraries_speak(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_level_includes_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("DEBUG")
     logging.getLogger("httpx").info("HTTP Request: GET ...")
 
@@ -76,7 +76,7 @@ def test_unknown_level_is_refused() -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_nothing_in_a_record_steers_a_terminal(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_control_characters_in_records_are_escaped(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     configure_logging("INFO", as_json=as_json)
     logger.info("a file named %s", "\x1b[2J\x9b2J\r\x07.md")
 

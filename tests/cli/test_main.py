@@ -44,7 +44,7 @@ def test_help_of_every_command_has_examples(run: Run, command: str) -> None:
     assert command == "bench" or f"  stillroom {command} " in result.out
 
 
-def test_no_command_shows_the_help_and_is_a_wrong_call(run: Run) -> None:
+def test_no_command_prints_help_and_exits_2(run: Run) -> None:
     result = run()
 
     assert result.code == 2
@@ -52,7 +52,7 @@ def test_no_command_shows_the_help_and_is_a_wrong_call(run: Run) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """So that it is there at once."""
+    """Help must be fast."""
     commands = [[], *(command.split() for command in COMMANDS)]
     code = (
         "import sys\nfrom stillroom.cli.main import run\n"
@@ -77,13 +77,13 @@ def test_help_imports_nothing_heavy() -> None:
         (["ask", "x", "--temperature", "-1"], "at least 0"),
         (["add", "nowhere.md"], "does not exist"),
         (["add", ""], "an empty path"),
-        (["search", "x", "--where", ""], "an empty filter"),
-        (["ask", "x", "--where", "  "], "an empty filter"),
+        (["search", "x", "--where", ""], "the filter is empty"),
+        (["ask", "x", "--where", "  "], "the filter is empty"),
         (["serve", "--port", "70000"], "--port"),
         (["list", "--config", "nowhere.toml"], "no such file"),
     ],
 )
-def test_wrong_call_is_2_with_one_line_and_no_stack_trace(
+def test_wrong_call_exits_2_with_one_line_and_no_stack_trace(
     run: Run, opened: Opened, args: list[str], complaint: str
 ) -> None:
     result = run(*args)
@@ -103,7 +103,7 @@ def test_wrong_call_as_json(run: Run, opened: Opened) -> None:
     assert json.loads(result.err)["error"]["type"] == "UsageError"
 
 
-def test_json_behind_dashes_is_a_word(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+def test_json_flag_after_dashes_is_an_argument(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     fake.texts = {}
 
     result = run("ask", "--", "--json")
@@ -123,7 +123,7 @@ def test_json_behind_dashes_is_a_word(run: Run, opened: Opened, fake: FakeStillr
         (UnknownDocumentError("there is none"), 2),
     ],
 )
-def test_exit_code_says_whose_turn_it_is(
+def test_exit_code_of_each_kind_of_error(
     run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch, failure: Exception, code: int
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -141,7 +141,7 @@ def test_exit_code_says_whose_turn_it_is(
     assert fake.is_closed
 
 
-def test_bug_is_one_line_unless_debugging(
+def test_internal_error_is_one_line_unless_debugging(
     run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake, "search", lambda *_, **__: 1 // 0)
@@ -157,7 +157,7 @@ def test_bug_is_one_line_unless_debugging(
     assert "Traceback" in debugging.err
 
 
-def test_interrupt_is_130_and_says_that_nothing_is_lost(
+def test_interrupt_exits_130_and_says_what_is_kept(
     run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object, **__: object) -> None:
@@ -173,12 +173,12 @@ def test_interrupt_is_130_and_says_that_nothing_is_lost(
     assert (result.code, adding.code, as_json.code) == (130, 130, 130)
     assert result.err == "stopped. Nothing was changed and nothing is lost; run the same command again.\n"
     assert "Finished files are kept" in adding.err
-    assert "What was removed stays so" in run("remove", "a.md").err
+    assert "removed so far stay removed" in run("remove", "a.md").err
     assert json.loads(as_json.err)["error"]["type"] == "Interrupted"
     assert fake.is_closed
 
 
-def test_reader_that_goes_away_is_not_an_error() -> None:
+def test_closed_stdout_exits_141_silently() -> None:
     code = (
         "import sys\nfrom stillroom.cli import main, opening\nfrom tests.server.fakes import FakeStillroom\n"
         "opening.open_stillroom = lambda *_, **__: FakeStillroom()\n"
@@ -206,7 +206,7 @@ def test_reader_that_goes_away_is_not_an_error() -> None:
 @pytest.mark.parametrize(
     ("redirection", "reason"), [("> /dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
 )
-def test_a_result_that_cannot_be_written_is_an_error(args: list[str], redirection: str, reason: str) -> None:
+def test_unwritable_stdout_is_an_error(args: list[str], redirection: str, reason: str) -> None:
     command = [sys.executable, "-c", OVER_A_FAKE_STILLROOM, *args]
     shell = ["sh", "-c", f'"$@" {redirection}', "sh", *command]
     root = Path(__file__).resolve().parents[2]
@@ -215,7 +215,7 @@ def test_a_result_that_cannot_be_written_is_an_error(args: list[str], redirectio
     assert f"stdout cannot be written: {reason}" in found.stderr
 
 
-def test_what_the_caller_closed_is_empty_or_goes_nowhere() -> None:
+def test_closed_standard_streams_become_the_null_device() -> None:
     command = [sys.executable, "-c", OVER_A_FAKE_STILLROOM, "ask", "-", "why?"]
     root = Path(__file__).resolve().parents[2]
     shell = ["sh", "-c", '"$@" <&- 2>&-', "sh", *command]
@@ -223,7 +223,7 @@ def test_what_the_caller_closed_is_empty_or_goes_nowhere() -> None:
     assert found.returncode == 0 and found.stdout.startswith("Question: why?\n")
 
 
-def test_a_note_does_not_stand_behind_half_a_line() -> None:
+def test_a_note_begins_on_a_new_line() -> None:
     code = (
         "import logging\nfrom stillroom.cli import console, main\nmain.run(['--version'])\n"
         "console.write('half a line')\nlogging.getLogger('x').warning('first')\nconsole.note('second')\n"
@@ -242,8 +242,8 @@ OVER_A_FAKE_STILLROOM = (
 )
 
 
-def over_a_fake_room(*args: str | bytes, encoding: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
-    """A command in a process of its own, with standard streams of this encoding."""
+def run_over_a_fake(*args: str | bytes, encoding: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+    """Run a command in its own process, with standard streams of this encoding."""
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", OVER_A_FAKE_STILLROOM, *args]
@@ -251,25 +251,25 @@ def over_a_fake_room(*args: str | bytes, encoding: str, stdin: bytes = b"") -> "
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_json_is_json_in_every_encoding(encoding: str) -> None:
+def test_json_output_is_valid_in_every_encoding(encoding: str) -> None:
     query = "caf\u00e9 \u20ac \U0001f600"
-    found = over_a_fake_room("search", query, "--json", encoding=encoding)
+    found = run_over_a_fake("search", query, "--json", encoding=encoding)
     assert json.loads(found.stdout)["query"] == query
-    failed = over_a_fake_room("serach", query, "--json", encoding=encoding)
+    failed = run_over_a_fake("serach", query, "--json", encoding=encoding)
     assert json.loads(failed.stderr)["error"]["type"] == "UsageError"
 
 
-def test_a_question_that_is_no_text_does_not_stop_the_others() -> None:
+def test_undecodable_question_does_not_stop_the_others() -> None:
     lines = b"first one\ncaf\xe9\nlast one\n"
-    found = over_a_fake_room("ask", "-", "--quiet", encoding="utf-8", stdin=lines)
+    found = run_over_a_fake("ask", "-", "--quiet", encoding="utf-8", stdin=lines)
     assert found.returncode == 2 and found.stdout == b"first one\nlast one\n"
-    assert b"the question is not text in UTF-8" in found.stderr and b"internal" not in found.stderr
+    assert b"the question is not UTF-8 text" in found.stderr and b"internal" not in found.stderr
 
 
 @pytest.mark.parametrize("args", [("search", b"caf\xe9"), ("ask", b"caf\xe9"), ("search", "x", "--where", b"a = \xe9")])
-def test_arguments_that_are_no_text_are_a_wrong_call(args: tuple[str | bytes, ...]) -> None:
-    found = over_a_fake_room(*args, encoding="utf-8")
-    assert found.returncode == 2 and b"is not text in UTF-8" in found.stderr
+def test_undecodable_arguments_exit_2(args: tuple[str | bytes, ...]) -> None:
+    found = run_over_a_fake(*args, encoding="utf-8")
+    assert found.returncode == 2 and b"is not UTF-8 text" in found.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])

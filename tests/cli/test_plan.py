@@ -1,4 +1,4 @@
-"""`stillroom plan` over real knowledge bases and the bundled model."""
+"""`stillroom plan` with real knowledge bases and the bundled model."""
 
 import json
 from contextlib import closing
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from stillroom.backends import local
-from stillroom.cli.main import FAILED, WRONG_CALL
 from stillroom.cli.plan import MISSED
 from stillroom.config.load import load_config
 from stillroom.config.settings import GenerationConfig, IndexConfig, RuntimeConfig, StillroomConfig
@@ -19,6 +18,7 @@ from stillroom.rag.stillroom import Stillroom
 from stillroom.retrieval.index import ivf_pq
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.server.error_kinds import FAILED, WRONG_CALL
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.cli.harness import Run
 from tests.server.knowledge import QUESTION, write_knowledge
@@ -37,7 +37,7 @@ def kb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lists_kb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many short records as it takes to train lists."""
+    """Enough short records to train lists."""
     folder = tmp_path_factory.mktemp("lists")
     records = [{"_id": f"r{number}", "text": f"key {number} of town {number * 37 % 101}"} for number in range(640)]
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -50,20 +50,20 @@ def lists_kb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What somebody calibrated on this machine is not looked at."""
+    """Ignores calibrations of this machine."""
     monkeypatch.setattr(local, "cache_root", lambda: tmp_path / "cache")
 
 
-def test_a_plan_for_kv_alone(run: Run, kb: Path) -> None:
+def test_plan_for_an_index_that_cannot_be_split(run: Run, kb: Path) -> None:
     found = run("plan", "--slo-ttft", "100s", "--rate", 2, "--kb", kb, *SMALL)
 
     assert found.code == 0
     assert "Met: p95 of at most 1 min 40 s at 2/s" in found.out and "What to get next" in found.out
-    assert "The index (flat) cannot be divided, so the plan is about KV alone." in found.out
-    assert "6 requests at 2/s" in found.out and "stillroom calibrate measures them well" in found.out
+    assert "The index (flat) cannot be split, so the plan covers KV only." in found.out
+    assert "6 requests at 2/s" in found.out and "stillroom calibrate measures them better" in found.out
 
 
-def test_a_plan_sends_the_prompts_that_are_allowed_and_waits_for_company_as_configured(kb: Path) -> None:
+def test_plan_uses_configured_prompt_limit_and_batch_delay(kb: Path) -> None:
     config = StillroomConfig(
         runtime=RuntimeConfig(kv_bytes=2**26, batch_delay_ms=20.0), generation=GenerationConfig(max_prompt_tokens=60)
     )
@@ -94,7 +94,7 @@ def test_a_plan_for_index_and_kv(run: Run, lists_kb: Path) -> None:
 
 
 @pytest.mark.parametrize("hot_bytes", [0, 1000])
-def test_a_plan_searches_as_hard_as_the_goal_asks_and_copies_no_full_vectors(
+def test_plan_searches_with_the_calibrated_effort_and_copies_no_vectors(
     lists_kb: Path, hot_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goal = IndexConfig(kind="ivf_pq", nlist=16, nprobe=1, ann_recall=0.9, hot_bytes=hot_bytes)
@@ -111,7 +111,7 @@ def test_a_plan_searches_as_hard_as_the_goal_asks_and_copies_no_full_vectors(
     assert make_inputs.index.profile.sizes.sum() == 640 and all(one.dense_seconds > 0 for one in make_inputs.found)
 
 
-def test_a_plan_for_a_device_that_lists_and_kv_share(run: Run, lists_kb: Path) -> None:
+def test_plan_for_a_device_shared_by_lists_and_kv(run: Run, lists_kb: Path) -> None:
     Path("stillroom.toml").write_text('[index]\nkind = "ivf_pq"\ndevice_bytes = 1000000\ndevices = "cpu"\n')
     ran = run("plan", "--slo-ttft", "100s", "--kb", lists_kb, "--ram", "64MiB", "--apply", "--json", *SMALL)
 
@@ -132,10 +132,13 @@ def test_a_plan_for_a_device_that_lists_and_kv_share(run: Run, lists_kb: Path) -
     assert loaded.index.hot_bytes == max(1, chosen["host_lists"])
 
 
-def test_a_target_that_cannot_be_met_says_what_binds_and_writes_nothing(run: Run, kb: Path) -> None:
+def test_missed_target_names_the_limit_and_writes_nothing(run: Run, kb: Path) -> None:
     found = run("plan", "--slo-ttft", "1us", "--kb", kb, *SMALL)
     assert found.code == MISSED == FAILED
-    assert "Missed: p95 of at most 1 us at 1/s, by " in found.out and " binds: even one question at a time" in found.out
+    assert (
+        "Missed: p95 of at most 1 us at 1/s, by " in found.out
+        and " is the limit: one question alone takes" in found.out
+    )
 
     refused = run("plan", "--slo-ttft", "1us", "--kb", kb, "--apply", *SMALL)
     assert refused.code == WRONG_CALL and "nothing was written" in refused.err
@@ -152,44 +155,46 @@ def test_apply_writes_what_was_planned(run: Run, kb: Path) -> None:
     assert first.code == again.code == 0
     assert "stillroom.toml: reuse.host_bytes = 3145728 (was 1)" in first.out
     assert "stillroom.toml: runtime.kv_bytes = 67108864 (was not set)" in first.out
-    assert "stillroom.toml says all of that already" in again.out
+    assert "stillroom.toml has these values already" in again.out
     assert Path("stillroom.toml").read_text().startswith("# ours\n[reuse]\n")
     loaded = load_config(env={})
     assert (loaded.reuse.host_bytes, loaded.reuse.disk_bytes) == (3 * 2**20, 5 * 2**20)
     assert loaded.runtime.kv_bytes == 64 * 2**20
 
 
-def test_validate_runs_the_same_questions_for_real(run: Run, kb: Path, tmp_path: Path) -> None:
+def test_validate_runs_the_workload(run: Run, kb: Path, tmp_path: Path) -> None:
     asked = tmp_path / "asked.txt"
     asked.write_text(f"{QUESTION}\n{QUESTION}\nWho is it?\n")
-    diary = TraceLog(kb / TRACE_FILE, keep=1)
-    diary.add("req-1", 0.0, {"question": "mine"})
-    diary.close()
+    log = TraceLog(kb / TRACE_FILE, keep=1)
+    log.add("req-1", 0.0, {"question": "mine"})
+    log.close()
     flags = ("--questions", asked, "--rate", 50, "--validate", "--json")
 
     found = run("plan", "--slo-ttft", "100s", "--kb", kb, *flags, *SMALL).json["validation"]
 
     assert found["measured"].keys() <= found["predicted"].keys()
     assert 0 < found["measured"]["p50_seconds"] <= found["measured"]["p99_seconds"]
-    assert [request_id for request_id, _, _ in diary.recent(9)] == ["req-1"], "the diary is of what people ask"
+    assert [request_id for request_id, _, _ in log.recent(9)] == ["req-1"], (
+        "the request log holds users' questions only"
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--slo-ttft", "300"), "--slo-ttft 300: give a time with its unit"),
-        (("--slo-ttft", "1s", "--ram", "much"), "--ram much: give a size such as"),
-        (("--slo-ttft", "1s", "--disk", "-4"), "--disk -4: give a size such as"),
+        (("--slo-ttft", "300"), "--slo-ttft 300: not a time; give one with its unit"),
+        (("--slo-ttft", "1s", "--ram", "much"), "--ram much: not a size; give one such as"),
+        (("--slo-ttft", "1s", "--disk", "-4"), "--disk -4: not a size; give one such as"),
         (("--rate", "1"), "--slo-ttft"),
         (("--slo-ttft", "1s", "--device-memory", "1KiB"), "runtime.kv_bytes"),
     ],
 )
-def test_calls_that_cannot_work(run: Run, kb: Path, flags: tuple[str, ...], message: str) -> None:
+def test_invalid_calls_exit_2(run: Run, kb: Path, flags: tuple[str, ...], message: str) -> None:
     found = run("plan", "--kb", kb, "--requests", 2, "--different", 2, "--quiet", *flags)
     assert found.code == WRONG_CALL and message in found.err
 
 
-def test_there_must_be_a_knowledge_base_with_chunks(run: Run, tmp_path: Path) -> None:
+def test_plan_needs_a_knowledge_base_with_chunks(run: Run, tmp_path: Path) -> None:
     assert run("plan", "--slo-ttft", "1s", "--kb", tmp_path / "none").code == WRONG_CALL
     with Stillroom.open(tmp_path / "empty"):
         pass

@@ -1,4 +1,4 @@
-"""The command line over the real thing, from `add` to `serve`; two of the commands as processes of their own."""
+"""Commands with a real knowledge base and the bundled model, some in their own process."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kb(docs: Path) -> Path:
-    """A knowledge base that no test changes."""
+    """A knowledge base that tests only read."""
     folder = docs.parent / "kb"
     with Stillroom.open(folder) as stillroom:
         stillroom.add(docs)
@@ -45,7 +45,7 @@ def test_list_and_search(run: Run, docs: Path, kb: Path) -> None:
     assert found["results"][0]["document"] == str(docs / "people.md")
 
 
-def test_the_digest_is_that_of_the_documents(run: Run, docs: Path, kb: Path, tmp_path: Path) -> None:
+def test_equal_documents_have_equal_digests(run: Run, docs: Path, kb: Path, tmp_path: Path) -> None:
     shown = run("digest", "--kb", kb)
     parts = run("digest", "--kb", kb, "--json").json
     assert shown.out.splitlines()[0] == parts["digest"] and "vectors" in shown.out
@@ -57,12 +57,12 @@ def test_the_digest_is_that_of_the_documents(run: Run, docs: Path, kb: Path, tmp
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--search-budget", "2"), "give a time with its unit"),
-        (("--search-budget", "0ms"), "give a time with its unit"),
+        (("--search-budget", "2"), "give one with its unit"),
+        (("--search-budget", "0ms"), "give one with its unit"),
         (("--search-budget", "2ms", "--ann-recall", "0.9"), "exclude each other"),
     ],
 )
-def test_an_impossible_goal_is_a_wrong_call(run: Run, kb: Path, flags: tuple[str, ...], message: str) -> None:
+def test_invalid_search_goals_exit_2(run: Run, kb: Path, flags: tuple[str, ...], message: str) -> None:
     result = run("search", "Tunstead", "--kb", kb, *flags)
     assert result.code == 2 and message in result.err
 
@@ -72,7 +72,7 @@ def test_an_exact_index_meets_every_recall(run: Run, kb: Path) -> None:
     assert run("search", "Tunstead", "--kb", kb, "--ann-recall", "0.99", "--json").json["results"]
 
 
-def test_process_prints_the_answer_and_nothing_else(kb: Path) -> None:
+def test_quiet_ask_prints_only_the_answer(kb: Path) -> None:
     command = [*PROGRAM, "ask", QUESTION, "--kb", str(kb), "--quiet"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -92,7 +92,7 @@ def test_several_questions_from_stdin(run: Run, kb: Path, monkeypatch: pytest.Mo
     assert answers[0]["sources"][0]["start_line"] == 5
 
 
-def test_answer_that_cannot_fit_the_model_is_a_wrong_call(run: Run, kb: Path) -> None:
+def test_answer_too_long_for_the_model_exits_2(run: Run, kb: Path) -> None:
     result = run("ask", QUESTION, "--kb", kb, "--max-tokens", 100_000)
 
     assert (result.code, result.out) == (2, "")
@@ -101,7 +101,7 @@ def test_answer_that_cannot_fit_the_model_is_a_wrong_call(run: Run, kb: Path) ->
 
 
 @pytest.mark.parametrize("command", ["list", "search x", "ask x", "remove x"])
-def test_missing_knowledge_base_is_a_wrong_call_and_is_not_made(run: Run, tmp_path: Path, command: str) -> None:
+def test_missing_knowledge_base_exits_2_and_is_not_created(run: Run, tmp_path: Path, command: str) -> None:
     result = run(*command.split(), "--kb", tmp_path / "none")
 
     assert (result.code, result.out) == (2, "")
@@ -109,7 +109,7 @@ def test_missing_knowledge_base_is_a_wrong_call_and_is_not_made(run: Run, tmp_pa
     assert not (tmp_path / "none").exists()
 
 
-def test_missing_model_is_a_wrong_call(run: Run, kb: Path) -> None:
+def test_missing_model_exits_2(run: Run, kb: Path) -> None:
     result = run("ask", QUESTION, "--kb", kb, "--model", "./no-such-model")
 
     assert result.code == 2
@@ -169,7 +169,7 @@ def test_serve_answers_and_stops(kb: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_watched_folder_is_followed_until_ctrl_c(tmp_path: Path) -> None:
+def test_watch_indexes_changes_until_ctrl_c(tmp_path: Path) -> None:
     docs = write_knowledge(tmp_path / "docs")
     command = [*PROGRAM, "add", str(docs), "--kb", str(docs / "kb"), "--watch", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""The committed page of commands is the generated one, and says everything."""
+"""docs/cli.md equals the generated page and lists every option."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`stillroom search` over a fake room."""
+"""`stillroom search` with a fake Stillroom."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_results_are_readable(run: Run, opened: Opened) -> None:
     )
 
 
-def test_json_is_that_of_the_server(run: Run, opened: Opened) -> None:
+def test_json_has_the_fields_of_the_http_reply(run: Run, opened: Opened) -> None:
     body = run("search", "rotate keys", "--json", "--mode", "dense", "-k", "1").json
 
     assert list(body) == ["query", "mode", "results", "timing"]
@@ -44,12 +44,12 @@ def test_json_is_that_of_the_server(run: Run, opened: Opened) -> None:
     assert list(body["timing"]) == ["embed_seconds", "search_seconds", "total_seconds"]
 
 
-def test_nothing_found_says_so_on_stderr(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+def test_empty_result_is_noted_on_stderr(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     fake.texts = {}
 
     result = run("search", "x")
 
-    assert (result.code, result.out, result.err) == (0, "", "nothing found\n")
+    assert (result.code, result.out, result.err) == (0, "", "no chunk was found\n")
     assert run("search", "x", "--json").json["results"] == []
 
 
@@ -74,7 +74,7 @@ def test_long_text_is_cut_to_a_snippet(run: Run, opened: Opened, fake: FakeStill
     assert max(map(len, lines)) <= 100
 
 
-def test_text_cannot_steer_the_terminal(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+def test_control_characters_of_chunks_are_replaced(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     fake.texts = {"a.md": "before \x1b[31mred\x07 \x9b2J after"}
 
     out = run("search", "x").out
@@ -86,7 +86,7 @@ def test_text_cannot_steer_the_terminal(run: Run, opened: Opened, fake: FakeStil
     assert json.loads(as_json)["results"][0]["text"] == fake.texts["a.md"]
 
 
-def test_kb_and_settings_reach_the_room(run: Run, opened: Opened, tmp_path: Path) -> None:
+def test_kb_and_settings_reach_the_stillroom(run: Run, opened: Opened, tmp_path: Path) -> None:
     Path("my.toml").write_text("[search]\nrank_constant = 10\n")
 
     run("search", "x", "--kb", "elsewhere", "--config", "my.toml", "--mode", "sparse")
@@ -104,7 +104,7 @@ def test_knowledge_base_comes_from_the_environment(run: Run, opened: Opened, mon
     assert opened.calls[0][0] == Path("from-env")
 
 
-def test_a_path_may_begin_with_the_users_folder(
+def test_paths_may_begin_with_a_tilde(
     run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

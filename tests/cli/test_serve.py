@@ -1,4 +1,4 @@
-"""`stillroom serve` as a process of its own, over a fake room."""
+"""`stillroom serve` in its own process, with a fake Stillroom."""
 
 import json
 import signal
@@ -60,7 +60,7 @@ def launched(*args: str, program: str = PROGRAM) -> Iterator["subprocess.Popen[s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_server_that_loads_at_once(number: signal.Signals) -> None:
+def test_a_signal_stops_a_loading_server_at_once(number: signal.Signals) -> None:
     endless = PROGRAM.replace(
         "file=sys.stderr, flush=True)", "file=sys.stderr, flush=True); threading.Event().wait()", 1
     )
@@ -79,7 +79,7 @@ def test_a_signal_ends_a_server_that_loads_at_once(number: signal.Signals) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_server_says_when_it_is_ready_and_stops_on_a_signal(number: signal.Signals) -> None:
+def test_server_announces_readiness_and_stops_on_a_signal(number: signal.Signals) -> None:
     with launched("--port", "0") as process:
         assert process.stderr and process.stdout
         lines = [process.stderr.readline() for _ in range(3)]
@@ -95,7 +95,7 @@ def test_server_says_when_it_is_ready_and_stops_on_a_signal(number: signal.Signa
         assert process.stdout.read() == ""
 
 
-def test_a_second_signal_ends_the_grace() -> None:
+def test_a_second_signal_ends_the_grace_period() -> None:
     with launched("--port", "0", "--json") as process:
         assert process.stdout
         url = json.loads(process.stdout.readline())["url"]
@@ -107,7 +107,7 @@ def test_a_second_signal_ends_the_grace() -> None:
         assert process.wait(20) == 0
 
 
-def test_signals_end_a_server_in_the_middle_of_an_upload() -> None:
+def test_signals_stop_a_server_during_an_upload() -> None:
     with launched("--port", "0", "--json") as process:
         assert process.stdout and process.stderr
         url = json.loads(process.stdout.readline())["url"]
@@ -131,7 +131,7 @@ def test_json_prints_one_object_when_ready() -> None:
         assert process.wait(20) == 0
 
 
-def test_taken_port_is_a_failure_before_anything_is_loaded(run: Run, opened: Opened) -> None:
+def test_taken_port_is_an_error_before_loading(run: Run, opened: Opened) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         result = run("serve", "--port", other.getsockname()[1])
 
@@ -141,14 +141,14 @@ def test_taken_port_is_a_failure_before_anything_is_loaded(run: Run, opened: Ope
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
-def test_host_that_is_not_this_machine_is_a_wrong_call(run: Run, opened: Opened, host: str) -> None:
+def test_host_of_another_machine_exits_2(run: Run, opened: Opened, host: str) -> None:
     result = run("serve", "--host", host, "--port", "0")
 
     assert result.code == 2
     assert host in result.err
 
 
-def test_port_is_given_back_when_the_room_cannot_be_opened(
+def test_port_is_released_when_opening_fails(
     run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -161,7 +161,7 @@ def test_port_is_given_back_when_the_room_cannot_be_opened(
 
 
 @pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]")])
-def test_url_is_one_that_a_client_can_use(host: str, shown: str) -> None:
+def test_url_can_be_used_by_local_clients(host: str, shown: str) -> None:
     try:
         server = HttpServer(host, 0)
     except Exception:
@@ -172,19 +172,19 @@ def test_url_is_one_that_a_client_can_use(host: str, shown: str) -> None:
         server.close()
 
 
-def test_other_machines_are_warned_of(
+def test_serving_other_machines_without_keys_prints_a_warning(
     run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HttpServer, "run_loading", lambda _, load, *__: load(Loading()))
 
-    assert "no keys are asked for" in run("serve", "--host", "0.0.0.0", "--port", "0", "--insecure").err
-    assert "no keys are asked for" not in run("serve", "--host", "127.0.0.1", "--port", "0").err
+    assert "no key is asked for" in run("serve", "--host", "0.0.0.0", "--port", "0", "--insecure").err
+    assert "no key is asked for" not in run("serve", "--host", "127.0.0.1", "--port", "0").err
 
 
-def test_a_server_may_come_before_its_documents(
+def test_serve_creates_a_missing_knowledge_base(
     run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container has no knowledge base when it first starts."""
+    """A new container has no knowledge base."""
     monkeypatch.setattr(HttpServer, "run_loading", lambda _, load, *__: load(Loading()))
     monkeypatch.setattr(FakeStillroom, "num_documents", 0)
 
@@ -194,7 +194,7 @@ def test_a_server_may_come_before_its_documents(
     assert [create for _, _, create in opened.calls] == [True]
 
 
-def test_python_hands_over_quickly_while_it_serves() -> None:
+def test_thread_switch_interval_is_short_while_serving() -> None:
     before = sys.getswitchinterval()
     with serving(as_stillroom(FakeStillroom())) as url:
         assert httpx.get(f"{url}/healthz").status_code == 200
@@ -202,7 +202,7 @@ def test_python_hands_over_quickly_while_it_serves() -> None:
     assert sys.getswitchinterval() == pytest.approx(before, rel=0.05)
 
 
-def test_stop_before_run_ends_it_at_once() -> None:
+def test_stop_before_run_makes_run_return_at_once() -> None:
     from stillroom.server.app import create_app
 
     server = HttpServer("127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""`stillroom verify` names the command that repairs, and only where repairing can help."""
+"""`stillroom verify` prints the repair command only if repairing can help."""
 
 import sqlite3
 from pathlib import Path
@@ -14,19 +14,19 @@ from tests.cli.harness import Run
 
 @pytest.fixture
 def kb() -> Path:
-    """Empty, in a folder whose name needs quotes in a shell."""
+    """An empty knowledge base whose path needs shell quotes."""
     path = Path("my kb")
     KnowledgeBase.open(path, StillroomConfig(), create=True).close()
     return path
 
 
 def damage(kb: Path) -> None:
-    """A vector of no chunk."""
+    """Insert a vector without a chunk."""
     with sqlite3.connect(kb / CORPUS) as database:
         database.execute("INSERT INTO vectors VALUES (1, 1, x'00')")
 
 
-def test_what_can_be_repaired_is_said_with_the_command_that_does_it(run: Run, kb: Path) -> None:
+def test_repair_command_is_printed_for_repairable_damage(run: Run, kb: Path) -> None:
     damage(kb)
     found = run("verify", "--kb", kb)
     assert found.code == 1
@@ -39,7 +39,7 @@ def test_what_can_be_repaired_is_said_with_the_command_that_does_it(run: Run, kb
     assert again.code == 0 and "to repair" not in again.out
 
 
-def test_no_command_is_named_where_repairing_cannot_help(run: Run, kb: Path) -> None:
+def test_no_repair_command_for_damage_that_needs_an_upload(run: Run, kb: Path) -> None:
     (kb / UPLOADS).mkdir()
     (kb / UPLOADS / "lost.md").write_text("Nothing was indexed of it.")
     found = run("verify", "--kb", kb)

@@ -15,8 +15,7 @@ import yaml
 from stillroom.config.load import load_config
 from stillroom.errors import ConfigError
 from stillroom.rag.stillroom import Stillroom
-from stillroom.server.auth.access_config import open_doorway
-from stillroom.server.auth.guard import own_names
+from stillroom.server.auth.guard import check_access, own_names
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -98,8 +97,8 @@ def test_the_image_by_itself_asks_for_keys() -> None:
     config = load_config(env=image_environment())
 
     assert config.server.host == "0.0.0.0"
-    with pytest.raises(ConfigError, match="nobody would be asked for a key"):
-        open_doorway(config.server)
+    with pytest.raises(ConfigError, match="no key would be asked for"):
+        check_access(config.server)
 
 
 def test_compose_starts_what_the_image_does_not_refuse() -> None:
@@ -108,7 +107,7 @@ def test_compose_starts_what_the_image_does_not_refuse() -> None:
     config = load_config(env=image_environment() | given)
 
     assert config.runtime.model == "bundled"
-    assert open_doorway(config.server).keys is None
+    assert check_access(config.server).keys is None
     names = own_names(config.server.host, config.server.allowed_hosts)
     assert names is not None and {"localhost", "127.0.0.1", "stillroom"} <= names  # nor pages of other names
 

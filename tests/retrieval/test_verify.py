@@ -327,7 +327,7 @@ def test_on_the_command_line(
     run: Run = runner(capfd)
     folder = made("flat")
     clean = run("verify", "--kb", folder, "--kv")
-    assert clean.code == 0 and "36 documents, 126 chunks checked in" in clean.out and "all is well" in clean.out
+    assert clean.code == 0 and "36 documents, 126 chunks checked in" in clean.out and "no findings" in clean.out
     sql(f"DELETE FROM vectors WHERE chunk_id = {ONE}")(folder)
     found = run("verify", "--kb", folder)
     assert found.code == 1 and "vectors: chunks without a vector" in found.out and "embeds their texts" in found.out

@@ -298,4 +298,4 @@ def test_an_image_is_refused_in_words(any_client: httpx.Client) -> None:
 
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "messages.0.content")
-    assert "'image_url'" in error["message"] and "text only" in error["message"]
+    assert "'image_url'" in error["message"] and "text parts only" in error["message"]

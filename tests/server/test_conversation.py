@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from stillroom.backends.conversation import Exchange
-from stillroom.server.routes.conversation_body import Conversation, read_messages
+from stillroom.server.routes.chat import Conversation, read_messages
 from stillroom.server.schemas.requests import ChatMessage
 from tests.server.fakes import FakeStillroom
 
@@ -77,9 +77,12 @@ def test_a_last_message_of_the_assistant_is_continued(
     ("body", "named"),
     [
         (PREFILLED | {"add_generation_prompt": True}, "continue_final_message to true"),
-        (PREFILLED | {"continue_final_message": False}, "end with a message of the user"),
+        (PREFILLED | {"continue_final_message": False}, "end with a user message"),
         (PREFILLED | {"response_format": {"type": "json_object"}}, "json_schema"),
-        ({"messages": [{"role": "user", "content": "a"}], "continue_final_message": True}, "must be of the assistant"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
+            "must have role 'assistant'",
+        ),
     ],
 )
 def test_what_cannot_be_continued_is_refused(any_client: httpx.Client, body: dict[str, Any], named: str) -> None:

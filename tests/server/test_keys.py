@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
-from stillroom.server.auth.key_ring import KeyRing, changing, load_keys, new_key
+from stillroom.server.auth.key_ring import KeyRing, edit_keys, load_keys, new_key
 from stillroom.server.auth.tenants import Tenants
 from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import QUESTION, serving
@@ -20,7 +20,7 @@ from tests.server.harness import QUESTION, serving
 
 def add(path: Path, name: str, tenant: str = "default", **options: object) -> str:
     key, row = new_key(name, tenant, **options)
-    with changing(path) as rows:
+    with edit_keys(path) as rows:
         rows[name] = row
     return key
 
@@ -100,7 +100,7 @@ def test_keys_are_followed_while_the_server_runs_and_a_bad_file_lets_nobody_in(t
     assert [row.name for row in (ring.find(key), ring.find(late)) if row] == ["anna", "late"]
     assert ring.find(late + "x") is None and ring.find("") is None
 
-    with changing(path) as rows:
+    with edit_keys(path) as rows:
         del rows["late"]
     assert ring.find(late) is None and ring.find(key) is not None
 

@@ -90,7 +90,9 @@ def test_an_upload_that_outlasts_the_grace_is_completed_and_one_that_waits_never
     stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(grace_s=0.2)))
     begun, go_on, upload = threading.Event(), threading.Event(), stillroom.upload
     arrived: list[None] = []
-    monkeypatch.setattr("stillroom.server.routes.upload_queue.UploadQueue.check_room", lambda _: arrived.append(None))
+    monkeypatch.setattr(
+        "stillroom.server.routes.upload_queue.UploadQueue.check_capacity", lambda _: arrived.append(None)
+    )
 
     def slow(*given: Any) -> Any:
         begun.set()

@@ -130,7 +130,7 @@ def test_who_would_wait_too_long_is_refused_by_the_pace_of_the_last_ones() -> No
     for _ in range(8):  # one every two seconds
         clock.advance(2.0)
         admission.leave("a", was_served=True)
-    assert admission.num_seated == 0
+    assert admission.num_admitted == 0
     for _ in range(2 + 5):  # two run, and five wait up to ten seconds
         admission.enter("a")
     with pytest.raises(QueueFullError, match="max_wait_s") as refused:
@@ -212,7 +212,7 @@ def test_the_pace_is_that_of_answers_which_came_to_their_end() -> None:
             return [*found, num_let_in()]
 
     assert asyncio.run(many()) == [4, 4, 1]
-    assert admission.num_seated == admission.num_in_flight == 0
+    assert admission.num_admitted == admission.num_in_flight == 0
 
 
 @pytest.mark.parametrize("has_length", [True, False])

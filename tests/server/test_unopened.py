@@ -8,8 +8,7 @@ import pytest
 from stillroom.rag.stillroom import Stillroom
 from stillroom.retrieval.store.corpus import counts_of
 from stillroom.retrieval.store.folder import CORPUS
-from stillroom.server.auth.inactive_tenants import InactiveTenantCounts
-from stillroom.server.auth.tenants import Tenants
+from stillroom.server.auth.tenants import InactiveTenantCounts, Tenants
 from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge
@@ -30,7 +29,7 @@ def add_one(tmp_path: Path, name: str) -> None:
 
 
 def test_metrics_tell_of_them(tenants: Tenants) -> None:
-    with serving(tenants.own, tenants=tenants) as url:
+    with serving(tenants.default, tenants=tenants) as url:
         assert "stillroom_documents 2.0" in httpx.get(f"{url}/metrics").text
 
 
@@ -43,7 +42,7 @@ def test_what_is_added_meanwhile_is_counted_and_nothing_else_read_again(
         counted.append(path)
         return counts_of(path)
 
-    monkeypatch.setattr("stillroom.server.auth.inactive_tenants.counts_of", counting)
+    monkeypatch.setattr("stillroom.server.auth.tenants.counts_of", counting)
     ask = InactiveTenantCounts(tenants)
     legal, sales = str(tmp_path / "tenants" / "legal"), str(tmp_path / "tenants" / "sales")
     assert {name: documents for name, (documents, _) in ask().items()} == {legal: 2}
@@ -62,8 +61,8 @@ def test_what_is_no_knowledge_base_or_damaged_is_left_out(tenants: Tenants, tmp_
     (tmp_path / "tenants" / "folder").mkdir()
     (tmp_path / "tenants" / "file").touch()
     assert len(InactiveTenantCounts(tenants)()) == 1
-    assert InactiveTenantCounts(Tenants(tenants.own, tmp_path / "nowhere"))() == {}
-    assert InactiveTenantCounts(Tenants(tenants.own))() == {}
+    assert InactiveTenantCounts(Tenants(tenants.default, tmp_path / "nowhere"))() == {}
+    assert InactiveTenantCounts(Tenants(tenants.default))() == {}
 
 
 def test_who_has_asked_tells_himself(tenants: Tenants, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`stillroom add`: files and folders into the knowledge base, once, or again whenever they change."""
+"""`stillroom add`: index files and folders, once, or again whenever they change."""
 
 import os
 from pathlib import Path
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 HELP = help_text(
     "Index files and folders.",
-    "PDF, DOCX, PPTX, XLSX, EPUB, HTML, Markdown, reStructuredText, text, source code, notebooks, CSV and JSONL. In "
-    "folders, what is hidden, what .gitignore or .stillroomignore name, and other formats are passed over.",
-    "What has not changed since the last time costs nothing, and what is gone from a folder is forgotten. A file that "
-    "cannot be read is reported at the end and does not stop the others; the exit code is then 1.",
-    "Interrupting loses nothing that was finished: the same command does the rest.",
+    "Reads PDF, DOCX, PPTX, XLSX, EPUB, HTML, Markdown, reStructuredText, text, source code, notebooks, CSV and JSONL. "
+    "In folders, hidden files, files named by .gitignore or .stillroomignore, and other formats are skipped.",
+    "Unchanged files are skipped, and files deleted from a folder are removed from the index. A file that cannot be "
+    "read is reported at the end and does not stop the others; the exit code is then 1.",
+    "After an interruption, the same command does the rest.",
     examples=(
         "stillroom add docs/ --kb ./kb",
         "stillroom add handbook.pdf notes/ corpus.jsonl",
@@ -37,22 +37,22 @@ HELP = help_text(
 
 
 def add(  # noqa: PLR0913  one parameter per flag
-    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Files and folders.")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Files and folders to index.")],
     exclude: Annotated[
         list[str] | None,
-        typer.Option("--exclude", metavar="PATTERN", help="Pass over what fits, as in .gitignore; repeat it."),
+        typer.Option("--exclude", metavar="PATTERN", help="Skip files that match, as in .gitignore; repeatable."),
     ] = None,
     meta: Annotated[
         list[str] | None,
         typer.Option(
             "--meta",
             metavar="NAME=VALUE",
-            help="Metadata of all these files, to filter by; repeat it. It holds until they are removed; NAME= takes "
-            "it back.",
+            help="Set metadata of these files, for --where filters; repeatable. It stays until they are removed; "
+            "NAME= deletes it.",
         ),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Go on: take over every change in the folders, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Keep running and index every change in the folders, until Ctrl-C.")
     ] = False,
     kb: KbOption = DEFAULT_KB,
     config: ConfigOption = None,
@@ -61,29 +61,29 @@ def add(  # noqa: PLR0913  one parameter per flag
 ) -> None:
     from stillroom.retrieval.intake.discovery import check_exists
 
-    said = _metadata(meta or [])
+    metadata = _metadata(meta or [])
     for path in paths:
-        check_exists(path)  # before a knowledge base is made for nothing
+        check_exists(path)  # before creating a knowledge base
     with opening.open_stillroom(kb, opening.load_settings(config), create=True) as opened:
-        adding = _Adding(opened, paths, exclude or [], said, as_json=as_json, quiet=quiet)
+        run = _AddRun(opened, paths, exclude or [], metadata, as_json=as_json, quiet=quiet)
         if watch:
-            _watch(adding, [Path(os.path.abspath(path)) for path in paths], Path(os.path.abspath(kb)))
+            _watch(run, [Path(os.path.abspath(path)) for path in paths], Path(os.path.abspath(kb)))
         else:
-            report = adding.run()
-            adding.show(report)
+            report = run.run()
+            run.show(report)
             if report.failures:
                 raise typer.Exit(1)
 
 
-class _Adding:
-    """One `add`, as often as it is needed, and how it is shown."""
+class _AddRun:
+    """Runs one `add`, repeatedly with --watch, and prints its reports."""
 
     def __init__(
         self,
         opened: "Stillroom",
         paths: list[str],
         exclude: list[str],
-        said: dict[str, object],
+        metadata: dict[str, object],
         *,
         as_json: bool,
         quiet: bool,
@@ -93,11 +93,13 @@ class _Adding:
         self._opened = opened
         self._paths = paths
         self._exclude = exclude
-        self._said = said
+        self._given_metadata = metadata
 
     def run(self) -> "AddReport":
         with showing_progress(is_shown=not self.is_quiet) as progress:
-            return self._opened.add(*self._paths, progress=progress, metadata=self._said, exclude=self._exclude)
+            return self._opened.add(
+                *self._paths, progress=progress, metadata=self._given_metadata, exclude=self._exclude
+            )
 
     def show(self, report: "AddReport", *, indent: int | None = 2) -> None:
         if self._as_json:
@@ -115,55 +117,55 @@ class _Adding:
                 note(f"  {short_path(str(path))}: {printable_name(reason)}")
 
 
-def _watch(adding: _Adding, folders: list[Path], kb: Path) -> None:
-    """Follow the folders until Ctrl-C. What is shown: the first report, and later ones that say something new."""
+def _watch(run: _AddRun, folders: list[Path], kb: Path) -> None:
+    """Index changes until Ctrl-C. Prints the first report, and later ones that differ."""
     from stillroom.retrieval.intake.watching import watch_folders
 
-    follower = _Follower(adding)
-    if not adding.is_quiet:
-        note(f"watching {', '.join(short_path(str(folder)) for folder in folders)}; Ctrl-C ends it")
+    follower = _Follower(run)
+    if not run.is_quiet:
+        note(f"watching {', '.join(short_path(str(folder)) for folder in folders)}; press Ctrl-C to stop")
     try:
         watch_folders(folders, follower.follow, Event(), ignored=kb)
     except KeyboardInterrupt:
         if follower.is_adding:
             raise
-        if not adding.is_quiet:
-            note("stopped watching; nothing is lost, the same command goes on from here")
+        if not run.is_quiet:
+            note("stopped watching; the same command continues from here")
 
 
 class _Follower:
-    """Takes over what changed, and shows of it what is new."""
+    """Indexes changes and prints reports with new information."""
 
-    def __init__(self, adding: _Adding) -> None:
+    def __init__(self, run: _AddRun) -> None:
         self.is_adding = False
-        self._adding = adding
+        self._adding = run
         self._failures: tuple[tuple[str, str], ...] | None = None
-        """What could not be read last time."""
-        self._is_held_up = False
+        """Failures of the last run."""
+        self._is_blocked = False
 
     def follow(self) -> bool:
-        """False where it has to be tried again."""
+        """Index changes. Returns False if it must be tried again."""
         self.is_adding = True
-        is_done = self._take_over()
+        is_done = self._add_changes()
         self.is_adding = False
         return is_done
 
-    def _take_over(self) -> bool:
+    def _add_changes(self) -> bool:
         try:
             report = self._adding.run()
-        except KnowledgeBaseBusyError:  # what changed is still there when he is done
+        except KnowledgeBaseBusyError:  # tried again later
             return False
         except (StorageError, IndexUnavailableError) as error:
-            if not self._is_held_up:
-                note(f"{error}; watching on, and trying again until it works")
-            self._is_held_up = True
+            if not self._is_blocked:
+                note(f"{error}; still watching, and trying again until it succeeds")
+            self._is_blocked = True
             return False
         except StillroomError as error:
-            note(f"{error}; watching on")
+            note(f"{error}; still watching")
             return True
-        if self._is_held_up:
-            note("it works again")
-            self._is_held_up = False
+        if self._is_blocked:
+            note("indexing works again")
+            self._is_blocked = False
         if report.failures != self._failures or report.num_added + report.num_updated + report.num_removed:
             self._failures = report.failures
             self._adding.show(report, indent=None)
@@ -175,23 +177,23 @@ def _note_skipped(report: "AddReport") -> None:
     parts = (
         (skipped.num_hidden, "hidden"),
         (skipped.num_ignored, "ignored"),
-        (skipped.num_other, "of no format that is read"),
+        (skipped.num_other, "of an unsupported format"),
     )
     if any(number for number, _ in parts):
-        note("passed over: " + ", ".join(f"{number:,} {what}" for number, what in parts if number))
+        note("skipped: " + ", ".join(f"{number:,} {what}" for number, what in parts if number))
 
 
 def _metadata(pairs: list[str]) -> dict[str, object]:
-    """What `--meta` says; a name that is there twice has a list.
+    """Parse `--meta` pairs. A repeated name gets a list of values, an empty value None.
 
     Raises:
-        UsageError: a pair is none.
+        UsageError: a pair is not NAME=VALUE.
     """
     found: dict[str, list[object]] = {}
     for pair in pairs:
         name, separator, text = pair.partition("=")
         if not separator or not name.strip():
-            raise UsageError(f"--meta {pair}: give NAME=VALUE, such as --meta team=legal")
+            raise UsageError(f"--meta {pair}: expected NAME=VALUE, such as --meta team=legal")
         found.setdefault(name.strip(), []).append(typed(text) if text.strip() else None)
     return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
 

@@ -1,4 +1,4 @@
-"""`stillroom ask`: answers on stdout as they come, then what they are made from and what they cost."""
+"""`stillroom ask`: print answers as they are generated, then their sources and timing."""
 
 import json
 import sys
@@ -18,32 +18,30 @@ from stillroom.cli.options import (
     ConfigOption,
     EngineModelOption,
     EngineOption,
+    FrequencyPenaltyOption,
     JsonOption,
     KbOption,
+    MaxTokensOption,
+    MinPOption,
+    MinTokensOption,
     ModelOption,
     ModeOption,
+    PresencePenaltyOption,
     QuietOption,
+    RepetitionPenaltyOption,
     ReuseOption,
+    SampleTopKOption,
     SearchBudgetOption,
+    SeedOption,
+    TemperatureOption,
     TopKOption,
+    TopPOption,
     WhereOption,
     engine_settings,
     expanded,
     filter_text,
     help_text,
     index_goal,
-)
-from stillroom.cli.sampling import (
-    FrequencyPenaltyOption,
-    MaxTokensOption,
-    MinPOption,
-    MinTokensOption,
-    PresencePenaltyOption,
-    RepetitionPenaltyOption,
-    SampleTopKOption,
-    SeedOption,
-    TemperatureOption,
-    TopPOption,
 )
 from stillroom.errors import NothingFoundError, StillroomError, UsageError
 
@@ -55,10 +53,12 @@ STDIN = "-"
 
 HELP = help_text(
     "Answer questions from the documents.",
-    "The answer is printed as it is generated, then its sources and one line of timing. Several questions in one call "
-    "are answered in turn by one loaded model; - reads questions from stdin, one a line.",
-    "Where no document is found, nothing is generated: exit code 1 (of several questions 2, after the others).",
-    "With --json, one question prints one indented object; several print one object a line (JSON Lines).",
+    "Prints the answer as it is generated, then its sources and one line of timing. Several questions are answered in "
+    "turn by one loaded model; - reads questions from stdin, one per line. Without `--model`, the bundled reader "
+    "answers.",
+    "If no document is found, nothing is generated and the exit code is 1 (2 if there are several questions, after all "
+    "of them).",
+    "With --json, one question prints one indented object; several print one object per line (JSON Lines).",
     examples=(
         "stillroom ask 'How do I rotate keys?' --kb ./kb",
         "stillroom ask 'How do I rotate keys?' --model ./models/qwen2.5-0.5b",
@@ -72,7 +72,7 @@ HELP = help_text(
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """How answers are printed."""
+    """Output options."""
 
     as_json: bool
     is_quiet: bool
@@ -80,8 +80,8 @@ class _Style:
     """Whether there can be more than one question."""
 
 
-_OF_A_QUESTION = (("max_tokens", -1), ("sample_top_k", -1), ("seed", -1))
-"""Values that a question may have, and a configuration may not."""
+_PER_QUESTION_ONLY = (("max_tokens", -1), ("sample_top_k", -1), ("seed", -1))
+"""Values that are valid for a question, but not as a setting."""
 
 
 def ask(  # noqa: PLR0913  one parameter per flag
@@ -109,12 +109,15 @@ def ask(  # noqa: PLR0913  one parameter per flag
     seed: SeedOption = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End the answer before this text; can be given several times."),
+        typer.Option("--stop", metavar="TEXT", help="End the answer before this text; repeatable."),
     ] = None,
     json_schema: Annotated[
         Path | None,
         typer.Option(
-            "--json-schema", metavar="FILE", callback=expanded, help="Make the answer JSON of the schema in this file."
+            "--json-schema",
+            metavar="FILE",
+            callback=expanded,
+            help="Force the answer to be JSON that matches the schema in this file.",
         ),
     ] = None,
     config: ConfigOption = None,
@@ -137,7 +140,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
         "reuse.mode": reuse,
         "search.top_k": top_k,
         "search.mode": mode,
-        **{f"generation.{name}": value for name, value in sampling.items() if (name, value) not in _OF_A_QUESTION},
+        **{f"generation.{name}": value for name, value in sampling.items() if (name, value) not in _PER_QUESTION_ONLY},
         **engine_settings(engine, base_url, engine_model),
         **index_goal(ann_recall, search_budget),
     }
@@ -145,7 +148,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     from stillroom.rag.answer import AskOptions
 
     if stop and not all(stop):
-        raise UsageError("--stop '': an empty text is everywhere; leave it out")
+        raise UsageError("--stop '': the text is empty; give a text, or leave --stop out")
     options = AskOptions(
         mode=mode,
         top_k=top_k,
@@ -158,18 +161,18 @@ def ask(  # noqa: PLR0913  one parameter per flag
     style = _Style(as_json, quiet, is_series=len(questions) > 1 or STDIN in questions)
     failure: StillroomError | None = None
     with opening.open_stillroom(kb, settings) as opened:
-        opened.warm_up()  # so that the first question's timing is that of a question, not of loading
+        opened.warm_up()  # keeps loading out of the first question's timing
         for question in _each(questions):
             try:
                 _answer(opened, question, options, style)
-            except (UsageError, NothingFoundError) as error:  # of this question only; the others can still be answered
+            except (UsageError, NothingFoundError) as error:  # the other questions can still be answered
                 if not style.is_series:
                     raise
                 message = f"{question}: {error}"
                 console.error(type(error).__name__, message if as_json else f"error: {message}", as_json=as_json)
                 failure = error
     if failure is not None:
-        raise UsageError("some questions were not answered; see above") from failure
+        raise UsageError("some questions were not answered; see the errors above") from failure
 
 
 def _read_schema(path: Path) -> dict[str, Any]:
@@ -178,7 +181,7 @@ def _read_schema(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"--json-schema {path}: {error}") from None
     if not isinstance(schema, dict):
-        raise UsageError(f"--json-schema {path}: a schema is an object")
+        raise UsageError(f"--json-schema {path}: a schema must be a JSON object")
     return schema
 
 
@@ -226,5 +229,5 @@ def _costs(answer: "Answer") -> str:
     return (
         f"Timing: retrieval {duration(timing.retrieval_seconds)}, first token {duration(timing.ttft_seconds)}, "
         f"{per_token}total {duration(timing.total_seconds)}"
-        + (f"; {prompt}" if reuse.num_prompt_tokens else "")  # not every engine elsewhere counts
+        + (f"; {prompt}" if reuse.num_prompt_tokens else "")  # some remote engines do not count tokens
     )

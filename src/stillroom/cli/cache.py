@@ -1,4 +1,4 @@
-"""`stillroom cache`: the KV that a knowledge base keeps on disk. Needs no model."""
+"""`stillroom cache`: show, check or remove the KV that a knowledge base keeps on disk. Needs no model."""
 
 import contextlib
 import os
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True)
 
 STATS_HELP = help_text(
-    "Show how much KV is kept on disk, for each model.",
-    "What is on device and host belongs to a running server; see /metrics there.",
+    "Show how much KV is kept on disk for each model.",
+    "KV on device and host belongs to a running server; its /metrics shows it.",
     examples=("stillroom cache stats --kb ./kb", "stillroom cache stats --json | jq .num_bytes"),
 )
 CLEAR_HELP = help_text(
-    "Remove all KV from disk. It is computed again when it is needed; no answer changes.",
-    "A server that runs meanwhile goes on: what it looks for and does not find, it computes.",
+    "Remove all KV from disk; answers do not change, but their KV must be computed again.",
+    "A running server may stay up: it computes KV that it does not find.",
     examples=("stillroom cache clear --kb ./kb",),
 )
 VERIFY_HELP = help_text(
-    "Read every record of KV on disk and check it against its checksum; damaged ones are removed, or only "
-    "reported while a server uses the folder.",
-    "They would never have been used: each is checked whenever it is loaded. Ends with code 1 if any was damaged.",
-    "Records of documents and tenants that no longer exist are removed first. A server does the same when it starts.",
+    "Check every record of KV on disk against its checksum.",
+    "Damaged records are removed; while a server uses the folder they are only reported. Every record is also checked "
+    "when it is loaded, so a damaged one is never used. The exit code is 1 if any was damaged.",
+    "Records of documents and tenants that no longer exist are removed first, as a server does when it starts.",
     examples=("stillroom cache verify --kb ./kb", "stillroom cache verify --json"),
 )
 
@@ -61,7 +61,7 @@ def clear(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False) -> None:
     else:
         line(f"removed {count(removed, 'record')}")
     if failures:
-        raise StorageError(f"{count(len(failures), 'record')} could not be removed, the first: {failures[0]}")
+        raise StorageError(f"{count(len(failures), 'record')} could not be removed; the first: {failures[0]}")
 
 
 @app.command("verify", help=VERIFY_HELP)
@@ -90,13 +90,13 @@ def sweep_records(kb: Path) -> "SweepReport":
 
 
 def show_swept(swept: "SweepReport") -> None:
-    """Print what a sweep removed, if anything."""
+    """Print the number of records that a sweep removed, if any."""
     if swept.num_removed:
-        line(f"{count(swept.num_removed, 'record')} of documents or tenants that no longer exist: removed")
+        line(f"removed {count(swept.num_removed, 'record')} of documents or tenants that no longer exist")
 
 
 def verify_records(kb: Path, *, is_quiet: bool) -> list[dict[str, Any]]:
-    """Read and check all KV of a knowledge base: for each model, what there is and what was damaged."""
+    """Check all KV of a knowledge base; return one report per model."""
     folder = _folder(kb)
     return [_verify_one(folder, fingerprint, is_quiet=is_quiet) for fingerprint in fingerprints(folder)]
 
@@ -107,9 +107,9 @@ def _verify_one(folder: Path, fingerprint: bytes, *, is_quiet: bool) -> dict[str
     store = DiskStore(folder, fingerprint)
     try:
         if not store.is_writer and not is_quiet:
-            note("damaged records are only reported: this process may not remove them")
-        with counting("checking", is_shown=not is_quiet) as tell:
-            report = store.verify(tell)
+            note("damaged records are only reported, because this process cannot remove them")
+        with counting("checking", is_shown=not is_quiet) as on_progress:
+            report = store.verify(on_progress)
     finally:
         store.close()
     return {
@@ -122,8 +122,8 @@ def _verify_one(folder: Path, fingerprint: bytes, *, is_quiet: bool) -> dict[str
 
 def _folder(kb: Path) -> Path:
     if not kb.is_dir():
-        raise KnowledgeBaseNotFoundError(f"there is no knowledge base at {kb}; --kb names its folder")
+        raise KnowledgeBaseNotFoundError(f"there is no knowledge base at {kb}; name its folder with --kb")
     folder = kb / KV_FOLDER
     with contextlib.suppress(FileNotFoundError):
-        os.scandir(folder).close()  # what may not be read is not an empty cache: OSError
+        os.scandir(folder).close()  # raises OSError for an unreadable folder
     return folder

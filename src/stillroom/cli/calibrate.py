@@ -1,5 +1,4 @@
-"""`stillroom calibrate`: measure what computing and loading KV costs here, and keep it for every later run; or, with
-`--quality`, how much of placed documents must be computed again."""
+"""`stillroom calibrate`: measure the times of computing and loading KV, or the recompute share that keeps quality."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
     from stillroom.kvcache.tree.cost_model import CostProfile
 
 HELP = help_text(
-    "Measure what computing and loading KV costs on this machine, and keep it.",
-    "By these times Stillroom chooses between loading kept KV and computing it again, and which KV is worth keeping. "
-    "The times are kept for the model and the machine, and used from the next start on. Without them each start "
-    "measures a few for about a second. Leave the machine alone meanwhile.",
-    "With --quality it is answers that are measured, for reuse.mode=anywhere: questions from a file are asked with "
-    "more and more computed again, until as large a share of a full prefill's right answers is reached (without "
-    "answers in the file: of its answers). Nothing is kept; it prints the settings (docs/chunk-reuse.md).",
+    "Measure how long computing and loading KV takes on this machine, and save the times.",
+    "Stillroom uses the times to choose between loading and recomputing KV, and to choose which KV to keep. They are "
+    "saved per model and machine and used from the next start on. Without them, each start measures a few for about a "
+    "second. Run nothing else on the machine meanwhile.",
+    "With --quality it measures answers for reuse.mode=anywhere instead: it asks the questions of a file with an "
+    "increasing share of tokens recomputed, until the answers reach that share of a full prefill's right answers "
+    "(without answers in the file, of its answers). It saves nothing and prints the settings (docs/chunk-reuse.md).",
     examples=(
         "stillroom calibrate",
         "stillroom calibrate --model ./models/qwen2.5-0.5b --kb ./kb",
@@ -36,23 +35,38 @@ HELP = help_text(
 def calibrate(  # noqa: PLR0913  one parameter per flag
     model: ModelOption = None,
     kb: KbOption = DEFAULT_KB,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs of each point.")] = 5,
+    repeat: Annotated[
+        int, typer.Option("--repeat", min=1, metavar="N", help="Number of runs of each measurement.")
+    ] = 5,
     quality: Annotated[
         float | None,
-        typer.Option("--quality", min=0.0, max=1.0, metavar="SHARE", help="Of a full prefill's, to be reached."),
+        typer.Option(
+            "--quality",
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Share of a full prefill's quality to reach, such as 0.95.",
+        ),
     ] = None,
     questions: Annotated[
         Path | None,
-        typer.Option("--questions", metavar="FILE", exists=True, help="For --quality, as for `bench quality`."),
+        typer.Option(
+            "--questions",
+            metavar="FILE",
+            exists=True,
+            help="Questions for --quality, in the format of `bench quality`.",
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="Questions at most.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, metavar="N", help="Largest number of questions.")
+    ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     settings = opening.load_settings(config, {"runtime.model": model})
     if (quality is None) != (questions is None):
-        raise UsageError("--quality and --questions belong together; see stillroom calibrate --help")
+        raise UsageError("--quality and --questions need each other; give both or neither")
     if quality is not None and questions is not None:
         _find_alpha(settings, questions, quality, limit, as_json=as_json, quiet=quiet)
         return
@@ -60,13 +74,13 @@ def calibrate(  # noqa: PLR0913  one parameter per flag
 
     if not (quiet or as_json):
         note(f"loading {settings.runtime.model} ...")
-    with counting("measuring", is_shown=not (quiet or as_json)) as tell:
-        profile, path = calibrate_model(settings, kb, repeat=repeat, on_progress=tell)
+    with counting("measuring", is_shown=not (quiet or as_json)) as on_progress:
+        profile, path = calibrate_model(settings, kb, repeat=repeat, on_progress=on_progress)
     if as_json:
         print_json({"path": str(path), **_payload(profile)})
         return
     _show(profile)
-    line(f"kept in {path}")
+    line(f"saved in {path}")
 
 
 def _find_alpha(
@@ -76,19 +90,19 @@ def _find_alpha(
     from stillroom.answer_quality.asking import QualityScope
 
     scope = QualityScope(questions, limit, settings.runtime, settings.reuse, alphas=ALPHAS)
-    with counting("asking", is_shown=not (quiet or as_json)) as tell:
-        choice = find_alpha(scope, desired, on_progress=tell)
+    with counting("asking", is_shown=not (quiet or as_json)) as on_progress:
+        choice = find_alpha(scope, desired, on_progress=on_progress)
     if as_json:
         print_json({"alpha": choice.alpha, "cells": [cell._asdict() for cell in choice.cells]})
     else:
-        what = "right answers, of a full prefill's" if choice.has_answers else "answers that are a full prefill's"
-        line(f"{'alpha':>8}  {'computed again':>14}  {what}")
+        what = "share of a full prefill's right answers" if choice.has_answers else "answers equal to a full prefill's"
+        line(f"{'alpha':>8}  {'recomputed':>14}  {what}")
         for cell in choice.cells:
             line(f"{cell.alpha:>8g}  {cell.mean_overhead:>14.1%}  {cell.quality:.3f}")
     if choice.alpha is None:
         raise UsageError(f"no alpha up to {ALPHAS[-1]:g} reaches {desired:g}; use reuse.mode=exact for this model")
     if not as_json:
-        line("To use it, with all other settings of [runtime] and [reuse] as they are now:")
+        line("To use it, keep all other settings of [runtime] and [reuse], and set:")
         line(f'  [reuse]\n  mode = "anywhere"\n  recompute_budget = "cfo"\n  alpha = {choice.alpha:g}')
 
 
@@ -105,9 +119,9 @@ def _payload(profile: "CostProfile") -> dict[str, Any]:
 
 
 def _show(profile: "CostProfile") -> None:
-    line("T(cached, new): time to the first token, by tokens that are cached (down) and new (across)")
+    line("T(cached, new): time to the first token, by cached tokens (rows) and new tokens (columns)")
     line("".join([f"{'':>8}", *(f"{new:>10,}" for new in profile.new)]))
     for cached, row in zip(profile.cached, profile.seconds, strict=True):
         line("".join([f"{cached:>8,}", *(f"{duration(seconds):>10}" for seconds in row)]))
     for tier, link in profile.links.items():
-        line(f"{tier.label} to device: {size(link.bytes_per_second)}/s, {duration(link.latency_seconds)} to begin")
+        line(f"{tier.label} to device: {size(link.bytes_per_second)}/s, {duration(link.latency_seconds)} latency")

@@ -1,6 +1,6 @@
-"""What goes where: results to stdout, everything else to stderr, and nothing that could steer a terminal.
+"""Output of commands: results to stdout, notes and errors to stderr, without terminal control characters.
 
-Text of documents and models is shown with its control characters replaced; in JSON they are escaped.
+Control characters in text of documents and models are replaced; in JSON they are escaped.
 """
 
 import contextlib
@@ -17,35 +17,35 @@ from stillroom.errors import UsageError
 
 _KEPT = "\n\t"
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT}
-_OF_NAMES = _CONTROLS | dict.fromkeys(
+_NAME_CONTROLS = _CONTROLS | dict.fromkeys(
     (*map(ord, "\n\t\u061c\u200e\u200f\u2028\u2029"), *range(0x202A, 0x202F), *range(0x2066, 0x206A)),
     "\N{REPLACEMENT CHARACTER}",
 )
-"""In the name of a file also what ends a line, or turns the direction in which it is read."""
+"""In file names, line ends and characters that change the reading direction are replaced too."""
 _ESCAPES = {code: f"\\u{code:04x}" for code in range(127, 160)}
-"""Those that a terminal may obey although JSON need not escape them."""
+"""Terminal control characters that JSON does not escape by itself."""
 _MAX_WIDTH = 100
 
 _is_line_open = False
-"""Whether the last line on stdout has not ended yet."""
+"""Whether the last line written to stdout has no line end yet."""
 
 
 class OutputError(Exception):
-    """A result cannot be written to stdout."""
+    """Stdout cannot be written."""
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which could move the cursor, change colours or worse."""
+    """Replace control characters, which could move the cursor or change colours."""
     return text.translate(_CONTROLS)
 
 
 def printable_name(name: str) -> str:
-    """The name of a file or document on one line, read in the direction in which it is written."""
-    return name.translate(_OF_NAMES)
+    """Return a file or document name that stays on one line and keeps its reading direction."""
+    return name.translate(_NAME_CONTROLS)
 
 
 def write(text: str) -> None:
-    """A piece of a result, at once, without a line end. Raises OutputError."""
+    """Write a piece of a result without a line end, and flush. Raises OutputError."""
     _put(printable(text))
 
 
@@ -59,14 +59,14 @@ def _put(text: str) -> None:
 
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """Write to stdout in here.
+    """Context for writing to stdout.
 
     Raises:
-        BrokenPipeError: its reader went away.
-        OutputError: it cannot be written for another reason.
+        BrokenPipeError: the reader of stdout closed it.
+        OutputError: stdout cannot be written for another reason.
     """
     try:
-        if sys.stdout is None:  # closed by whoever called
+        if sys.stdout is None:  # closed by the caller
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         yield
     except BrokenPipeError:
@@ -76,23 +76,23 @@ def writing() -> Iterator[None]:
 
 
 def line(text: str = "") -> None:
-    """A line of a result, at once: whoever reads along waits for its end."""
+    """Write a line of a result, and flush."""
     write(text + "\n")
 
 
 def print_json(payload: Any, *, indent: int | None = 2) -> None:
-    """A result as JSON; with `indent=None` on one line."""
+    """Write a result as JSON; on one line if `indent` is None."""
     _put(_as_json(payload, sys.stdout, indent) + "\n")
 
 
 def note(text: str) -> None:
-    """A line for the person who watches, on stderr."""
+    """Write a line to stderr."""
     begin_note()
     print(printable(text), file=sys.stderr, flush=True)
 
 
 def begin_note() -> None:
-    """What goes to stderr does not stand behind half a line of a result, where both are shown in one place."""
+    """End an open line of stdout before writing to stderr, if both go to the same file."""
     global _is_line_open
     if _is_line_open:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a replaced stream may be no file
@@ -102,7 +102,7 @@ def begin_note() -> None:
 
 
 def error(kind: str, message: str, *, as_json: bool) -> None:
-    """What went wrong, on stderr: a line for people, or one JSON object for programs."""
+    """Write an error to stderr: a line, or one JSON object."""
     if as_json:
         begin_note()
         print(_as_json({"error": {"type": kind, "message": message}}, sys.stderr), file=sys.stderr)
@@ -111,33 +111,33 @@ def error(kind: str, message: str, *, as_json: bool) -> None:
 
 
 def as_text(what: str, given: str) -> str:
-    """Words of an argument or of stdin. Raises UsageError where their bytes were no text."""
+    """Return an argument or line of stdin. Raises UsageError: its bytes are not UTF-8."""
     try:
         given.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{what} is not text in UTF-8; iconv converts it") from None
+        raise UsageError(f"{what} is not UTF-8 text; convert it with iconv") from None
     return given
 
 
 def _as_json(payload: Any, stream: TextIO | None, indent: int | None = None) -> str:
-    encoding = getattr(stream, "encoding", None) or "utf-8"  # without one it takes any character
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # a stream without encoding takes any character
     is_utf8 = encoding.lower().replace("-", "") == "utf8"
     return json.dumps(payload, ensure_ascii=not is_utf8, indent=indent).translate(_ESCAPES)
 
 
 def text_width() -> int:
-    """Columns for running text."""
+    """Return the number of columns for running text."""
     return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
 
 
 def short_path(document: str) -> str:
-    """A document's path, printable, relative to the current folder where that is shorter."""
+    """Return a printable path, relative to the current folder if that is shorter."""
     relative = os.path.relpath(document, Path.cwd()) if os.path.isabs(document) else document
     return printable_name(relative if len(relative) < len(document) else document)
 
 
 def place(document: str, lines: tuple[int, int], pages: tuple[int, int]) -> str:
-    """`docs/a.md:3-7` or `docs/a.pdf, p. 3-4`; without lines or pages where the format has none."""
+    """Format as `docs/a.md:3-7` or `docs/a.pdf, p. 3-4`; (0, 0) means no lines or pages."""
     where = short_path(document)
     if lines[0] > 0:
         where += f":{_span(*lines)}"
@@ -151,7 +151,7 @@ def _span(first: int, last: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`340 us`, `12 ms`, `3.4 s`, `2 min 5 s`."""
+    """Format as `340 us`, `12 ms`, `3.4 s` or `2 min 5 s`."""
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -162,7 +162,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """`512 B`, `3.4 KiB`, `12 MiB`."""
+    """Format as `512 B`, `3.4 KiB` or `12 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024 or unit == "GiB":
             break
@@ -171,5 +171,5 @@ def size(num_bytes: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 file`, `3 files`, `2,000 chunks`."""
+    """Format as `1 file`, `3 files` or `2,000 chunks`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

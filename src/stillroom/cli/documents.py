@@ -1,4 +1,4 @@
-"""`stillroom remove`, `list` and `digest`: what the knowledge base holds."""
+"""`stillroom remove`, `list` and `digest`: remove and list documents, and hash the knowledge base."""
 
 from datetime import datetime
 from typing import Annotated
@@ -10,26 +10,27 @@ from stillroom.cli.console import count, line, note, print_json, printable_name,
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
 
 REMOVE_HELP = help_text(
-    "Forget documents. Your files are not touched; one that was uploaded goes with its last document.",
-    "A target is a file, a folder (everything under it), or a document as `stillroom list` shows it. One that stands "
-    "for no document is reported and does not stop the others; if none stands for any, that is an error.",
-    "Interrupting leaves some of them: the same command does the rest.",
+    "Remove documents from the knowledge base; your files stay.",
+    "A target is a file, a folder (everything in it), or a document as `stillroom list` shows it. An uploaded file is "
+    "deleted with its last document. A target without documents is reported and does not stop the others; if no target "
+    "has any, that is an error.",
+    "After an interruption, the same command does the rest.",
     examples=("stillroom remove docs/old.md --kb ./kb", "stillroom remove docs/archive/"),
 )
 LIST_HELP = help_text(
-    "Show what is indexed.",
+    "List the indexed documents.",
     examples=("stillroom list --kb ./kb", "stillroom list --json | jq -r '.documents[].document'"),
 )
 
 DIGEST_HELP = help_text(
-    "Print a hash of everything that decides rankings.",
-    "Same documents, same settings and same seed: same digest. Where two differ, the parts say in what.",
+    "Print a hash of everything that determines rankings.",
+    "The same documents, settings and seed give the same digest. If two digests differ, their parts show where.",
     examples=("stillroom digest --kb ./kb", "stillroom digest --json"),
 )
 
 
 def remove(
-    targets: Annotated[list[str], typer.Argument(metavar="TARGET", help="Files, folders or documents.")],
+    targets: Annotated[list[str], typer.Argument(metavar="TARGET", help="Files, folders or documents to remove.")],
     kb: KbOption = DEFAULT_KB,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -44,7 +45,7 @@ def remove(
     if not quiet:
         line(f"removed {count(report.num_documents, 'document')} ({count(report.num_chunks, 'chunk')})")
     if report.unknown:
-        note(f"no document is or lies under {count(len(report.unknown), 'target')}:")
+        note(f"no documents for {count(len(report.unknown), 'target')}:")
         for target in report.unknown:
             note(f"  {printable_name(target)}")
 

@@ -1,4 +1,4 @@
-"""`stillroom explain`: why these documents, what of the prompt was reused, what it saved. Reads the diary, no model."""
+"""`stillroom explain`: show an answer's sources, reused KV and timing from the request log. Needs no model."""
 
 import datetime
 import json
@@ -12,9 +12,9 @@ from stillroom.errors import UsageError
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 HELP = help_text(
-    "Explain an answer: its documents, where the KV of each part of its prompt came from and why, and its timing.",
-    "A request id is in the JSON of every answer and in its HTTP response. Without one, it is about the last question.",
-    "device, host and disk are the tiers that kept KV was found in; what was computed says why it was not found.",
+    "Explain an answer: its documents, the source of each prompt part's KV, and its timing.",
+    "Every answer's JSON and HTTP response contain its request id. Without one, the last question is explained.",
+    "device, host and disk are the tiers in which kept KV was found; computed parts show why none was found.",
     examples=(
         "stillroom explain --kb ./kb",
         "stillroom explain req-0123456789abcdef --kb ./kb",
@@ -25,7 +25,7 @@ HELP = help_text(
 
 def explain(
     request_id: Annotated[
-        str | None, typer.Argument(metavar="REQUEST_ID", help="Of an answer; without it, the last one.")
+        str | None, typer.Argument(metavar="REQUEST_ID", help="Id of the request; default: the last one.")
     ] = None,
     kb: KbOption = DEFAULT_KB,
     as_json: JsonOption = False,
@@ -33,12 +33,12 @@ def explain(
     log = TraceLog(kb / TRACE_FILE, keep=0)
     try:
         found = log.get(request_id)
-        earlier = log.sources_of(_behind(found[2])) if found is not None else {}
+        earlier = log.sources_of(_preceding_chunks(found[2])) if found is not None else {}
     finally:
         log.close()
     if found is None:
-        which = f"{request_id} is not among the questions remembered" if request_id else "no question is remembered"
-        raise UsageError(f"{which} in {kb}; trace.keep says how many are")
+        which = f"{request_id} is not in the request log of {kb}" if request_id else f"the request log of {kb} is empty"
+        raise UsageError(f"{which}; it keeps the last trace.keep questions")
     name, at, trace = found
     if as_json:
         print_json({"request_id": name, "at": at, **trace})
@@ -46,8 +46,8 @@ def explain(
     _show(name, at, trace, earlier)
 
 
-def _behind(trace: dict[str, Any]) -> set[str]:
-    """Chunks that stood before the copies that were placed."""
+def _preceding_chunks(trace: dict[str, Any]) -> set[str]:
+    """Return the chunks that preceded the reused copies when these were computed."""
     variants = [segment["variant"] for segment in trace["reuse"]["segments"] if segment.get("variant")]
     return {chunk_id for variant in variants for chunk_id in variant["behind"] if chunk_id is not None}
 
@@ -55,7 +55,7 @@ def _behind(trace: dict[str, Any]) -> set[str]:
 def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[str, Any]]) -> None:
     """
     Args:
-        earlier: sources of earlier questions, by chunk.
+        earlier: sources of earlier questions, by chunk id.
     """
     when = datetime.datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     timing, reuse = trace["timing"], trace["reuse"]
@@ -70,16 +70,16 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
         source = by_chunk.get(segment["chunk_id"])
         what = segment["kind"] if source is None else _describe(source)
         again = segment.get("num_recomputed", 0)
-        repaired = f"  ({count(again, 'token')} computed again)" if again else ""
+        repaired = f"  ({count(again, 'token')} recomputed)" if again else ""
         line(f"  {segment['num_tokens']:>6,}  {segment['source']:<8}  {segment['reason']:<20}  {what}{repaired}")
         if variant := segment.get("variant"):
             line(f"{'':>40}{_describe_variant(variant, earlier | by_chunk)}")
     line()
     if reuse["num_cached_tokens"] and reuse["segments"]:
-        loads = f", {duration(reuse['load_seconds'])} of loading deducted" if reuse["load_seconds"] else ""
-        line(f"Saved: about {duration(max(reuse['saved_seconds'], 0.0))} by the cost profile{loads}")
+        loads = f", after deducting {duration(reuse['load_seconds'])} for loading" if reuse["load_seconds"] else ""
+        line(f"Saved: about {duration(max(reuse['saved_seconds'], 0.0))} according to the cost profile{loads}")
     if ratio := reuse.get("recompute_ratio"):
-        line(f"Repaired: {ratio:.0%} of the tokens of documents that were reused at another place, computed again")
+        line(f"Recomputed: {ratio:.0%} of the tokens of documents reused at another position")
     if overlap := _describe_overlap(trace.get("speculation"), timing):
         line(f"Overlap: {overlap}")
     if timing.get("queue_seconds") is not None:
@@ -96,46 +96,44 @@ def _decoding(timing: dict[str, Any]) -> str:
 
 
 def _describe_overlap(speculation: dict[str, Any] | None, timing: dict[str, Any]) -> str:
-    """What beginning to read before the search had ended gained or cost; nothing where it is off (RAGCache 5.3)."""
+    """Describe the gain or cost of speculative prefill (RAGCache 5.3); empty if it is off."""
     if speculation is None or speculation["outcome"] == "off":
         return ""
     threshold = speculation["break_even_seconds"]
-    pays = "" if threshold is None else f"; it pays for searches of {duration(threshold)} or more"
-    begun = f"{count(speculation['num_started'], 'prompt')} begun early"
+    pays = "" if threshold is None else f"; it pays off for searches of {duration(threshold)} or more"
+    begun = f"{count(speculation['num_started'], 'prompt')} started early"
     match speculation["outcome"]:
         case "right":
             ahead = min(speculation["ahead_seconds"], timing["retrieval_seconds"])
-            told = f"the model began {duration(ahead)} before the search had ended ({begun})"
+            told = f"the model began {duration(ahead)} before the search ended ({begun})"
         case "wrong":
-            told = f"{begun}, for nothing: the search ended with other documents"
+            told = f"{begun} in vain: the search ended with other documents"
         case "none":
-            told = "no prompt begun early"
+            told = "no prompt started early"
         case _:
             told = "not tried for this question"
     return told + pays
 
 
 def _describe_variant(variant: dict[str, Any], by_chunk: dict[str, dict[str, Any]]) -> str:
-    """Where the copy came from, and what it was expected to take (Cache-Craft 3.1, 3.2)."""
-    behind = [
-        _name(by_chunk[one]) if one in by_chunk else one or "a document since removed" for one in variant["behind"]
-    ]
-    parts = [f"computed at position {variant['first_position']:,} behind {', '.join(behind) or 'no document'}"]
+    """Describe the reused copy and its predicted cost (Cache-Craft 3.1, 3.2)."""
+    behind = [_name(by_chunk[one]) if one in by_chunk else one or "a removed document" for one in variant["behind"]]
+    parts = [f"computed at position {variant['first_position']:,} after {', '.join(behind) or 'no document'}"]
     parts.append(f"overlap {variant['overlap']:.2f}")
     parts += [] if variant["impact"] is None else [f"impact {variant['impact']:.2f}"]
-    parts.append(f"fix {variant['overhead']:.0%}")
+    parts.append(f"recompute {variant['overhead']:.0%}")
     parts += [] if variant["is_focused"] is None else ["in focus" if variant["is_focused"] else "not in focus"]
     parts.append(f"saves {duration(max(variant['saved_seconds'], 0.0))}")
     return ", ".join(parts)
 
 
 def _name(source: dict[str, Any]) -> str:
-    pages = (source.get("start_page", 0), source.get("end_page", 0))  # a trace of an earlier version has none
+    pages = (source.get("start_page", 0), source.get("end_page", 0))  # traces of earlier versions have no pages
     return place(source["document"], (source["start_line"], source["end_line"]), pages)
 
 
 def _describe(source: dict[str, Any]) -> str:
-    """The document, and why it was chosen."""
+    """Describe a source: rank, place and scores."""
     where = _name(source)
     scores = ", ".join(f"{name} {score:.4f}" for name, score in source["scores"].items())
     return f"{source['position']}. {where}  score {source['score']:.4f}" + (f" ({scores})" if scores else "")

@@ -1,4 +1,4 @@
-"""`stillroom keys`: who may ask a server, and as which tenant. A running server follows at its next request."""
+"""`stillroom keys`: add, list and remove API keys. A running server uses the change from its next request on."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +16,13 @@ app = typer.Typer(no_args_is_help=True)
 
 KeysOption = Annotated[
     Path | None,
-    typer.Option("--keys", metavar="FILE", callback=expanded, help="The file of keys; without it, server.keys_file."),
+    typer.Option("--keys", metavar="FILE", callback=expanded, help="File of keys; default: server.keys_file."),
 ]
 
 ADD_HELP = help_text(
-    "Make a key and show it, once: the file keeps its SHA-256 only.",
-    "A tenant has a knowledge base of its own, in a folder of its name in server.tenants_folder; the tenant `default` "
-    "has the one that `serve --kb` names. A name that is there already is refused: remove it first.",
+    "Make an API key and show it once; the file stores only its SHA-256.",
+    "Each tenant has its own knowledge base, in server.tenants_folder under the tenant's name; that of the tenant "
+    "`default` is `serve --kb`. A name that exists already is refused; remove it first.",
     examples=(
         "stillroom keys add anna --keys keys.json",
         "stillroom keys add anna --tenant legal --keys keys.json --json | jq -r .key",
@@ -31,35 +31,47 @@ ADD_HELP = help_text(
     ),
 )
 LIST_HELP = help_text(
-    "Show whose keys there are; the keys themselves nobody knows any more.",
+    "List the names, tenants and dates of the keys; the keys themselves are not stored.",
     examples=("stillroom keys list --keys keys.json", "stillroom keys list --json | jq '.[].name'"),
 )
 REMOVE_HELP = help_text(
-    "Remove a key: from the next request on it opens nothing. Answers under way are completed.",
+    "Remove a key; the server refuses it from the next request on, and completes running answers.",
     examples=("stillroom keys remove anna --keys keys.json",),
 )
 
 
 @app.command("add", help=ADD_HELP)
 def add(  # noqa: PLR0913  one parameter per flag
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is; shown in the server's log.")],
-    tenant: Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Whose documents it reaches.")] = "default",
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, shown in the server's log.")],
+    tenant: Annotated[
+        str, typer.Option("--tenant", metavar="TENANT", help="Tenant whose documents the key can use.")
+    ] = "default",
     operator: Annotated[
-        bool, typer.Option("--operator", help="May also read /metrics, which tells of all tenants.")
+        bool, typer.Option("--operator", help="Also allow /metrics, which covers all tenants.")
     ] = False,
     requests_per_minute: Annotated[
         int | None,
-        typer.Option("--requests-per-minute", min=0, metavar="N", help="0: no limit; without it, as configured."),
+        typer.Option(
+            "--requests-per-minute",
+            min=0,
+            metavar="N",
+            help="Requests per minute; 0: no limit; default: the server's setting.",
+        ),
     ] = None,
     max_concurrent: Annotated[
         int | None,
-        typer.Option("--max-concurrent", min=0, metavar="N", help="Requests at the same time; 0: no limit."),
+        typer.Option(
+            "--max-concurrent",
+            min=0,
+            metavar="N",
+            help="Concurrent requests; 0: no limit; default: the server's setting.",
+        ),
     ] = None,
     keys: KeysOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    from stillroom.server.auth.key_ring import changing, new_key
+    from stillroom.server.auth.key_ring import edit_keys, new_key
     from stillroom.server.auth.tenants import DEFAULT_TENANT
 
     server = opening.load_settings(config).server
@@ -67,19 +79,17 @@ def add(  # noqa: PLR0913  one parameter per flag
     key, row = new_key(
         name, tenant, is_operator=operator, requests_per_minute=requests_per_minute, max_concurrent=max_concurrent
     )
-    with changing(path) as rows:
+    with edit_keys(path) as rows:
         if name in rows:
-            raise UsageError(f"{path} has a key of the name {name!r}; remove it first: stillroom keys remove {name}")
+            raise UsageError(f"{path} already has a key named {name!r}; remove it first: stillroom keys remove {name}")
         rows[name] = row
     if tenant != DEFAULT_TENANT and not server.tenants_folder:
-        note(
-            f"a server opens nothing for keys of the tenant {tenant} without a folder for tenants: serve --tenants DIR"
-        )
+        note(f"a server refuses keys of the tenant {tenant} unless it has a folder for tenants: serve --tenants DIR")
     if as_json:
         print_json({"key": key, "name": name, "tenant": tenant, "is_operator": operator})
         return
     line(key)
-    note(f"this is the only time that the key is shown; {path} knows its hash")
+    note(f"store the key now: it is shown only once, and {path} holds only its hash")
 
 
 @app.command("list", help=LIST_HELP)
@@ -96,18 +106,18 @@ def list_(keys: KeysOption = None, config: ConfigOption = None, as_json: JsonOpt
 
 @app.command("remove", help=REMOVE_HELP)
 def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key goes.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key to remove.")],
     keys: KeysOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    from stillroom.server.auth.key_ring import changing
+    from stillroom.server.auth.key_ring import edit_keys
 
     path = _path(keys, opening.load_settings(config).server)
-    with changing(path) as rows:
+    with edit_keys(path) as rows:
         if rows.pop(name, None) is None:
             known = ", ".join(rows) or "none"
-            raise UsageError(f"{path} has no key of the name {name!r}; it has: {known}")
+            raise UsageError(f"{path} has no key named {name!r}; it has: {known}")
     if as_json:
         print_json({"removed": name})
     else:
@@ -116,5 +126,5 @@ def remove(
 
 def _path(keys: Path | None, server: ServerConfig) -> Path:
     if keys is None and not server.keys_file:
-        raise ConfigError("which file of keys? name it: --keys FILE, or server.keys_file in stillroom.toml")
+        raise ConfigError("no file of keys is set; name it with --keys FILE, or server.keys_file in stillroom.toml")
     return keys or Path(server.keys_file)

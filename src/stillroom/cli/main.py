@@ -1,8 +1,7 @@
-"""The command `stillroom`: its commands, its exit codes, and how it fails.
+"""The command `stillroom`: its commands, exit codes and error messages.
 
-Exit codes: 0 done; 1 it failed; 2 the call was wrong and has to be changed; 130 interrupted by Ctrl-C; 141 the reader
-of stdout went away; 143 SIGTERM or SIGHUP. A user's mistake never shows a stack trace; STILLROOM_DEBUG=1 does.
-Reference: docs/cli.md
+Exit codes: 0 done; 1 failed; 2 the call must be changed; 130 Ctrl-C; 141 stdout was closed by its reader; 143 SIGTERM
+or SIGHUP. `server/error_kinds.py` maps exceptions to 1 and 2. Stack traces are shown with STILLROOM_DEBUG=1 only.
 """
 
 import contextlib
@@ -20,42 +19,34 @@ from typer.core import TyperGroup
 
 from stillroom.cli import add, ask, cache, calibrate, console, documents, explain, keys, plan, search, serve, verify
 from stillroom.core.panics import ENDINGS
-from stillroom.errors import (
-    ConfigError,
-    KnowledgeBaseNotFoundError,
-    ModelNotFoundError,
-    StillroomError,
-    UsageError,
-)
+from stillroom.errors import StillroomError
+from stillroom.server.error_kinds import FAILED, WRONG_CALL, kind_of
 from stillroom.telemetry.logs import configure_logging
 
-FAILED, WRONG_CALL, INTERRUPTED, TERMINATED, NO_READER = 1, 2, 130, 143, 141
+INTERRUPTED, TERMINATED, NO_READER = 130, 143, 141
 
 COMMANDS_GROUP = "stillroom.commands"
 """Entry points of other packages, each a `typer.Typer` of commands: `stillroom_bench` registers `bench`."""
 
-_WRONG_CALLS = (ConfigError, UsageError, KnowledgeBaseNotFoundError, ModelNotFoundError)
-"""Errors that only another call can mend: a wrong value, or the name of something that is not there."""
-
 _RESUME = {
     "add": "Finished files are kept; run the same command again to do the rest.",
-    "remove": "What was removed stays so; run the same command again to do the rest.",
-    "verify": "What was repaired stays so; run the same command again to do the rest.",
-    "bench": "Samples are lost; indexes and embeddings are kept. Run the same command again to measure anew.",
+    "remove": "Documents removed so far stay removed; run the same command again to do the rest.",
+    "verify": "Repairs made so far are kept; run the same command again to do the rest.",
+    "bench": "Samples are lost; indexes and embeddings are kept. Run the same command again to repeat the measurement.",
 }
 _RESUME_DEFAULT = "Nothing was changed and nothing is lost; run the same command again."
 
 
 class _InterruptedError(Exception):
-    """Ctrl-C, with what to say about it."""
+    """Ctrl-C. The message says what is kept and what to run next."""
 
 
 class _NoReaderError(Exception):
-    """The other end of stdout was closed, as `| head` does."""
+    """The reader of stdout closed it, as `| head` does."""
 
 
 class _Commands(TyperGroup):
-    """The top command. Ends of a run that are no errors are taken here, before Typer makes its own of them."""
+    """The top command. Handles Ctrl-C and a closed stdout before Typer does."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -75,7 +66,7 @@ def _show_version(is_asked: bool) -> None:
 
 
 def build_app() -> typer.Typer:
-    """The commands, in the order in which one meets them."""
+    """Return the application; `--help` lists the commands in this order."""
     app = typer.Typer(cls=_Commands, name="stillroom", no_args_is_help=False, pretty_exceptions_enable=False)
 
     @app.callback(
@@ -103,59 +94,61 @@ def build_app() -> typer.Typer:
     app.command("explain", help=explain.HELP)(explain.explain)
     app.command("calibrate", help=calibrate.HELP)(calibrate.calibrate)
     app.command("plan", help=plan.HELP)(plan.plan)
-    app.add_typer(cache.app, name="cache", help="The KV that is kept on disk.")
-    app.add_typer(keys.app, name="keys", help="Who may ask a server, and as which tenant.")
+    app.add_typer(cache.app, name="cache", help="Show, check or remove the KV kept on disk.")
+    app.add_typer(keys.app, name="keys", help="Add, list or remove API keys of a server.")
     for entry in sorted(entry_points(group=COMMANDS_GROUP), key=lambda entry: entry.name):
         app.add_typer(entry.load(), name=entry.name)
     return app
 
 
 def main() -> None:
-    """The console entry: everything about the process, then `run`."""
-    _open_what_is_closed()
-    # file names may hold any bytes, and one line of stdin that is no text does not stop the others
+    """Entry point of the console script: set up the process, then call `run`."""
+    _open_closed_streams()
+    # file names may hold any bytes, and an undecodable line of stdin must not stop the others
     errors = (sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")
     for stream, how in errors:
         with contextlib.suppress(AttributeError):  # a replaced stream may not have it
             stream.reconfigure(errors=how)  # type: ignore[union-attr]
     if not sys.warnoptions and not _is_debugging():
-        warnings.simplefilter("ignore")  # for developers of libraries, not for people who ask a question
+        warnings.simplefilter("ignore")  # warnings of libraries are of no use to users
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under `nohup` it stays ignored
         signal.signal(signal.SIGHUP, _terminate)
     sys.exit(_flushed(run(sys.argv[1:])))
 
 
-def _open_what_is_closed() -> None:
-    """Standard streams that the caller closed: no file that is opened may get such a number, and be written to by a
-    library that means the stream. Of what is missing stdin is empty, and stderr goes nowhere."""
+def _open_closed_streams() -> None:
+    """Open the null device for each standard stream that the caller closed.
+
+    Otherwise the next opened file would get the stream's number, and libraries would write to it.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
+            os.open(os.devnull, os.O_RDWR)  # uses the lowest free number
     sys.stdin = sys.stdin or os.fdopen(0)
     sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _flushed(code: int) -> int:
-    """The exit code, once stdout has taken everything or turned out to take no more."""
+    """Flush stdout and return the exit code; a failed flush makes exit code 0 a failure."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # prevents the interpreter's own message at exit
         return code or (NO_READER if isinstance(error, BrokenPipeError) else FAILED)
     return code
 
 
 def _terminate(*_: object) -> None:
-    """SIGTERM and a closed terminal unwind like any exception, so that files are closed and servers say goodbye."""
+    """End with an exception on SIGTERM and SIGHUP, so that files are closed and the server stops gracefully."""
     sys.exit(TERMINATED)
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line and return its exit code. Does not touch the process's own state, except for logging."""
+    """Run one command line and return its exit code. Changes no process state except logging."""
     as_json = "--json" in _before_dashes(args)
     configure_logging("DEBUG" if _is_debugging() else "WARNING", as_json=as_json, before=console.begin_note)
     try:
@@ -178,7 +171,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _before_dashes(args: Sequence[str]) -> Sequence[str]:
-    """What comes before `--`: only there is a word that begins with dashes an option."""
+    """Return the arguments before `--`, the only ones that can be options."""
     return args[: list(args).index("--")] if "--" in args else args
 
 
@@ -187,10 +180,9 @@ def _is_debugging() -> bool:
 
 
 def _explain(error: BaseException) -> tuple[str, str, int]:
-    """Type and message of an error, and the exit code that says whose turn it is."""
+    """Return an error's type, message and exit code."""
     if isinstance(error, StillroomError):
-        code = WRONG_CALL if isinstance(error, _WRONG_CALLS) else FAILED
-        return type(error).__name__, str(error), code
+        return type(error).__name__, str(error), kind_of(error).exit_code
     format_message = getattr(error, "format_message", None)
     if callable(format_message):  # Typer's own errors: a wrong flag, a missing argument
         command = getattr(getattr(error, "ctx", None), "command_path", "stillroom")

@@ -1,4 +1,4 @@
-"""How commands come by their settings and their `Stillroom`. The engine is imported here, when a command runs."""
+"""Loading of settings and opening of a knowledge base for commands, with late imports."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def load_settings(file: Path | None, flags: dict[str, object] | None = None) -> StillroomConfig:
-    """Defaults, file, environment, flags. Raises ConfigError."""
+    """Merge defaults, file, environment and flags. Raises ConfigError."""
     return load_config(file, overrides=flags)
 
 
 def open_stillroom(kb: Path, config: StillroomConfig, *, create: bool = False) -> "Stillroom":
-    """The knowledge base; models load when they are first needed. Raises KnowledgeBaseError."""
+    """Open a knowledge base; models load on first use. Raises KnowledgeBaseError."""
     from stillroom.rag.stillroom import Stillroom
 
     return Stillroom.open(kb, config=config, create=create)

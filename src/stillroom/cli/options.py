@@ -1,7 +1,7 @@
-"""The options that several commands share, and the form of every command's help.
+"""Options shared by commands, sampling options, and the layout of help texts.
 
-Nothing heavy is imported here or in any module of the commands: what needs PyTorch, FAISS or FastAPI is imported inside
-the function that uses it, so `stillroom --help` answers at once.
+Modules of commands import PyTorch, FAISS and FastAPI inside the functions that use them, so that `stillroom --help` is
+fast.
 """
 
 import os
@@ -17,8 +17,8 @@ from stillroom.errors import UsageError
 
 
 def expanded(path: Path | None) -> Path | None:
-    """With `~` as the user's folder: no shell expands it after a `=`, nor in a service's environment."""
-    return None if path is None else Path(os.path.expanduser(path))  # a user that does not exist is no error
+    """Expand `~`, which shells leave alone after `=` and in a service's environment."""
+    return None if path is None else Path(os.path.expanduser(path))  # an unknown user stays as written
 
 
 KbOption = Annotated[
@@ -42,43 +42,44 @@ ConfigOption = Annotated[
         show_envvar=True,
         metavar="FILE",
         callback=expanded,
-        help="Settings; without it, stillroom.toml of the current folder.",
+        help="Settings file; default: stillroom.toml of the current folder.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Hide progress and notes.")]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="MODEL", help="bundled, a checkpoint's folder, or a hub name."),
+    typer.Option("--model", "-m", metavar="MODEL", help="Model: bundled, a checkpoint's folder, or a hub name."),
 ]
 EngineOption = Annotated[
     EngineKind | None,
     typer.Option(
         "--engine",
         metavar="builtin|openai",
-        help="Generate here, or on a server with OpenAI's routes (vLLM, SGLang, llama.cpp); see docs/engines.md.",
+        help="Generate in this process, or on a server with OpenAI's routes (vLLM, SGLang, llama.cpp); see "
+        "docs/engines.md.",
     ),
 ]
 BaseUrlOption = Annotated[
     str | None,
-    typer.Option("--base-url", metavar="URL", help="That server, such as http://127.0.0.1:8000/v1."),
+    typer.Option("--base-url", metavar="URL", help="Address of that server, such as http://127.0.0.1:8000/v1."),
 ]
 EngineModelOption = Annotated[
     str | None,
-    typer.Option("--engine-model", metavar="NAME", help="The model to ask it for; without it, its first."),
+    typer.Option("--engine-model", metavar="NAME", help="Model to request from that server; default: its first."),
 ]
 ReuseOption = Annotated[
     ReuseMode | None,
     typer.Option(
         "--reuse",
         metavar="exact|anywhere|off",
-        help="How far kept KV is used: for prompts that begin alike, for documents anywhere in them (answers may "
-        "change), or not at all; without it, as configured (exact).",
+        help="Reuse of kept KV: for equal prompt beginnings (exact), for documents at any position, which may change "
+        "answers (anywhere), or never (off); default: the setting (exact).",
     ),
 ]
 ModeOption = Annotated[
     SearchMode | None,
-    typer.Option("--mode", metavar="hybrid|dense|sparse", help="How to search; without it, as configured (hybrid)."),
+    typer.Option("--mode", metavar="hybrid|dense|sparse", help="Search mode; default: the setting (hybrid)."),
 ]
 AnnRecallOption = Annotated[
     float | None,
@@ -87,7 +88,7 @@ AnnRecallOption = Annotated[
         min=0.0,
         max=1.0,
         metavar="SHARE",
-        help="Share of the true 10 nearest that an approximate index must find, such as 0.99.",
+        help="Share of the exact 10 nearest chunks that an approximate index must find, such as 0.99.",
     ),
 ]
 SearchBudgetOption = Annotated[
@@ -95,7 +96,7 @@ SearchBudgetOption = Annotated[
     typer.Option(
         "--search-budget",
         metavar="TIME",
-        help="Time that 95 % of dense searches may take, such as 2ms; instead of --ann-recall.",
+        help="Time limit for 95 % of dense searches, such as 2ms; replaces --ann-recall.",
     ),
 ]
 WhereOption = Annotated[
@@ -103,20 +104,68 @@ WhereOption = Annotated[
     typer.Option(
         "--where",
         metavar="FILTER",
-        help="Only documents whose metadata say so, such as 'year >= 2020 and team = legal'; see docs/filters.md.",
+        help="Filter on metadata, such as 'year >= 2020 and team = legal'; see docs/filters.md.",
     ),
 ]
 TopKOption = Annotated[
     int | None,
-    typer.Option("--top-k", "-k", min=1, metavar="N", help="How many chunks; without it, as configured (5)."),
+    typer.Option("--top-k", "-k", min=1, metavar="N", help="Number of chunks; default: the setting (5)."),
+]
+
+
+# sampling options: each has the name of its setting and of its field in `AskOptions`
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", min=-1, metavar="N", help="Most tokens in an answer; default: the setting (256); -1: no limit."
+    ),
+]
+MinTokensOption = Annotated[int, typer.Option("--min-tokens", min=0, metavar="N", help="Fewest tokens in an answer.")]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 always takes the likeliest token."),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens whose probabilities add up to P."),
+]
+SampleTopKOption = Annotated[
+    int | None,
+    typer.Option("--sample-top-k", min=-1, metavar="N", help="Sample from the N likeliest tokens; 0 or -1: all."),
+]
+MinPOption = Annotated[
+    float | None,
+    typer.Option("--min-p", metavar="P", help="Sample from tokens at least P times as likely as the likeliest one."),
+]
+RepetitionPenaltyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty", metavar="X", help="Penalty on tokens of prompt and answer; above 1 repeats them less."
+    ),
+]
+PresencePenaltyOption = Annotated[
+    float | None,
+    typer.Option("--presence-penalty", metavar="X", help="Penalty on tokens of the answer; above 0 repeats them less."),
+]
+FrequencyPenaltyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--frequency-penalty", metavar="X", help="Penalty per occurrence in the answer; above 0 repeats tokens less."
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--seed", min=-1, metavar="N", help="Random seed; the same seed and question give the same answer; -1: random."
+    ),
 ]
 
 
 def index_goal(ann_recall: float | None, search_budget: str | None) -> dict[str, object]:
-    """The two flags as settings.
+    """Return the two flags as settings.
 
     Raises:
-        UsageError: the time is none.
+        UsageError: `search_budget` is not a time.
     """
     if search_budget is None:
         return {"index.ann_recall": ann_recall}
@@ -125,33 +174,35 @@ def index_goal(ann_recall: float | None, search_budget: str | None) -> dict[str,
 
 
 def filter_text(where: str | None) -> str:
-    """What `--where` says; empty where it was not given.
+    """Return the filter of `--where`; empty if the flag was not given.
 
     Raises:
-        UsageError: it is blank, as from a variable that was never set, or no text.
+        UsageError: it is blank, as from an unset shell variable, or not UTF-8.
     """
     if where is not None and not where.strip():
-        raise UsageError("--where '': an empty filter would allow every document; leave it out if that is meant")
+        raise UsageError(
+            "--where '': the filter is empty and would allow every document; write a filter, or leave --where out"
+        )
     return as_text("--where", where or "")
 
 
 def as_seconds(flag: str, text: str) -> float:
-    """What a flag says, such as `300ms`.
+    """Parse a time such as `300ms`.
 
     Raises:
-        UsageError: it is no time.
+        UsageError: it is not a time.
     """
     try:
         return parse_seconds(text)
     except ValueError:
-        raise UsageError(f"{flag} {text}: give a time with its unit, such as 300ms, 1.5s or 500us") from None
+        raise UsageError(f"{flag} {text}: not a time; give one with its unit, such as 300ms, 1.5s or 500us") from None
 
 
 def as_bytes(flag: str, text: str | None) -> int | None:
-    """What a flag says, such as `4GiB`; None where it was not given.
+    """Parse a size such as `4GiB`; None if the flag was not given.
 
     Raises:
-        UsageError: it is no size.
+        UsageError: it is not a size.
     """
     if text is None:
         return None
@@ -160,19 +211,21 @@ def as_bytes(flag: str, text: str | None) -> int | None:
     except ValueError:
         size = -1
     if size < 0:
-        raise UsageError(f"{flag} {text}: give a size such as 512MiB or 4GiB, or a share of memory such as 25%")
+        raise UsageError(
+            f"{flag} {text}: not a size; give one such as 512MiB or 4GiB, or a share of memory such as 25%"
+        )
     return size
 
 
 def engine_settings(engine: EngineKind | None, base_url: str | None, model: str | None) -> dict[str, object]:
-    """The three flags as settings; an address alone means an engine elsewhere."""
+    """Return the three flags as settings; an address alone implies the engine `openai`."""
     if engine is None and base_url is not None:
         engine = "openai"
     return {"engine.kind": engine, "engine.base_url": base_url, "engine.model": model}
 
 
 def help_text(summary: str, *paragraphs: str, examples: tuple[str, ...]) -> str:
-    """A command's help: a first line, paragraphs that flow, and examples that keep their lines."""
+    """Build a command's help: summary line, paragraphs, examples."""
     lines = [summary, "", *(line for paragraph in paragraphs for line in (paragraph, ""))]
     lines += ["\b", "Examples:", *(f"  {example}" for example in examples)]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`stillroom plan`: how to split memory between vector index and kept KV so that a latency target is met."""
+"""`stillroom plan`: split memory between vector index and kept KV to meet a latency target."""
 
 import os
 from contextlib import closing
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 MISSED = 1
 
 HELP = help_text(
-    "Plan how device, host and disk memory are split between vector index and kept KV, for a latency target.",
-    "It searches the questions of a workload and measures what that takes, takes the model's costs (stillroom "
-    "calibrate), and simulates the workload with the engine's own scheduler and caches for every split of a grid. It "
-    "prints the best one with the predicted times to the first token, the rate that it sustains, what halving or "
-    "doubling each part would do, and what to buy next. Where the target cannot be met it says why and by how much; "
-    "the exit code is then 1. How it predicts: docs/planning.md.",
-    "Questions are those of --questions, else those that the knowledge base was asked lately, else made from its "
-    "documents. Sizes are like 512MiB or 4GiB, times like 300ms or 1.5s.",
+    "Split device, host and disk memory between vector index and kept KV to meet a latency target.",
+    "It times searches for the workload's questions, takes the model's costs (stillroom calibrate), and simulates the "
+    "workload with the engine's own scheduler and caches for every split of a grid. It prints the best split with the "
+    "predicted times to the first token, the rate it sustains, the effect of halving or doubling each part, and what "
+    "to buy next. If no split meets the target, it prints why and by how much, and the exit code is 1. Method: "
+    "docs/planning.md.",
+    "Questions come from --questions, else from the request log, else from the documents. Write sizes as 512MiB or "
+    "4GiB, times as 300ms or 1.5s.",
     examples=(
         "stillroom plan --slo-ttft 300ms --rate 4",
         "stillroom plan --slo-ttft 1.5s --slo-percentile 99 --rate 2 --ram 8GiB --questions asked.jsonl",
@@ -56,11 +56,19 @@ SizeOption = str | None
 def plan(  # noqa: PLR0913  one parameter per flag
     slo_ttft: Annotated[
         str,
-        typer.Option("--slo-ttft", metavar="TIME", help="Time to the first token, search included, such as 300ms."),
+        typer.Option(
+            "--slo-ttft", metavar="TIME", help="Target for the time to the first token, search included, such as 300ms."
+        ),
     ],
     percentile: Annotated[
         float,
-        typer.Option("--slo-percentile", min=1.0, max=100.0, metavar="P", help="Of requests that must keep it."),
+        typer.Option(
+            "--slo-percentile",
+            min=1.0,
+            max=100.0,
+            metavar="P",
+            help="Percentage of requests that must meet the target.",
+        ),
     ] = 95.0,
     rate: Annotated[float, typer.Option("--rate", min=1e-3, metavar="N", help="Requests per second.")] = 1.0,
     kb: KbOption = DEFAULT_KB,
@@ -68,20 +76,22 @@ def plan(  # noqa: PLR0913  one parameter per flag
     device: Annotated[
         SizeOption,
         typer.Option(
-            "--device-memory", metavar="SIZE", help="For KV, and lists of the index, on the device; without it, as now."
+            "--device-memory", metavar="SIZE", help="Device memory for KV and lists of the index; default: as now."
         ),
     ] = None,
     ram: Annotated[
         SizeOption,
-        typer.Option("--ram", metavar="SIZE", help="For lists of the index and KV in host memory; without it, as now."),
+        typer.Option("--ram", metavar="SIZE", help="Host memory for lists of the index and KV; default: as now."),
     ] = None,
     disk: Annotated[
         SizeOption,
-        typer.Option("--disk", metavar="SIZE", help="For lists of the index and KV on disk; without it, as now."),
+        typer.Option("--disk", metavar="SIZE", help="Disk space for lists of the index and KV; default: as now."),
     ] = None,
     questions: Annotated[
         Path | None,
-        typer.Option("--questions", metavar="FILE", exists=True, help="One on each line, as text or JSON."),
+        typer.Option(
+            "--questions", metavar="FILE", exists=True, help="File of questions, one per line, as text or JSON."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -89,26 +99,35 @@ def plan(  # noqa: PLR0913  one parameter per flag
             "--trace",
             metavar="FILE",
             exists=True,
-            help="Arrivals, at --rate: .csv with TIMESTAMP, .jsonl with timestamp.",
+            help="Arrival times, scaled to --rate: .csv with TIMESTAMP, or .jsonl with timestamp.",
         ),
     ] = None,
     zipf: Annotated[
         float,
         typer.Option(
-            "--zipf", min=0.0, max=4.0, metavar="S", help="How unequal questions are asked that each are there once."
+            "--zipf",
+            min=0.0,
+            max=4.0,
+            metavar="S",
+            help="Zipf exponent of the popularity of questions that occur once; 0: equally popular.",
         ),
     ] = 0.8,
     requests: Annotated[
-        int, typer.Option("--requests", min=1, metavar="N", help="That count; as many come before.")
+        int,
+        typer.Option("--requests", min=1, metavar="N", help="Measured requests; as many run before them as warm-up."),
     ] = 300,
-    different: Annotated[int, typer.Option("--different", min=2, metavar="N", help="Questions at most.")] = 200,
+    different: Annotated[
+        int, typer.Option("--different", min=2, metavar="N", help="Largest number of different questions.")
+    ] = 200,
     answer_tokens: Annotated[
         int | None,
-        typer.Option("--answer-tokens", min=1, metavar="N", help="Of each answer; without it, as lately, or 64."),
+        typer.Option(
+            "--answer-tokens", min=1, metavar="N", help="Tokens per answer; default: as in the request log, or 64."
+        ),
     ] = None,
-    apply: Annotated[bool, typer.Option("--apply", help="Write the plan into the settings file.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Write the plan to the settings file.")] = False,
     validate: Annotated[
-        bool, typer.Option("--validate", help="Run the workload for real too, which takes as long as it does.")
+        bool, typer.Option("--validate", help="Also run the workload in real time with the planned settings.")
     ] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of the validation's draws.")] = 0,
     config: ConfigOption = None,
@@ -120,7 +139,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
     sizes = {flag: as_bytes(flag, text) for flag, text in wanted.items()}
     loaded = opening.load_settings(config, {"runtime.model": model})
     if loaded.engine.kind != "builtin":
-        raise UsageError("a plan is about the builtin engine; this one is elsewhere (engine.kind) and has its own KV")
+        raise UsageError(f"engine.kind={loaded.engine.kind} manages its own KV; plan needs engine.kind=builtin")
     is_quiet = quiet or as_json
 
     from stillroom.cli.plan_report import show
@@ -138,13 +157,13 @@ def plan(  # noqa: PLR0913  one parameter per flag
         asked = questions_of(opened, questions, different, seed)
         load = workload(asked, requests, rate, zipf=zipf, trace=trace, seed=seed)
         tokens = answer_tokens or asked.answer_tokens or min(64, loaded.generation.max_tokens)
-        with counting("searching", is_shown=not is_quiet) as tell:
-            say = (lambda _: None) if is_quiet else note
-            inputs = measure_inputs(opened, loaded, asked, load, tokens, clock, say, tell)
+        with counting("searching", is_shown=not is_quiet) as on_progress:
+            notify = (lambda _: None) if is_quiet else note
+            inputs = measure_inputs(opened, loaded, asked, load, tokens, clock, notify, on_progress)
     forecaster = Forecaster(inputs)
     budgets, now = _budgets(sizes, loaded, forecaster)
-    with counting("simulating", is_shown=not is_quiet) as tell:
-        found = make_plan(forecaster, budgets, Target(target_seconds, percentile), now, tell)
+    with counting("simulating", is_shown=not is_quiet) as on_progress:
+        found = make_plan(forecaster, budgets, Target(target_seconds, percentile), now, on_progress)
     payload = plan_as_json(found, inputs)
     if not as_json:
         show(found, inputs, asked, tokens)
@@ -161,7 +180,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
 def _budgets(
     sizes: dict[str, int | None], config: "StillroomConfig", forecaster: "Forecaster"
 ) -> "tuple[Budgets, Split]":
-    """What may be used, and what is used now."""
+    """Return the memory that may be used, and the current split."""
     from stillroom.planner.splits import Budgets, Split
 
     lists = forecaster.list_bytes
@@ -197,27 +216,27 @@ def _budgets(
 
 
 def _apply(file: Path, found: "Plan", *, as_json: bool) -> list[dict[str, Any]]:
-    """Write the settings, and say what changed."""
+    """Write the settings and print the changes."""
     from stillroom.config.edit import edit_file
     from stillroom.planner.splits import split_settings
 
     if not found.is_feasible:
-        raise UsageError("nothing was written, as no split meets the target; see what the plan says would")
+        raise UsageError("nothing was written, because no split meets the target; see the plan for what would meet it")
     values = split_settings(found.chosen.split)
     changes = edit_file(file, values)
     for path in values:
         if (name := settings()[path].env_name) in os.environ:
-            note(f"{name} is in the environment and wins over {file}")
+            note(f"the environment variable {name} overrides {file}; unset it to use the plan")
     if not as_json:
         for change in changes:
             before = "not set" if change.before is None else change.before
             line(f"{file}: {change.path} = {change.after} (was {before})")
         if not changes:
-            line(f"{file} says all of that already")
+            line(f"{file} has these values already")
     return [{"setting": change.path, "before": change.before, "after": change.after} for change in changes]
 
 
-def _validate(  # noqa: PLR0913  the parts
+def _validate(  # noqa: PLR0913
     kb: Path,
     config: Path | None,
     model: str | None,
@@ -227,7 +246,7 @@ def _validate(  # noqa: PLR0913  the parts
     *,
     as_json: bool,
 ) -> dict[str, Any]:
-    """Run the workload with the planned settings, and say what was predicted for them."""
+    """Run the workload with the planned settings and compare it with the prediction."""
     from stillroom.cli.plan_report import show_validation
     from stillroom.core.clock import SystemClock
     from stillroom.planner.splits import split_settings
@@ -238,7 +257,7 @@ def _validate(  # noqa: PLR0913  the parts
     values = split_settings(found.chosen.split)
     loaded = opening.load_settings(config, {"runtime.model": model, **values})
     with opening.open_stillroom(kb, loaded) as opened:
-        opened.records.stop()  # a workload is nobody's questions
+        opened.records.stop()  # keep the workload out of the request log
         measured = measure(opened, inputs.texts, inputs.workload, answer_tokens, SystemClock())
     if not as_json:
         show_validation(predicted, measured)

@@ -1,4 +1,4 @@
-"""What `stillroom plan` prints."""
+"""The text that `stillroom plan` prints."""
 
 import math
 from typing import TYPE_CHECKING
@@ -21,25 +21,25 @@ _WIDTH = 34
 
 
 def show(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
-    """The whole plan."""
-    _about(plan, inputs, questions, answer_tokens)
+    """Print the plan."""
+    _show_inputs(plan, inputs, questions, answer_tokens)
     line()
-    _table(plan)
+    _show_table(plan)
     line()
-    _verdict(plan)
-    _lists(plan, inputs)
+    _show_result(plan)
+    _show_lists(plan, inputs)
     name = f"p{plan.target.percent:g}"
     line()
     line(f"{'If there were':<{_WIDTH}}  {name:>8}")
     for effect in plan.sensitivity:
-        _effect(effect, plan)
+        _show_effect(effect, plan)
     line()
     line(f"{'What to get next, best first':<{_WIDTH}}  {name:>8}")
     for effect in plan.purchases:
-        _effect(effect, plan)
+        _show_effect(effect, plan)
 
 
-def _about(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
+def _show_inputs(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
     workload = inputs.workload
     line(f"Model {inputs.model_name}, index {inputs.index_kind}.")
     line(
@@ -47,11 +47,11 @@ def _about(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts", answ
         f"{count(len(questions.texts), 'question')} ({questions.source}); answers of {answer_tokens:,} tokens."
     )
     if not inputs.is_calibrated:
-        line("The model's costs were measured in a second; stillroom calibrate measures them well.")
+        line("The model's costs come from a measurement of one second; stillroom calibrate measures them better.")
 
 
-def _table(plan: "Plan") -> None:
-    """The chosen split beside what is configured now."""
+def _show_table(plan: "Plan") -> None:
+    """Print the chosen split next to the current one."""
     columns: list[tuple[str, Option]] = [("planned", plan.chosen)]
     if plan.current is not None:
         columns.append(("now", plan.current))
@@ -81,10 +81,10 @@ def _table(plan: "Plan") -> None:
         row("probed lists on devices", [f"{one.device_hit_rate:.0%}" for one in forecasts])
     if any(split.disk_lists for split in splits):
         row("probed lists in RAM", [f"{one.list_hit_rate - one.device_hit_rate:.0%}" for one in forecasts])
-    line("Kept KV is knowledge tree and chunk caches: one store, one budget in each tier.")
+    line("Kept KV includes the knowledge tree and chunk caches, which share one budget per tier.")
 
 
-def _verdict(plan: "Plan") -> None:
+def _show_result(plan: "Plan") -> None:
     target, forecast = plan.target, plan.chosen.forecast
     found, wanted = forecast.percentile(target.percent), duration(target.seconds)
     what = f"p{target.percent:g} of at most {wanted} at {plan.rate:g}/s"
@@ -94,8 +94,8 @@ def _verdict(plan: "Plan") -> None:
         return
     if target.is_met(forecast):
         line(
-            f"Missed: {what}. These {count(len(forecast.seconds), 'request')} would keep it ({duration(found)}), but "
-            f"search and model can serve {plan.throughput:.3g}/s: at a higher rate the queue grows without end."
+            f"Missed: {what}. These {count(len(forecast.seconds), 'request')} would meet it ({duration(found)}), but "
+            f"search and model serve only {plan.throughput:.3g}/s: at a higher rate the queue grows without bound."
         )
     else:
         line(f"Missed: {what}, by {duration(found - target.seconds)}: {duration(found)}.")
@@ -104,49 +104,49 @@ def _verdict(plan: "Plan") -> None:
     if plan.binding.constraint == "load":
         over = plan.rate - plan.sustained_rate
         line(
-            f"The load binds: one question at a time takes {duration(single)}, waiting for others the rest. The target "
+            f"The load is the limit: one question alone takes {duration(single)}, the rest is waiting. The target "
             f"holds {sustained}, {over:.3g}/s less than asked for."
         )
         return
     search = float(np.percentile(alone.search_seconds, target.percent))
     rest = float(np.percentile(alone.seconds - alone.search_seconds, target.percent))
     line(
-        f"{'Prefill' if plan.binding.constraint == 'prefill' else 'Search'} binds: even one question at a time takes "
+        f"{'Prefill' if plan.binding.constraint == 'prefill' else 'Search'} is the limit: one question alone takes "
         f"{duration(single)} (p{target.percent:g} of prefill {duration(rest)}, of search {duration(search)}), "
         f"{duration(single - target.seconds)} too much."
     )
 
 
-def _lists(plan: "Plan", inputs: "PlanInputs") -> None:
+def _show_lists(plan: "Plan", inputs: "PlanInputs") -> None:
     if plan.rule is None:
         if inputs.index_kind != "ivf_pq":
             share = float(plan.chosen.forecast.search_seconds.sum() / plan.chosen.forecast.seconds.sum())
             line(
-                f"The index ({inputs.index_kind}) cannot be divided, so the plan is about KV alone. Search is "
+                f"The index ({inputs.index_kind}) cannot be split, so the plan covers KV only. Search takes "
                 f"{share:.0%} of the time to the first token"
                 + (": ivf_pq would help (index.kind)." if share > 0.25 else ": ivf_pq would help little.")
             )
         else:
-            line("The index has no lists yet (too few chunks to train on), so the plan is about KV alone.")
+            line("The index has no lists yet (too few chunks to train on), so the plan covers KV only.")
         return
     from stillroom.planner.constraints import Sufficient
 
     rule = plan.rule
     if isinstance(rule, Sufficient):
         line(
-            f"VectorLiteRAG's rule (Eq. 7 to 10) asks for a hit rate of {rule.hit_rate:.0%} at least: "
+            f"VectorLiteRAG's rule (Eq. 7 to 10) needs a hit rate of at least {rule.hit_rate:.0%}: "
             f"{rule.queries_per_second:.3g} searches per second in batches of {rule.batch_size}."
         )
     elif math.isinf(rule.needed):
-        line("VectorLiteRAG's rule (Eq. 7 to 10): prefill alone takes the whole target, no hit rate is enough.")
+        line("VectorLiteRAG's rule (Eq. 7 to 10): no hit rate is enough, because prefill alone takes the whole target.")
     else:
         line(
-            f"VectorLiteRAG's rule (Eq. 7 to 10): no hit rate is enough, {rule.binding} binds: {rule.possible:.3g} "
-            f"searches per second with all lists in RAM, {rule.needed:.3g} needed."
+            f"VectorLiteRAG's rule (Eq. 7 to 10): no hit rate is enough, {rule.binding} is the limit: "
+            f"{rule.possible:.3g} searches per second with all lists in RAM, {rule.needed:.3g} needed."
         )
 
 
-def _effect(effect: "Effect", plan: "Plan") -> None:
+def _show_effect(effect: "Effect", plan: "Plan") -> None:
     remark = f"  {effect.remark}" if effect.remark else ""
     if effect.forecast is None:
         line(f"{effect.name:<{_WIDTH}}  {'-':>8}{remark}")
@@ -157,7 +157,7 @@ def _effect(effect: "Effect", plan: "Plan") -> None:
 
 
 def show_validation(predicted: "Forecast", measured: "Measured") -> None:
-    """Side by side."""
+    """Print predicted next to measured times."""
     line()
     line(f"{'The planned settings':<{_WIDTH}}  {'predicted':>10}  {'measured':>10}  {'predicted / measured':>20}")
     pairs = [

@@ -1,7 +1,6 @@
-"""How long work shows that it is getting on: a bar on a terminal, now and then a line where there is none.
+"""Progress of long work on stderr: a bar on a terminal, else a line every few seconds.
 
-Always on stderr, so that stdout holds results only. `stillroom add` counts what is done in bytes, because one file may
-be a whole corpus.
+`stillroom add` measures progress in bytes, because one file may be a whole corpus.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ Now = Callable[[], float]
 
 @contextlib.contextmanager
 def showing_progress(*, is_shown: bool) -> Iterator[Listener | None]:
-    """A listener for `Stillroom.add`; None where nothing is to be shown."""
+    """Yield a progress callback for `Stillroom.add`; None if nothing is shown."""
     if not is_shown:
         yield None
     elif sys.stderr.isatty():
@@ -37,7 +36,7 @@ def showing_progress(*, is_shown: bool) -> Iterator[Listener | None]:
 
 @contextlib.contextmanager
 def counting(what: str, *, is_shown: bool, now: Now = time.monotonic) -> Iterator[Callable[[int, int], None]]:
-    """A listener for work that says how many of how many are done."""
+    """Yield a progress callback that takes the numbers done and in total."""
     if not is_shown:
         yield lambda done, total: None
     elif sys.stderr.isatty():
@@ -51,13 +50,13 @@ def counting(what: str, *, is_shown: bool, now: Now = time.monotonic) -> Iterato
     else:
         last = now()
 
-        def tell(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             nonlocal last
             if now() - last >= SECONDS_BETWEEN_LINES:
                 last = now()
                 note(f"{what}: {done:,} of {total:,}")
 
-        yield tell
+        yield on_progress
 
 
 def _bar() -> "Progress":
@@ -77,7 +76,7 @@ def _bar() -> "Progress":
 
 
 class BarListener:
-    """One line that is drawn again and again, and gone at the end."""
+    """Progress callback that draws a bar, which disappears at the end."""
 
     def __init__(self, bar: "Progress", now: Now = time.monotonic) -> None:
         self._bar = bar
@@ -95,7 +94,7 @@ class BarListener:
 
 
 class LineListener:
-    """`120 of 400 files, 3,100 chunks, 41 chunks/s, about 70 s left`, every few seconds."""
+    """Progress callback that prints `120 of 400 files, 3,100 chunks, 41 chunks/s, about 70 s left` now and then."""
 
     def __init__(self, now: Now = time.monotonic) -> None:
         self._now = now
@@ -112,7 +111,7 @@ class LineListener:
 
 
 class _AddRate:
-    """How fast it goes, counted from the first chunks on: before them the embedder was loading."""
+    """Rate of indexing since the first chunks; before them the embedder was loading."""
 
     def __init__(self, now: Now) -> None:
         self._now = now
@@ -124,14 +123,14 @@ class _AddRate:
             self._first, self._first_at = progress, self._now()
 
     def rate(self, progress: "AddProgress") -> str:
-        """`, 41 chunks/s`; empty while it is unknown."""
+        """Format as `, 41 chunks/s`; empty while unknown."""
         elapsed = self._now() - self._first_at
         if self._first is None or elapsed <= 0:
             return ""
         return f", {(progress.num_chunks - self._first.num_chunks) / elapsed:,.0f} chunks/s"
 
     def time_left(self, progress: "AddProgress") -> str:
-        """`, about 70 s left`; empty while it is unknown, and at the end."""
+        """Format as `, about 70 s left`; empty while unknown, and at the end."""
         if self._first is None or not self._first.num_bytes_done < progress.num_bytes_done < progress.num_bytes_total:
             return ""
         pace = (progress.num_bytes_done - self._first.num_bytes_done) / (self._now() - self._first_at)

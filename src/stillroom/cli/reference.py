@@ -1,4 +1,4 @@
-"""The page of all commands, read from the commands themselves, so that it cannot drift.
+"""Generator of docs/cli.md from the commands themselves.
 
 python -m stillroom.cli.reference > docs/cli.md
 """
@@ -16,33 +16,33 @@ _HEAD = """\
 
 <!-- Generated: python -m stillroom.cli.reference > docs/cli.md -->
 
-Results go to stdout; progress, notes and errors go to stderr, so every command can be piped. Settings that a command
-has no flag for come from `stillroom.toml` or the environment: [configuration.md](configuration.md).
+Every command prints results to stdout, and progress, notes and errors to stderr, so results can be piped. Settings
+without a flag come from `stillroom.toml` or the environment: [configuration.md](configuration.md).
 
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | it failed; the message says what to do. `add`: some files could not be read, the others are indexed |
-| 2 | the call was wrong: an unknown flag, an impossible value, a path that does not exist, an option out of range |
-| 130 | Ctrl-C; the message says what is kept and how to go on |
-| 141 | the reader of stdout went away, as with `stillroom list \\| head -1` |
-| 143 | SIGTERM (`serve` stops gracefully instead, with 0), or the terminal was closed |
+| 1 | failed; the message says what to do. `add`: some files could not be read, the others are indexed |
+| 2 | the call must be changed: an unknown flag, an invalid value, a path that does not exist |
+| 130 | Ctrl-C; the message says what is kept and how to continue |
+| 141 | stdout was closed by its reader, as by `stillroom list \\| head -1` |
+| 143 | SIGTERM, or the terminal was closed; `serve` stops gracefully on SIGTERM and returns 0 |
 
-With `--json` an error is one object on stderr: `{"error": {"type": ..., "message": ...}}`. A stack trace is shown only
+With `--json` an error is one object on stderr: `{"error": {"type": ..., "message": ...}}`. Stack traces are shown only
 with `STILLROOM_DEBUG=1` in the environment.
 
-`stillroom --install-completion` sets up completion for your shell; `stillroom --version` shows the version.
+`stillroom --install-completion` installs completion for your shell; `stillroom --version` prints the version.
 """
 
 
 def render() -> str:
-    """The whole page, in Markdown."""
+    """Return the page in Markdown."""
     sections = [_section(path, command) for path, command in commands()]
     return "\n".join([_HEAD, *sections])
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every command that can be run, with its words: `bench retrieval`."""
+    """Yield every command with its path, such as `bench retrieval`."""
     yield from _commands_of(typer.main.get_command(build_app()), ())
 
 

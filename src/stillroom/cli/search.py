@@ -1,4 +1,4 @@
-"""`stillroom search`: what the index finds, without a model."""
+"""`stillroom search`: print the chunks that match a query, without generating an answer."""
 
 import textwrap
 import time
@@ -30,7 +30,7 @@ _SNIPPET_LINES = 3
 
 HELP = help_text(
     "Find the chunks that match a query best.",
-    "hybrid fuses dense (meaning) and sparse (words) search; scores of different modes cannot be compared.",
+    "Mode hybrid fuses dense (meaning) and sparse (words) search. Scores of different modes cannot be compared.",
     examples=(
         "stillroom search 'rotate keys' --kb ./kb",
         "stillroom search 'ERR_4711' --mode sparse -k 3",
@@ -69,7 +69,7 @@ def search(  # noqa: PLR0913  one parameter per flag
     for rank, scored in enumerate(found.results, start=1):
         _show(rank, scored)
     if not found.results:
-        note("nothing found")
+        note("no chunk was found")
 
 
 def _show(rank: int, scored: "ScoredChunk") -> None:

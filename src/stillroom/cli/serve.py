@@ -1,4 +1,4 @@
-"""`stillroom serve`: the HTTP server, from binding its port to closing the knowledge base."""
+"""`stillroom serve`: run the HTTP server, from binding its port to closing the knowledge base."""
 
 import contextlib
 import logging
@@ -36,17 +36,16 @@ from stillroom.config.settings import StillroomConfig
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from stillroom.server.auth.access_config import AccessConfig
+    from stillroom.server.auth.guard import AccessConfig
     from stillroom.server.loading import Loading
 
 HELP = help_text(
-    "Serve the knowledge base over HTTP, with OpenAI's routes.",
-    "Connections are accepted at once; until the model is loaded, /readyz says 503 and what is being loaded. Ctrl-C or "
-    "SIGTERM stops the server: running answers get "
-    "`server.grace_s` (10 seconds) to finish, or a second Ctrl-C.",
-    "Without --keys everybody may ask who reaches the address, so it must be one of this machine; --insecure allows "
-    "others, for a network that is guarded otherwise.",
-    "With --json, one object with the address is printed to stdout once the server is ready, and the log is JSON.",
+    "Serve a knowledge base over HTTP, with OpenAI's routes.",
+    "The server accepts connections at once; until the model is loaded, /readyz returns 503 and the loading step. "
+    "Ctrl-C or SIGTERM stops it: running answers get `server.grace_s` (10 s) to finish; a second Ctrl-C ends them.",
+    "Without --keys every client that reaches the address is served, so the address must be a loopback address. "
+    "--insecure allows others, for a protected network.",
+    "With --json, one object with the address is printed once the server is ready, and the log is JSON.",
     examples=(
         "stillroom serve --kb ./kb",
         "stillroom serve --kb ./kb --model ./models/qwen2.5-0.5b --port 9000",
@@ -71,15 +70,16 @@ def serve(  # noqa: PLR0913  one parameter per flag
         int | None, typer.Option("--port", min=0, max=65535, metavar="PORT", help="TCP port; 0 picks a free one.")
     ] = None,
     keys: Annotated[
-        Path | None, typer.Option("--keys", metavar="FILE", help="Ask for API keys: a file of `stillroom keys`.")
+        Path | None,
+        typer.Option(
+            "--keys", metavar="FILE", help="File of API keys, made by `stillroom keys`; requests then need a key."
+        ),
     ] = None,
     tenants: Annotated[
         Path | None,
-        typer.Option("--tenants", metavar="DIR", help="Folder of the other tenants' knowledge bases."),
+        typer.Option("--tenants", metavar="DIR", help="Folder of the knowledge bases of tenants other than `default`."),
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen where other machines reach it, without asking for keys.")
-    ] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow other machines to connect without keys.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -95,68 +95,73 @@ def serve(  # noqa: PLR0913  one parameter per flag
     }
     flags |= engine_settings(engine, base_url, engine_model) | index_goal(ann_recall, search_budget)
     settings = opening.load_settings(config, flags)
-    say = (lambda text: None) if quiet or as_json else note
-    from stillroom.server.auth.access_config import open_doorway
+    notify = (lambda text: None) if quiet or as_json else note
+    from stillroom.server.auth.guard import check_access
     from stillroom.server.run import HttpServer
 
-    doorway = open_doorway(settings.server)
-    for warning in doorway.warnings:
-        say(f"warning: {warning}")
-    server = HttpServer(settings.server.host, settings.server.port)  # a taken port is known before a model loads
+    access = check_access(settings.server)
+    for warning in access.warnings:
+        notify(f"warning: {warning}")
+    server = HttpServer(settings.server.host, settings.server.port)  # fails before a model loads
     with contextlib.ExitStack() as opened:
         opened.callback(server.close)
-        served = _Served(kb, settings, opened, say)
+        served = _ServedApp(kb, settings, opened, notify)
 
         def announce() -> None:
-            say(f"Stillroom listens on {server.url} (Ctrl-C stops it)")
+            notify(f"Stillroom listens on {server.url} (Ctrl-C stops it)")
             if as_json:
                 print_json({"url": server.url, "port": server.port, "model": served.model_name}, indent=None)
 
         if settings.server.access_log:
             logging.getLogger("stillroom.server.access").setLevel(logging.INFO)
-        server.run_loading(lambda loading: served.load(doorway, loading), announce, settings.server)
+        server.run_loading(lambda loading: served.load(access, loading), announce, settings.server)
         if server.is_loading:
-            say("stopped while loading")
+            notify("stopped while loading")
             _end_process()
         with _ignoring_signals():
             opened.close()
-        say("stopped")
+        notify("stopped")
 
 
-class _Served:
-    """What a server loads."""
+class _ServedApp:
+    """Loads what the server needs, in the server's loading thread."""
 
     def __init__(
-        self, kb: Path, settings: StillroomConfig, opened: contextlib.ExitStack, say: Callable[[str], None]
+        self, kb: Path, settings: StillroomConfig, opened: contextlib.ExitStack, notify: Callable[[str], None]
     ) -> None:
-        """`opened`: closes in the end what is opened here."""
-        self._kb, self._settings, self._opened, self._say = kb, settings, opened, say
+        """
+        Args:
+            opened: closes everything that is opened here.
+        """
+        self._kb, self._settings, self._opened, self._notify = kb, settings, opened, notify
         self.model_name = ""
 
-    def load(self, doorway: "AccessConfig", loading: "Loading") -> "FastAPI":
-        """Open the knowledge base, load the model and make the application. Called in a thread of the server."""
+    def load(self, access: "AccessConfig", loading: "Loading") -> "FastAPI":
+        """Open the knowledge base, load the model and build the application."""
         loading.step = "opening the knowledge base"
         from stillroom.server.app import create_app
         from stillroom.server.auth.tenants import Tenants
         from stillroom.telemetry.spans import exporting
 
         own = self._opened.enter_context(opening.open_stillroom(self._kb, self._settings, create=True))
-        house = Tenants(own, doorway.tenants_folder)
-        self._opened.callback(house.close)
+        tenants = Tenants(own, access.tenants_folder)
+        self._opened.callback(tenants.close)
         self.model_name = own.model_name
         if not own.num_documents:
-            self._say(f"{self._kb} has no documents yet: stillroom add PATH --kb {self._kb}, or upload them")
-        self._say(f"loading {own.model_name} ...")
+            self._notify(f"{self._kb} has no documents yet: stillroom add PATH --kb {self._kb}, or upload them")
+        self._notify(f"loading {own.model_name} ...")
         loading.step = "loading the model and the indexes"
         own.warm_up()
         config = self._settings.server
         tracing = self._opened.enter_context(exporting(config.otlp_endpoint))
-        return create_app(own, tenants=house, keys=doorway.keys, host=config.host, tracing=tracing)
+        return create_app(own, tenants=tenants, keys=access.keys, host=config.host, tracing=tracing)
 
 
 def _end_process() -> NoReturn:
-    """End it now, without unwinding: the loading thread may be in native code, for which the end of the interpreter
-    would wait, or abort. The files are as after a kill, which loses nothing (docs/durability.md)."""
+    """End the process without unwinding, because the loading thread may be in native code that cannot be interrupted.
+
+    Files are left as after a kill, which loses nothing (docs/durability.md).
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -164,7 +169,7 @@ def _end_process() -> NoReturn:
 
 @contextlib.contextmanager
 def _ignoring_signals() -> Iterator[None]:
-    """After the server has stopped, the rest is short; a signal would unwind it under threads that still run."""
+    """Ignore SIGINT and SIGTERM during the short shutdown, in which threads still run."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

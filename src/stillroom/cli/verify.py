@@ -1,4 +1,4 @@
-"""`stillroom verify`: whether SQLite, vectors and postings of a knowledge base are whole and agree. Needs no model."""
+"""`stillroom verify`: check SQLite, vectors and postings of a knowledge base against each other. Needs no model."""
 
 import shlex
 from pathlib import Path
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
     from stillroom.retrieval.verify.report import VerifyReport
 
 HELP = help_text(
-    "Check that the knowledge base is whole: SQLite, vectors and postings, and each against the others.",
-    "Every text is compared with its checksum, every vector and every word with what the indexes hold, and every "
-    "uploaded file with what was indexed of it. Each finding says what it means. Ends with code 1 if there is any, "
-    "with --repair too; the next run does not find again what was repaired.",
-    "--repair makes SQLite whole first: rows without their other half go, a lost vector is embedded again, and a "
-    "document that lost a part is removed, so that adding its file reads it again. Then it makes anew each index that "
-    "differs. --kv also sweeps and reads every record of kept KV, as `stillroom cache verify` does.",
+    "Check the knowledge base: SQLite, vectors and postings, and each against the others.",
+    "It compares every text with its checksum, every vector and word with the indexes, and every uploaded file with "
+    "its indexed text. Each finding is explained. The exit code is 1 if there are findings, also with --repair; the "
+    "next run does not report repaired findings again.",
+    "--repair repairs SQLite first: it deletes incomplete rows, embeds lost vectors again, and removes documents that "
+    "lost a part, so that adding their files reads them again. Then it rebuilds each index that differs. --kv also "
+    "checks every record of kept KV, as `stillroom cache verify` does.",
     examples=("stillroom verify --kb ./kb", "stillroom verify --repair", "stillroom verify --json | jq .findings"),
 )
 
 
 def verify(
     kb: KbOption = DEFAULT_KB,
-    repair: Annotated[bool, typer.Option("--repair", help="Make whole what can be.")] = False,
-    kv: Annotated[bool, typer.Option("--kv", help="Check the kept KV, too; damaged records are removed.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair what can be repaired.")] = False,
+    kv: Annotated[bool, typer.Option("--kv", help="Also check kept KV, and remove damaged records.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     with (
         opening.open_stillroom(kb, opening.load_settings(config)) as opened,
-        counting("checking", is_shown=not (quiet or as_json)) as tell,
+        counting("checking", is_shown=not (quiet or as_json)) as on_progress,
     ):
-        report = opened.verify(repair=repair, progress=tell)
+        report = opened.verify(repair=repair, progress=on_progress)
     swept, records = _records(kb, is_quiet=quiet or as_json) if kv else (0, [])
     failures = [failure for one in records for failure in one["failures"]]
     command = _repair_command(kb, config) if report.needs_repair and not repair else None
@@ -67,12 +67,12 @@ def _show(report: "VerifyReport") -> None:
         if finding.examples:
             line(f"  such as {', '.join(finding.examples)}")
     what = f"{count(report.num_documents, 'document')}, {count(report.num_chunks, 'chunk')}"
-    found = "all is well" if report.is_clean else count(len(report.findings), "finding")
+    found = "no findings" if report.is_clean else count(len(report.findings), "finding")
     line(f"{what} checked in {duration(report.seconds)}: {found}")
 
 
 def _records(kb: Path, *, is_quiet: bool) -> tuple[int, list[dict[str, Any]]]:
-    """The number of records that a sweep removed, and what checking the others found."""
+    """Sweep and check kept KV. Returns the number of swept records, and one report per model."""
     from stillroom.cli.cache import show_swept, sweep_records, verify_records
 
     swept = sweep_records(kb)

@@ -1,7 +1,7 @@
-"""The HTTP application: OpenAI's routes over one `Stillroom`, with search, health and metrics beside them.
+"""The HTTP application: OpenAI's routes, search, documents, health and metrics over one or more `Stillroom`s.
 
-Nothing blocks the event loop: what computes runs in a thread, and answers are read with `async for`. Routes and
-examples: docs/http.md
+Nothing blocks the event loop: computation runs in threads, and answers are read with `async for`. Reference:
+docs/http.md
 """
 
 import base64
@@ -20,9 +20,8 @@ from stillroom.errors import UsageError
 from stillroom.rag.as_json import JsonObject, search_as_json
 from stillroom.server import errors
 from stillroom.server.auth.guard import Guard, own_names
-from stillroom.server.auth.inactive_tenants import InactiveTenantCounts
 from stillroom.server.auth.key_ring import KeyRing
-from stillroom.server.auth.tenants import Tenants, caller_of, stillroom_of
+from stillroom.server.auth.tenants import InactiveTenantCounts, Tenants, caller_of, stillroom_of
 from stillroom.server.console import routes as console
 from stillroom.server.errors import model_not_served
 from stillroom.server.limits.admission import AdmissionControl
@@ -33,9 +32,8 @@ from stillroom.server.middleware import RequestObserver
 from stillroom.server.privacy import served_name
 from stillroom.server.routes import chat, health
 from stillroom.server.routes.answer_events import AnswerEvents, whole_answers
-from stillroom.server.routes.chat import ask_options
+from stillroom.server.routes.chat import ask_options, read_messages
 from stillroom.server.routes.completions import Completions
-from stillroom.server.routes.conversation_body import read_messages
 from stillroom.server.routes.documents import DocumentRoutes
 from stillroom.server.routes.health import Readiness
 from stillroom.server.routes.json_body import JsonRoute
@@ -61,7 +59,7 @@ if TYPE_CHECKING:
     from stillroom.rag.stillroom import Stillroom
 
 ALIAS = "stillroom"
-"""A model name that always means the one that is served."""
+"""Model name that clients may use for whichever model is served."""
 
 
 def create_app(
@@ -72,14 +70,14 @@ def create_app(
     host: str = "127.0.0.1",
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """The application. The rooms stay the caller's: whoever opened them closes them, after the server has stopped.
+    """Build the application. The caller closes `stillroom` and `tenants` after the server has stopped.
 
     Args:
-        room: of the default tenant.
-        tenants: all rooms; without them there is only the one.
-        keys: without them nobody is asked for one.
-        host: the address that it will listen on.
-        tracing: without it there are no traces.
+        stillroom: of the default tenant.
+        tenants: all tenants; None serves only the default one.
+        keys: API keys; None asks for none.
+        host: address that the server will listen on.
+        tracing: exporter of traces; None writes none.
     """
     stillroom.hide_folders()
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
@@ -118,15 +116,17 @@ def _readiness(tenants: Tenants, admission: AdmissionControl) -> Readiness:
         return None if problem is None else str(problem)
 
     readiness = Readiness()
-    readiness.add("model", lambda: None if tenants.own.is_ready else "the model is not loaded, or its engine failed")
-    readiness.add("device", lambda: tenants.own.device_problem)
+    readiness.add(
+        "model", lambda: None if tenants.default.is_ready else "the model is not loaded, or its engine failed"
+    )
+    readiness.add("device", lambda: tenants.default.device_problem)
     readiness.add("queue", problem_of_queue)
     readiness.add("open", lambda: "the server is shutting down" if admission.is_closing else None)
     return readiness
 
 
 class _Api:
-    """The routes' functions. Each asks `stillroom_of` for the room of whoever asks."""
+    """Functions of the routes. Each gets the tenant's `Stillroom` from `stillroom_of`."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -136,7 +136,7 @@ class _Api:
         router = APIRouter(route_class=JsonRoute)
 
         def add(method: str, path: str, tag: str, reply: type, call: Callable[..., Any]) -> None:
-            is_health = reply is Health  # says nothing of what is not there
+            is_health = reply is Health  # its absent fields are left out
             router.add_api_route(
                 path, call, methods=[method], response_model=reply, tags=[tag], response_model_exclude_none=is_health
             )
@@ -155,7 +155,7 @@ class _Api:
         return router
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
-        """Ask the documents: the last user message is the question, what stands before it the conversation."""
+        """Answer the last user message from the documents; earlier messages are the conversation."""
         stillroom = stillroom_of(request)
         self._check_model(body.model, [stillroom.model_name])
         conversation = read_messages(body.messages)
@@ -168,7 +168,7 @@ class _Api:
         return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """Continue prompts as they are, without a search."""
+        """Continue prompts as given, without a search."""
         stillroom = stillroom_of(request)
         self._check_model(body.model, [stillroom.model_name])
         found = await Completions.begin(stillroom, body)
@@ -185,7 +185,9 @@ class _Api:
             raise UsageError("input holds an empty text; every text needs at least one word")
         vectors = await self._workers.run(self._workers.embeddings, stillroom.embed, body.texts)
         if body.dimensions not in (None, vectors.shape[1]):
-            raise UsageError(f"dimensions={body.dimensions}; {served_name(embedder)!r} makes {vectors.shape[1]}")
+            raise UsageError(
+                f"dimensions={body.dimensions}, but {served_name(embedder)!r} has {vectors.shape[1]}; leave it out"
+            )
         data = [
             Embedding(index=index, embedding=_encode(vector, body.encoding_format))
             for index, vector in enumerate(vectors)
@@ -193,20 +195,20 @@ class _Api:
         return EmbeddingList(data=data, model=served_name(embedder), usage=EmbeddingUsage())
 
     async def models(self, request: Request) -> ModelList:
-        """The generator and the embedder."""
+        """List the generator and the embedder."""
         return ModelList(data=[self._describe(name) for name in _names(stillroom_of(request))])
 
     async def model(self, model: str, request: Request) -> Model:
-        """One of them, by name."""
+        """Return one model by name."""
         stillroom = stillroom_of(request)
         self._check_model(model, _names(stillroom))
         return self._describe(stillroom.model_name if model == ALIAS else model)
 
     async def search(self, body: SearchRequest, request: Request) -> JsonObject:
-        """Find chunks, without a model that writes."""
+        """Search for chunks without generating an answer."""
         stillroom = stillroom_of(request)
         if not body.query.strip():
-            raise UsageError("the query is empty")
+            raise UsageError("the query is empty; send words or a question")
         started = time.perf_counter()
         options = {"mode": body.mode, "top_k": body.top_k, "where": body.where or ""}
         found = await self._workers.run(None, stillroom.search, body.query, **options)
@@ -214,9 +216,9 @@ class _Api:
         return search_as_json(body.query, mode, found, time.perf_counter() - started, public_id)
 
     async def healthz(self, request: Request) -> dict[str, Any]:
-        """What is served, and how much room there is."""
+        """Return the status; operators also get the model, document count and free KV blocks."""
         if not caller_of(request).is_operator:
-            return {"status": "ok"}  # what a room holds and how busy the house is are not everybody's business
+            return {"status": "ok"}  # the rest is for operators only
         stillroom = stillroom_of(request)
         num_documents = await self._workers.run(self._workers.probes, lambda: stillroom.num_documents)
         lists = stillroom.list_figures
@@ -233,7 +235,7 @@ class _Api:
         }
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         content = await self._workers.run(self._workers.probes, stillroom_of(request).metrics.render)
         return Response(content, headers={"Content-Type": CONTENT_TYPE})
 
@@ -241,7 +243,7 @@ class _Api:
         return Model(id=served_name(name), created=self._started_at)
 
     def _check_model(self, model: str | None, served: list[str]) -> None:
-        """An answer by another model than the one asked for would be a silent mistake."""
+        """Raise Refused if the request names another model than those served."""
         names = [served_name(name) for name in served]
         if model not in (None, ALIAS, *served, *names):
             raise model_not_served(str(model), names)

@@ -1,4 +1,4 @@
-"""Errors as HTTP: a status and OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. No stack traces."""
+"""HTTP error replies in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, without stack traces."""
 
 import logging
 import math
@@ -10,108 +10,23 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.routing import Match
 
-from stillroom.errors import (
-    ChangeCancelledError,
-    CorruptKnowledgeBaseError,
-    DeadlineExceededError,
-    DeviceLostError,
-    EmptyKnowledgeBaseError,
-    EngineClosedError,
-    EngineRefusedError,
-    EngineUnavailableError,
-    IndexUnavailableError,
-    KnowledgeBaseBusyError,
-    KnowledgeBaseNotFoundError,
-    NonFiniteError,
-    NothingFoundError,
-    PromptTooLongError,
-    QueueFullError,
-    RequestAbortedError,
-    RequestTimeoutError,
-    StillroomError,
-    StorageError,
-    UnknownDocumentError,
-    UnknownRequestError,
-    UsageError,
-)
+from stillroom.errors import QueueFullError, StillroomError
+from stillroom.server.error_kinds import INVALID_REQUEST, kind_of
 from stillroom.server.privacy import without_folders
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""What nginx made the usual status for a client that did not wait; nobody receives it, but the metrics count it."""
+"""nginx's status for a client that disconnected before the reply. It is never sent; metrics count it."""
 
-FAILED_WITH = "failed_with"
-"""In the scope's state: the status of the error that a stream ended in, whose own status was sent before."""
+STREAM_ERROR_STATUS = "failed_with"
+"""Key in the ASGI scope's state: status of the error that ended a stream after its status line was sent."""
 
-LATER = {"retry-after": "5"}
-"""Of what is not possible now, where nobody knows when it will be."""
+RETRY_LATER = {"retry-after": "5"}
+"""Headers of a 503 reply: seconds until the client should try again."""
 
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
-"""Of all routes."""
-_INVALID = "invalid_request_error"
-_UNAVAILABLE = "service_unavailable_error"
-
-_INTERNAL = "internal error; the server's log has the details"
-
-_KINDS: tuple[tuple[type[StillroomError], int, str, str, str | None], ...] = (
-    # exception, status, type, code, message; the first that fits, so a subclass stands before its base. Without a
-    # message the exception's own is for the caller; the others may name paths of the server, and are for its log
-    (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
-    (UnknownDocumentError, 404, _INVALID, "document_not_found", None),
-    (UnknownRequestError, 404, _INVALID, "request_not_found", None),
-    (UsageError, 400, _INVALID, "invalid_value", None),
-    (EmptyKnowledgeBaseError, 409, "conflict_error", "knowledge_base_empty", None),
-    (NothingFoundError, 404, _INVALID, "nothing_found", None),
-    (ChangeCancelledError, 409, "conflict_error", "upload_cancelled", None),
-    (
-        KnowledgeBaseNotFoundError,
-        503,
-        _UNAVAILABLE,
-        "knowledge_base_gone",
-        "the folder of this knowledge base is gone; its operator finds the details in the server's log",
-    ),
-    (
-        KnowledgeBaseBusyError,
-        503,
-        _UNAVAILABLE,
-        "knowledge_base_busy",
-        "another process is writing to this knowledge base; try again in a moment",
-    ),
-    (
-        IndexUnavailableError,
-        503,
-        _UNAVAILABLE,
-        "index_unavailable",
-        "the server that holds the vectors cannot be reached or refuses; try again later, or search with mode sparse",
-    ),
-    (
-        StorageError,
-        507,
-        "server_error",
-        "storage_failed",
-        "the disk of this knowledge base is full or failing; what was stored before is safe. Its operator finds the "
-        "details in the server's log",
-    ),
-    (
-        CorruptKnowledgeBaseError,
-        500,
-        "server_error",
-        "knowledge_base_damaged",
-        "{part} of this knowledge base is damaged; its operator finds what to do in the server's log, and with "
-        "`stillroom verify`",
-    ),
-    (EngineClosedError, 503, _UNAVAILABLE, "shutting_down", None),
-    (DeviceLostError, 503, _UNAVAILABLE, "device_lost", None),
-    (QueueFullError, 429, "rate_limit_error", "queue_full", None),
-    (DeadlineExceededError, 504, "timeout_error", "deadline_exceeded", None),
-    (RequestTimeoutError, 504, "timeout_error", "request_timeout", None),
-    (EngineUnavailableError, 503, _UNAVAILABLE, "engine_unavailable", None),
-    (EngineRefusedError, 502, "bad_gateway_error", "engine_refused", None),
-    (RequestAbortedError, 503, _UNAVAILABLE, "request_aborted", None),
-    (NonFiniteError, 500, "server_error", "non_finite", None),
-    (StillroomError, 500, "server_error", "internal_error", _INTERNAL),
-)
+"""Every method that any route has."""
 
 
 def error_body(message: str, kind: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
@@ -119,7 +34,7 @@ def error_body(message: str, kind: str, *, code: str | None = None, param: str |
 
 
 class Refused(Exception):
-    """A request that a route cannot take. Never leaves the application."""
+    """Raised by a route to refuse a request with a status and a code; becomes an error reply."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -129,43 +44,46 @@ class Refused(Exception):
 
 
 def model_not_served(model: str, served: list[str]) -> Refused:
-    """The request names a model that this server does not have."""
     message = f"the model {model!r} is not served here; this server has {', '.join(map(repr, served))}"
     return Refused(404, "model_not_found", message, "model")
 
 
 def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Status and body. What is not ours is an internal error, and its message stays in the server's log; whoever caught
-    it writes it there. Ours whose messages are not for the caller are written here."""
-    for exception, status, kind, code, message in _KINDS:
-        if isinstance(error, exception):
-            if message is None:
-                return status, error_body(without_folders(str(error)), kind, code=code)
-            logger.log(logging.WARNING if status == 503 else logging.ERROR, "%s", error)
-            return status, error_body(message.format(part=getattr(error, "part", "")), kind, code=code)
-    return 500, error_body(_INTERNAL, "server_error", code="internal_error")
+    """Return the HTTP status and the body of the error reply.
+
+    Messages that may name paths of the server are logged here. Other exceptions than `StillroomError` must be logged by
+    the caller.
+    """
+    kind = kind_of(error)
+    if kind.public_message is None:
+        message = without_folders(str(error))
+    else:
+        message = kind.public_message.format(part=getattr(error, "part", ""))
+        if isinstance(error, StillroomError):
+            logger.log(logging.WARNING if kind.status == 503 else logging.ERROR, "%s", error)
+    return kind.status, error_body(message, kind.type, code=kind.code)
 
 
 def error_response(error: BaseException) -> JSONResponse:
     status, body = describe(error)
-    # OpenAI's clients repeat requests that got 408, 409, 429 or 5xx, unless told that it will not help
+    # OpenAI's clients retry on 408, 409, 429 and 5xx unless this header says not to
     headers = {} if status in (429, 503) else {"x-should-retry": "false"}
     if status == 503:
-        headers |= LATER
+        headers |= RETRY_LATER
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
     return JSONResponse(body, status_code=status, headers=headers)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every expected error of the app in this shape."""
+    """Register the app's exception handlers."""
 
     async def on_stillroom_error(_: Request, error: Exception) -> JSONResponse:
         return error_response(error)
 
     async def on_refused(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, Refused)
-        body = error_body(str(error), _INVALID, code=error.code, param=error.param)
+        body = error_body(str(error), INVALID_REQUEST, code=error.code, param=error.param)
         return JSONResponse(body, status_code=error.status)
 
     async def on_invalid_request(_: Request, error: Exception) -> JSONResponse:
@@ -186,7 +104,9 @@ def _invalid_request(error: RequestValidationError) -> JSONResponse:
     first = error.errors()[0]
     param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
     message = first["msg"].removeprefix("Value error, ")
-    body = error_body(f"{param}: {message}" if param else message, _INVALID, code="invalid_value", param=param or None)
+    body = error_body(
+        f"{param}: {message}" if param else message, INVALID_REQUEST, code="invalid_value", param=param or None
+    )
     return JSONResponse(body, status_code=400)
 
 
@@ -197,13 +117,13 @@ def _http_exception(request: Request, error: HTTPException) -> JSONResponse:
         405: (f"{where} is not possible; see the Allow header", "method_not_allowed"),
         413: (str(error.detail), "body_too_large"),
     }.get(error.status_code, (str(error.detail), None))
-    body = error_body(message, _INVALID, code=code)
+    body = error_body(message, INVALID_REQUEST, code=code)
     headers = {"allow": _methods_of(request)} if error.status_code == 405 else error.headers
     return JSONResponse(body, status_code=error.status_code, headers=headers)
 
 
 def _methods_of(request: Request) -> str:
-    """All that a path knows: each method has a route of its own, and Starlette tells of the first only."""
+    """Return all methods of a path. Each method has its own route, and Starlette reports only the first."""
     routes = request.app.router.routes
     asked = {method: {**request.scope, "method": method} for method in _METHODS}
     known = [one for one, scope in asked.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]

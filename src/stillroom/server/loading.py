@@ -1,7 +1,7 @@
-"""The application of a server that is still loading: it lives, and is not ready for anything else yet.
+"""The application that answers while the server is loading.
 
-`/healthz` says 200 and `/readyz` 503 with what is being loaded; every other request gets 503 `loading`, with
-`Retry-After`. So a probe can tell a server that loads from one that is dead.
+`/healthz` returns 200, `/readyz` 503 with the loading step, and every other request 503 `loading` with `Retry-After`. A
+probe can therefore tell a loading server from a dead one.
 """
 
 from starlette.requests import Request
@@ -10,26 +10,26 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stillroom.core.clock import SystemClock
-from stillroom.server.errors import LATER, error_body
+from stillroom.server.errors import RETRY_LATER, error_body
 from stillroom.server.middleware import RequestObserver
 from stillroom.server.routes.health import Readiness
 from stillroom.telemetry.metrics import Metrics
 
 
 class Loading:
-    """What is being loaded."""
+    """Progress of loading; threads write it and `/readyz` shows it."""
 
     def __init__(self) -> None:
         self.step = "starting"
-        """As `/readyz` shows it to everybody: no path, no name. Any thread may set it."""
+        """Shown to callers without a key: it must name no path and no model."""
 
 
-class Frontage:
-    """ASGI application that stands for another one until that is loaded."""
+class LoadingApp:
+    """ASGI application that answers for another one until that one is loaded."""
 
     def __init__(self, loading: Loading) -> None:
         self.app: ASGIApp = _application(loading)
-        """Answers requests; to be replaced on the event loop."""
+        """The application that answers now. Replace it on the event loop only."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
@@ -48,7 +48,7 @@ def _application(loading: Loading) -> ASGIApp:
     async def not_yet(scope: Scope, receive: Receive, send: Send) -> None:
         message = f"the server is loading ({loading.step}); ask again in a moment"
         body = error_body(message, "service_unavailable_error", code="loading")
-        await JSONResponse(body, 503, LATER)(scope, receive, send)
+        await JSONResponse(body, 503, RETRY_LATER)(scope, receive, send)
 
     routes = [Route("/healthz", healthz), Route("/readyz", readyz)]
     router = Router(routes, redirect_slashes=False, default=not_yet)

@@ -1,8 +1,7 @@
-"""What happens around every HTTP request: it gets an id, a line of log, a trace, is counted, and never shows a stack
-trace.
+"""Request ids, access log, traces, request metrics and the last error handler of every HTTP request.
 
-The id is the caller's `x-request-id` where that is a plain word, else a new one; it is in the response, in every record
-of log that is written meanwhile, and in the trace. The log says who asked and how long it took, never what.
+The id is the client's `x-request-id` if that is a plain word, else a new one. It is in the response, in every log
+record written while the request runs, and in the trace. The log names the caller and the duration, never the content.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stillroom.core.clock import Clock
 from stillroom.core.panics import ENDINGS
-from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, error_response
+from stillroom.server.errors import CLIENT_CLOSED_REQUEST, STREAM_ERROR_STATUS, error_response
 from stillroom.telemetry.logs import REQUEST_ID
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.spans import RequestSpan, Tracing
@@ -27,15 +26,15 @@ logger = logging.getLogger(__name__)
 access = logging.getLogger("stillroom.server.access")
 
 UNKNOWN_PATH = "other"
-"""Stands in metrics and log for every path that is not a route, so that a scanner cannot fill them."""
+"""Path in metrics and log of every request that matches no route, so that a scanner cannot add labels."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _PROBES = ("/healthz", "/readyz", "/metrics")
-"""Machines ask for these every few seconds; what goes well is no news."""
+"""Polled by machines; successful requests are logged at DEBUG only."""
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestObserver:
-    """ASGI middleware, outside of all others."""
+    """Outermost ASGI middleware: ids, log, traces, metrics, last error handler."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class RequestObserver:
     ) -> None:
         """
         Args:
-            routes: those whose templates stand for paths.
+            routes: their path templates are the `path` of metrics and log.
         """
         self._app = app
         self._metrics = metrics
@@ -72,18 +71,21 @@ class RequestObserver:
                 status, error = await self._observed(scope, receive, send, http_id)
                 self._account(scope, method, status, self._clock.monotonic() - began, span)
                 if error is not None:
-                    raise error  # closes the connection, which tells the client that the response is not whole
+                    raise error  # closes the connection, so that the client sees that the response is incomplete
         finally:
             REQUEST_ID.reset(token)
 
     async def _observed(
         self, scope: Scope, receive: Receive, send: Send, http_id: str
     ) -> tuple[int, BaseException | None]:
-        """Return the status that was sent, or that of the error in which a stream ended; and what was raised after half
-        a response had been sent.
+        """Run the application and answer exceptions that it raises.
 
-        No exception passes without an answer, except those that end the process or the task: a native library may raise
-        one that does not derive from Exception.
+        Catches BaseException, because native libraries raise exceptions that do not derive from Exception. Those that
+        end the process or the task pass.
+
+        Returns:
+            The status sent, or that of the error that ended a stream; and the exception raised after a part of the
+            response was sent.
         """
         status: int | None = None
 
@@ -96,9 +98,9 @@ class RequestObserver:
 
         try:
             await self._app(scope, receive, send_with_id)
-        except ClientDisconnect:  # it did not wait until its own request was sent
+        except ClientDisconnect:  # the client left before its request was complete
             pass
-        except ENDINGS:  # the server is closing and waits no longer
+        except ENDINGS:  # the server is closing
             self._metrics.count_http_request(self._template(scope), status or CLIENT_CLOSED_REQUEST)
             raise
         except BaseException as error:
@@ -106,7 +108,7 @@ class RequestObserver:
             if status is not None:
                 return 500, error
             await error_response(error)(scope, receive, send_with_id)
-        return scope.get("state", {}).get(FAILED_WITH) or status or CLIENT_CLOSED_REQUEST, None
+        return scope.get("state", {}).get(STREAM_ERROR_STATUS) or status or CLIENT_CLOSED_REQUEST, None
 
     def _account(self, scope: Scope, method: str, status: int, seconds: float, span: RequestSpan | None) -> None:
         path = self._template(scope)
@@ -129,16 +131,15 @@ class RequestObserver:
         access.log(level, "%(method)s %(path)s %(status)s %(seconds)ss %(caller)s", fields, extra={"fields": fields})
 
     def _template(self, scope: Scope) -> str:
-        """Also of a request that was answered before it came to its route."""
+        """Return the path template, also of a request that was answered before it reached its route."""
         if "route" in scope:
             return _path(scope["route"])
         match, route = max(((route.matches(scope)[0], route) for route in self._routes), key=_closeness)
         return UNKNOWN_PATH if match is Match.NONE else _path(route)
 
 
-def note_refused(status: int, http_id: str, client: tuple[str, int] | None) -> None:
-    """Log an answer that was given before there was a request to observe: to what is no HTTP, came too slowly, or came
-    over one connection too many."""
+def log_refused(status: int, http_id: str, client: tuple[str, int] | None) -> None:
+    """Log a reply sent by the connection itself: to invalid HTTP, a slow sender, or one connection too many."""
     token = REQUEST_ID.set(http_id)
     try:
         fields = {"method": "-", "path": UNKNOWN_PATH, "status": status, "seconds": 0.0, "caller": "-", "tenant": "-"}

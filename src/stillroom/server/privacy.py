@@ -1,19 +1,19 @@
-"""What a client may see of places on the server: names, no folders."""
+"""Removal of the server's folders from messages and model names that clients see."""
 
 import re
 
 _PATH = re.compile(
-    r"""(?<![\w./:~<\-])/(?!v1/|v1\b|healthz|readyz|metrics|console/)  # none of the server's own routes
+    r"""(?<![\w./:~<\-])/(?!v1/|v1\b|healthz|readyz|metrics|console/)  # the server's own routes stay
         (?:[^\s/'"`;,:()]+/)*([^\s/'"`;,:()]+)""",
     re.VERBOSE,
 )
 
 
 def without_folders(message: str) -> str:
-    """A message in which each absolute path is the name of its file alone; the routes of the server stay."""
+    """Replace each absolute path in a message by its last part. Routes of the server stay."""
     return _PATH.sub(r"\1", message)
 
 
 def served_name(model: str) -> str:
-    """A model's name for clients: of an absolute folder its last part."""
+    """Return a model's name for clients: the last part of an absolute path, else the name."""
     return model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model

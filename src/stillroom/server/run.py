@@ -1,7 +1,7 @@
-"""Run the application: bind and listen first, so that a taken port is known before a model loads and probes are
-answered while it does (`loading`).
+"""The listening socket, the server loop and its signals.
 
-The process's signals stop it gracefully (`draining`); a second one ends the grace.
+The server listens before the model loads, so that a taken port is an error at once and probes are answered meanwhile
+(`loading`). SIGINT and SIGTERM stop it gracefully (`draining`); a second one ends the grace period.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from stillroom.errors import ConfigError, ServerError
 from stillroom.ops.thread_pools import quick_handovers
 from stillroom.server.limits.connections import ConnectionLimits, protocol_of
 from stillroom.server.limits.draining import Draining
-from stillroom.server.loading import Frontage, Loading
+from stillroom.server.loading import Loading, LoadingApp
 
 _CLOSING_SECONDS = 5
-"""For connections to be closed when nothing runs any more."""
+"""Time for connections to close once no request runs."""
 
 
 class HttpServer:
@@ -35,7 +35,7 @@ class HttpServer:
         """Bind the address; port 0 picks a free one.
 
         Raises:
-            ConfigError: the host is no address of this machine.
+            ConfigError: the host is not an address of this machine.
             ServerError: the port is taken or may not be used.
         """
         self._host = host
@@ -46,17 +46,17 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where a client on this machine reaches it."""
+        """Address for clients on this machine."""
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
         return f"http://{f'[{name}]' if ':' in name and not name.startswith('[') else name}:{self.port}"
 
     @property
     def is_loading(self) -> bool:
-        """Whether `load` of `run_loading` has not returned. It goes on in its thread if `run_loading` has."""
+        """Whether `load` is still running. Its thread may outlive `run_loading`."""
         return self._server is not None and self._server.is_loading
 
     def run(self, app: FastAPI, on_ready: Callable[[], None], settings: ServerConfig | None = None) -> None:
-        """`run_loading` for an application of `create_app` that is loaded."""
+        """Serve an application that is loaded already; see `run_loading`."""
         self.run_loading(lambda _: app, on_ready, settings)
 
     def run_loading(
@@ -65,20 +65,20 @@ class HttpServer:
         """Accept connections, load the application, and serve until stopped.
 
         Args:
-            load: returns what `create_app` made. Runs in a thread of its own, and is not waited for if the server is
+            load: returns the result of `create_app`. Runs in its own thread, which is not joined if the server is
                 stopped meanwhile (`is_loading`).
             on_ready: called once the application answers.
-            settings: limits of connections; None takes the defaults.
+            settings: connection limits; None takes the defaults.
 
         Raises:
             ServerError: another process took the port in the meantime.
-            BaseException: whatever `load` or `on_ready` raised.
+            BaseException: raised by `load` or `on_ready`.
         """
         loading = Loading()
-        frontage = Frontage(loading)
+        loading_app = LoadingApp(loading)
         limits = ConnectionLimits.of(settings or ServerConfig())
         config = uvicorn.Config(
-            frontage,
+            loading_app,
             http=protocol_of(limits),
             ws="none",
             log_config=None,
@@ -87,14 +87,14 @@ class HttpServer:
             timeout_graceful_shutdown=_CLOSING_SECONDS,
             server_header=False,
         )
-        self._server = _DrainingServer(config, frontage, partial(load, loading), on_ready)
+        self._server = _DrainingServer(config, loading_app, partial(load, loading), on_ready)
         self._server.should_exit = self._is_stopping
         try:
             with self._signals(), quick_handovers():
                 try:
                     self._server.run(sockets=[self._socket])
                 finally:
-                    if self._server.app is not None:  # a signal that came here would unwind the process under threads
+                    if self._server.app is not None:  # a signal handled here would unwind the process while threads run
                         self._server.app.state.workers.close()
         except OSError as error:
             if self._server.started:
@@ -106,18 +106,18 @@ class HttpServer:
             raise self._server.failure
 
     def stop(self) -> None:
-        """Ask `run` to return; may be called from any thread, also before `run`. A second time ends the grace."""
+        """Ask `run` to return. Any thread; also before `run`. A second call ends the grace period."""
         if self._server is not None:
             self._server.stop()
         self._is_stopping = True
 
     def close(self) -> None:
-        """Give the address back, if `run` has not."""
+        """Close the socket, if `run` has not."""
         self._socket.close()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        # until uvicorn has them: a signal that comes while it starts must stop it too
+        # until uvicorn installs its handlers: a signal during startup must stop the server too
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -131,13 +131,13 @@ class HttpServer:
 
 
 class _DrainingServer(uvicorn.Server):
-    """Loads the application when it accepts connections, and goes on for a while when it is asked to stop."""
+    """Loads the application once it accepts connections, and drains requests when asked to stop."""
 
     def __init__(
-        self, config: uvicorn.Config, frontage: Frontage, load: Callable[[], FastAPI], on_ready: Callable[[], None]
+        self, config: uvicorn.Config, loading_app: LoadingApp, load: Callable[[], FastAPI], on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self._frontage = frontage
+        self._frontage = loading_app
         self._load = load
         self._on_ready = on_ready
         self._is_hurrying = False
@@ -145,15 +145,15 @@ class _DrainingServer(uvicorn.Server):
         self.app: FastAPI | None = None
         """None until it is loaded."""
         self.failure: BaseException | None = None
-        """Of loading it."""
+        """Raised while loading."""
 
     def stop(self) -> None:
-        """From any thread, or a signal; a second time ends the grace."""
+        """Begin to stop. Any thread or signal handler; a second call ends the grace period."""
         self._is_hurrying |= self.should_exit
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """While it runs the signals are uvicorn's, whose own would end nothing earlier the second time."""
+        """Replace uvicorn's handler, which does not shorten the grace period at a second signal."""
         self.stop()
 
     async def on_tick(self, counter: int) -> bool:
@@ -172,7 +172,7 @@ class _DrainingServer(uvicorn.Server):
     def _load_in_thread(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             ended = partial(self._begin, self._load())
-        except BaseException as error:  # raised again where the server was started
+        except BaseException as error:  # raised again by `run_loading`
             ended = partial(self._fail, error)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server was stopped meanwhile
             loop.call_soon_threadsafe(ended)
@@ -183,7 +183,7 @@ class _DrainingServer(uvicorn.Server):
         try:
             app.state.begin()
             self._on_ready()
-        except BaseException as error:  # on stdout, say
+        except BaseException as error:  # such as an error on stdout
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

@@ -1,50 +1,59 @@
-"""ASGI middleware before any route: finds the caller by its key and refuses unknown keys.
+"""Authentication: the ASGI middleware that finds the caller of a request, and the checks before the server listens.
 
-With keys, every path needs one but `OPEN_PATHS` and those in `OPEN_FOLDER`. Without keys everybody may ask who reaches
-the address, and then other people's web pages must not do it with somebody's browser: a page that sends its own
-`Origin`, and a name that somebody has pointed at this address (DNS rebinding), are refused. Whoever passes is
-`caller_of(request)`, and his room is open.
+With keys, every path needs one except `OPEN_PATHS` and `OPEN_FOLDER`. Without keys, every client that reaches the
+address is served; requests that a foreign web page makes through a user's browser are refused, by their `Origin` and,
+against DNS rebinding, by their `Host`. An accepted request has a `caller_of(request)`, whose knowledge base is open.
 """
 
 import asyncio
 import ipaddress
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stillroom.errors import StillroomError
+from stillroom.config.settings import ServerConfig
+from stillroom.errors import ConfigError, StillroomError
 from stillroom.server.auth.key_ring import KeyRing
-from stillroom.server.auth.tenants import ANYBODY, NO_PLACE, STRANGER, Caller, Tenants
+from stillroom.server.auth.tenants import (
+    DEFAULT_TENANT,
+    KEYLESS_CALLER,
+    NO_TENANTS_FOLDER,
+    UNKNOWN_CALLER,
+    Caller,
+    Tenants,
+)
 from stillroom.server.errors import error_body, error_response
 
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS: tuple[str, ...] = ("/healthz", "/readyz", "/")
 OPEN_FOLDER = "/console/"
-"""Need no key: what is there is the same for everybody. The console's files hold nothing of any knowledge base."""
+"""Need no key. The console's files hold no content of a knowledge base."""
 OPERATOR_PATHS: tuple[str, ...] = ("/metrics",)
-"""Tell of all tenants."""
+"""Need an operator's key, because they cover all tenants."""
 
 
 class Guard:
-    """See the module's docstring."""
+    """ASGI middleware that authenticates each request."""
 
     def __init__(
         self, app: ASGIApp, tenants: Tenants, keys: KeyRing | None = None, hosts: Collection[str] | None = None
     ) -> None:
         """
         Args:
-            keys: None asks for none.
-            hosts: names that a request without a key may be sent to, without ports; None: any.
+            keys: None asks for no key.
+            hosts: `Host` names, without ports, that requests without a key may use; None allows any.
         """
         self._app = app
         self._tenants = tenants
         self._keys = keys
-        self._homeless: set[str] = set()
+        self._unserved_tenants: set[str] = set()
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,13 +77,13 @@ class Guard:
 
     def _caller(self, headers: Headers, path: str) -> Caller | Response:
         if self._keys is None:
-            return self._foreign(headers) or ANYBODY
+            return self._cross_site_refusal(headers) or KEYLESS_CALLER
         scheme, _, key = headers.get("authorization", "").partition(" ")
         row = self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
         if row is not None:
             return Caller(row.name, row.tenant, row.is_operator, row)
         if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
-            return STRANGER
+            return UNKNOWN_CALLER
         message = (
             "there is no such API key"
             if scheme
@@ -84,21 +93,19 @@ class Guard:
         return JSONResponse(body, status_code=401, headers={"www-authenticate": "Bearer", "x-should-retry": "false"})
 
     def _forbidden_to(self, caller: Caller, path: str) -> Response | None:
-        """The refusal of what a known caller may not do."""
+        """Return the refusal if a known caller may not do this, else None."""
         if path in OPERATOR_PATHS and not caller.is_operator:
-            return _forbidden(
-                "this tells of all tenants; it needs a key that was made with --operator", "operator_only"
-            )
+            return _forbidden("this covers all tenants; use a key that was made with --operator", "operator_only")
         tenant = caller.tenant
-        if not tenant or self._tenants.has_place(tenant):
+        if not tenant or self._tenants.is_servable(tenant):
             return None
-        if tenant not in self._homeless:  # once: whoever asks again fills no log
-            self._homeless.add(tenant)
-            logger.error("requests of the tenant %r are refused: %s", tenant, NO_PLACE)
+        if tenant not in self._unserved_tenants:  # logged once per tenant
+            self._unserved_tenants.add(tenant)
+            logger.error("requests of the tenant %r are refused: %s", tenant, NO_TENANTS_FOLDER)
         return _forbidden(f"the tenant {tenant!r} has no knowledge base on this server", "tenant_not_served")
 
-    def _foreign(self, headers: Headers) -> Response | None:
-        """The refusal of a request that another site's page sent, or that was sent to another name than ours."""
+    def _cross_site_refusal(self, headers: Headers) -> Response | None:
+        """Return the refusal of a request from a foreign page or to a foreign host name, else None."""
         host = headers.get("host", "")
         if self._hosts is not None and host_name(host) not in self._hosts:
             return _forbidden(
@@ -108,12 +115,14 @@ class Guard:
             )
         origin = headers.get("origin")
         if origin is not None and _netloc(origin) != host:
-            return _forbidden(f"pages of {origin} may not ask this server without a key", "origin_not_allowed")
+            return _forbidden(
+                f"pages of {origin} may not use this server without a key; serve with --keys FILE", "origin_not_allowed"
+            )
         return None
 
 
 def host_name(host: str) -> str:
-    """Of a `Host` header, without the port, in lower case; empty if it is none."""
+    """Return the name in a `Host` header, without port, in lower case; empty if the header is invalid."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
@@ -121,7 +130,7 @@ def host_name(host: str) -> str:
 
 
 def _netloc(origin: str) -> str | None:
-    """Of an `Origin` header; None if it is none."""
+    """Return host and port of an `Origin` header; None if the header is invalid."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -129,7 +138,7 @@ def _netloc(origin: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine only."""
+    """Whether only this machine can reach a listening address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -137,8 +146,12 @@ def is_loopback(host: str) -> bool:
 
 
 def own_names(host: str, allowed: str) -> frozenset[str] | None:
-    """What a server without keys is called: the loopback's names where it listens there, and those that the setting
-    allows; None for any name, where it listens elsewhere and nothing is set."""
+    """Return the `Host` names that a server without keys accepts; None accepts any.
+
+    Args:
+        host: listening address. On loopback its names are accepted.
+        allowed: `server.allowed_hosts`, separated by commas. If empty, a server beyond loopback accepts any name.
+    """
     extra = {name.strip().lower() for name in allowed.split(",") if name.strip()}
     if is_loopback(host):
         return frozenset({"localhost", "127.0.0.1", "::1", host.lower()} | extra)
@@ -148,3 +161,43 @@ def own_names(host: str, allowed: str) -> frozenset[str] | None:
 def _forbidden(message: str, code: str) -> Response:
     body = error_body(message, "permission_error", code=code)
     return JSONResponse(body, status_code=403, headers={"x-should-retry": "false"})
+
+
+@dataclass(frozen=True, slots=True)
+class AccessConfig:
+    """Checked settings of keys and tenants."""
+
+    keys: KeyRing | None
+    tenants_folder: Path | None
+    warnings: tuple[str, ...] = ()
+
+
+def check_access(config: ServerConfig) -> AccessConfig:
+    """Check keys and tenants before the server listens and a model loads.
+
+    Raises:
+        ConfigError: other machines would reach a server without keys, the keys cannot be read, or all belong to
+            tenants without a folder.
+    """
+    keys = KeyRing(Path(config.keys_file)) if config.keys_file else None
+    folder = Path(config.tenants_folder) if config.tenants_folder else None
+    warnings: tuple[str, ...] = ()
+    if keys is None and not is_loopback(config.host):
+        if not config.insecure:
+            raise ConfigError(
+                f"other machines can reach {config.host}, and no key would be asked for; make keys (stillroom keys add "
+                "NAME --keys keys.json) and serve with --keys keys.json, or, in a protected network, with --insecure"
+            )
+        warnings = (
+            f"every client that reaches {config.host} may ask, add and delete: no key is asked for (--insecure)",
+        )
+    if folder is None and keys is not None:
+        tenants = {row.tenant for row in keys.rows}
+        unserved = ", ".join(sorted(tenants - {DEFAULT_TENANT}))
+        if unserved and DEFAULT_TENANT not in tenants:
+            raise ConfigError(
+                f"all keys belong to other tenants than {DEFAULT_TENANT!r} ({unserved}): {NO_TENANTS_FOLDER}"
+            )
+        if unserved:
+            warnings += (f"keys of the tenants {unserved} are refused: {NO_TENANTS_FOLDER}",)
+    return AccessConfig(keys, folder, warnings)

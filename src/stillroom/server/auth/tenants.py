@@ -1,12 +1,13 @@
-"""One knowledge base per tenant; one model answers for all of them.
+"""Tenants: one knowledge base each, answered by one shared model.
 
-Routes call `stillroom_of(request)` for the tenant's `Stillroom` and `caller_of(request)` for the rest; the `Guard` has
-put both there. A tenant's knowledge base is opened by its first request and stays open. Only tenants that a key names
-are opened.
+Routes call `stillroom_of(request)` for the tenant's `Stillroom` and `caller_of(request)` for the caller; `Guard` has
+set both. A tenant's knowledge base is opened by its first request and stays open. Only tenants of a key are opened.
 """
 
 import logging
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -14,7 +15,10 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from stillroom.errors import ConfigError, EngineClosedError
+from stillroom.errors import ConfigError, EngineClosedError, StillroomError
+from stillroom.retrieval.store.closed_corpus import State, state_of
+from stillroom.retrieval.store.corpus import counts_of
+from stillroom.retrieval.store.folder import CORPUS
 from stillroom.server.auth.key_ring import ApiKey, check_name
 
 if TYPE_CHECKING:
@@ -22,107 +26,141 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TENANT = "default"
-"""Whose knowledge base is that of `--kb`."""
+Counts = tuple[int, int]
+"""Numbers of documents and chunks."""
 
-NO_PLACE = "their knowledge bases have no place; name a folder for them: --tenants DIR, or server.tenants_folder"
-"""Of tenants other than the default one."""
+DEFAULT_TENANT = "default"
+"""The tenant of `serve --kb`."""
+
+NO_TENANTS_FOLDER = "there is no folder for their knowledge bases; name one: --tenants DIR, or server.tenants_folder"
+"""Follows the names of tenants other than the default one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request."""
+    """The sender of a request."""
 
     name: str
-    """As logs call him: the name of his key."""
+    """Name of the key; shown in the log."""
     tenant: str
-    """Empty: he has not said who he is, and reaches no knowledge base."""
+    """Empty without a key: no knowledge base can be reached."""
     is_operator: bool
-    """May see figures of all tenants."""
+    """May read figures of all tenants."""
     key: ApiKey | None = None
 
 
-ANYBODY = Caller("anybody", DEFAULT_TENANT, is_operator=True)
-"""Every caller of a server that asks for no keys."""
-STRANGER = Caller("stranger", "", is_operator=False)
-"""Has no key where one is asked for; he learns whether the server lives, and nothing else."""
+KEYLESS_CALLER = Caller("anybody", DEFAULT_TENANT, is_operator=True)
+"""Every caller of a server without keys."""
+UNKNOWN_CALLER = Caller("stranger", "", is_operator=False)
+"""A caller without a key on a server with keys; may read `OPEN_PATHS` only."""
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent this request."""
     caller: Caller = request.state.caller
     return caller
 
 
 def stillroom_of(request: Request) -> "Stillroom":
-    """The room of whoever sent this request. It is open already, so this takes no time."""
+    """Return the `Stillroom` of the caller's tenant; `Guard` has opened it."""
     tenants: Tenants = request.app.state.tenants
     return tenants.stillroom(caller_of(request).tenant)
 
 
 @dataclass(slots=True)
 class Tenants:
-    """The rooms of one process. Thread-safe. Whoever made it closes it, before the room of the default tenant."""
+    """The tenants of one process. Thread-safe. Close it before the default tenant's `Stillroom`."""
 
-    own: "Stillroom"
-    """The default tenant's; the caller closes it."""
+    default: "Stillroom"
+    """The default tenant's `Stillroom`; the caller closes it."""
     folder: Path | None = None
-    """Has the other tenants' knowledge bases, each in a folder of the tenant's name. None: there are none."""
+    """Holds a folder per other tenant, of the tenant's name. None: only the default tenant is served."""
     on_open: "Callable[[str, Stillroom], None] | None" = None
-    """Told of each room that was opened."""
-    _rooms: "dict[str, Stillroom]" = field(default_factory=dict)
+    """Called with each tenant that was opened."""
+    _open: "dict[str, Stillroom]" = field(default_factory=dict)
     _opening: Lock = field(default_factory=Lock)
     _is_closed: bool = False
 
     def stillroom(self, tenant: str) -> "Stillroom":
-        """A tenant's room; it is made the first time.
+        """Return a tenant's `Stillroom`, opening it the first time.
 
         Raises:
-            KnowledgeBaseError: what is in its folder cannot be used.
-            UsageError: the name is not possible.
+            KnowledgeBaseError: the tenant's folder cannot be used.
+            UsageError: the tenant's name is invalid.
         """
         if tenant == DEFAULT_TENANT:
-            return self.own
-        found = self._rooms.get(tenant)
+            return self.default
+        found = self._open.get(tenant)
         if found is not None and found.is_there:
             return found
         with self._opening:
             if self._is_closed:
                 raise EngineClosedError("the server is shutting down")
-            found = self._rooms.get(tenant)
+            found = self._open.get(tenant)
             if found is None or not found.is_there:
                 if found is not None:
                     logger.warning(
-                        "the knowledge base of the tenant %r was removed or replaced; opening it anew", tenant
+                        "the knowledge base of the tenant %r was removed or replaced; opening it again", tenant
                     )
-                    del self._rooms[tenant]
+                    del self._open[tenant]
                     found.close()
-                found = self._rooms[tenant] = self.own.for_tenant(self._folder_of(tenant), tenant)
+                found = self._open[tenant] = self.default.for_tenant(self._folder_of(tenant), tenant)
                 if self.on_open is not None:
                     self.on_open(tenant, found)
             return found
 
-    def has_place(self, tenant: str) -> bool:
-        """Whether there is, or may be made, a knowledge base for a tenant."""
+    def is_servable(self, tenant: str) -> bool:
+        """Whether this server has, or can make, a knowledge base for a tenant."""
         return tenant == DEFAULT_TENANT or self.folder is not None
 
     def is_open(self, tenant: str) -> bool:
-        """Whether `stillroom` takes no time."""
-        found = self._rooms.get(tenant)
+        """Whether `stillroom(tenant)` returns at once."""
+        found = self._open.get(tenant)
         return tenant == DEFAULT_TENANT or (found is not None and found.is_there)
 
     def close(self) -> None:
-        """Close all rooms but the default tenant's. Idempotent."""
+        """Close all but the default tenant. Idempotent."""
         with self._opening:
             self._is_closed = True
-            rooms = list(self._rooms.values())
-            self._rooms.clear()
-        for stillroom in rooms:
+            opened = list(self._open.values())
+            self._open.clear()
+        for stillroom in opened:
             stillroom.close()
 
     def _folder_of(self, tenant: str) -> Path:
         check_name("tenant", tenant)
         if self.folder is None:
-            raise ConfigError(f"the tenant {tenant!r} has no knowledge base: server.tenants_folder is not set")
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # names of tenants are private
+            raise ConfigError(f"the tenant {tenant!r} has no knowledge base; set server.tenants_folder")
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users must not read tenants' names
         return self.folder / tenant
+
+
+class InactiveTenantCounts:
+    """Counts documents of tenants that are not open, for metrics, without opening them. Any thread.
+
+    A corpus is counted again only when its file has changed.
+    """
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._counted: dict[str, tuple[State, Counts]] = {}
+
+    def __call__(self) -> dict[str, Counts]:
+        """Return the counts by folder. Folders that are unreadable or no knowledge base are left out."""
+        if self._tenants.folder is None:
+            return {}
+        folder = Path(os.path.abspath(self._tenants.folder))
+        found: dict[str, Counts] = {}
+        with suppress(OSError):  # the folder does not exist yet
+            for path in folder.iterdir():
+                if not self._tenants.is_open(path.name):
+                    with suppress(OSError, StillroomError):
+                        found[str(path)] = self._counts_of(path)
+        return found
+
+    def _counts_of(self, path: Path) -> Counts:
+        corpus = path / CORPUS
+        state = state_of(corpus)
+        known = self._counted.get(str(path))
+        if known is None or known[0] != state:
+            known = self._counted[str(path)] = state, counts_of(corpus)
+        return known[1]

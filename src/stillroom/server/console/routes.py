@@ -1,8 +1,8 @@
-"""The console: a page at `/`, its files, and what it asks for beyond the routes that everybody uses.
+"""Routes of the console: the page at `/`, its files, and the list of past questions.
 
-The files are read once, by name, so that no path of a request reaches the file system. They hold nothing of the
-knowledge base; that comes from `/v1`, like anybody's. The page runs no script but its own files and cannot make HTML of
-text: both are the browser's to enforce (`SECURITY_HEADERS`). Design: docs/console.md
+The files are read once, at start, so that no path of a request reaches the file system. They hold no content of a
+knowledge base. `SECURITY_HEADERS` make the browser refuse foreign scripts and HTML made from text. Design:
+docs/console.md
 """
 
 import asyncio
@@ -48,7 +48,7 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Of the page and its files."""
+"""Sent with the page and its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _File:
 
 
 def router() -> APIRouter:
-    """The page and the routes of past questions."""
+    """Return the routes of the page, its files and past questions."""
     static = _read_files()
     router = APIRouter()
 
@@ -72,11 +72,11 @@ def router() -> APIRouter:
         return _respond(request, static[name])
 
     async def requests(request: Request, limit: Annotated[int, Query(ge=1, le=500)] = 50) -> list[RecordSummary]:
-        """Past questions, latest first."""
+        """List past questions, latest first."""
         return await asyncio.to_thread(stillroom_of(request).records.recent, limit)
 
     async def one_request(request_id: str, request: Request) -> dict[str, Any]:
-        """All that is remembered of one."""
+        """Return the record of one question."""
         found = await asyncio.to_thread(stillroom_of(request).records.get, request_id)
         sources = [source | {"document": public_id(source["document"])} for source in found["sources"]]
         return found | {"sources": sources}

@@ -1,16 +1,15 @@
-"""One connection, with time limits: a client that sends slowly, reads slowly or is idle does not hold the server up.
+"""Time limits of one connection, so that slow or idle clients do not hold up the server.
 
-- A request's head must be there within `head_timeout_s`, its body within `body_timeout_s` after that: slow senders
-  (slowloris) and connections that say nothing are closed.
-- Answers go out through a buffer of 64 KiB. While it is full nothing more is made for it; if its reader has not taken
-  most of it within `write_timeout_s`, the connection is cut, and what ran for it is cancelled. So is one that is to be
-  closed and whose last answer is not taken within that time.
-- While a request runs its connection is read on, so that a client that leaves is noticed.
-- Connections beyond `max_connections` are told to come back; beyond twice as many they are cut.
-- What two readers could understand differently is refused, and the connection closed (`strict_http`).
+- A request's head must arrive within `head_timeout_s`, its body within `body_timeout_s` after that. Slow senders
+  (slowloris) and silent connections are closed.
+- Replies go through a buffer of 64 KiB. While it is full, no more of the reply is produced. If the client has not read
+  most of it within `write_timeout_s`, the connection is cut and its request cancelled. The same limit holds for the
+  last reply of a closing connection.
+- While a request runs, its connection is still read, so that a disconnect is noticed.
+- Connections beyond `max_connections` get 503; beyond twice as many they are cut.
+- Ambiguous HTTP is refused and the connection closed (`strict_http`).
 
-An answer that is given here has the form, the id and the line in the log that every other has. Uvicorn has no such
-limits; everything else is its own.
+Replies sent here have the same form, id and log line as all others. Uvicorn provides everything else.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from stillroom.config.settings import ServerConfig
 from stillroom.server.errors import error_body
 from stillroom.server.limits.strict_http import StrictConnection
-from stillroom.server.middleware import note_refused
+from stillroom.server.middleware import log_refused
 
 _MAX_AHEAD = 16 * 1024
 """Bytes of later requests that are read while one runs."""
@@ -45,7 +44,7 @@ class ConnectionLimits:
 
 
 def protocol_of(limits: ConnectionLimits) -> type[H11Protocol]:
-    """Uvicorn's protocol with these limits."""
+    """Return uvicorn's protocol class with these limits."""
 
     class Limited(LimitedProtocol):
         pass
@@ -55,7 +54,7 @@ def protocol_of(limits: ConnectionLimits) -> type[H11Protocol]:
 
 
 class LimitedProtocol(H11Protocol):
-    """See the module's docstring."""
+    """Uvicorn's HTTP/1.1 protocol with time limits and strict parsing."""
 
     limits: ConnectionLimits
     conn: StrictConnection
@@ -70,7 +69,7 @@ class LimitedProtocol(H11Protocol):
         if len(self.connections) > 2 * self.limits.max_connections:
             transport.abort()
         elif len(self.connections) > self.limits.max_connections:
-            self.app = _come_back
+            self.app = _reject_connection
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -107,7 +106,7 @@ class LimitedProtocol(H11Protocol):
         self._cut_later()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP, in the form of all other errors."""
+        """Reply to invalid HTTP, in the form of all other errors."""
         refusal = self.conn.refusal
         body = JSONResponse(error_body(refusal.message, "invalid_request_error", code="invalid_http")).body
         try:
@@ -116,7 +115,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.abort()
 
     def _watch(self) -> None:
-        """Keep the time limit of what is expected now: a head, a body, or nothing."""
+        """Start the timer of what is expected next: a head, a body, or nothing."""
         if self.transport.is_closing():
             stage = None
         else:
@@ -135,7 +134,7 @@ class LimitedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0] == b"":
-            self.transport.close()  # nothing was asked
+            self.transport.close()  # no request has begun
             return
         body = error_body("the request did not arrive in time", "timeout_error", code="request_incomplete")
         try:
@@ -156,20 +155,20 @@ class LimitedProtocol(H11Protocol):
         ]
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        note_refused(status, http_id, self.client)
+        log_refused(status, http_id, self.client)
         self.transport.close()
         self._cut_later()
 
     def _cut_later(self) -> None:
-        """Closing waits for the buffer to be read, which may be never."""
+        """Abort after `write_timeout_s`: closing waits for the client to read, possibly for ever."""
         if self._closing is None:
             self._closing = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
 
 
-async def _come_back(scope: Scope, receive: Receive, send: Send) -> None:
+async def _reject_connection(scope: Scope, receive: Receive, send: Send) -> None:
     body: dict[str, Any] = error_body(
-        "too many connections; come back in a moment", "service_unavailable_error", code="too_many_connections"
+        "too many connections; try again in a moment", "service_unavailable_error", code="too_many_connections"
     )
     headers = {"retry-after": "1", "connection": "close", "x-request-id": uuid.uuid4().hex}
-    note_refused(503, headers["x-request-id"], scope.get("client"))
+    log_refused(503, headers["x-request-id"], scope.get("client"))
     await JSONResponse(body, status_code=503, headers=headers)(scope, receive, send)

@@ -1,9 +1,8 @@
-"""The end of a server: it takes on nothing new, and what runs is finished or handed back.
+"""Graceful shutdown: no new requests, a grace period for running ones, then an error for the rest.
 
-For `grace_s` running answers go on, and the address still answers: new requests and `/readyz` get 503, so that whoever
-balances load learns of it. Then what still runs ends with the error `shutting_down`, as a stream's last event or as a
-status, so that nobody takes half an answer for a whole one; and then the address is given back. A change of documents
-that had begun is completed, though its client has been told.
+For `grace_s` running answers continue, and new requests and `/readyz` get 503, which load balancers see. Then every
+remaining request ends with the error `shutting_down`, as a status or as a stream's last event, so that a partial answer
+is never taken for a complete one. A change of documents that has begun is completed, although its client got the error.
 """
 
 import asyncio
@@ -13,12 +12,12 @@ from stillroom.core.clock import Clock
 from stillroom.server.limits.admission import AdmissionControl
 from stillroom.server.limits.workers import Workers
 
-_FAREWELL_S = 5.0
-"""For last events to go out."""
+_LAST_EVENTS_S = 5.0
+"""Time for the last events to be sent."""
 
 
 class Draining:
-    """Asked every now and then whether it is over."""
+    """Shutdown of one server. `is_over` is polled on the event loop."""
 
     def __init__(
         self,
@@ -34,13 +33,13 @@ class Draining:
         self._grace = grace_s
         self._clock = clock
         self._began: float | None = None
-        self._handing_back: asyncio.Future[None] | None = None
+        self._ending_answers: asyncio.Future[None] | None = None
 
     def is_over(self, *, hurry: bool = False) -> bool:
-        """Whether nothing runs any more. The first call begins it.
+        """Whether no request runs any more. The first call begins the shutdown.
 
         Args:
-            hurry: the grace is over.
+            hurry: end the grace period now.
         """
         now = self._clock.monotonic()
         if self._began is None:
@@ -48,8 +47,8 @@ class Draining:
             self._admission.is_closing = True
         if self._admission.num_in_flight == 0:
             return True
-        if self._handing_back is None and (hurry or now >= self._began + self._grace):
+        if self._ending_answers is None and (hurry or now >= self._began + self._grace):
             self._began = now - self._grace
             self._workers.stop_waiting()
-            self._handing_back = asyncio.ensure_future(asyncio.to_thread(self._stop_generating))
-        return now >= self._began + self._grace + _FAREWELL_S
+            self._ending_answers = asyncio.ensure_future(asyncio.to_thread(self._stop_generating))
+        return now >= self._began + self._grace + _LAST_EVENTS_S

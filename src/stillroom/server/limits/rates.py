@@ -1,8 +1,8 @@
-"""What one caller may take: size of a body, requests at the same time, requests per minute. ASGI middleware.
+"""Limits of one caller: size of a body, concurrent requests, requests per minute. ASGI middleware behind `Guard`.
 
-Behind the guard, so it is known who asks; without keys all callers are one. Every answer to a request for work says how
-much of the rate is left, in OpenAI's headers. A body is counted while it comes, whatever its length says. What
-generates takes a seat of the house (`admission`) when its body is here: whoever only announces one keeps nobody out.
+Without keys all clients are one caller. Replies carry the remaining rate in OpenAI's headers. A body is measured as it
+arrives, whatever its `Content-Length`. A request that generates takes an admission slot (`admission`) only when its
+body is complete, so that announced bodies take no slots.
 """
 
 import math
@@ -21,22 +21,22 @@ from stillroom.config.settings import ServerConfig
 from stillroom.core.clock import Clock
 from stillroom.errors import EngineClosedError, StillroomError
 from stillroom.server.auth.tenants import Caller
-from stillroom.server.errors import FAILED_WITH, error_body, error_response
+from stillroom.server.errors import STREAM_ERROR_STATUS, error_body, error_response
 from stillroom.server.limits.admission import AdmissionControl
 from stillroom.telemetry.metrics import Metrics
 
 UPLOADS = ("/v1/documents",)
-"""Take larger bodies."""
+"""Paths whose bodies may have `server.max_upload_bytes`."""
 GENERATING = ("/v1/chat/completions", "/v1/completions")
-"""Take a seat, and set the pace at which others are let in."""
-OUTLASTING = "outlasting"
-"""In the scope's state: a future that holds the caller's place, though its request may have ended."""
+"""Paths whose requests take an admission slot."""
+BACKGROUND_WORK = "outlasting"
+"""Key in the ASGI scope's state: a future that counts as running for its caller after the request has ended."""
 _RATE_ERROR = "rate_limit_error"
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A rate, as a bucket that fills steadily and holds a minute's worth."""
+    """Token bucket of `per_minute` requests, which holds at most one minute's worth."""
 
     per_minute: int
     level: float
@@ -51,7 +51,7 @@ class Bucket:
         return max(0.0, (1 - self.level) * 60 / self.per_minute)
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's names and forms."""
+        """Return OpenAI's rate-limit headers."""
         return {
             "x-ratelimit-limit-requests": str(self.per_minute),
             "x-ratelimit-remaining-requests": str(max(0, math.floor(self.level))),
@@ -60,7 +60,7 @@ class Bucket:
 
 
 class Limits:
-    """See the module's docstring."""
+    """ASGI middleware that enforces the limits of each caller."""
 
     def __init__(
         self, app: ASGIApp, config: ServerConfig, admission: AdmissionControl, metrics: Metrics, clock: Clock
@@ -110,12 +110,12 @@ class Limits:
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            slot.give_back(was_served=status == 200 and is_complete and not scope["state"].get(FAILED_WITH))
+            slot.give_back(was_served=status == 200 and is_complete and not scope["state"].get(STREAM_ERROR_STATUS))
             if slot.is_taken and status == 429:
-                self._metrics.count_refused("queue")  # by the engine
+                self._metrics.count_refused("queue")  # refused by the engine
             if slot.is_refused and bucket is not None:
                 bucket.level += 1
-            outlasting: Future[Any] | None = scope["state"].get(OUTLASTING)
+            outlasting: Future[Any] | None = scope["state"].get(BACKGROUND_WORK)
             if outlasting is None or outlasting.done():
                 self._ended(caller)
             else:
@@ -128,7 +128,7 @@ class Limits:
             del self._num_running[caller.name]
 
     def _refusal(self, caller: Caller) -> Response | None:
-        """Why this request is not taken on; None if it is, and then it is counted everywhere."""
+        """Return the refusal of a request; None if it is accepted, which takes one from the caller's bucket."""
         bucket = self._bucket(caller)
         headers = {} if bucket is None else bucket.headers()
         max_concurrent = self._config.max_concurrent
@@ -136,11 +136,17 @@ class Limits:
             max_concurrent = caller.key.max_concurrent
         if max_concurrent and self._num_running[caller.name] >= max_concurrent:
             return self._too_many(
-                f"{max_concurrent} requests of this key are under way; wait for one to end", "concurrency", 1.0, headers
+                f"{max_concurrent} requests of this key are running already; wait for one to end",
+                "concurrency",
+                1.0,
+                headers,
             )
         if bucket is not None and bucket.level < 1:
             return self._too_many(
-                f"more than {bucket.per_minute} requests in a minute", "rate", bucket.seconds_to_next, headers
+                f"more than {bucket.per_minute} requests in a minute; wait as long as Retry-After says",
+                "rate",
+                bucket.seconds_to_next,
+                headers,
             )
         try:
             self._admission.check_open()
@@ -176,13 +182,13 @@ class Limits:
 
 
 def _cancels(scope: Scope) -> bool:
-    """Whether a request only ends work: it is let in though the caller's work takes all the places."""
+    """Whether a request cancels a job. Such requests are not limited."""
     is_delete: bool = scope["method"] == "DELETE"
     return is_delete and scope["path"].startswith("/v1/jobs/")
 
 
 class _Slot:
-    """Of one request, from when it takes it."""
+    """The admission slot of one request."""
 
     def __init__(self, admission: AdmissionControl, metrics: Metrics, tenant: str) -> None:
         self._admission = admission
@@ -209,14 +215,14 @@ class _Slot:
 
 
 class _Body:
-    """`receive` that counts."""
+    """ASGI `receive` that limits the size of the body."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
         self._limit = limit
         self._num_bytes = 0
         self.on_end: Callable[[], None] | None = None
-        """Called when the body is here; what it raises, the reader gets."""
+        """Called when the body is complete; its exceptions reach the reader of the body."""
 
     async def __call__(self) -> Message:
         message = await self._receive()
@@ -237,11 +243,11 @@ def _too_large(headers: Headers, limit: int) -> Response | None:
 
 
 def too_large(limit: int) -> str:
-    return f"the body is larger than the {limit} bytes that this server takes"
+    return f"the body exceeds {limit} bytes, the limit of this server; send less at once"
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes them: `120ms`, `6.2s`, `1m30s`."""
+    """Format as OpenAI does: `120ms`, `6.2s`, `1m30s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(seconds, 60)

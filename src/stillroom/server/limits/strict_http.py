@@ -1,14 +1,14 @@
-"""HTTP/1.1 without the leniencies of h11 that let a proxy and this server read one stream as different requests.
+"""Strict HTTP/1.1 parsing: refuses input that a proxy and this server could read as different requests.
 
-Refused, with the connection closed after the answer (RFC 9112):
+Refused, and the connection closed after the reply (RFC 9112):
 
 - `Content-Length` together with `Transfer-Encoding` (6.1), and `Transfer-Encoding` in HTTP/1.0;
 - a head with a bare line feed (2.2) or a folded header (5.2);
 - a head of more than MAX_HEAD_BYTES, or with more than MAX_HEADERS headers;
-- more than one `Authorization` or `Origin`, where a proxy may have checked the other one.
+- more than one `Authorization` or `Origin`, because a proxy may have checked another one than this server.
 
-h11 itself refuses different values of `Content-Length`, several `Host` and `Transfer-Encoding` headers, and what is no
-header.
+h11 itself refuses different values of `Content-Length`, several `Host` or `Transfer-Encoding` headers, and malformed
+headers.
 """
 
 import re
@@ -18,7 +18,7 @@ from typing import Any
 import h11
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line and its headers."""
+"""Most bytes of a request line and its headers."""
 MAX_HEADERS = 100
 _ONCE = (b"authorization", b"origin")
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
@@ -28,15 +28,15 @@ _FOLD = re.compile(rb"\n[ \t]")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a connection is closed."""
+    """The reply with which a connection is closed."""
 
     status: int
     message: str
 
 
-_INVALID = Refusal(400, "this is no valid HTTP request")
-_TOO_LARGE = Refusal(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
-_NOT_IMPLEMENTED = Refusal(501, "the only transfer coding here is one `chunked`")
+_INVALID = Refusal(400, "this is not a valid HTTP request")
+_TOO_LARGE = Refusal(431, f"the request's head exceeds {MAX_HEAD_BYTES} bytes")
+_NOT_IMPLEMENTED = Refusal(501, "the only transfer coding supported is a single `chunked`")
 _OF_H11 = {431: _TOO_LARGE, 501: _NOT_IMPLEMENTED}
 
 
@@ -46,10 +46,10 @@ class StrictConnection(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self.refusal = _INVALID
-        """Meaningful after `next_event` has raised RemoteProtocolError."""
+        """Valid once `next_event` has raised RemoteProtocolError."""
 
     def next_event(self) -> Any:
-        """See h11. Raises RemoteProtocolError for more."""
+        """Return h11's next event. Raises RemoteProtocolError for everything that is refused."""
         try:
             if self.their_state is h11.IDLE:
                 self._refuse_if(_problem_of_head(self.trailing_data[0]))
@@ -71,7 +71,7 @@ class StrictConnection(h11.Connection):
 def _problem_of_head(received: bytes) -> Refusal | None:
     end = _END_OF_HEAD.search(received)
     if end is None:
-        return None  # h11 bounds what is not complete
+        return None  # h11 limits the size of an incomplete head
     if end.end() > MAX_HEAD_BYTES:
         return _TOO_LARGE
     head = received[: end.end()]

@@ -1,6 +1,6 @@
-"""Threads for what takes long, in pools of their own: however much there is of it, questions and probes find a thread.
+"""Thread pools for long work, separate so that uploads never delay questions or probes.
 
-What blocks for a moment only (searches, pages of documents, parsing) uses asyncio's own threads.
+Short blocking calls (searches, pages of documents, parsing) use asyncio's default pool.
 """
 
 import asyncio
@@ -16,37 +16,41 @@ T = TypeVar("T")
 
 
 class Cancellable(Protocol):
-    """Work that ends early."""
+    """Work that can be cancelled."""
 
     def cancel(self) -> None: ...
 
 
 class Workers:
-    """Of one server. Called on the event loop only, but for `close`."""
+    """Thread pools of one server. Called on the event loop only, except `close`."""
 
     def __init__(self) -> None:
         self.uploads = ThreadPoolExecutor(4, "stillroom-upload")
-        """Changes of documents; those of one tenant wait for each other."""
+        """Uploads and deletions; those of one tenant run one after the other."""
         self.embeddings = ThreadPoolExecutor(2, "stillroom-embed")
         self.probes = ThreadPoolExecutor(1, "stillroom-probe")
-        """Health and metrics."""
+        """Health checks and metrics."""
         self.changes: set[Cancellable] = set()
-        """Uploads and deletions that wait or are under way."""
+        """Uploads and deletions that wait or run."""
         self._stopped: asyncio.Future[None] | None = None
         self.is_stopping = False
 
     async def run(self, pool: ThreadPoolExecutor | None, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """What a call gives, made in a thread of the pool; None: asyncio's own.
+        """Return the result of a call made in a thread of `pool`; None is asyncio's default pool.
 
         Raises:
-            EngineClosedError: the server stops, and it is not done. It goes on if it had begun.
+            EngineClosedError: the server stops first. A call that has begun continues.
         """
         bound = partial(contextvars.copy_context().run, call, *args, **options)
         return await self.result(asyncio.get_running_loop().run_in_executor(pool, bound))
 
     async def result(self, work: "asyncio.Future[T]") -> T:
-        """The result of work that goes on when the caller is cancelled. Raises as `run`, and ChangeCancelledError: the
-        work was cancelled."""
+        """Return the result of work that continues if the caller is cancelled.
+
+        Raises:
+            EngineClosedError: the server stops first.
+            ChangeCancelledError: the work was cancelled.
+        """
         if self._stopped is None:
             self._stopped = asyncio.get_running_loop().create_future()
         if self.is_stopping and not self._stopped.done():
@@ -54,18 +58,18 @@ class Workers:
         either: set[asyncio.Future[Any]] = {work, self._stopped}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            raise shutting_down()
+            raise shutting_down_error()
         try:
             return work.result()
         except (asyncio.CancelledError, ChangeCancelledError) as error:
             if self.is_stopping:
-                raise shutting_down() from error
+                raise shutting_down_error() from error
             raise ChangeCancelledError(
                 "the upload was cancelled before it was complete; nothing of it was kept"
             ) from error
 
     def stop_waiting(self) -> None:
-        """Requests wait no longer for what is not done, and changes of documents end with the piece they are at."""
+        """End requests that wait for work, and cancel uploads and deletions after their current step."""
         self.is_stopping = True
         for change in list(self.changes):
             change.cancel()
@@ -73,13 +77,13 @@ class Workers:
             self._stopped.set_result(None)
 
     def close(self) -> None:
-        """Returns when the pieces of work that had begun are done; the rest never begins."""
+        """Cancel the rest and wait for the running steps."""
         for change in list(self.changes):
             change.cancel()
         for pool in (self.uploads, self.embeddings, self.probes):
             pool.shutdown(cancel_futures=True)
 
 
-def shutting_down() -> EngineClosedError:
-    """What a request ends with that the server does not finish."""
-    return EngineClosedError("the server is shutting down; ask again in a moment, or ask another one")
+def shutting_down_error() -> EngineClosedError:
+    """Return the error of a request that a stopping server does not finish."""
+    return EngineClosedError("the server is shutting down; try again in a moment, or use another server")

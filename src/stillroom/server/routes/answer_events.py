@@ -1,7 +1,6 @@
-"""What chat and completions have in common: options, whole answers, streams of events, usage.
+"""Shared by chat and completions: request options, complete replies, server-sent events, usage.
 
-A client that goes away takes its request with it: the streams are cancelled, and their KV blocks are free after the
-current step.
+When a client disconnects, its streams are cancelled and their KV blocks freed after the current step.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from stillroom.core.panics import ENDINGS
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.as_json import JsonObject
-from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
+from stillroom.server.errors import CLIENT_CLOSED_REQUEST, STREAM_ERROR_STATUS, describe
 from stillroom.server.schemas.replies import PromptTokensDetails, Usage
 from stillroom.server.schemas.requests import GenerationRequest
 
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
     from stillroom.rag.stream import AsyncAnswerStream
 
 LEAST_LOGPROB = -9999.0
-"""JSON has no minus infinity; OpenAI's word for it."""
+"""OpenAI's stand-in for minus infinity, which JSON lacks."""
 DONE = "data: [DONE]\n\n"
 
 logger = logging.getLogger(__name__)
 
 
 def generation_options(body: GenerationRequest) -> AskOptions:
-    """What a request of either route sets; the rest is left to the configuration."""
+    """Return the options that a request sets; the configuration sets the others."""
     return AskOptions(
         max_tokens=body.max_tokens,
         temperature=body.temperature,
@@ -59,7 +58,7 @@ def generation_options(body: GenerationRequest) -> AskOptions:
 async def whole_answers(
     streams: "Sequence[AsyncAnswerStream]", request: Request, complete: Callable[[Sequence[Answer]], BaseModel]
 ) -> Response:
-    """Wait for the complete answers, unless the client goes away first; `complete` makes the response of them."""
+    """Wait for the answers and reply with `complete(answers)`, or cancel them if the client disconnects first."""
     reading = asyncio.ensure_future(_read_all(streams))
     leaving = asyncio.create_task(disconnected(request))
     try:
@@ -76,7 +75,6 @@ async def whole_answers(
 
 
 def cancel(streams: "Sequence[AsyncAnswerStream]") -> None:
-    """Nobody reads these any more."""
     for stream in streams:
         stream.cancel()
 
@@ -92,16 +90,16 @@ async def _read_to_end(stream: "AsyncAnswerStream") -> Answer:
 
 
 async def disconnected(request: Request) -> None:
-    """Wait until the client leaves. Precondition: the request's body was read."""
+    """Wait until the client disconnects. Precondition: the request's body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def usage_of(answers: Sequence[Answer], num_samples: int) -> Usage:
-    """A prompt is counted once, however many answers it has.
+    """Add up tokens. A prompt counts once, whatever the number of its answers.
 
     Args:
-        answers: of one prompt after another.
+        answers: grouped by prompt.
         num_samples: answers to each prompt.
     """
     prompts = [answer.reuse for answer in answers[::num_samples]]
@@ -116,12 +114,12 @@ def usage_of(answers: Sequence[Answer], num_samples: int) -> Usage:
 
 
 def slowest(answers: Sequence[Answer]) -> Answer:
-    """The one whose timing speaks for all."""
+    """Return the answer that took longest; its timing is reported."""
     return max(answers, key=lambda answer: answer.timing.total_seconds)
 
 
 def costs(answer: Answer) -> JsonObject:
-    """Timing, reuse and speculation, in our field of an event."""
+    """Return timing, reuse and speculation for an event's field `stillroom`."""
     return {
         "timing": asdict(answer.timing),
         "reuse": asdict(answer.reuse),
@@ -130,7 +128,7 @@ def costs(answer: Answer) -> JsonObject:
 
 
 class AnswerEvents(StreamingResponse):
-    """The answers as server-sent events. However the response ends, no request outlives it."""
+    """Server-sent events of answers. When the response ends, its requests are cancelled."""
 
     def __init__(self, streams: "Sequence[AsyncAnswerStream]", events: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -142,7 +140,7 @@ class AnswerEvents(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            scope["state"][FAILED_WITH] = self._failed_with
+            scope["state"][STREAM_ERROR_STATUS] = self._failed_with
             cancel(self._streams)
 
     async def _with_errors(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -151,7 +149,7 @@ class AnswerEvents(StreamingResponse):
                 yield event
         except ENDINGS:
             raise
-        except BaseException as error:  # the status line is out already: the error is one more event
+        except BaseException as error:  # the status was sent already, so the error becomes an event
             self._failed_with, body = describe(error)
             if not isinstance(error, StillroomError):
                 logger.exception("streaming %s failed", self._streams[0].request_id)
@@ -159,8 +157,8 @@ class AnswerEvents(StreamingResponse):
 
 
 async def merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[int, str | None]]:
-    """The pieces of all streams as they come, each with its stream's index; None is the end of that stream."""
-    if len(streams) == 1:  # the usual case needs no tasks
+    """Yield pieces of all streams as they arrive, each with its stream's index; None ends that stream."""
+    if len(streams) == 1:  # the usual case, without tasks
         async for piece in streams[0]:
             yield 0, piece
         yield 0, None
@@ -183,7 +181,7 @@ async def merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[
             index, text = await arrived.get()
             if text is None:
                 num_open -= 1
-                tasks[index].result()  # raises what the stream raised
+                tasks[index].result()  # raises the stream's exception
             yield index, text
     finally:
         for task in tasks:
@@ -192,7 +190,7 @@ async def merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[
 
 
 def chunk_event(content: BaseModel, *, includes_usage: bool, ours: JsonObject | None = None) -> str:
-    """A chunk of a stream: fields that say nothing are left out, but for those that clients expect to be null."""
+    """Format one chunk of a stream, without empty fields except those that clients expect to be null."""
     chunk = content.model_dump(exclude_none=True)
     if ours is not None:
         chunk["stillroom"] = ours
@@ -204,5 +202,4 @@ def chunk_event(content: BaseModel, *, includes_usage: bool, ours: JsonObject | 
 
 
 def as_event(content: JsonObject) -> str:
-    """One server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,11 +1,12 @@
-"""`/v1/chat/completions`: the last user message is the question; answers come whole or as a stream of events."""
+"""`POST /v1/chat/completions`: messages to question, answers to a complete reply or a stream of events."""
 
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from stillroom.backends.conversation import Exchange
 from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions, Source, TokenScore
@@ -20,7 +21,6 @@ from stillroom.server.routes.answer_events import (
     slowest,
     usage_of,
 )
-from stillroom.server.routes.conversation_body import Conversation
 from stillroom.server.schemas.replies import (
     AnswerDetails,
     AssistantMessage,
@@ -34,14 +34,56 @@ from stillroom.server.schemas.replies import (
     TopLogprob,
     Usage,
 )
-from stillroom.server.schemas.requests import ChatCompletionRequest, SearchOptions
+from stillroom.server.schemas.requests import ChatCompletionRequest, ChatMessage, SearchOptions
 
 if TYPE_CHECKING:
     from stillroom.rag.stream import AsyncAnswerStream
 
 
+_SYSTEM = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a chat request, split by role."""
+
+    question: str
+    """The last user message; empty if there is none."""
+    history: tuple[Exchange, ...]
+    system: str
+    answer_start: str = ""
+    """Assistant message after the question: the beginning of the answer, to be continued."""
+
+
+def read_messages(messages: Sequence[ChatMessage]) -> Conversation:
+    """Split messages into question, earlier exchanges, system text and the beginning of the answer.
+
+    Consecutive messages of one role are joined. Assistant messages after the last user message begin the answer. Roles
+    other than user, assistant, system and developer are ignored.
+    """
+    system = [message.text for message in messages if message.role in _SYSTEM]
+    turns: list[tuple[list[str], list[str]]] = [([], [])]
+    for message in messages:
+        asked, answered = turns[-1]
+        if message.role == "user" and answered:
+            turns.append(([message.text], []))
+        elif message.role == "user":
+            asked.append(message.text)
+        elif message.role == "assistant":
+            answered.append(message.text)
+    *earlier, (last, begun) = turns
+    return Conversation(
+        question="\n".join(last),
+        history=tuple(
+            Exchange("\n".join(asked), "\n".join(answered)) for asked, answered in earlier if "".join(asked).strip()
+        ),
+        system="\n\n".join(text for text in system if text.strip()),
+        answer_start="\n".join(begun) if last else "",
+    )
+
+
 def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskOptions:
-    """What the request sets; the rest is left to the configuration.
+    """Return the options that a request sets; the configuration sets the others.
 
     Raises:
         UsageError: fields contradict each other.
@@ -64,25 +106,26 @@ def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskO
 
 
 def _check_continuation(body: ChatCompletionRequest, conversation: Conversation) -> None:
-    """An answer that has begun is continued; nothing else can follow it.
+    """Check the fields that ask to continue a last assistant message.
 
     Raises:
-        UsageError: the request wants something else.
+        UsageError: they contradict each other or the messages.
     """
     is_refused = body.continue_final_message is False or body.add_generation_prompt is True
     if conversation.answer_start and is_refused:
         raise UsageError(
-            "messages: the last one is of the assistant, so it is continued; set continue_final_message to true and "
-            "add_generation_prompt to false, or end with a message of the user"
+            "messages: the last one has role 'assistant', so it is continued; set continue_final_message to true and "
+            "add_generation_prompt to false, or end with a user message"
         )
     if body.continue_final_message and not conversation.answer_start:
-        raise UsageError("continue_final_message: the last message must be of the assistant, and not empty")
+        raise UsageError(
+            "continue_final_message: the last message must have role 'assistant' and text; add one, or leave it out"
+        )
     if body.continue_final_message and body.add_generation_prompt:
-        raise UsageError("continue_final_message and add_generation_prompt exclude each other")
+        raise UsageError("continue_final_message and add_generation_prompt exclude each other; set only one to true")
 
 
 def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
-    """The whole response."""
     first, last = answers[0], slowest(answers)
     return ChatCompletion(
         id=completion_id(first.request_id),
@@ -109,8 +152,6 @@ def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
 
 
 def choice_logprobs(scores: Sequence[TokenScore]) -> ChoiceLogprobs:
-    """In OpenAI's form."""
-
     def one(score: TokenScore) -> TopLogprob:
         return TopLogprob(token=score.text, logprob=max(score.logprob, LEAST_LOGPROB), bytes=list(score.utf8))
 
@@ -126,14 +167,14 @@ def completion_id(request_id: str) -> str:
 
 
 def _public(sources: Sequence[Source]) -> list[Source]:
-    """Sources with the ids that clients see."""
+    """Replace document ids by those that clients see."""
     return [dataclasses.replace(source, document=public_id(source.document)) for source in sources]
 
 
 async def chat_events(
     streams: "Sequence[AsyncAnswerStream]", model: str, *, includes_usage: bool
 ) -> AsyncIterator[str]:
-    """The response as server-sent events."""
+    """Yield the response as server-sent events."""
     first = streams[0]
     chunks = _Chunks(first.request_id, model, includes_usage)
     sources = [source_as_json(source) for source in _public(first.sources)]
@@ -154,7 +195,7 @@ async def chat_events(
 
 
 class _Chunks:
-    """The chunks of one response, with what they have in common."""
+    """Formats the chunks of one streamed response, which share id, time and model."""
 
     def __init__(self, request_id: str, model: str, includes_usage: bool) -> None:
         self._common: dict[str, Any] = {"id": completion_id(request_id), "created": int(time.time()), "model": model}

@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts are continued as they are, without a search. What another Stillroom's engine asks for.
+"""`POST /v1/completions`: continues prompts as given, without a search. Other Stillrooms use it as their engine.
 
 Choices are numbered prompt by prompt: those of the first prompt, then those of the second.
 """
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 
 def completion_options(body: CompletionRequest) -> AskOptions:
-    """What the request sets; the rest is left to the configuration."""
+    """Return the options that a request sets; the configuration sets the others."""
     return replace(generation_options(body), logprobs=body.logprobs)
 
 
 class Completions:
-    """The continuations of one request's prompts, and what is written of them."""
+    """The continuations of one request's prompts, and their replies."""
 
     def __init__(self, streams: "Sequence[AsyncAnswerStream]", model: str, num_samples: int, echoes: list[str]) -> None:
         """
         Args:
-            echoes: what stands in front of each prompt's continuations.
+            echoes: text put before the continuations of each prompt.
         """
         self.streams = streams
         self._num_samples = num_samples
@@ -69,7 +69,6 @@ class Completions:
         return cls(streams, served_name(stillroom.model_name), num_samples, echoes)
 
     def whole(self, answers: Sequence[Answer]) -> Completion:
-        """The whole response."""
         last = slowest(answers)
         return Completion(
             **self._common,
@@ -84,7 +83,7 @@ class Completions:
         )
 
     async def events(self, *, includes_usage: bool) -> AsyncIterator[str]:
-        """The response as server-sent events."""
+        """Yield the response as server-sent events."""
 
         def event(choices: list[CompletionChoice], **fields: Any) -> str:
             chunk = CompletionChunk(**self._common, choices=choices, **fields)
@@ -121,7 +120,7 @@ async def _echo(stillroom: "Stillroom", prompt: str | list[int]) -> str:
 
 
 class _Offsets:
-    """Where tokens begin in the text that their bytes make."""
+    """Counts at which character of the text each token begins."""
 
     def __init__(self) -> None:
         self._num_chars = 0

@@ -1,4 +1,4 @@
-"""Documents, chunks and results of uploads as replies."""
+"""Replies about documents, chunks and uploads."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -35,14 +35,15 @@ def document_object(stillroom: "Stillroom", info: DocumentInfo) -> DocumentObjec
 
 
 def document_json(stillroom: "Stillroom", document: str, limit: int, offset: int) -> str:
-    """A document with some of its chunks, as JSON.
+    """Return a document with a page of its chunks, as JSON.
 
     Raises:
-        UnknownDocumentError, Refused: there is none of that name, or there are several.
+        UnknownDocumentError: no document has that id or name.
+        Refused: several documents have that name.
     """
     found = stillroom.uploads.find_any(document)
     if not found:
-        raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists what there is")
+        raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists them")
     if len(found) > 1:
         raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
     chunks = stillroom.chunks_of(found[0].document_id, offset, limit + 1)
@@ -57,7 +58,7 @@ def document_json(stillroom: "Stillroom", document: str, limit: int, offset: int
 
 
 def upload_reply(stillroom: "Stillroom", results: Sequence[UploadResult]) -> UploadReply:
-    """What an upload is answered with; an error as a whole if all of its files failed."""
+    """Return the reply to an upload; it has an `error` if all files failed."""
     data = [_uploaded(stillroom, result) for result in results]
     error = None
     if all(result.outcome == "failed" for result in results):

@@ -1,8 +1,8 @@
-"""`/v1/documents`: upload, list, look at and delete what the answers are made from; `/v1/jobs`: uploads that take long.
+"""`/v1/documents` and `/v1/jobs`: upload, list, read and delete documents, and follow long uploads.
 
-An upload is answered when its documents can be found, or after a while with a job to look at (HTTP 202). Uploads and
-deletions of one tenant wait for each other. An upload ends early, between two pieces of its work, when its client
-leaves without having been given a job, when the job is deleted, or when the server stops.
+An upload is answered when its documents can be searched, or after `wait` seconds with a job (HTTP 202). Uploads and
+deletions of one tenant run one after the other. An upload is cancelled between two steps when its client disconnects
+before it got a job, when the job is deleted, or when the server stops.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from stillroom.retrieval.ingest import RemoveReport
 from stillroom.retrieval.uploaded_files import checked_name
 from stillroom.retrieval.uploads import UploadResult
 from stillroom.server.auth.tenants import DEFAULT_TENANT, Tenants, caller_of, stillroom_of
-from stillroom.server.errors import CLIENT_CLOSED_REQUEST, FAILED_WITH, describe
-from stillroom.server.limits.rates import OUTLASTING
+from stillroom.server.errors import CLIENT_CLOSED_REQUEST, STREAM_ERROR_STATUS, describe
+from stillroom.server.limits.rates import BACKGROUND_WORK
 from stillroom.server.limits.workers import Workers
 from stillroom.server.routes.answer_events import DONE, as_event, disconnected
 from stillroom.server.routes.document_replies import document_json, document_object, upload_reply
@@ -56,23 +56,27 @@ _Wait = Annotated[
 ]
 
 
-class _Documents(UploadQueue):
-    """One tenant's documents, with the changes of them that wait."""
+class _TenantDocuments(UploadQueue):
+    """Queue and jobs of one tenant."""
 
-    jobs: Jobs
+    def __init__(self, stillroom: "Stillroom", workers: Workers) -> None:
+        super().__init__(stillroom, workers)
+        self.jobs = Jobs()
 
 
 class DocumentRoutes:
-    """The routes' functions. Each tenant has a queue and jobs of its own."""
+    """Functions of the routes. Each tenant has its own queue and jobs."""
 
     def __init__(self, workers: Workers, clock: Clock | None = None) -> None:
         self._workers = workers
         self._clock = clock or SystemClock()
-        self._tenants: dict[str, _Documents] = {}
+        self._tenants: dict[str, _TenantDocuments] = {}
 
     def begin(self, tenants: Tenants) -> None:
-        """Complete what a killed server left of uploads: of the default tenant now, of each other when its room opens.
-        Called on the event loop."""
+        """Complete uploads that a killed server left: of the default tenant now, of others when they are opened.
+
+        Called on the event loop.
+        """
         loop = asyncio.get_running_loop()
 
         def opened(tenant: str, stillroom: "Stillroom") -> None:
@@ -80,26 +84,25 @@ class DocumentRoutes:
                 loop.call_soon_threadsafe(self._complete, tenant, stillroom)
 
         tenants.on_open = opened
-        self._complete(DEFAULT_TENANT, tenants.own)
+        self._complete(DEFAULT_TENANT, tenants.default)
 
     def _complete(self, tenant: str, stillroom: "Stillroom") -> None:
         def ended(task: "asyncio.Task[object]") -> None:
             error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, (ChangeCancelledError, EngineClosedError)):
-                logger.warning("uploads that were interrupted are not completed: %s", error)
+                logger.warning("interrupted uploads could not be completed: %s", error)
             elif error is None and not task.cancelled() and task.result():
-                logger.info("%d uploads that were interrupted are completed", task.result())
+                logger.info("completed %d interrupted uploads", task.result())
 
         self._of(tenant, stillroom).start_when_idle(stillroom.complete_uploads, ended)
 
-    def _documents(self, request: Request) -> _Documents:
+    def _documents(self, request: Request) -> _TenantDocuments:
         return self._of(caller_of(request).tenant, stillroom_of(request))
 
-    def _of(self, tenant: str, stillroom: "Stillroom") -> _Documents:
+    def _of(self, tenant: str, stillroom: "Stillroom") -> _TenantDocuments:
         known = self._tenants.get(tenant)
-        if known is None or known.stillroom is not stillroom:  # the folder was replaced, and opened anew
-            self._tenants[tenant] = _Documents(stillroom, self._workers)
-            self._tenants[tenant].jobs = Jobs()
+        if known is None or known.stillroom is not stillroom:  # the folder was replaced and opened again
+            self._tenants[tenant] = _TenantDocuments(stillroom, self._workers)
         return self._tenants[tenant]
 
     def router(self) -> APIRouter:
@@ -109,7 +112,7 @@ class DocumentRoutes:
             router.add_api_route(path, call, methods=[method], response_model=reply, **more)
 
         accepted: dict[int | str, dict[str, Any]] = {
-            202: {"model": DocumentJob, "description": "The upload goes on; look at the job."}
+            202: {"model": DocumentJob, "description": "The upload continues; follow the job."}
         }
         add("POST", "/v1/documents", UploadReply, self.upload, openapi_extra=FORMS, responses=accepted)
         add("GET", "/v1/documents", DocumentList, self.page)
@@ -121,10 +124,10 @@ class DocumentRoutes:
         return router
 
     async def upload(self, request: Request, wait: _Wait = None) -> Response:
-        """Add or replace documents, as files of a form or as texts in JSON. The same again changes nothing.
+        """Add or replace documents, as files of a form or as texts in JSON. Repeating an upload changes nothing.
 
-        If it takes longer than `wait` seconds, the answer is a job (HTTP 202) and the upload goes on. With `Accept:
-        text/event-stream` the response is a stream of events that say how far it is.
+        After `wait` seconds the reply is a job (HTTP 202) and the upload continues. With `Accept: text/event-stream`
+        the response is a stream of progress events.
         """
         documents = self._documents(request)
         job = await self._start(documents, request)
@@ -141,22 +144,22 @@ class DocumentRoutes:
         reply = await asyncio.to_thread(upload_reply, documents.stillroom, results)
         return JSONResponse(reply.model_dump(), 422 if reply.error else 200)
 
-    async def _start(self, documents: _Documents, request: Request) -> Job:
-        """Take an upload in and queue it."""
+    async def _start(self, documents: _TenantDocuments, request: Request) -> Job:
+        """Read an upload and queue it."""
         progress = UploadProgress()
         with contextlib.ExitStack() as held:
-            held.enter_context(documents.holding(size_of(request, documents.max_bytes)))
+            held.enter_context(documents.reserve_bytes(size_of(request, documents.max_bytes)))
             upload = await read_upload(request)
             with contextlib.ExitStack() as read:
                 read.callback(upload.close)
                 for name, _ in upload.files:
-                    checked_name(name)  # before a stream begins
-                documents.check_room()
+                    checked_name(name)  # refuse invalid names before a stream begins
+                documents.check_capacity()
                 read.pop_all()
             change = documents.start(_indexing(documents, upload, progress), upload.close)
             taken = held.pop_all()
         change.task.add_done_callback(lambda _: taken.close())
-        request.scope["state"][OUTLASTING] = change.task
+        request.scope["state"][BACKGROUND_WORK] = change.task
         job = Job(change, progress, self._clock)
         documents.jobs.add(job)
         return job
@@ -164,8 +167,12 @@ class DocumentRoutes:
     async def _result(
         self, request: Request, change: QueuedChange[list[UploadResult]], wait_s: float
     ) -> "list[UploadResult] | QueuedChange[list[UploadResult]] | None":
-        """The results; the change itself where it goes on after `wait_s`; None where the client left, and with that
-        the change is cancelled."""
+        """Wait for an upload.
+
+        Returns:
+            The results; or the change itself if it is still running after `wait_s`; or None if the client disconnected,
+            which cancels the change.
+        """
         result = asyncio.ensure_future(self._workers.result(change.task))
         leaving = asyncio.ensure_future(disconnected(request))
         try:
@@ -186,7 +193,7 @@ class DocumentRoutes:
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Documents on this page.")] = 100,
         after: Annotated[str, Query(description="The `last_id` of the page before.")] = "",
     ) -> DocumentList:
-        """Documents by id, a page at a time."""
+        """List documents by id, one page at a time."""
         stillroom = self._documents(request).stillroom
         found = await asyncio.to_thread(stillroom.public_documents, after, limit + 1)
         data = [document_object(stillroom, info) for info in found[:limit]]
@@ -204,54 +211,54 @@ class DocumentRoutes:
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Chunks on this page.")] = 100,
         offset: Annotated[int, Query(ge=0, lt=2**31, description="Chunks before it.")] = 0,
     ) -> Response:
-        """One document, with its text as it is indexed, a page of chunks at a time."""
+        """Return one document with its indexed text, one page of chunks at a time."""
         content = await asyncio.to_thread(document_json, self._documents(request).stillroom, document, limit, offset)
         return Response(content, media_type="application/json")
 
     async def delete(self, document: _DocumentPath, request: Request) -> DocumentDeleted:
-        """Forget one document, or all of one file. An uploaded file is deleted with its last document; other files stay
-        where they are."""
+        """Remove one document, or all documents of a file. An uploaded file is deleted with its last document; other
+        files stay."""
         documents = self._documents(request)
-        documents.check_room()
+        documents.check_capacity()
 
         def discard(stop: Cancellation) -> RemoveReport:
             stop.check()
             return documents.stillroom.discard(document)
 
         change = documents.start(discard)
-        request.scope["state"][OUTLASTING] = change.task
+        request.scope["state"][BACKGROUND_WORK] = change.task
         report = await self._workers.result(change.task)
         return DocumentDeleted(id=document, num_documents=report.num_documents, num_chunks=report.num_chunks)
 
     async def all_jobs(self, request: Request) -> DocumentJobList:
-        """Uploads that are under way, and the last that have ended."""
+        """List running uploads and the last finished ones."""
         documents = self._documents(request)
         return DocumentJobList(data=[await self._described(documents, job) for job in documents.jobs.all()])
 
     async def get_job(self, job_id: _JobPath, request: Request) -> DocumentJob:
-        """How far an upload is, and its result."""
+        """Return an upload's progress and result."""
         documents = self._documents(request)
         return await self._described(documents, documents.jobs.get(job_id))
 
     async def cancel_job(self, job_id: _JobPath, request: Request) -> DocumentJob:
-        """Cancel an upload: it ends between two pieces of its work. One that has ended stays as it is."""
+        """Cancel an upload after its current step. A finished upload stays as it is."""
         documents = self._documents(request)
         job = documents.jobs.get(job_id)
         job.change.cancel()
         return await self._described(documents, job)
 
-    async def _described(self, documents: _Documents, job: Job) -> DocumentJob:
+    async def _described(self, documents: _TenantDocuments, job: Job) -> DocumentJob:
         return await asyncio.to_thread(job.describe, lambda results: upload_reply(documents.stillroom, results))
 
 
-def _indexing(documents: _Documents, upload: Upload, progress: UploadProgress) -> Any:
+def _indexing(documents: _TenantDocuments, upload: Upload, progress: UploadProgress) -> Any:
     return lambda stop: documents.stillroom.upload(upload.files, progress.note, upload.metadata, stop)
 
 
 class _UploadEvents(StreamingResponse):
-    """Server-sent events of an upload. A client that leaves cancels it."""
+    """Server-sent events of an upload. A disconnect cancels the upload."""
 
-    def __init__(self, workers: Workers, documents: _Documents, job: Job) -> None:
+    def __init__(self, workers: Workers, documents: _TenantDocuments, job: Job) -> None:
         super().__init__(
             self._events(),
             headers={"Cache-Control": "no-cache", "x-stillroom-job": job.id},
@@ -267,13 +274,13 @@ class _UploadEvents(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            scope["state"][FAILED_WITH] = self._failed_with
+            scope["state"][STREAM_ERROR_STATUS] = self._failed_with
             self._job.change.cancel()
 
     def _ended(self, result: "asyncio.Future[list[UploadResult]]") -> None:
         self._job.progress.note(None)
         if not result.cancelled():
-            result.exception()  # after the client has left, nothing else asks for it
+            result.exception()  # marks it as retrieved; the client may be gone
 
     async def _events(self) -> AsyncIterator[str]:
         ended = asyncio.ensure_future(self._workers.result(self._job.change.task))

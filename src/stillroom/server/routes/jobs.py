@@ -1,4 +1,4 @@
-"""Uploads as jobs: what a client that was answered with 202 can look at, and cancel. Each tenant sees its own."""
+"""Upload jobs: progress and result of uploads that outlast their request. Each tenant sees its own."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,14 @@ from stillroom.server.routes.upload_queue import QueuedChange
 from stillroom.server.schemas.replies import DocumentJob, ErrorDetail, JobProgress, UploadReply
 
 _MAX_FINISHED = 32
-"""Jobs of one tenant that are kept after their end."""
+"""Finished jobs of one tenant that are kept."""
 MAX_WAIT_S = 3600.0
 
 _WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,4})\"?\Z", re.IGNORECASE)
 
 
 class UploadProgress:
-    """How far an upload is: from the thread that works on it to the event loop."""
+    """Passes an upload's progress from its thread to the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -32,12 +32,12 @@ class UploadProgress:
         self.latest: AddProgress | None = None
 
     def listen(self) -> "asyncio.Queue[AddProgress | None]":
-        """Each step from now on; None is the end."""
+        """Return a queue of the steps from now on; None is the end."""
         self._arrived = self._arrived or asyncio.Queue()
         return self._arrived
 
     def note(self, step: AddProgress | None) -> None:
-        """From any thread."""
+        """Record a step. Any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._take, step)
 
@@ -48,7 +48,7 @@ class UploadProgress:
 
 
 class Job:
-    """One upload."""
+    """One upload, queued, running or finished."""
 
     def __init__(self, change: QueuedChange[list[UploadResult]], progress: UploadProgress, clock: Clock) -> None:
         self.id = f"job-{uuid.uuid4().hex}"
@@ -67,10 +67,10 @@ class Job:
         return self.change.task.done()
 
     def describe(self, reply: Callable[[list[UploadResult]], UploadReply]) -> DocumentJob:
-        """As a client sees it.
+        """Return the job as clients see it.
 
         Args:
-            reply: what an upload with these results is answered with.
+            reply: makes the reply to an upload from its results.
         """
         latest = self.progress.latest
         found = DocumentJob(
@@ -96,7 +96,7 @@ class Job:
 
 
 class Jobs:
-    """Those of one tenant: all that are under way, and the last that have ended."""
+    """Jobs of one tenant: the running ones and the last finished ones."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, Job] = {}
@@ -108,24 +108,26 @@ class Jobs:
         self._jobs[job.id] = job
 
     def forget(self, job: Job) -> None:
-        """Its client has the result, and was never told of the job."""
+        """Drop a job whose client got the result without learning of the job."""
         self._jobs.pop(job.id, None)
 
     def all(self) -> list[Job]:
-        """The newest first."""
+        """Return the jobs, newest first."""
         return list(self._jobs.values())[::-1]
 
     def get(self, job_id: str) -> Job:
-        """Raises Refused: there is none, or it ended long ago, or the server was started since."""
+        """Raises Refused: the job is unknown, was dropped, or is from before the server's start."""
         if job_id not in self._jobs:
-            message = f"there is no job {job_id[:100]!r} (any more); GET /v1/jobs lists those that are known"
+            message = f"there is no job {job_id[:100]!r} (any more); GET /v1/jobs lists the known ones"
             raise Refused(404, "job_not_found", message)
         return self._jobs[job_id]
 
 
 def wait_of(request: Request, asked: float | None, default: float) -> float:
-    """Seconds that an upload may wait for its result before it is answered with a job: `?wait=`, else the header
-    `Prefer` (RFC 7240: `respond-async`, `wait=N`), else the server's setting."""
+    """Return the seconds after which an upload is answered with a job.
+
+    From `?wait=`, else the header `Prefer` (RFC 7240: `respond-async`, `wait=N`), else the server's setting.
+    """
     if asked is not None:
         return asked
     preferences = [one.strip() for one in request.headers.get("prefer", "").split(",")]

@@ -1,8 +1,7 @@
-"""JSON as it may come from anywhere, read strictly: what is not made of text and finite numbers is refused here, so
-that the routes need not check for it.
+"""Strict parsing of JSON bodies: only valid text and finite numbers reach the routes.
 
-Python's parser takes more than the format has (NaN, the last of two equal keys, halves of surrogate pairs), and its own
-limits raise errors of many kinds.
+Python's parser accepts more than the format allows (NaN, duplicate keys, lone surrogates), and its own limits raise
+errors of many kinds.
 """
 
 import json
@@ -17,16 +16,16 @@ from fastapi.routing import APIRoute
 from stillroom.server.errors import Refused
 
 MAX_DEPTH = 100
-"""Objects and arrays inside each other."""
+"""Most levels of nested objects and arrays."""
 MAX_KEYS = 4096
-"""Of one object. Whoever checks it makes an error for each that is wrong."""
+"""Most keys of one object; validation makes an error for each wrong key."""
 
 _LARGE = 128 * 1024
-"""Bytes from which parsing happens in a thread, so that the event loop goes on."""
+"""Bodies of at least this many bytes are parsed in a thread, so that the event loop is not blocked."""
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it has one, is JSON."""
+    """A route whose body, if any, is JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -43,7 +42,7 @@ class JsonRoute(APIRoute):
 
 
 class _Parsed(Request):
-    """A request whose body was read."""
+    """A request with its parsed body."""
 
     def __init__(self, request: Request, body: bytes, parsed: Any) -> None:
         super().__init__(request.scope, request.receive)
@@ -55,15 +54,15 @@ class _Parsed(Request):
 
 
 def parse(body: bytes) -> Any:
-    """The value that a body holds.
+    """Return the value of a JSON body.
 
     Raises:
-        Refused: it holds none, or one that no JSON of text and finite numbers has.
+        Refused: the body is not valid JSON, or holds something else than valid text and finite numbers.
     """
     try:
         parsed = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
-        raise _refused(f"it is not UTF-8, from byte {error.start} on") from error
+        raise _refused(f"it is not UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:
         raise _refused(f"{error.msg} at character {error.pos}") from error
     except RecursionError as error:
@@ -85,9 +84,9 @@ def _check(parsed: Any) -> None:
             elif isinstance(value, list):
                 inside += value
             elif isinstance(value, float) and not math.isfinite(value):
-                raise _refused("a number is too large")
+                raise _refused("a number is too large for a 64-bit float")
             elif isinstance(value, str) and not value.isascii() and not _is_text(value):
-                raise _refused("a text holds half of a surrogate pair")
+                raise _refused("a text has a lone surrogate")
         if not inside:
             return
         level = inside
@@ -109,7 +108,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _refused(f"the key {twice[:80]!r} stands twice in one object")
+        raise _refused(f"the key {twice[:80]!r} occurs twice in one object")
     return found
 
 
@@ -118,7 +117,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _refused(reason: str) -> Refused:
-    return Refused(400, "invalid_json", f"the body is not JSON that can be read: {reason}")
+    return Refused(400, "invalid_json", f"the body is not valid JSON: {reason}")
 
 
 def _check_content_type(request: Request) -> None:
@@ -126,7 +125,7 @@ def _check_content_type(request: Request) -> None:
     kind = given.partition(";")[0].strip().lower()
     main, _, sub = kind.partition("/")
     if main != "application" or not (sub == "json" or sub.endswith("+json")):
-        said = f"not {kind[:80]!r}" if kind else "and the request says nothing"
+        said = f"not {kind[:80]!r}" if kind else "and the request has no Content-Type"
         raise Refused(
             415, "unsupported_media_type", f"the body must be JSON with Content-Type: application/json, {said}"
         )

@@ -1,4 +1,4 @@
-"""The body of an upload: a form with files, or texts in JSON."""
+"""The body of an upload: a multipart form with files, or texts in JSON."""
 
 import asyncio
 import io
@@ -20,7 +20,7 @@ from stillroom.server.routes.json_body import parse
 from stillroom.server.schemas.requests import MAX_DOCUMENTS, DocumentsRequest
 
 _FILES = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1, "maxItems": MAX_DOCUMENTS}
-_METADATA = {"type": ["object", "null"], "description": "Of all files, as JSON."}
+_METADATA = {"type": ["object", "null"], "description": "Metadata of all files, as JSON."}
 FORMS = {
     "requestBody": {
         "required": True,
@@ -37,12 +37,12 @@ FORMS = {
         },
     }
 }
-"""Both, for the OpenAPI document."""
+"""Both forms of the body, for the OpenAPI document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What one request brings."""
+    """Files and metadata of one request."""
 
     files: Sequence[tuple[str, BinaryIO]]
     metadata: Mapping[str, Any] | None
@@ -53,24 +53,26 @@ class Upload:
 
 
 def size_of(request: Request, max_bytes: int) -> int:
-    """Most bytes that the body may have."""
+    """Return the largest size in bytes that the body can have."""
     length = request.headers.get("content-length", "")
     return int(length) if length.isdecimal() and "transfer-encoding" not in request.headers else max_bytes
 
 
 async def read_upload(request: Request) -> Upload:
-    """A form, or JSON.
+    """Read a form or JSON.
 
     Raises:
-        Refused, RequestValidationError: the body is neither, or holds no files.
+        Refused, RequestValidationError: the body is neither, or has no files.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
-        content = b"".join([piece async for piece in request.stream()])  # not kept by the request, as its body would be
+        content = b"".join(
+            [piece async for piece in request.stream()]
+        )  # unlike request.body(), not kept in memory by the request
         return await asyncio.to_thread(_parse_upload, content)
     if kind == "multipart/form-data":
         return await _read_form(request)
-    message = "documents come as multipart/form-data with files, or as application/json with documents"
+    message = "send documents as multipart/form-data with files, or as application/json"
     raise Refused(415, "unsupported_media_type", message)
 
 
@@ -88,7 +90,7 @@ async def _read_form(request: Request) -> Upload:
     try:
         form = await request.form(max_files=MAX_DOCUMENTS, max_fields=1)
     except OSError as error:
-        raise StorageError(f"the upload cannot be kept on its way in: {error.strerror or error}") from error
+        raise StorageError(f"the upload cannot be written to a temporary file: {error.strerror or error}") from error
     except (HTTPException, MultiPartException, UnicodeError) as error:
         if getattr(error, "status_code", 400) == 413:
             raise
@@ -97,11 +99,11 @@ async def _read_form(request: Request) -> Upload:
         files = [(one.filename or "", one.file) for one in form.getlist("file") if isinstance(one, UploadFile)]
         said = form.get("metadata")
         if len(files) + (said is not None) < len(form.multi_items()) or not files:
-            message = "send each file as a part called 'file', and besides at most 'metadata', a JSON object"
+            message = "send each file as a part named 'file', and at most one other part, 'metadata', a JSON object"
             raise Refused(400, "invalid_value", message, "file")
         metadata = parse(said.encode(errors="surrogatepass")) if isinstance(said, str) else None
         if not isinstance(metadata, dict | None):
-            raise Refused(400, "invalid_value", "metadata: it must be a JSON object", "metadata")
+            raise Refused(400, "invalid_value", "metadata: must be a JSON object", "metadata")
         return Upload(files, metadata)
     except BaseException:
         await form.close()
@@ -109,7 +111,7 @@ async def _read_form(request: Request) -> Upload:
 
 
 def _check_charset(content_type: str) -> None:
-    """Of the names in a form. Python knows codecs that are none of the web's, such as `unicode_escape`."""
+    """Refuse a form whose names are not UTF-8; Python also has codecs such as `unicode_escape`."""
     charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8")
     if charset.lower() not in (b"utf-8", b"utf8", b"us-ascii"):
-        raise Refused(400, "invalid_form", "the form cannot be read: its names must be in UTF-8")
+        raise Refused(400, "invalid_form", "the form cannot be read: send it with charset=utf-8")

@@ -1,7 +1,7 @@
-"""Changes of one tenant's documents: uploads and deletions, one after the other, each in a thread.
+"""Queue of one tenant's uploads and deletions, which run one after the other, each in a thread.
 
-A change works in pieces and looks between two of them whether it was cancelled: because its client left, asked for it,
-or the server stops. A change that waits when it is cancelled never begins.
+A change runs in steps and checks between them whether it was cancelled: by a disconnect, a request, or because the
+server stops. A change that is cancelled while it waits never begins.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from stillroom.core.cancellation import Cancellation
 from stillroom.errors import ChangeCancelledError, QueueFullError
-from stillroom.server.limits.workers import Workers, shutting_down
+from stillroom.server.limits.workers import Workers, shutting_down_error
 
 if TYPE_CHECKING:
     from stillroom.rag.stillroom import Stillroom
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_CHANGES = 256
-"""Uploads and deletions of one tenant that wait or are under way."""
+"""Most uploads and deletions of one tenant that wait or run."""
 _MAX_HELD = 2
-"""Uploads of the largest size that one tenant may have here at the same time: being read, waiting or being indexed."""
+"""Upload budget of a tenant, in uploads of the largest size that are read, wait or are indexed."""
 _RETRY_SECONDS = 5.0
 
 
@@ -33,38 +33,38 @@ class QueuedChange(Generic[T]):
     def __init__(self, work: Callable[[Cancellation], T], release: Callable[[], None]) -> None:
         """
         Args:
-            release: called once, when the work has ended or will never begin.
+            release: called once, when the work has ended or was cancelled before it began.
         """
         self._work = work
         self._release = release
         self._claim = Lock()
-        """Of the thread that works, or of the cancellation that comes first."""
+        """Taken once: by the thread that starts the work, or by an earlier cancellation."""
         self._stop = Cancellation()
         self.task: asyncio.Task[T]
-        """The result. Set by the queue."""
+        """Resolves to the result. Set by the queue."""
 
     def run(self) -> T:
-        """Work, in a thread. Raises EngineClosedError: it was given up before."""
+        """Do the work; called in a thread. Raises EngineClosedError: it was cancelled before."""
         if not self._claim.acquire(blocking=False):
-            raise shutting_down()
+            raise shutting_down_error()
         try:
             return self._work(self._stop)
         finally:
             self._release()
 
     def cancel(self) -> None:
-        """End it between two pieces of its work, or before the first. Idempotent."""
+        """Cancel the change after its current step, or before its first. Idempotent."""
         self._stop.cancel()
-        if self.give_up():
+        if self.prevent_start():
             self.task.cancel()
 
-    def abandon(self) -> None:
-        """Its task has ended: by itself, or with the event loop, and then its thread is to end too."""
+    def task_ended(self) -> None:
+        """Clean up after the task has ended; if the event loop ended it, stop its thread too."""
         self._stop.cancel()
-        self.give_up()
+        self.prevent_start()
 
-    def give_up(self) -> bool:
-        """Have it never begin. Returns whether it had not begun."""
+    def prevent_start(self) -> bool:
+        """Prevent the work from beginning. Returns False if it has begun."""
         is_first = self._claim.acquire(blocking=False)
         if is_first:
             self._release()
@@ -76,7 +76,7 @@ class QueuedChange(Generic[T]):
 
 
 class UploadQueue:
-    """The changes of one tenant, and how much of uploads may be here. Called on the event loop only."""
+    """The changes of one tenant, and its upload budget. Called on the event loop only."""
 
     def __init__(self, stillroom: "Stillroom", workers: Workers) -> None:
         self.stillroom = stillroom
@@ -90,34 +90,36 @@ class UploadQueue:
         self._on_idle_end: Callable[[asyncio.Task[object]], None] = lambda _: None
 
     @contextlib.contextmanager
-    def holding(self, num_bytes: int) -> Iterator[None]:
+    def reserve_bytes(self, num_bytes: int) -> Iterator[None]:
         """Reserves `num_bytes` of the tenant's upload budget.
 
         Raises:
-            QueueFullError: with the uploads that are here already it is too much.
+            QueueFullError: the upload would exceed the budget.
         """
         if self._num_bytes_held + num_bytes > _MAX_HELD * self.max_bytes:
-            raise self._full(f"uploads of {self._num_bytes_held} bytes are under way; send this one when they are done")
+            raise self._full(
+                f"uploads of {self._num_bytes_held} bytes are running already; send this one when they are done"
+            )
         self._num_bytes_held += num_bytes
         try:
             yield
         finally:
             self._num_bytes_held -= num_bytes
 
-    def check_room(self) -> None:
-        """Raises QueueFullError: too many changes wait already."""
+    def check_capacity(self) -> None:
+        """Raises QueueFullError: `MAX_CHANGES` changes wait or run."""
         if len(self._running) >= MAX_CHANGES:
-            raise self._full(f"{len(self._running)} uploads and deletions wait already")
+            raise self._full(f"{len(self._running)} uploads and deletions wait already; try again later")
 
     def _full(self, reason: str) -> QueueFullError:
         self.stillroom.metrics.count_refused("queue")
         return QueueFullError(reason, _RETRY_SECONDS)
 
     def start(self, work: Callable[[Cancellation], T], release: Callable[[], None] = lambda: None) -> QueuedChange[T]:
-        """Queue a change. It begins when those before it have ended, unless the server stops until then.
+        """Queue a change. It begins when the changes before it have ended, unless the server stops first.
 
         Args:
-            release: called when the change has ended or will never begin.
+            release: called when the change has ended or was cancelled before it began.
         """
         if self._idle is not None:
             self._idle.cancel()
@@ -128,10 +130,10 @@ class UploadQueue:
     def start_when_idle(
         self, work: Callable[[Cancellation], object], on_end: Callable[["asyncio.Task[object]"], None]
     ) -> None:
-        """Do this while there is no change: one that comes cancels it, and it begins again after the last.
+        """Run work while no change waits or runs. A new change cancels it; it starts again after the last change.
 
         Args:
-            on_end: told each time it ends, cancelled or not.
+            on_end: called each time the work ends, cancelled or not.
         """
         self._idle_work, self._on_idle_end = work, on_end
         self._resume()
@@ -156,17 +158,17 @@ class UploadQueue:
         async def locked() -> T:
             async with self._writing:
                 if self._workers.is_stopping:
-                    raise shutting_down()
+                    raise shutting_down_error()
                 return await asyncio.get_running_loop().run_in_executor(
                     self._workers.uploads, contextvars.copy_context().run, change.run
                 )
 
         def ended(task: "asyncio.Task[T]") -> None:
             if not task.cancelled():
-                task.exception()  # after the client has left, nothing else asks for it
+                task.exception()  # marks it as retrieved; the client may be gone
             self._running.discard(task)
             self._workers.changes.discard(change)
-            change.abandon()
+            change.task_ended()
 
         change.task = asyncio.create_task(locked())
         self._running.add(change.task)

@@ -1,7 +1,7 @@
-"""The OpenAPI document: what every route takes and answers, errors and streams included.
+"""The OpenAPI document: requests and replies of every route, including errors and streams.
 
-FastAPI writes what it knows from types; here is the rest: OpenAI's shape of errors in place of FastAPI's, which
-statuses a route may answer with, events, and examples. Tests hold the server to it (tests/server/test_openapi.py).
+FastAPI derives the document from types. This module adds OpenAI's error shape, the statuses of each route, events and
+examples. tests/server/test_openapi.py checks the server against it.
 """
 
 from typing import Any
@@ -17,32 +17,32 @@ from stillroom.server.schemas.requests import DocumentsRequest
 Document = dict[str, Any]
 
 DESCRIPTION = (
-    "Answers over your documents, with sources. The routes of OpenAI's that are here take what its clients send; "
-    "fields called `stillroom` are ours. Every error has OpenAI's shape."
+    "Answers from your documents, with sources. Routes of OpenAI's API accept what its clients send; fields named "
+    "`stillroom` are extensions. Every error has OpenAI's shape."
 )
 TAGS = {
     "answers": "Ask the documents, or continue a prompt.",
-    "documents": "What the answers are made from.",
-    "search": "Find and embed, without a model that writes.",
-    "operations": "What runs, and how it is.",
+    "documents": "Add, list and remove the documents that answers are made from.",
+    "search": "Search and embed without generating.",
+    "operations": "Health, readiness, models and metrics.",
 }
 _KEY = "apiKey"
 _REF = "#/components/schemas/"
 _STATUSES = {
-    400: "The request can never work as written; `param` names the field.",
-    401: "The key is missing or unknown, where keys are asked for.",
-    403: "The key may not do this.",
-    404: "There is no such model or document.",
+    400: "The request is invalid; `param` names the field.",
+    401: "The key is missing or unknown.",
+    403: "The key, or the page that sent the request, may not do this.",
+    404: "There is no such model, document, job or request.",
     408: "The request did not arrive in time.",
-    409: "There is nothing to search yet, or the upload was cancelled.",
-    413: "The body is larger than this server takes.",
-    415: "The body has another content type than this route takes.",
+    409: "The knowledge base is empty, or the upload was cancelled.",
+    413: "The body exceeds the server's limit.",
+    415: "This route does not accept the body's content type.",
     422: "None of the documents could be read.",
     429: "Too many requests; `Retry-After` says when to try again.",
-    500: "It failed; the server's log has the details.",
-    502: "The engine elsewhere refuses.",
-    503: "Not now; try again later.",
-    504: "It took too long.",
+    500: "Internal error; the server's log has the details.",
+    502: "The remote engine refuses the request.",
+    503: "Unavailable now; try again later.",
+    504: "The request took too long.",
     507: "The disk is full or failing.",
 }
 _ALWAYS = (400, 403, 500, 503, 507)
@@ -92,7 +92,7 @@ _EXAMPLES: dict[str, dict[str, Document]] = {
 
 
 def install(app: FastAPI, *, asks_for_keys: bool) -> None:
-    """Let the app describe itself so."""
+    """Make the app serve this document."""
 
     def document() -> Document:
         if app.openapi_schema is None:
@@ -103,7 +103,6 @@ def install(app: FastAPI, *, asks_for_keys: bool) -> None:
 
 
 def describe(app: FastAPI, *, asks_for_keys: bool) -> Document:
-    """The whole document."""
     found = get_openapi(
         title=app.title,
         version=app.version,
@@ -135,7 +134,7 @@ def _complete(path: str, method: str, operation: Document) -> None:
         operation["security"] = []
     else:
         responses.setdefault("401", _error(401))
-    if method != "get":  # what only looks is not limited
+    if method != "get":  # reads are not limited
         responses.setdefault("429", _error(429))
     for status in (*_ALWAYS, *_MORE.get((path, method), ())):
         responses.setdefault(str(status), _error(status))
@@ -148,7 +147,7 @@ def _complete(path: str, method: str, operation: Document) -> None:
             content["schema"] = content.get("schema") or {"type": "object"}
         schema = {"type": "string"}
         response.setdefault("headers", {})["x-request-id"] = {
-            "description": "Named in the server's log.",
+            "description": "Id of this request in the server's log.",
             "schema": schema,
         }
     content = operation.get("requestBody", {}).get("content", {}).get("application/json")
@@ -164,7 +163,7 @@ def _error(status: int, name: str = "ErrorReply") -> Document:
 
 
 def _event(name: str) -> Document:
-    """One server-sent event, as OpenAPI 3.2 describes them."""
+    """Describe one server-sent event, as OpenAPI 3.2 does."""
     content = {"anyOf": [{"$ref": _REF + one} for one in (name, "ErrorReply")]}
     data = [{"contentMediaType": "application/json", "contentSchema": content}, {"const": "[DONE]"}]
     properties = {"data": {"type": "string", "anyOf": data}, "event": {"type": "string"}}
@@ -172,7 +171,7 @@ def _event(name: str) -> Document:
 
 
 def _schemas() -> Document:
-    """Of what no route says in its types."""
+    """Return the schemas that no route names in its types."""
     models = (ErrorReply, ChatCompletionChunk, CompletionChunk, DocumentsRequest)
     _, found = models_json_schema([(model, "validation") for model in models], ref_template=_REF + "{model}")
     schemas: Document = found["$defs"]

@@ -1,7 +1,6 @@
-"""The bodies of responses: OpenAI's types, plus one field of ours called `stillroom`.
+"""Bodies of replies: OpenAI's types, with the extension field `stillroom`.
 
-What the field holds are the dataclasses of `rag.answer`, so that HTTP, the command line and Python say the same. The
-bodies of requests: `protocol`.
+The extension holds the dataclasses of `rag.answer`, so that HTTP, the command line and Python report the same values.
 """
 
 from typing import Any, Literal
@@ -13,24 +12,24 @@ from stillroom.rag.answer import ReuseReport, Source, SpeculationReport, Timing
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, and what to do about it."""
+    """One error: what is wrong, and what to do."""
 
     message: str
     type: str
     param: str | None
-    """The field at fault."""
+    """The invalid field."""
     code: str | None
 
 
 class ErrorReply(BaseModel):
-    """Every error of every route, in OpenAI's shape."""
+    """Error reply of every route, in OpenAI's shape."""
 
     error: ErrorDetail
 
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
-    """Of the prompt: taken from kept KV."""
+    """Prompt tokens whose KV was reused."""
 
 
 class Usage(BaseModel):
@@ -41,7 +40,7 @@ class Usage(BaseModel):
 
 
 class AnswerDetails(BaseModel):
-    """Ours, of a whole response. `sources`: of a chat only."""
+    """Extension of a complete reply. Only chats have `sources`."""
 
     request_id: str
     sources: list[Source] | None = None
@@ -51,7 +50,8 @@ class AnswerDetails(BaseModel):
 
 
 class StreamDetails(BaseModel):
-    """Ours, of a stream. The first chunk: `request_id`, `sources`. The one with the finish reason: the others."""
+    """Extension of a stream. Its first chunk has `request_id` and `sources`; the chunk with the finish reason has the
+    other fields."""
 
     request_id: str
     sources: list[Source] | None = None
@@ -99,7 +99,7 @@ class ChatCompletion(BaseModel):
 
 
 class Delta(BaseModel):
-    """What a chunk adds to the message; unset fields are left out."""
+    """Addition of a chunk to the message; unset fields are left out."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -113,7 +113,7 @@ class ChunkChoice(BaseModel):
 
 
 class ChatCompletionChunk(BaseModel):
-    """One event of a stream."""
+    """One event of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -142,7 +142,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The whole response."""
+    """A complete reply."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -154,7 +154,7 @@ class Completion(BaseModel):
 
 
 class CompletionChunk(Completion):
-    """One event of a stream."""
+    """One event of a streamed completion."""
 
 
 class Model(BaseModel):
@@ -177,7 +177,7 @@ class Embedding(BaseModel):
 
 
 class EmbeddingUsage(BaseModel):
-    """Always 0: the embedder does not report tokens. The fields are there because clients expect them."""
+    """Always 0, because the embedder does not report tokens; clients expect the fields."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -191,7 +191,7 @@ class EmbeddingList(BaseModel):
 
 
 class FoundChunk(BaseModel):
-    """A chunk that a search found; what `stillroom search --json` prints."""
+    """A chunk found by a search, as `stillroom search --json` prints it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -226,19 +226,21 @@ class Blocks(BaseModel):
 
 
 class IndexListsReply(BaseModel):
+    device: int | None = None
+    """Present if lists are on devices."""
     host: int
     total: int
 
 
 class Health(BaseModel):
-    """With keys, all but the status is for operators."""
+    """Health of the server. On a server with keys, only operators get more than the status."""
 
     status: Literal["ok"] = "ok"
     model: str | None = None
     documents: int | None = None
     kv_blocks: Blocks | None = None
     index_lists: IndexListsReply | None = None
-    """With `index.hot_bytes`, once something was searched."""
+    """Present with `index.hot_bytes`, after the first search."""
 
 
 class DocumentObject(BaseModel):
@@ -247,10 +249,10 @@ class DocumentObject(BaseModel):
     id: str
     object: Literal["document"] = "document"
     status: Literal["indexed", "not_indexed"] = "indexed"
-    """`not_indexed`: an uploaded file that searches do not find, as its upload or removal was interrupted. Upload it
-    again, or delete it."""
+    """`not_indexed`: a file that searches do not find, because its upload or removal was interrupted. Upload it again,
+    or delete it."""
     name: str | None
-    """As it was uploaded, and `#record` for a record of a JSONL file; null for what came from elsewhere."""
+    """Name of the uploaded file, with `#record` for a record of a JSONL file; null if it was not uploaded."""
     title: str
     num_chunks: int
     num_bytes: int
@@ -271,7 +273,7 @@ class DocumentChunk(BaseModel):
 
 class DocumentWithChunks(DocumentObject):
     chunks: list[DocumentChunk]
-    """Those of this page; `num_chunks` counts all."""
+    """Chunks of this page; `num_chunks` counts all chunks of the document."""
     has_more: bool
 
 
@@ -280,7 +282,7 @@ class DocumentList(BaseModel):
     data: list[DocumentObject]
     first_id: str | None
     last_id: str | None
-    """Give it as `after` to see the next page."""
+    """Send it as `after` to get the next page."""
     has_more: bool
 
 
@@ -293,18 +295,18 @@ class DocumentDeleted(BaseModel):
 
 
 class UploadedFile(BaseModel):
-    """What became of one file of an upload."""
+    """Result of one file of an upload."""
 
     name: str
     status: Literal["added", "updated", "unchanged", "failed"]
     documents: list[DocumentObject]
-    """What is in the knowledge base of it now; each record of a JSONL file is one."""
+    """The file's documents in the knowledge base; each record of a JSONL file is one."""
     error: ErrorDetail | None = None
-    """Why it failed."""
+    """Set if it failed."""
 
 
 class JobProgress(BaseModel):
-    """How far an upload is."""
+    """Progress of an upload."""
 
     num_files_done: int
     num_files_total: int
@@ -314,7 +316,7 @@ class JobProgress(BaseModel):
 
 
 class DocumentJob(BaseModel):
-    """An upload that goes on after its request was answered."""
+    """An upload that continues after its request was answered."""
 
     id: str
     object: Literal["documents.job"] = "documents.job"
@@ -324,19 +326,19 @@ class DocumentJob(BaseModel):
     finished_at: float | None = None
     progress: JobProgress | None = None
     data: list[UploadedFile] = []
-    """What became of each file, once it is completed."""
+    """Result of each file, once the job is completed."""
     error: ErrorDetail | None = None
-    """Why it failed."""
+    """Set if it failed."""
 
 
 class DocumentJobList(BaseModel):
     object: Literal["list"] = "list"
     data: list[DocumentJob]
-    """The newest first."""
+    """Newest first."""
 
 
 class UploadReply(BaseModel):
     object: Literal["documents.uploaded"] = "documents.uploaded"
     data: list[UploadedFile]
     error: ErrorDetail | None = None
-    """If all of them failed."""
+    """Set if all files failed."""

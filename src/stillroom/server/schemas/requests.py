@@ -1,9 +1,8 @@
-"""The bodies of requests: OpenAI's types, plus one field of ours called `stillroom`.
+"""Bodies of requests: OpenAI's types, with the extension field `stillroom`.
 
-Types are strict: a number in quotes is no number. Fields of OpenAI's that are not here are ignored, so that its clients
-work; an unknown field inside `stillroom` is an error, because it is ours and can only be a mistake. Lists are bounded
-and checked up to their first error, so that no body makes a million of them. The bodies of responses: `replies`. Which
-fields mean what: docs/http.md
+Types are strict: a number in quotes is an error. Unsupported fields of OpenAI's are ignored, so that its clients work;
+an unknown field inside `stillroom` is an error. Lists are bounded and validated up to their first error, so that no
+body causes a million errors. Fields are explained in docs/http.md.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ MAX_CHOICES = 128
 MAX_DOCUMENTS = 1000
 """Most documents in one upload."""
 MAX_TOP_K = 1000
-"""Most chunks that a search gives over HTTP; each is loaded, sent, and in a chat counted in tokens."""
+"""Most chunks that a search returns over HTTP."""
 MAX_STOPS = 64
 """Most stop texts; OpenAI's own limit is 4."""
 MAX_MESSAGES = 2048
@@ -37,7 +36,6 @@ def _as_list(value: object) -> object:
 
 
 def _as_prompts(value: object) -> object:
-    """One prompt is a list of one."""
     is_tokens = isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
     return [value] if isinstance(value, str) or is_tokens else value
 
@@ -47,7 +45,7 @@ def _is_prompt(value: object) -> str | list[int]:
         return value
     if isinstance(value, list) and value and all(type(one) is int and 0 <= one < 2**31 for one in value):
         return value
-    raise ValueError("a prompt is a text or a list of tokens, and not empty")
+    raise ValueError("a prompt must be a non-empty text or a non-empty list of token ids")
 
 
 def _is_max_tokens(value: int) -> int:
@@ -80,13 +78,13 @@ TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 class Body(BaseModel):
-    """JSON has types; they count."""
+    """A strictly typed body."""
 
     model_config = ConfigDict(strict=True)
 
 
 class TextPart(Body):
-    """A piece of a message. Other kinds (images, audio) are refused."""
+    """A text part of a message. Other parts (images, audio) are refused."""
 
     type: Literal["text"]
     text: str
@@ -96,12 +94,12 @@ _Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 def _text_only(content: Any) -> Any:
-    """Says what is wrong with an image, where the types would only say that it is no text."""
+    """Refuse images and audio with a clearer message than the type check gives."""
     parts = content if isinstance(content, list) else []
     kinds = (part.get("type") for part in parts if isinstance(part, dict))
     odd = next((kind for kind in kinds if isinstance(kind, str) and kind != "text"), None)
     if odd is not None:
-        raise ValueError(f"a part of the type {odd[:40]!r} cannot be read; this model reads text only")
+        raise ValueError(f"a part of type {odd[:40]!r} is not supported; send text parts only")
     return content
 
 
@@ -123,7 +121,7 @@ class StreamOptions(Body):
 
 
 class SearchOptions(Body):
-    """Our extension of the request."""
+    """The extension field `stillroom` of a chat request."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -136,7 +134,7 @@ class SearchOptions(Body):
 class JsonSchema(Body):
     name: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
-    """Empty: any JSON."""
+    """An empty schema allows any JSON."""
 
 
 class ResponseFormat(Body):
@@ -145,33 +143,34 @@ class ResponseFormat(Body):
 
     @property
     def schema_to_enforce(self) -> dict[str, Any] | None:
-        """None for free text."""
+        """The JSON schema of the answer; None for free text."""
         if self.type == "json_schema":
             return (self.json_schema or JsonSchema()).schema_
         return {"type": "object"} if self.type == "json_object" else None
 
 
 class GenerationRequest(Body):
-    """What both kinds of completion take."""
+    """Fields of both kinds of completion."""
 
     model: str | None = None
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    """-1: a random one."""
+    """-1 picks a random seed."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    """Not OpenAI's, but usual: tokens to sample from; 0 and -1: all. The number of chunks is `stillroom.top_k`."""
+    """Not OpenAI's, but common: number of likeliest tokens to sample from; 0 and -1 take all. The number of chunks is
+    `stillroom.top_k`."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    """Not OpenAI's, but usual: of requests that wait, those with the lower number go first."""
+    """Not OpenAI's, but common: waiting requests with a lower number run first."""
     deadline_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Ours: how long the request may take until its last token."""
+    """Extension: seconds until the last token, after which the request fails."""
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: StopTexts | None = None
     """A text or a list of texts."""
@@ -182,18 +181,18 @@ class GenerationRequest(Body):
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for streams; set stream to true, or leave it out")
+            raise ValueError("stream_options needs stream: true; set it, or leave stream_options out")
         return self
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with an event of usage."""
+        """Whether a stream ends with a usage event."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompts
-    """Text, in which special tokens count as such, or tokens; or a list of either."""
+    """A text, in which special tokens are recognised, or a list of token ids; or a list of either."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -202,11 +201,13 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
         if self.best_of not in (None, self.n or 1):
-            raise ValueError("best_of is not possible here; ask for n answers with logprobs, and choose among them")
+            raise ValueError("best_of must equal n; ask for n answers with logprobs, and choose among them")
         if self.suffix:
-            raise ValueError("suffix is not possible here; leave it out")
+            raise ValueError("suffix is not supported; leave it out")
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo and logprobs exclude each other: the prompt's log probabilities are not computed")
+            raise ValueError(
+                "echo and logprobs exclude each other (the prompt's log probabilities are not computed); leave one out"
+            )
         return self
 
     @property
@@ -217,9 +218,9 @@ class CompletionRequest(GenerationRequest):
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     continue_final_message: bool | None = None
-    """As vLLM's. A last message of the assistant is continued with or without it; false is refused there."""
+    """As in vLLM. A last assistant message is continued with or without it; false is refused there."""
     add_generation_prompt: bool | None = None
-    """As vLLM's; the opposite of the one before."""
+    """As in vLLM; the opposite of `continue_final_message`."""
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -242,20 +243,20 @@ class SearchRequest(SearchOptions):
 
 
 class DocumentText(Body):
-    """A document as text."""
+    """A document to upload, as text."""
 
     model_config = ConfigDict(extra="forbid")
 
     name: Text
-    """A path like `notes/keys.md`; its extension says how the text is read."""
+    """A path such as `notes/keys.md`; its extension selects the loader."""
     text: str
 
 
 class DocumentsRequest(Body):
-    """What can be uploaded as JSON."""
+    """Body of an upload as JSON."""
 
     model_config = ConfigDict(extra="forbid")
 
     documents: Annotated[list[DocumentText], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)]
     metadata: dict[str, Any] | None = None
-    """Of all of them, for filters; null as a value takes back what was said before."""
+    """Metadata of all documents, for filters; a null value removes a name."""
