@@ -40,7 +40,7 @@ def test_an_upload_is_found_and_deleted_when_asked_twice(page: "Page", real_url:
     page.wait_for_selector("text=1 added, 1 failed.")
     assert page.inner_text("#upload-failures").startswith("broken.jsonl: ")
     assert page.inner_text("#documents tbody th b") == "keys <b>.md"
-    assert page.inner_text("#documents-lead") == "1 document to answer from."
+    assert page.inner_text("#documents-lead") == "1 document in this knowledge base."
     assert real_room.search("rotate keys").results
     assert page.inner_text("#serving").endswith(", 1 document")
 

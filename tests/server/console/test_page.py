@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from stillroom.errors import QueueFullError
-from stillroom.server.auth.key_ring import KeyRing, changing, new_key
+from stillroom.server.auth.key_ring import KeyRing, edit_keys, new_key
 from stillroom.server.console.routes import SECURITY_HEADERS
 from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom, until
 from tests.server.harness import serving
@@ -170,7 +170,7 @@ def test_the_form_s_options_reach_the_server(page: "Page", url: str, stillroom: 
     page.fill("#max-tokens", "2")
     page.fill("#temperature", "0.75")
     ask(page, "How do I rotate keys?")
-    page.wait_for_selector("text=Cut: the longest answer allowed was reached.")
+    page.wait_for_selector("text=The answer was cut at the longest allowed length.")
 
     _, options = stillroom.asked[-1]
     assert (options.top_k, options.mode, options.max_tokens, options.temperature) == (3, "sparse", 2, 0.75)
@@ -261,7 +261,7 @@ def test_a_key_is_asked_for_sent_and_forgotten_with_the_tab(
     page: "Page", stillroom: FakeStillroom, tmp_path: Path
 ) -> None:
     key, row = new_key("reader", "default")
-    with changing(tmp_path / "keys.json") as rows:
+    with edit_keys(tmp_path / "keys.json") as rows:
         rows["reader"] = row
     with serving(as_stillroom(stillroom), keys=KeyRing(tmp_path / "keys.json")) as url:
         page.goto(url)

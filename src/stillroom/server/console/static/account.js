@@ -1,9 +1,9 @@
-// What an answer cost: its phases on a line, and where each part of its prompt came from.
+// Timeline of an answer's phases, and the source of each part of its prompt.
 
 import { el } from "./dom.js";
 import { count, duration, percent, splitPath } from "./format.js";
 
-/** Names, lengths and meanings of the phases, in order; those of which nothing is known are one. */
+/** Phases in order, with kind, name and seconds; queue, load and prefill are one phase if they are unknown. */
 export function phases(timing) {
   const found = [["search", "Search", timing.retrieval_seconds]];
   if (timing.prefill_seconds === null || timing.prefill_seconds === undefined) {
@@ -17,7 +17,7 @@ export function phases(timing) {
   return found.map(([kind, name, seconds]) => ({ kind, name, seconds: Math.max(seconds, 0) }));
 }
 
-/** A bar of proportional parts. It repeats what is written beside it, so it is hidden from screen readers. */
+/** A bar of proportional parts. It repeats the text next to it, so it is hidden from screen readers. */
 export function bar(parts, classes = "bar") {
   const line = el("div", { class: classes, "aria-hidden": "true" });
   const sum = parts.reduce((all, { size }) => all + size, 0);
@@ -45,7 +45,7 @@ export function account(answer) {
 const MEANINGS = {
   search: "finding the passages",
   queue: "waiting for the model",
-  load: "fetching what was kept",
+  load: "loading kept KV",
   prefill: "reading the prompt",
   decode: "writing the answer",
 };
@@ -80,17 +80,17 @@ function overlap(speculation) {
   if (speculation.outcome === "right" && speculation.ahead_seconds > 0)
     return el("p", {
       class: "sum",
-      text: `The model began to read ${duration(speculation.ahead_seconds)} before the search had ended.`,
+      text: `The model began to read ${duration(speculation.ahead_seconds)} before the search ended.`,
     });
   if (speculation.outcome === "wrong")
     return el("p", {
       class: "sum",
-      text: `${count(speculation.num_started, "prompt")} begun before the search had ended, for nothing: it ended with other passages.`,
+      text: `${count(speculation.num_started, "prompt")} started before the search ended, in vain: the search ended with other passages.`,
     });
   return null;
 }
 
-/** Where a segment's KV came from, as one word: its tier, `placed` or `computed`. */
+/** Source of a segment's KV: its tier, `placed` or `computed`. */
 const origin = (segment) => (segment.reason === "placed" ? "placed" : segment.source);
 
 const NAMES = { system: "Instructions", question: "Question", chunk: "Passage", turn: "Earlier turn" };
@@ -147,10 +147,10 @@ function origins(reuse, sources) {
 }
 
 function reason(segment) {
-  const again = segment.num_recomputed ? `, ${count(segment.num_recomputed, "token")} computed again` : "";
+  const again = segment.num_recomputed ? `, ${count(segment.num_recomputed, "token")} recomputed` : "";
   const words = {
     hit: "kept from an earlier question",
-    placed: "kept from another place in a prompt",
+    placed: "kept from another position in a prompt",
   };
   return (words[segment.reason] ?? segment.reason) + again;
 }

@@ -1,8 +1,8 @@
-// Talking to the server: JSON, streams of events, errors in its own words, and the key of this tab.
+// HTTP client: JSON, event streams, the server's error messages, and the API key of this tab.
 
 const KEY = "stillroom-key";
 
-/** A response that is not what was asked for. `message` is the server's. */
+/** An error reply; `message` is the server's. */
 export class ServerError extends Error {
   constructor(message, status) {
     super(message);
@@ -23,11 +23,11 @@ export function setKey(value) {
     if (value) sessionStorage.setItem(KEY, value);
     else sessionStorage.removeItem(KEY);
   } catch {
-    // storage is switched off: the key lasts as long as nobody asks again
+    // storage is disabled: the key is not remembered
   }
 }
 
-/** A request; relative to the page, so that it works behind a proxy's path too. Raises ServerError. */
+/** Send a request, relative to the page, so that it works below a proxy's path. Throws ServerError. */
 export async function request(path, options = {}) {
   const headers = { ...options.headers };
   const used = key();
@@ -41,8 +41,8 @@ export async function request(path, options = {}) {
   }
   if (response.ok) return response;
   const message = await complaint(response);
-  if (response.status === 401 && used === key()) { // of a key that was replaced meanwhile nobody wants to hear
-    const detail = used ? message : ""; // who has given none yet has done nothing wrong
+  if (response.status === 401 && used === key()) { // not for a key that was replaced meanwhile
+    const detail = used ? message : ""; // no error text if no key was given yet
     document.dispatchEvent(new CustomEvent("stillroom:unauthorised", { detail }));
   }
   throw new ServerError(message, response.status);
@@ -56,11 +56,11 @@ async function complaint(response) {
   try {
     return (await response.json()).error.message;
   } catch {
-    return `The server answered with status ${response.status}.`;
+    return `The server replied with status ${response.status}.`;
   }
 }
 
-/** The events of a streamed answer, as objects. Raises as `streamEvents`. */
+/** Yield the events of a streamed answer as objects. Throws as `streamEvents`. */
 export const answerEvents = (body, signal) =>
   streamEvents("v1/chat/completions", {
     method: "POST",
@@ -69,7 +69,7 @@ export const answerEvents = (body, signal) =>
     signal,
   });
 
-/** The events of a response, as objects. Raises ServerError if one of them is an error, or the end is missing. */
+/** Yield the events of a response as objects. Throws ServerError at an error event, or if the end is missing. */
 export async function* streamEvents(path, options) {
   const response = await request(path, {
     ...options,
@@ -81,12 +81,12 @@ export async function* streamEvents(path, options) {
     if (event.error && !event.data) throw new ServerError(event.error.message, response.status);
     yield event;
   }
-  throw new ServerError("The connection ended before all was said.", 0);
+  throw new ServerError("The connection ended before the answer was complete.", 0);
 }
 
 function broken(error) {
   if (error.name === "AbortError") throw error;
-  throw new ServerError("The connection broke before all was said.", 0);
+  throw new ServerError("The connection broke before the answer was complete.", 0);
 }
 
 async function* dataLines(stream) {

@@ -1,4 +1,4 @@
-// A question, its answer as it is written, and its sources beside it.
+// The form, the answer as it is generated, and its sources.
 
 import { account } from "./account.js";
 import { answerEvents, getJson } from "./api.js";
@@ -9,14 +9,14 @@ import { sourceList } from "./sources.js";
 let running = null;
 let turns = []; // questions and answers of the conversation so far
 
-/** Wire the form. */
+/** Connect the form. */
 export function start() {
   const question = byId("question");
   byId("ask-form").addEventListener("submit", (event) => {
     event.preventDefault();
     if (question.value.trim()) ask(question.value.trim());
   });
-  // the browser says what is wrong beside a field, which it cannot where the field is not to be seen
+  // the browser shows its message next to an invalid field, which must be visible for that
   const open = (event) => event.target.closest("details")?.setAttribute("open", "");
   byId("ask-form").addEventListener("invalid", open, { capture: true });
   question.addEventListener("keydown", (event) => {
@@ -27,7 +27,7 @@ export function start() {
   byId("stop").addEventListener("click", () => running?.abort());
 }
 
-/** Questions to ask again, below an empty page. */
+/** Show recent questions on an empty page. */
 export async function showEarlier() {
   const place = byId("earlier");
   let found = [];
@@ -122,7 +122,7 @@ class AnswerView {
     if (ours?.sources) {
       this.sources = ours.sources;
       byId("sources").replaceChildren(sourceList(this.sources));
-      byId("ask-status").textContent = `${count(this.sources.length, "source")} found, the answer is being written`;
+      byId("ask-status").textContent = `${count(this.sources.length, "source")} found, generating the answer`;
     }
     const choice = event.choices[0];
     if (choice?.delta.content) this.write(choice.delta.content);
@@ -138,7 +138,7 @@ class AnswerView {
     if (end >= 0) this.speak(end + 1);
   }
 
-  /** Whole sentences for screen readers, which would stumble over single tokens. */
+  /** Pass whole sentences to screen readers instead of single tokens. */
   speak(end = this.unspoken.length) {
     const text = this.unspoken.slice(0, end).trim();
     this.unspoken = this.unspoken.slice(end);
@@ -148,8 +148,8 @@ class AnswerView {
   finish() {
     if (!this.costs) return;
     if (!this.text)
-      byId("answer").append(el("span", { class: "hint", text: "The model ended its answer at once." }));
-    const cut = this.costs.finish_reason === "length" ? [note("Cut: the longest answer allowed was reached.")] : [];
+      byId("answer").append(el("span", { class: "hint", text: "The model returned an empty answer." }));
+    const cut = this.costs.finish_reason === "length" ? [note("The answer was cut at the longest allowed length.")] : [];
     byId("account").replaceChildren(
       ...cut,
       ...account({ ...this.costs, sources: this.sources }).filter(Boolean),

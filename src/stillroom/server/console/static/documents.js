@@ -1,4 +1,4 @@
-// What is indexed: a list a page at a time, uploads with their progress, deletions that ask first.
+// The list of documents, one page at a time; uploads with progress; deletion with confirmation.
 
 import { getJson, request, streamEvents } from "./api.js";
 import { byId, el } from "./dom.js";
@@ -23,7 +23,7 @@ export async function showDocuments() {
   );
   const { documents } = await getJson("healthz");
   const all = documents ?? (page.has_more ? null : page.data.length);
-  byId("documents-lead").textContent = all === null ? "" : `${count(all, "document")} to answer from.`;
+  byId("documents-lead").textContent = all === null ? "" : `${count(all, "document")} in this knowledge base.`;
 }
 
 async function changed() {
@@ -99,7 +99,7 @@ function uploader() {
     { class: "uploader" },
     el("label", { for: "files", text: "Add documents" }),
     input,
-    el("p", { class: "hint", text: "Or drop files here. The same file again replaces what was there." }),
+    el("p", { class: "hint", text: "Or drop files here. Uploading a file again replaces its documents." }),
     el("progress", { id: "upload-progress", max: "1", value: "0", hidden: "", "aria-label": "Upload" }),
     el("p", { id: "documents-status", class: "hint", role: "status" }),
     el("ul", { id: "upload-failures", class: "failures" }),

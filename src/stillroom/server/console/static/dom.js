@@ -1,6 +1,6 @@
-// Making elements. Text always arrives as text nodes: nothing here, or anywhere in the console, parses HTML.
+// Creation of elements. Text is always inserted as text nodes; the console never parses HTML.
 
-/** An element with attributes (`text` is its text, `on...` its listeners; false and null leave one out) and children. */
+/** Create an element with children and attributes: `text` is its text, `on...` a listener; false and null are skipped. */
 export function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -12,12 +12,11 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** The element of this id. */
 export const byId = (id) => document.getElementById(id);
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** A line through values (null is a gap) in a box of 100 x 30, scaled to the largest. */
+/** Draw a line through values (null is a gap) in a box of 100 x 30, scaled to the largest. */
 export function sparkline(values, label) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", "0 0 100 30");

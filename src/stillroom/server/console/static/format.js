@@ -1,4 +1,4 @@
-// Numbers as people read them, in the words of the command line.
+// Formatting of numbers, sizes, times and paths, as on the command line.
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "unknown";
@@ -28,10 +28,10 @@ export function size(bytes) {
 export const moment = (seconds) =>
   new Date(seconds * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 
-/** Three figures, as many as mean anything. */
+/** Round to at most three significant digits. */
 export const trim = (value) => (value >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(value < 10 ? 2 : 3))));
 
-/** The name of a file, and the folder it is in. */
+/** Split a path into folder and file name. */
 export function splitPath(path) {
   const cut = path.lastIndexOf("/") + 1;
   return { folder: path.slice(0, cut), name: path.slice(cut) };

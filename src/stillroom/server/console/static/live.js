@@ -1,4 +1,4 @@
-// Live figures: the differences between readings of /metrics, two seconds apart.
+// Live figures, computed from readings of /metrics two seconds apart.
 
 import { getJson, getText } from "./api.js";
 import { byId, el, sparkline } from "./dom.js";
@@ -10,7 +10,7 @@ const KEPT_SECONDS = 120;
 let readings = [];
 let timer = null;
 
-/** Begin to read, until `stopLive`. */
+/** Read figures until `stopLive`. */
 export async function startLive() {
   stopLive();
   const own = setInterval(() => {
@@ -31,10 +31,10 @@ export function stopLive() {
   byId("live-error").hidden = true;
 }
 
-/** What stands there is of before. */
+/** Say that the figures shown are old. */
 function showStale(error) {
   if (!byId("live-error").hidden) return;
-  byId("live-error").textContent = `${error.message} These are the last figures that it told.`;
+  byId("live-error").textContent = `${error.message} These are the last figures received.`;
   byId("live-error").hidden = false;
 }
 
@@ -54,7 +54,7 @@ async function read() {
   show();
 }
 
-/** Sums over all labels, by metric; by metric and label as well. */
+/** Parse Prometheus text: values by metric (summed over labels), and by metric with labels. */
 export function parse(text) {
   const values = {};
   for (const line of text.split("\n")) {
@@ -73,20 +73,20 @@ const steps = (name) =>
     return { seconds: reading.at - before.at, grown: Math.max((reading[name] ?? 0) - (before[name] ?? 0), 0) };
   });
 
-/** How far the readings reach back: they begin with this view. */
+/** Seconds covered by the readings, which begin when the view is opened. */
 const seconds = () => Math.round(readings[readings.length - 1].at - readings[0].at);
 
 const span = () => (seconds() > KEPT_SECONDS - (2 * PERIOD_MS) / 1000 ? "two minutes" : count(seconds(), "second"));
 
 const grown = (name) => steps(name).reduce((sum, step) => sum + step.grown, 0);
 
-/** Per interval; null where nothing happened. */
+/** Ratios per interval; null if the denominator did not grow. */
 function ratios(above, below) {
   const bottoms = steps(below);
   return steps(above).map((step, index) => (bottoms[index].grown ? step.grown / bottoms[index].grown : null));
 }
 
-/** The mean of the last five intervals: answers are counted when they end. */
+/** Rates as means of five intervals, because answers are counted when they end. */
 function rates(name) {
   const all = steps(name);
   return all.map((_, index) => {
@@ -113,7 +113,7 @@ function show() {
       ratios(`${ttft}_sum`, `${ttft}_count`),
     ),
     tile(
-      "Written",
+      "Generated",
       `${trim(speed.length ? speed[speed.length - 1] : 0)} tokens/s`,
       `${of("stillroom_generated_tokens_total").toLocaleString("en")} tokens since the start`,
       speed,
@@ -127,7 +127,7 @@ function show() {
     tile(
       "Kept",
       prompt ? percent(of("stillroom_cached_tokens_total") / prompt) : "\u2013",
-      "of prompt tokens since the start were not computed",
+      "of prompt tokens since the start were reused",
       ratios("stillroom_cached_tokens_total", "stillroom_prompt_tokens_total"),
     ),
     tile(
@@ -145,17 +145,17 @@ function show() {
   );
 }
 
-/** Without an operator's key: what the own requests tell. */
+/** Without an operator's key: figures of the caller's own requests. */
 function showOwn(requests) {
   const latest = requests.map((one) => one.timing.ttft_seconds).reverse();
   const mean = latest.reduce((sum, seconds) => sum + seconds, 0) / latest.length;
   const tokens = (name) => requests.reduce((sum, one) => sum + one[name], 0);
   const prompt = tokens("num_prompt_tokens");
   byId("live-lead").textContent =
-    `Of your last ${count(requests.length, "request")}. Figures of the whole server need an operator's key.`;
+    `From your last ${count(requests.length, "request")}. Figures of the whole server need an operator's key.`;
   byId("live").replaceChildren(
     tile("First token", latest.length ? duration(mean) : "\u2013", "mean", latest),
-    tile("Kept", prompt ? percent(tokens("num_cached_tokens") / prompt) : "\u2013", "of prompt tokens were not computed", null),
+    tile("Kept", prompt ? percent(tokens("num_cached_tokens") / prompt) : "\u2013", "of prompt tokens were reused", null),
   );
 }
 

@@ -1,4 +1,4 @@
-// Which view is shown, the theme, the key, and what is served.
+// Views, theme, API key, and the line that names model and document count.
 
 import { getJson, key, setKey } from "./api.js";
 import { showEarlier, start } from "./ask.js";
@@ -41,7 +41,7 @@ const lead = byId("ask-lead").textContent;
 async function showServing() {
   try {
     const [models, health] = await Promise.all([getJson("v1/models"), getJson("healthz")]);
-    const documents = health.documents === undefined ? [] : [count(health.documents, "document")]; // not everybody's to know
+    const documents = health.documents === undefined ? [] : [count(health.documents, "document")]; // operators only
     byId("serving").textContent = [models.data[0].id, ...documents].join(", ");
     byId("ask-lead").textContent = lead;
     if (health.documents === 0)
@@ -71,7 +71,7 @@ function startTheme() {
     try {
       localStorage.setItem("stillroom-theme", theme);
     } catch {
-      // it lasts as long as the page
+      // storage is disabled: the choice lasts as long as the page
     }
     name();
   });
@@ -86,8 +86,8 @@ function startKey() {
     if (!dialog.open) {
       byId("key").value = key();
       dialog.showModal();
-    } // else somebody may be typing
-    byId("key-error").textContent = problem; // in the open dialog, or no screen reader says it
+    } // do not overwrite a key that is being typed
+    byId("key-error").textContent = problem; // set in the open dialog, so that screen readers announce it
     byId("key-error").hidden = !problem;
   };
   const use = (value) => {

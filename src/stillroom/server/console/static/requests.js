@@ -1,4 +1,4 @@
-// Past questions: a list, and one of them with all that is remembered.
+// The list of past questions, and the record of one.
 
 import { account, phaseBar } from "./account.js";
 import { getJson } from "./api.js";
@@ -10,11 +10,11 @@ export async function showRequests() {
   const found = await getJson("v1/requests");
   const place = byId("requests");
   if (!found.length) {
-    place.replaceChildren(el("p", { class: "hint", text: "Nothing was asked yet." }));
+    place.replaceChildren(el("p", { class: "hint", text: "There are no questions yet." }));
     return;
   }
   const longest = Math.max(...found.map((one) => one.timing.total_seconds));
-  const columns = ["When", "Question", "Phases", "First token", "In all", "Kept"];
+  const columns = ["When", "Question", "Phases", "First token", "Total", "Kept"];
   place.replaceChildren(
     el(
       "table",
@@ -38,11 +38,11 @@ function row(one, longest) {
     el(
       "th",
       { scope: "row" },
-      el("a", { href: `#requests/${one.request_id}`, text: one.question || "(a prompt, continued)" }),
+      el("a", { href: `#requests/${one.request_id}`, text: one.question || "(continued prompt)" }),
     ),
     el("td", { class: "phases" }, phases),
     cell("First token", duration(one.timing.ttft_seconds)),
-    cell("In all", duration(one.timing.total_seconds)),
+    cell("Total", duration(one.timing.total_seconds)),
     cell("Kept", kept),
   );
 }
@@ -51,7 +51,7 @@ export async function showRequest(id) {
   const place = byId("request");
   place.replaceChildren();
   const found = await getJson(`v1/requests/${encodeURIComponent(id)}`);
-  if (!location.hash.endsWith(id)) return; // somebody has gone on meanwhile
+  if (!location.hash.endsWith(id)) return; // another view was opened meanwhile
   place.replaceChildren(
     el(
       "div",
@@ -59,7 +59,7 @@ export async function showRequest(id) {
       el(
         "article",
         { class: "panel" },
-        el("p", { class: "asked", text: found.question || "(a prompt, continued)" }),
+        el("p", { class: "asked", text: found.question || "(continued prompt)" }),
         el("div", { class: "answer", text: found.text }),
         ...account(found).filter(Boolean),
         el("p", { class: "hint", text: `${found.request_id}, ${moment(found.at)}, ${found.model}` }),

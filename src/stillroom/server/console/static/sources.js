@@ -3,9 +3,9 @@
 import { el } from "./dom.js";
 import { splitPath } from "./format.js";
 
-/** A list of cards; the text of each on demand. */
+/** A list of cards, each with its text on demand. */
 export function sourceList(sources) {
-  if (!sources.length) return el("p", { class: "hint", text: "No passages: the prompt was continued as it is." });
+  if (!sources.length) return el("p", { class: "hint", text: "No passages: the prompt was continued without a search." });
   const best = Math.max(...sources.map((source) => source.score));
   return el("ol", { class: "sources" }, ...sources.map((source) => card(source, best)));
 }
@@ -30,7 +30,7 @@ function card(source, best) {
       {},
       el("summary", { text: "Text" }),
       source.text === null || source.text === undefined
-        ? el("p", { class: "hint", text: "The document has changed or is gone since." })
+        ? el("p", { class: "hint", text: "The document has since been changed or removed." })
         : el("p", { class: "passage", text: source.text }),
       found(source.scores),
     ),
@@ -46,7 +46,7 @@ function place(source) {
   return parts.length ? el("span", { text: parts.join(", ") }) : null;
 }
 
-const earlier = (source) => (source.turns_ago ? el("span", { text: "of an earlier question" }) : null);
+const earlier = (source) => (source.turns_ago ? el("span", { text: "from an earlier question" }) : null);
 
 const RETRIEVERS = { dense: "by meaning", sparse: "by words" };
 
