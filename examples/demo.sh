@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tour behind `make demo`: index, search, ask. Run from the repository root.
+# Runs `make demo`: index, search, ask. Run from the repository root.
 set -euo pipefail
 
 bin=${BIN:-.venv/bin}
@@ -14,7 +14,7 @@ fi
 
 say() { printf '\n%s# %s%s\n' "$dim" "$1" "$plain"; }
 
-# Shows a command as one would type it, then runs it.
+# Prints a command line, then runs it.
 run() {
   local arg line=''
   for arg in "$@"; do
@@ -35,13 +35,13 @@ done < examples/demo_questions.txt
 say "Index this project's documentation and a small gazetteer of an invented country."
 run stillroom add docs examples/gazetteer --kb "$kb"
 
-say "Search: no model needed."
+say "Search, without a language model."
 run stillroom search "how are documents cut into chunks" --kb "$kb" -k 3
 
-say "Ask: each question picks up the answer before it."
+say "Ask: each question starts from the answer before it."
 run stillroom ask "${questions[@]}" --kb "$kb"
 
-say "The first one again, in a new process: the KV of its documents was kept on disk. Then: why was it fast?"
+say "Ask the first question again in a new process, with the KV kept on disk. Then explain its timing."
 run stillroom ask "${questions[0]}" --kb "$kb"
 run stillroom explain --kb "$kb"
 
