@@ -179,9 +179,9 @@ class Stillroom:
     def public_documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """Like `documents`, but ordered by public id (`core.ids.public_id`) and with uploaded files that are not
         indexed."""
-        lone = [info for info in self.uploads.not_indexed() if info.document_id > after]
-        both = [*self._kb.public_documents(after, limit), *lone]
-        return sorted(both, key=lambda info: public_id(info.document_id))[:limit]
+        not_indexed = [info for info in self.uploads.not_indexed() if info.document_id > after]
+        documents = [*self._kb.public_documents(after, limit), *not_indexed]
+        return sorted(documents, key=lambda info: public_id(info.document_id))[:limit]
 
     def upload(
         self,
